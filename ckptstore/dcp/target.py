@@ -17,7 +17,7 @@ from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.format.timings import Timings
 from ckptstore.state.index.index_file import INDEX_NAME
-from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
@@ -105,7 +105,7 @@ class DirectoryTarget:
             extra={} if timings is None else {"timings": timings().to_json()},
         )
         storage.write(prefix + MANIFEST_NAME, [memoryview(manifest.encode())])
-        if isinstance(storage, Disk) and self._config.durable:
+        if self._config.durable:
             storage.persist([prefix + MANIFEST_NAME])
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from ckptstore.format.layout import GROUP_PREFIX
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.life import LEFT
 from ckptstore.runtime.parallel import mapped, started
-from ckptstore.storage.base import CreatesExclusively, Disk, Storage
+from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.retry import retrying
 
 logger = logging.getLogger("ckptstore.group")
@@ -177,7 +177,7 @@ class StorageBoard:
             removals, self._removals = self._removals, []
         for thread in removals:
             thread.join()
-        if emptied and isinstance(self._storage, Disk):
+        if emptied:
             try:
                 self._storage.remove_directories(self._prefix.rstrip("/"))
             except (StorageError, OSError) as error:

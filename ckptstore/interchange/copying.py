@@ -31,7 +31,7 @@ from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
 from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import CopiesFrom, CopiesInside, Disk, Doubts, Storage
+from ckptstore.storage.base import CopiesFrom, CopiesInside, Doubts, Storage
 from ckptstore.storage.second_look import looked_twice, tell
 from ckptstore.transfer.executor import Executor, InProcess
 from ckptstore.transfer.opened import OpenedPlace
@@ -122,16 +122,14 @@ def _copy_checkpoint(
     founds = executor.run(share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=no_beat)
     found = set().union(*founds)
     missing = [receipt for receipt in manifest.files if receipt.name not in found]
-    if isinstance(target.storage, Disk):
-        for name in manifest.directories:
-            target.storage.make_directory(prefix + name)
+    for name in manifest.directories:
+        target.storage.make_directory(prefix + name)
     last = {MANIFEST_NAME: data}
     with contextlib.suppress(FileMissing):
         last = {USER_METADATA_NAME: files.storage.read(files.prefix + USER_METADATA_NAME), **last}
     for name, contents in last.items():
         target.storage.write(prefix + name, [memoryview(contents)])
-        if isinstance(target.storage, Disk):
-            target.storage.persist([prefix + name])
+        target.storage.persist([prefix + name])
     return CopyReport(
         uri=target.storage.uri,
         steps=(manifest.step,) if missing else (),
@@ -329,7 +327,7 @@ def _intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> se
 def _keep_intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
     """Persist the storage's own copies, delete those that are not whole, and return the names of the rest."""
     storage = target.storage
-    if receipts and isinstance(storage, Disk) and target.config.transfer.durable:
+    if receipts and target.config.transfer.durable:
         storage.persist([prefix + receipt.name for receipt in receipts])
     intact = _intact(target, prefix, receipts)
     storage.delete([prefix + receipt.name for receipt in receipts if receipt.name not in intact])

@@ -203,8 +203,7 @@ class CheckpointFiles:
         """Replace the user's metadata. Raises InvalidMetadata where it cannot be changed."""
         key = self.prefix + USER_METADATA_NAME
         self.storage.write(key, [memoryview(data)])
-        if isinstance(self.storage, Disk):
-            self.storage.persist([key])
+        self.storage.persist([key])
 
     def check_can_be_sent(self) -> None:
         """Raise InvalidInput for what another process could not open."""

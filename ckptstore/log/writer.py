@@ -280,12 +280,11 @@ class Log(LogReader):
 
     def _confirm(self, record: Record) -> None:
         """A create failed and yet took effect: on a disk it may have failed at the very last, at becoming durable."""
-        if isinstance(self._storage, Disk):
-            try:
-                self._storage.persist([record_key(record.number)])
-            except StorageError as error:
-                error.committed = True
-                raise
+        try:
+            self._storage.persist([record_key(record.number)])
+        except StorageError as error:
+            error.committed = True
+            raise
 
     def _put_alone(self, record: Record) -> Record:
         """The same for a single writer without create-if-absent: write where nothing is, and read it back.
@@ -302,8 +301,7 @@ class Log(LogReader):
                 return found
             try:
                 storage.write(key, [view])
-                if isinstance(storage, Disk):  # after a failed fsync the file is written anew
-                    storage.persist([key])
+                storage.persist([key])  # after a failed fsync the file is written anew
             except StorageError as error:
                 failures.append(error)
                 found = self._fetch(record.number)

@@ -273,10 +273,9 @@ def write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, cont
     """Write the bytes of the manifest, after what must be durable with it. They may arrive after an error."""
     key = attempt.key(MANIFEST_NAME)
     late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
-    if isinstance(storage, Disk):
-        for name in contents.directories:
-            storage.make_directory(attempt.key(name))
-    if late and isinstance(storage, Disk) and config.transfer.durable:
+    for name in contents.directories:
+        storage.make_directory(attempt.key(name))
+    if late and config.transfer.durable:
         storage.persist(late)
     if not isinstance(storage, CreatesExclusively):
         storage.write(key, [memoryview(data)])

@@ -313,8 +313,7 @@ class StateShard:
                 storage.copy(source, target)
             elif not is_linked:
                 raise StorageError(f"{source} cannot be linked to the next checkpoint", file=file.name)
-        if isinstance(storage, Disk):
-            storage.persist([attempt.key(file.name) for file in kept])
+        storage.persist([attempt.key(file.name) for file in kept])
         return [Receipt(file.name, file.size_bytes, file.crc32c, rank) for file in kept]
 
     def _add(self, written: Mapping[str, bytes], attempt: Attempt, beat: Beat) -> list[Receipt]:

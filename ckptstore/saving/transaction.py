@@ -21,7 +21,7 @@ from ckptstore.runtime.beat import Beat, beat
 from ckptstore.saving.phases import SaveClock, longest_seconds
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision, Shard
-from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import hurried
 from ckptstore.storage.traffic import counted_twice
 
@@ -260,7 +260,6 @@ def remove_files(storage: Storage, attempt: Attempt) -> None:
     """
     try:
         storage.delete([file.key for file in storage.list(attempt.prefix)])
-        if isinstance(storage, Disk):
-            storage.remove_directories(attempt.prefix.rstrip("/"))
+        storage.remove_directories(attempt.prefix.rstrip("/"))
     except CkptstoreError as error:
         logger.warning("what step %d left could not be removed: %s", attempt.step, error)

@@ -1,4 +1,4 @@
-"""The contract of a storage: seven verbs over keys, and six protocols for the powers that only some have.
+"""The contract of a storage: seven verbs over keys, four that only a disk needs, and protocols for further powers.
 
 A key is a relative POSIX path below the storage's root ("log/0000000042.json"); `layout.check_key` says what is legal.
 A storage is safe to use from several threads and belongs to one process; it is pickled as URI and options and connects
@@ -34,7 +34,7 @@ class StoredFile(NamedTuple):
 
 @runtime_checkable
 class Storage(Protocol):
-    """The seven verbs."""
+    """The seven verbs, and four that do nothing on a storage which is no disk. A back-end inherits it."""
 
     @property
     def uri(self) -> str:
@@ -69,8 +69,28 @@ class Storage(Protocol):
     def close(self) -> None:
         """Give back connections. The storage is not used afterwards."""
 
+    def persist(self, keys: Sequence[str]) -> None:
+        """Return when these files, and the directories that lead to them, would survive a loss of power. On a storage
+        which is no `Disk` they do already.
 
-class ProcessBound:
+        After an error the state of the files is unknown: write them anew (a second fsync may lie about the first).
+        """
+        return
+
+    def free_bytes(self) -> int | None:
+        """Return how much can still be written, None where nothing limits it."""
+        return None
+
+    def make_directory(self, key: str) -> None:
+        """Create a directory and its parents, where there are any; one that exists is no error."""
+        return
+
+    def remove_directories(self, key: str) -> None:
+        """Remove the directory and all empty ones below it; one with a file in it stays. Best effort."""
+        return
+
+
+class ProcessBound(Storage):
     """For back-ends: a storage that was opened here and is used in a forked child says so, instead of sharing
     connections, locks or memory with its parent without either knowing."""
 
@@ -132,27 +152,12 @@ class WritesParts(Protocol):
 
 
 @runtime_checkable
-class Disk(Protocol):
+class Disk(Storage, Protocol):
     """A disk, or a file system that machines share. Its files have paths, are durable when `persist` has returned, and
     are read-only from the start, for everybody."""
 
-    def persist(self, keys: Sequence[str]) -> None:
-        """Return when these files, and the directories that lead to them, would survive a loss of power.
-
-        After an error the state of the files is unknown: write them anew (a second fsync may lie about the first).
-        """
-
-    def free_bytes(self) -> int:
-        """How much can still be written."""
-
     def local_path(self, key: str) -> Path:
         """The path of a key ("" is the root). Nothing is created."""
-
-    def make_directory(self, key: str) -> None:
-        """Create a directory and its parents; one that exists is no error."""
-
-    def remove_directories(self, key: str) -> None:
-        """Remove the directory and all empty ones below it; one with a file in it stays. Best effort."""
 
     def remove_unfinished(self, key: str, *, before_seconds: float, dry_run: bool = False) -> Sequence[str]:
         """Remove from a directory ("" is the root) what writers that were killed have left, where it was last changed
@@ -237,5 +242,5 @@ POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside,
 
 
 def methods_of(protocol: type) -> frozenset[str]:
-    """The names of what a storage with this power has, or of the seven verbs and `uri` for `Storage`."""
+    """The names of what a storage with this power has, or of the verbs and `uri` for `Storage`."""
     return frozenset(name for name in vars(protocol) if not name.startswith("_"))

@@ -30,7 +30,7 @@ def with_retries(storage: Storage, config: RetryConfig) -> Storage:
     return cast(Storage, retried)
 
 
-class _Retried:
+class _Retried(Storage):
     def __init__(self, inner: Storage, config: RetryConfig) -> None:
         self.inner = inner
         self.config = config

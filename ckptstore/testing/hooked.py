@@ -52,8 +52,8 @@ def wrap(storage: Storage, hook: Hook) -> Any:
     return _class_for(powers)(storage, hook)
 
 
-class _Wrapped:
-    """The seven verbs."""
+class _Wrapped(base.Storage):
+    """The seven verbs. What only a disk needs is called, and hooked, on a disk alone."""
 
     def __init__(self, inner: Any, hook: Hook) -> None:
         self.inner = inner

@@ -299,6 +299,18 @@ class PowersContract:
         with pytest.raises(FileMissing):
             storage.read_steps("missing", 0, steps, lambda _: True)
 
+    # ---- no Disk
+
+    def test_what_a_disk_alone_needs_does_nothing_elsewhere(self, storage: Any) -> None:
+        if isinstance(storage, base.Disk):
+            pytest.skip("the storage is a disk")
+        storage.write("dir/f", [memoryview(b"x")])
+        storage.make_directory("dir/empty")
+        storage.persist(["dir/f"])
+        storage.remove_directories("dir")
+        assert storage.free_bytes() is None
+        assert {file.key: storage.read(file.key) for file in storage.list("")} == {"dir/f": b"x"}
+
     # ---- CopiesInside
 
     def test_copies(self, storage: Any) -> None:

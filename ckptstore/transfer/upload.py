@@ -13,7 +13,7 @@ from itertools import zip_longest
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import BytesMoved, FileStored, emit, is_heard
 from ckptstore.format.digest import FileDigest
-from ckptstore.storage.base import Disk, PartWriter
+from ckptstore.storage.base import PartWriter
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.batch import read_hashed, write_batch
 from ckptstore.transfer.engine import TASK_BYTES, Engine, is_worth_writing_anew
@@ -106,15 +106,14 @@ class _Upload:
 
     def persist(self) -> None:
         """Make durable what is not yet. Raises also what an earlier call on another thread raised."""
-        storage = self._engine.storage
         if self._not_durable is not None:
             error, self._not_durable = self._not_durable, None
             self._written = []
             raise error
         with self._lock:
             keys, self._written = self._written, []
-        if self._engine.config.durable and isinstance(storage, Disk) and keys:
-            storage.persist(keys)
+        if self._engine.config.durable and keys:
+            self._engine.storage.persist(keys)
 
     def _write_chain(self, batches: deque[list[int]], from_end: bool, run: Operation) -> None:
         """Write small files, batch after batch, until none is left, and have the disk keep up.

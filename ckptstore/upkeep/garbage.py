@@ -137,8 +137,7 @@ def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run:
             found.left[CHECKPOINT_PREFIX + attempt] = why
         for prefix in found.exchanges:
             storage.delete([file.key for file in storage.list(prefix)])
-            if isinstance(storage, Disk):
-                storage.remove_directories(prefix.rstrip("/"))
+            storage.remove_directories(prefix.rstrip("/"))
         if isinstance(storage, Bucket):
             for key, upload_id in storage.unfinished(CHECKPOINT_PREFIX):
                 if key in found.unfinished:

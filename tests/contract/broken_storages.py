@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,11 +58,16 @@ class TestHasHalfOfAPower(_OnMemory):
     caught_by = "test_it_has_no_half_of_a_power"
 
     class broken(MemoryStorage):
-        def persist(self, keys: Sequence[str]) -> None:
-            """Nothing is lost here."""
+        def local_path(self, key: str) -> Path:
+            return Path("/dev/shm", key)
 
-        def free_bytes(self) -> int:
-            return 1 << 30
+
+class TestMakesDirectories(_OnMemory):
+    caught_by = "test_what_a_disk_alone_needs_does_nothing_elsewhere"
+
+    class broken(MemoryStorage):
+        def make_directory(self, key: str) -> None:
+            self.write(key, [])
 
 
 class TestShowsASecret(_OnMemory):

@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ckptstore.errors import CheckpointDamaged, FileMissing
-from ckptstore.storage.base import StoredFile
+from ckptstore.storage.base import Storage, StoredFile
 
 PLACES: defaultdict[str, dict[str, tuple[bytes, float]]] = defaultdict(dict)
 
 
-class DictStorage:
+class DictStorage(Storage):
+    uri = ""
+
     def __init__(self, uri: str) -> None:
         self.uri = f"dict://{uri.partition('://')[2]}"
         self.files = PLACES[uri]

@@ -89,8 +89,10 @@ def joined(answers: list[bytes], beat: Beat) -> bytes:
     return b", ".join(answers)
 
 
-class PlainStorage:
+class PlainStorage(Storage):
     """Only the seven verbs: a storage without create-if-absent."""
+
+    uri = ""
 
     def __init__(self, inner: Storage) -> None:
         self.uri, self.write, self.read, self.read_into = inner.uri, inner.write, inner.read, inner.read_into

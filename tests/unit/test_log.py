@@ -26,7 +26,6 @@ from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Noo
 from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
 from ckptstore.format.record import Record
 from ckptstore.log import Log
-from ckptstore.log.hint import Hint
 from ckptstore.log.identity import (
     KEPT_BY_RAY,
     read_identity,
@@ -35,6 +34,7 @@ from ckptstore.log.identity import (
     read_store_json,
     write_identity,
 )
+from ckptstore.log.reader import Hint
 from ckptstore.storage.base import Storage, StoredFile
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
@@ -45,8 +45,10 @@ QUICK = RetryConfig(retry_attempts=5, retry_wait_initial_seconds=1e-6)
 CLAIM = Claim("token", 1)
 
 
-class BareStorage:
+class BareStorage(Storage):
     """A storage with the seven verbs and no power, over another one."""
+
+    uri = ""
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner

@@ -17,7 +17,8 @@ from ckptstore.storage.retry import retrying
 from ckptstore.transfer import RangeRead, Transfer
 
 QUICK = RetryConfig(retry_attempts=4, retry_wait_initial_seconds=0.001, retry_wait_max_seconds=0.002)
-POWERS = [power for power in vars(base).values() if getattr(power, "_is_runtime_protocol", False)]
+_KINDS = [kind for kind in vars(base).values() if isinstance(kind, type)]
+POWERS = [kind for kind in _KINDS if vars(kind).get("_is_runtime_protocol")]
 
 
 def flaky(storage: Any, verb: str, times: int) -> tuple[Any, list[str]]:

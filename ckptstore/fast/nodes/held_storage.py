@@ -22,7 +22,7 @@ logger = logging.getLogger("ckptstore")
 T = TypeVar("T")
 
 
-class HeldStorage:
+class HeldStorage(Storage):
     """The files of one fast checkpoint, read-only. Safe for threads.
 
     What is doubted, since its digest was wrong, is read from the next place that has the file from then on.

@@ -20,7 +20,7 @@ from ckptstore.integrations.ray.kept_by_ray.wrapping import check_whole, files_a
 from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics
 from ckptstore.integrations.ray.pointer import POINTER_NAME, Pointer
 from ckptstore.opening import open_store
-from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.base import Storage
 from ckptstore.storage.uri import parse_uri
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, Snapshot, obstacle, read_snapshot
 
@@ -240,8 +240,7 @@ def _rewritten(
 
 def _write(storage: Storage, key: str, data: bytes) -> None:
     storage.write(key, [memoryview(data)])
-    if isinstance(storage, Disk):
-        storage.persist([key])
+    storage.persist([key])
 
 
 def _encoded(found: Sequence[_Found], snapshot: Snapshot | None, score: Score | None) -> bytes:

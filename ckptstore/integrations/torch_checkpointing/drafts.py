@@ -25,7 +25,7 @@ from ckptstore.format.layout import GROUP_PREFIX, Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.base import Storage
 from ckptstore.transfer import Stored, Transfer
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import MemorySource
@@ -127,8 +127,7 @@ class Draft:
     def remove(self) -> None:
         """Remove its receipts and directories. The seal stays: it determines the number of the next try."""
         self.storage.delete([file.key for file in self.storage.list(f"{self.prefix}/")])
-        if isinstance(self.storage, Disk):
-            self.storage.remove_directories(self.prefix)
+        self.storage.remove_directories(self.prefix)
 
     def _file(self, name: str) -> str:
         return f"f={quote(name, safe='')}"
@@ -138,5 +137,4 @@ class Draft:
 
     def _write(self, key: str, data: bytes) -> None:
         self.storage.write(key, [memoryview(data)])
-        if isinstance(self.storage, Disk):
-            self.storage.persist([key])
+        self.storage.persist([key])

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptstore.errors import AccessDenied, FileMissing, InvalidInput, StorageError
 from ckptstore.interchange.export_place import PART_NAME, PROGRESS_FOLDER
-from ckptstore.storage.base import Bucket, Disk
+from ckptstore.storage.base import Bucket
 from ckptstore.transfer.opened import OpenedPlace
 
 _RECORD = f"{PROGRESS_FOLDER}plan.json"
@@ -96,8 +96,7 @@ class ExportProgress:
         found = [file.key for file in storage.list(PROGRESS_FOLDER)]
         storage.delete([name for name in found if name != _RECORD])
         storage.delete([_RECORD])
-        if isinstance(storage, Disk):
-            storage.remove_directories(PROGRESS_FOLDER.rstrip("/"))
+        storage.remove_directories(PROGRESS_FOLDER.rstrip("/"))
 
     def _read(self, key: str) -> dict[str, Any]:
         """Return the contents of a progress file; empty if it is missing or torn."""

@@ -44,7 +44,7 @@ _DIRECTORY_TRIES = 8
 """How often a directory that somebody else removes as it falls empty is made again."""
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """The files below one directory. Safe for threads and processes; pickled as its path and options."""
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True, direct_io: bool = True) -> None:

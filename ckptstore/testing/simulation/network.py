@@ -32,6 +32,8 @@ _OTHER_CHANGES = frozenset(["make_directory", "remove_directories", "abort_unfin
 _LATE = frozenset(["write", "create", "delete", "finish"])
 """Requests that may take effect after their caller has given up."""
 _NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri", "resolved"])
+_DISK_REQUESTS = frozenset(["persist", "free_bytes", "make_directory", "remove_directories"])
+"""What does nothing on a storage that is no disk."""
 _READS = frozenset(["read", "read_into", "read_steps"])
 
 
@@ -310,7 +312,7 @@ def _error(fault: str, shown: str, key: str) -> StorageError:
     return StorageUnavailable(f"{shown} was not answered", file=key)
 
 
-class _Connected:
+class _Connected(base.Storage):
     def __init__(self, network: Network, inner: Any, mirror: Space | None) -> None:
         self.network = network
         self.inner = inner
@@ -433,5 +435,6 @@ def _through(name: str) -> Callable[..., Any]:
 @cache
 def _class_for(powers: tuple[Any, ...]) -> type[_Connected]:
     names = frozenset().union(*map(base.methods_of, (base.Storage, *powers))) - vars(_Connected).keys()
-    methods = {name: _OWN.get(name) or (_through if name in _NO_REQUEST else _request)(name) for name in names}
+    no_request = _NO_REQUEST if base.Disk in powers else _NO_REQUEST | _DISK_REQUESTS
+    methods = {name: _OWN.get(name) or (_through if name in no_request else _request)(name) for name in names}
     return type("ConnectedStorage", (_Connected,), methods)

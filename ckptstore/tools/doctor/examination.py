@@ -220,8 +220,7 @@ def _throughput(place: _Place) -> Finding:
     key, sent = place.key("bulk"), os.urandom(_BULK_BYTES)
     began = time.monotonic()
     place.storage.write(key, [memoryview(sent)])
-    if isinstance(place.storage, Disk):
-        place.storage.persist([key])
+    place.storage.persist([key])
     wrote = time.monotonic()
     found = bytearray(_BULK_BYTES)
     place.storage.read_into(key, 0, [memoryview(found)])
@@ -359,11 +358,10 @@ def _clean_up(place: _Place, *, is_new: bool) -> Finding:
     try:
         if place.writes:
             storage.delete(place.used)
-        if isinstance(storage, Disk):
-            storage.remove_directories(PROBE_PREFIX.rstrip("/"))
-            if is_new:
-                with suppress(OSError):
-                    os.rmdir(storage.local_path(""))
+        storage.remove_directories(PROBE_PREFIX.rstrip("/"))
+        if is_new and isinstance(storage, Disk):
+            with suppress(OSError):
+                os.rmdir(storage.local_path(""))
     except CkptstoreError as error:
         hint = f"Remove what lies below {place.prefix}"
         return Finding(name=name, status="warning", detail=f"they could not be removed: {error.message}", hint=hint)

@@ -36,7 +36,7 @@ from ckptstore.saving.commit import check_stored, manifest_of, write_manifest
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.saving.transaction import Destination, Ended
-from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer import Transfer
 
@@ -179,8 +179,8 @@ class RayPublisher:
 
 
 def _check_room(storage: Storage, decision: Decision) -> None:
-    needed_bytes = decision.size_bytes or 0
-    if isinstance(storage, Disk) and needed_bytes > (free_bytes := storage.free_bytes()):
+    needed_bytes, free_bytes = decision.size_bytes or 0, storage.free_bytes()
+    if free_bytes is not None and needed_bytes > free_bytes:
         raise StorageFull(
             f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {storage.uri}",
             hint="Make room, or give CheckpointConfig a smaller num_to_keep",

@@ -120,7 +120,7 @@ class Space:
         self.notify(key, before, file)
 
 
-class _Plain:
+class _Plain(Storage):
     """The seven verbs."""
 
     durable_at_once = True
