@@ -72,6 +72,7 @@ IMPORTERS: dict[str, set[str]] = {
     "certifi": {"storage.cloud.routes"},
     "click": {"tools.cli"},
     "fastsafetensors": {"tools.bench"},
+    "filelock": {"runtime.file_locks"},
     "fsspec": {"tools.bench", "storage.fsspec"},
     "google": {"storage.cloud.chains", "storage.cloud.gcs"},
     "jax": {"tools.bench"},
@@ -115,7 +116,7 @@ IMPORTERS: dict[str, set[str]] = {
 }
 """Which modules, or packages with all that is in them, may import a third party. Nothing else may be imported."""
 
-REQUIRED = {"awscrt", "click", "fsspec", "rich", "tenacity"}
+REQUIRED = {"awscrt", "click", "filelock", "fsspec", "rich", "tenacity"}
 """What every installation has."""
 BEHIND_OTHERS = {
     "s3fs, gcsfs and adlfs": {"azure", "botocore", "certifi", "google", "requests"},

@@ -8,7 +8,7 @@
 
 What lies in locks/ and leases/ goes with its copy; whoever opened it before finds that out by its inode.
 
-All locks are flock's: the kernel releases them when a process dies. Nothing that must hold rests on the turn: a
+All locks are of the kernel, which releases them when a process dies. Nothing that must hold rests on the turn: a
 download is verified and then renamed, and of two downloads the first rename wins. `cache` has the story, `place` the
 directory, `readers` the leases, `eviction` what goes and when.
 """

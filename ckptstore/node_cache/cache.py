@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import socket
@@ -18,6 +17,7 @@ from ckptstore.errors import CacheError, InvalidInput
 from ckptstore.events import DownloadFinished, DownloadStarted, DownloadWaited, emit
 from ckptstore.node_cache import eviction, readers
 from ckptstore.node_cache.place import CachePlace, boot_id, open_place
+from ckptstore.runtime.file_locks import Exclusive
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local_parts import flush_files
 
@@ -93,9 +93,10 @@ class _Fetch:
         """Return when a finished copy is there."""
         if self.is_there():
             return
-        turn = _Turn(self.place.lock(self.key)) if self.place.locks_work else None
-        ours = turn is not None and self.wait_for(turn)
+        turn = Exclusive(self.place.lock(self.key))
         try:
+            if self.place.locks_work:
+                self.wait_for(turn)
             for _ in range(_DOWNLOADS):
                 if self.is_there():  # with the turn or, after the deadline, without it: the rename decides
                     return
@@ -105,8 +106,7 @@ class _Fetch:
                     f"{self.place.copy(self.key)} loses files again and again", step=self.step, hint=_CLEANED
                 )
         finally:
-            if turn is not None and ours:
-                turn.give_back()
+            turn.give_back()  # the lock file stays: others wait for this very one, and it goes with the copy
 
     def is_there(self) -> bool:
         """Whether there is a finished copy with all its files."""
@@ -117,8 +117,8 @@ class _Fetch:
         path = self.place.copy(self.key)
         return (name for name, size in (self.expected or {}).items() if not _is_as_expected(f"{path}/{name}", size))
 
-    def wait_for(self, turn: _Turn) -> bool:
-        """True with the turn to download; False when a copy is there, or when the deadline is past."""
+    def wait_for(self, turn: Exclusive) -> None:
+        """Return with the turn to download, or when a copy is there, or when the deadline is past."""
         started = told = time.monotonic()
         holder = ""
         with self.place.using():
@@ -134,7 +134,6 @@ class _Fetch:
             emit(DownloadWaited(step=self.step, holder=holder, seconds=time.monotonic() - started))
         if ours:
             _write_holder(self.place.holder(self.key))
-        return ours
 
     def appears(self, seconds: float) -> bool:
         """Look for the copy, which costs much less than to try the lock, until it is there or the time is over."""
@@ -238,38 +237,3 @@ def _make_final(directory: Path) -> int:
         for path in directories:
             posix.flush(path)
     return size_bytes
-
-
-class _Turn:
-    """Whose turn it is to download one key: one thread of one process of the node."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = -1
-
-    def take(self) -> bool:
-        """Take the turn if it is free. Raises OSError."""
-        descriptor = readers.lock(self._path, fcntl.LOCK_EX, create=True)
-        if descriptor is not None:
-            self._descriptor = descriptor
-            _turns.add(descriptor)
-        return descriptor is not None
-
-    def give_back(self) -> None:
-        """The lock file stays: others wait for this very one. It goes with the copy."""
-        if self._descriptor in _turns:
-            _turns.remove(self._descriptor)
-            os.close(self._descriptor)
-
-
-_turns: set[int] = set()
-"""Descriptors of locked files. A forked child closes them, so that a turn ends with the process that has it."""
-
-
-def _after_fork() -> None:
-    for descriptor in _turns:
-        os.close(descriptor)
-    _turns.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -4,17 +4,17 @@ until the rest fits its budget, or until a download has room. A copy that somebo
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from ckptstore.config import CacheConfig
 from ckptstore.errors import CacheError, StorageFull
 from ckptstore.node_cache import readers
 from ckptstore.node_cache.place import CachePlace
+from ckptstore.runtime.file_locks import Exclusive
 
 KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -116,19 +116,6 @@ def _unread(place: CachePlace) -> list[_Copy]:
     return sorted(found)
 
 
-@contextlib.contextmanager
-def _one_at_a_time(place: CachePlace) -> Iterator[bool]:
+def _one_at_a_time(place: CachePlace) -> AbstractContextManager[bool]:
     """True in one process at a time; two that evict at once would remove more than is needed."""
-    if not place.locks_work:
-        yield False
-        return
-    descriptor = os.open(place.lock("evict"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = True
-        except BlockingIOError:
-            ours = False
-        yield ours
-    finally:
-        os.close(descriptor)
+    return Exclusive(place.lock("evict")).held() if place.locks_work else nullcontext(False)

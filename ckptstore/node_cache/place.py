@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -15,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from ckptstore.errors import CacheError, CkptstoreError, StorageFull
+from ckptstore.runtime.file_locks import locks_work
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.private import make_private
 
@@ -115,7 +115,7 @@ def open_place(cache_dir: Path) -> CachePlace:
         if place is None or is_new:
             posix.spread_directories(str(root))
         if place is None:
-            looked_at = CachePlace(root, flock_works(root / "locks"))
+            looked_at = CachePlace(root, locks_work(root / "locks" / "probe"))
             place = _known.setdefault(given, looked_at)
             if place is looked_at:
                 _warn(place, kind)
@@ -133,27 +133,6 @@ def _make_private(path: Path) -> None:
     fault = make_private(path)
     if fault:
         raise CacheError(f"The node cache {path} {fault}", hint="chmod it to 700" if "mode" in fault else _HINT)
-
-
-def flock_works(directory: Path) -> bool:
-    """Whether a second lock on one file is refused there: some file systems have no flock, some only pretend."""
-    path = directory / "probe"
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    first, second = os.open(path, flags, 0o600), -1
-    try:
-        second = os.open(path, flags, 0o600)
-        fcntl.flock(first, fcntl.LOCK_SH)  # shared, so that two processes may probe at once
-        try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
-    except OSError:
-        return False
-    finally:
-        os.close(first)
-        if second >= 0:
-            os.close(second)
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:

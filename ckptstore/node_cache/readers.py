@@ -1,4 +1,4 @@
-"""Leases: flocks on small files, which the kernel releases when their holder dies.
+"""Leases: locks on small files, which the kernel releases when their holder dies.
 
 A reader locks the lease of a copy shared, and looks for the copy only then; who wants to remove the copy locks the
 lease exclusively. Threads of one process share one lock and count. A lease is released by closing its file, never by
@@ -8,7 +8,6 @@ unlocking it, so that a worker forked by a reader keeps the copy as long as it l
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -20,8 +19,8 @@ from pathlib import Path
 
 from ckptstore.errors import CacheError
 from ckptstore.node_cache.place import CachePlace
+from ckptstore.runtime.file_locks import Exclusive, lock_open_file
 
-_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _POLL_SECONDS = 0.01
 
 
@@ -54,7 +53,7 @@ def take(place: CachePlace, key: str, *, wait_seconds: float) -> None:
             if path in _held:
                 _held[path].readers += 1
                 return
-            descriptor = lock(path, fcntl.LOCK_SH, create=True)
+            descriptor = _lease(path, shared=True)
             if descriptor is not None:
                 _touch(descriptor)
                 _held[path] = _Held(descriptor, 1)
@@ -62,6 +61,20 @@ def take(place: CachePlace, key: str, *, wait_seconds: float) -> None:
         if time.monotonic() > deadline:
             raise CacheError(f"{path} was locked by another process for {wait_seconds:.0f} seconds")
         time.sleep(_POLL_SECONDS)
+
+
+def _lease(path: Path, *, shared: bool) -> int | None:
+    """Return the descriptor of a lease, locked, or None where others hold it, or have removed it meanwhile: a lock on a
+    file without a name keeps nobody out."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        if lock_open_file(descriptor, shared=shared) and os.fstat(descriptor).st_nlink:
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def release(place: CachePlace, key: str) -> bool:
@@ -105,7 +118,8 @@ def last_use(place: CachePlace, key: str) -> tuple[float, int]:
 @contextlib.contextmanager
 def excluding_readers(place: CachePlace, key: str) -> Iterator[bool]:
     """True while nobody reads the copy, and nobody can begin to; False, at once, when somebody does."""
-    descriptor = lock(place.lease(key), fcntl.LOCK_EX, create=True) if place.locks_work else None
+    # By its descriptor, for filelock takes 0.4 ms: each use of the cache looks at all copies.
+    descriptor = _lease(place.lease(key), shared=False) if place.locks_work else None
     try:
         yield descriptor is not None
     finally:
@@ -124,19 +138,18 @@ def forget(place: CachePlace, key: str) -> None:
 def private_directory(place: CachePlace) -> Iterator[Path]:
     """A path of one's own, at which there is nothing yet. What is there in the end is removed, and `sweep` removes it
     when this process dies first."""
-    name, descriptor = "", None
-    while descriptor is None:
-        name = f"{os.getpid()}-{secrets.token_hex(8)}"
-        with place.using():
-            os.close(os.open(place.private_lease(name), _FLAGS | os.O_CREAT | os.O_EXCL, 0o600))
-            descriptor = lock(place.private_lease(name), fcntl.LOCK_EX, create=False) if place.locks_work else -1
+    with place.using():
+        while True:
+            name = f"{os.getpid()}-{secrets.token_hex(8)}"
+            lease = Exclusive(place.private_lease(name))
+            if not place.locks_work or lease.take():
+                break
     try:
         yield place.private(name)
     finally:
         shutil.rmtree(place.private(name), ignore_errors=True)
         place.private_lease(name).unlink(missing_ok=True)
-        if descriptor >= 0:
-            os.close(descriptor)
+        lease.give_back()
 
 
 def sweep(place: CachePlace) -> None:
@@ -151,36 +164,8 @@ def sweep(place: CachePlace) -> None:
 
 
 def _sweep_one(place: CachePlace, name: str) -> None:
-    path = place.private_lease(name)
-    descriptor = lock(path, fcntl.LOCK_EX, create=False)
-    if descriptor is None and path.exists():
-        return
     # Where the lease file is gone, nobody owns the directory either: an owner removes the directory first.
-    try:
-        shutil.rmtree(place.private(name), ignore_errors=True)
-        path.unlink(missing_ok=True)
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def lock(path: Path, kind: int, *, create: bool) -> int | None:
-    """Lock a file, at once: its descriptor, or None when another one holds it or, without `create`, it is not there."""
-    try:
-        descriptor = os.open(path, _FLAGS | (os.O_CREAT if create else 0), 0o600)
-    except FileNotFoundError:
-        if create:
-            raise
-        return None
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        named, held = path.stat(), os.fstat(descriptor)
-        if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        """Held by another one, or replaced between open and lock: a lock on a file without a name keeps nobody out."""
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
+    with Exclusive(place.private_lease(name)).held() as is_left:
+        if is_left:
+            shutil.rmtree(place.private(name), ignore_errors=True)
+            place.private_lease(name).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from ckptstore.errors import CacheError, InvalidInput, StorageError, StorageFull
 from ckptstore.events import DownloadFinished, DownloadStarted, DownloadWaited, Event, listening
 from ckptstore.node_cache import NodeCache, copy_key, place
 from ckptstore.node_cache import cache as cache_module
-from ckptstore.node_cache.place import filesystem_of, flock_works, is_network, open_place
+from ckptstore.node_cache.place import filesystem_of, is_network, open_place
 
 
 def key_of(name: str) -> str:
@@ -413,7 +413,7 @@ def test_a_directory_of_another_user_is_refused(root: Path) -> None:
 def test_where_flock_does_not_work_everybody_downloads_for_himself(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(place, "flock_works", lambda directory: False)
+    monkeypatch.setattr(place, "locks_work", lambda probe: False)
     cache, download = NodeCache(config_at(root, cache_budget_bytes=1)), Downloads()
     start = threading.Barrier(3)
     download.meanwhile = lambda path: start.wait(60)
@@ -442,17 +442,6 @@ def test_a_shared_file_system_is_warned_about_and_keeps_nodes_apart(
         with fetch(NodeCache(config_at(root)), A, Downloads()) as path:
             assert path.parent == root / f"node-{place.socket.gethostname()}"
     assert sum("lies on nfs4" in record.message for record in caplog.records) == 1
-
-
-def test_flock_is_tried_and_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flock_works(tmp_path)
-
-    def missing(descriptor: int, kind: int) -> None:
-        raise OSError(38, "Function not implemented")
-
-    for pretended in (lambda descriptor, kind: None, missing):
-        monkeypatch.setattr(place.fcntl, "flock", pretended)
-        assert not flock_works(tmp_path)
 
 
 def test_the_file_system_is_found(tmp_path: Path) -> None:

@@ -11,11 +11,9 @@ Below the id of the store lies what lies below the root of the store, so an atte
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import re
-import time
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -30,6 +28,7 @@ from ckptstore.errors import (
 from ckptstore.fast.candidates import NodeSighting
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
+from ckptstore.runtime.file_locks import Exclusive, lock_open_file
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.disk.private import make_private
@@ -216,7 +215,7 @@ class NodeDisk:
         try:
             if descriptor is not None:
                 with contextlib.suppress(OSError):  # it is being deleted, or this file system has no locks
-                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    lock_open_file(descriptor, shared=True)
             yield
         finally:
             if descriptor is not None:
@@ -225,21 +224,13 @@ class NodeDisk:
     @contextlib.contextmanager
     def _alone(self, epoch: int) -> Iterator[None]:
         """Nobody else marks or deletes here while the context lasts. Raises StoreFenced where a later job was here."""
-        path = str(self.storage.local_path(_LOCK_NAME))
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise posix.translate(error, what="Locking", file=path, directory=path) from error
-        try:
-            lock(descriptor, path)
+        with locked(str(self.storage.local_path(_LOCK_NAME))):
             if (marked := self.marked_epoch()) > epoch:
                 raise StoreFenced(
                     f"A later job has come to the disk of {self.node}: writer epoch {marked}, this job has {epoch}",
                     hint="Stop this job, or start it again to take the store over",
                 )
             yield
-        finally:
-            os.close(descriptor)
 
     def delete(self, attempt: Attempt) -> bool:
         """Delete the directory of an attempt, its certificate first; False where somebody reads it, so that it stays.
@@ -292,10 +283,8 @@ def _unread(certificate: Path) -> Iterator[bool]:
     descriptor, is_unread = _open_certificate(certificate), True
     try:
         if descriptor is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # any other error: this file system has no locks
-                is_unread = not isinstance(error, BlockingIOError)
+            with contextlib.suppress(OSError):  # this file system has no locks
+                is_unread = lock_open_file(descriptor, shared=False)
         yield is_unread
     finally:
         if descriptor is not None:
@@ -307,20 +296,19 @@ def disk_storage(path: Path, *, durable: bool, direct_io: bool) -> LocalStorage:
     return LocalStorage(path, durable=durable, direct_io=direct_io)
 
 
-def lock(descriptor: int, path: str) -> None:
-    """Lock an open file. Raises StorageError after a minute. A simulation puts its own in this place."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"{path} has been locked by another process for {LOCK_SECONDS:g} s",
-                    hint="A job that was stopped while it deleted holds it: end that job",
-                ) from None
-            time.sleep(0.05)
-        except OSError as error:
-            raise posix.translate(error, what="Locking", file=path, directory=path) from error
-        else:
-            return
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Hold a lock file. Raises StorageError after a minute. A simulation puts its own in this place."""
+    lock = Exclusive(path)
+    try:
+        if not lock.take(wait_seconds=LOCK_SECONDS):
+            raise StorageError(
+                f"{path} has been locked by another process for {LOCK_SECONDS:g} s",
+                hint="A job that was stopped while it deleted holds it: end that job",
+            )
+    except OSError as error:
+        raise posix.translate(error, what="Locking", file=path, directory=path) from error
+    try:
+        yield
+    finally:
+        lock.give_back()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import math
 import os
 import subprocess
 import sysconfig
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch.utils import cpp_extension
+
+from ckptstore.runtime.file_locks import Exclusive
 
 _SOURCE = Path(__file__).with_name("stand_in.cpp")
 _BUILD_SECONDS = 600
@@ -32,8 +34,7 @@ def built_extension() -> Path:
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with Exclusive(folder / "lock").held(wait_seconds=math.inf):
             if not library.exists():
                 _build(library)
     except OSError as error:

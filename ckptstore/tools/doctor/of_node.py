@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from ckptstore.config import StoreConfig
@@ -18,6 +17,7 @@ from ckptstore.fast.upkeep.node_view import FastOnNode, view_node
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
 from ckptstore.node_cache.place import filesystem_of, is_network
+from ckptstore.runtime.file_locks import locks_work
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
@@ -89,19 +89,11 @@ def _disk(path: Path) -> Finding:
 def _locks(path: Path) -> Finding:
     """What keeps a job from deleting what another process reads."""
     probe = path / f".ckptstore-probe-{uuid.uuid4().hex}"
-    descriptors = [os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)]
     try:
-        descriptors.append(os.open(probe, os.O_RDONLY | os.O_CLOEXEC))
-        with suppress(OSError):
-            fcntl.flock(descriptors[1], fcntl.LOCK_SH | fcntl.LOCK_NB)
-            try:
-                fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return Finding(name="fast locks", status="ok", detail="they work")
+        if locks_work(probe):
+            return Finding(name="fast locks", status="ok", detail="they work")
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     hint = "A checkpoint may be deleted while another process reads it: that read fails. Resume is not concerned"
     return Finding(name="fast locks", status="warning", detail="they do not work here", hint=hint)
 

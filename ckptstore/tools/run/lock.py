@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import socket
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptstore.errors import InvalidInput
+from ckptstore.runtime.file_locks import lock_open_file
 from ckptstore.tools.run.folders.snapshot import OWN_NAME
 from ckptstore.tools.run.trainer import ORPHAN_SECONDS
 
@@ -46,14 +46,13 @@ def _acquire(descriptor: int, folder: Path, waits: Callable[[str], object]) -> N
     until, is_told = time.monotonic() + _PATIENCE_SECONDS, False
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            holder = os.pread(descriptor, 20, 0).decode(errors="replace")
+            if lock_open_file(descriptor, shared=False):
+                return
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 return
             raise
+        holder = os.pread(descriptor, 20, 0).decode(errors="replace")
         if _is_alive(holder) or time.monotonic() > until:
             raise InvalidInput(
                 f"Another agent works on {folder}, process {holder or 'unknown'}",

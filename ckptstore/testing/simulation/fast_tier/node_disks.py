@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -60,7 +60,7 @@ class NodeDisks:
         self.spaces: dict[str, storages.Space] = {}
         self.saved: dict[str, SavedOnNodes] = {}
         self.servers: list[tuple[SimulatedServer, Process]] = []
-        self._locks: dict[str, tuple[Process, int]] = {}
+        self._locks: dict[str, tuple[Process, object]] = {}
         self._begun: dict[str, float] = {}
         self._lost_at: dict[str, float] = {}
         self._homes: dict[Process, str] = {}
@@ -89,23 +89,20 @@ class NodeDisks:
             self.spaces[node] = space
         return self.network.connect(_NodeStore(self.spaces[node]))
 
-    def lock(self, descriptor: int, path: str) -> None:
-        """Lock in place of `node_disk.lock`: nobody closes the files of a killed process in the simulation."""
-        me, until = self.network.caller().process, self.scheduler.now + node_disk.LOCK_SECONDS
-        while self._is_locked(descriptor, path):
+    @contextmanager
+    def locked(self, path: str) -> Iterator[None]:
+        """Lock in place of `node_disk.locked`: the lock of a killed process is free."""
+        me, until = (self.network.caller().process, object()), self.scheduler.now + node_disk.LOCK_SECONDS
+        while (holder := self._locks.get(path)) is not None and not holder[0].is_dead:
             if self.scheduler.now > until:
                 raise StorageError(f"{path} is locked")
             self.scheduler.sleep(0.05)
-        self._locks[path] = (me, descriptor)
-
-    def _is_locked(self, descriptor: int, path: str) -> bool:
-        holder, held = self._locks.get(path, (None, -1))
-        if holder is None or holder.is_dead or held == descriptor:
-            return False
+        self._locks[path] = me
         try:
-            return os.path.samestat(os.fstat(held), os.fstat(descriptor))
-        except OSError:  # it was closed
-            return False
+            yield
+        finally:
+            if self._locks.get(path) is me:
+                del self._locks[path]
 
     def lose(self, node: str) -> None:
         """Remove the disk of a node with everything on it."""
@@ -300,14 +297,14 @@ class SimulatedClient:
 
 def replaced(nodes: Callable[[], NodeDisks]) -> dict[int, tuple[Any, Any]]:
     """Return the replacements for `patched`; outside of a simulated thread the real ones work."""
-    real_lock = node_disk.lock
+    real_locked = node_disk.locked
     real_open, real_server, real_client = node_disk.disk_storage, node_server.NodeServer, node_server.NodeClient
 
     def open_storage(path: Path, **options: Any) -> Any:
         return real_open(path, **options) if running() is None else nodes().open_storage(path)
 
-    def lock(descriptor: int, path: str) -> None:
-        (real_lock if running() is None else nodes().lock)(descriptor, path)
+    def locked(path: str) -> AbstractContextManager[None]:
+        return real_locked(path) if running() is None else nodes().locked(path)
 
     def server(disk: Any, keys: Any, **options: Any) -> Any:
         return real_server(disk, keys, **options) if running() is None else SimulatedServer(nodes(), disk)
@@ -319,7 +316,7 @@ def replaced(nodes: Callable[[], NodeDisks]) -> dict[int, tuple[Any, Any]]:
 
     pairs: list[tuple[Any, Any]] = [
         (real_open, open_storage),
-        (real_lock, lock),
+        (real_locked, locked),
         (real_server, server),
         (real_client, client),
     ]

@@ -1,0 +1,74 @@
+"""Locks on files, for the processes of one node. The system releases them when their holders are gone, however they
+ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+
+from filelock import FileLock, Timeout, lock_descriptor
+
+_POLL_SECONDS = 0.05
+
+
+class Exclusive:
+    """An exclusive lock on a file of this user, created if absent, which stays when the lock is given back.
+
+    A child that is forked meanwhile does not have it. The file may be removed by who holds the lock: who waits for it
+    then waits for the new file of that name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        # The object has the lock, not a thread. A soft lock, which filelock makes of a file on a system without flock,
+        # would outlive a process that is killed.
+        self._lock = FileLock(path, mode=0o600, thread_local=False, fallback_to_soft=False)
+
+    def take(self, *, wait_seconds: float = 0.0) -> bool:
+        """Try to take it for that long, at least once; return whether it is held. Raises OSError."""
+        try:
+            self._lock.acquire(timeout=wait_seconds, poll_interval=_POLL_SECONDS)
+        except Timeout:
+            return False
+        return True
+
+    def give_back(self) -> None:
+        """Release it, if it is held."""
+        self._lock.release()
+
+    @contextlib.contextmanager
+    def held(self, *, wait_seconds: float = 0.0) -> Iterator[bool]:
+        """Hold it while the context lasts: True in one process at a time, False where another one has it that long."""
+        is_held = self.take(wait_seconds=wait_seconds)
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                self.give_back()
+
+
+def lock_open_file(descriptor: int, *, shared: bool) -> bool:
+    """Lock an open file at once; False where others hold it. Raises OSError where there are no locks.
+
+    Closing the descriptor releases the lock, and nothing else does: forked children, and processes that inherit the
+    descriptor, hold it too until they close it or end. That is what readers need, and the trainer of an agent.
+    """
+    if not shared:
+        return lock_descriptor(descriptor, blocking=False)
+    try:  # filelock's shared lock is one on an SQLite database, which no child keeps
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def locks_work(probe: str | os.PathLike[str]) -> bool:
+    """Return whether a second lock on one file is refused: some file systems have none, some only pretend."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        stack.callback(os.close, first := os.open(probe, flags, 0o600))
+        stack.callback(os.close, second := os.open(probe, flags, 0o600))
+        # The first one is shared, so that two processes may probe at once.
+        return lock_open_file(first, shared=True) and not lock_open_file(second, shared=False)
+    return False
