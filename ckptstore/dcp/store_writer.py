@@ -43,7 +43,7 @@ from ckptstore.storage.base import Disk
 from ckptstore.storage.traffic import counted_twice
 from ckptstore.storage.uri import parse_uri, redact
 from ckptstore.transfer import Stored
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import MemorySource
 
 DCP_VERSION = "1.0.0"

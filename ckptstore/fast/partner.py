@@ -12,7 +12,7 @@ from ckptstore.format.digest import to_hex
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
 from ckptstore.runtime.beat import Beat
 from ckptstore.transfer import Stored
-from ckptstore.transfer.planned import PlannedFile, Upload
+from ckptstore.transfer.moves import PlannedFile, Upload
 from ckptstore.transfer.sources import FileSource
 
 _BLOCK_BYTES = 4 << 20

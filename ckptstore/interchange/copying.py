@@ -34,8 +34,8 @@ from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CopiesFrom, CopiesInside, Doubts, Storage
 from ckptstore.storage.second_look import looked_twice, tell
 from ckptstore.transfer.executor import Executor, InProcess
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.opened import OpenedPlace
-from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import Read
 from ckptstore.upkeep.prune import delete_attempts
 

@@ -14,8 +14,8 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import FileMissing, InvalidInput
 from ckptstore.storage.uri import local_path, parse_uri, redact
 from ckptstore.transfer import Wanted
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.opened import OpenedPlace, open_place
-from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import FileSource
 
 

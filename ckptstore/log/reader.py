@@ -6,6 +6,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckptstore.config import RetryConfig
@@ -18,9 +19,10 @@ from ckptstore.errors import (
     StorageError,
     UnsupportedVersion,
 )
+from ckptstore.format.changes import EMPTY, apply
+from ckptstore.format.encoding import FORMAT_VERSION, dump_json, load_object
 from ckptstore.format.layout import HINT_KEY, PROBE_PREFIX, Attempt, record_key
 from ckptstore.format.record import Record
-from ckptstore.log.hint import Hint
 from ckptstore.runtime.fork import new_lock_in_child
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage
@@ -34,6 +36,39 @@ Probed = Record | CheckpointDamaged | StorageArchived | UnsupportedVersion | Non
 """What is at a number: a record, something that cannot be read as one, or nothing."""
 
 _MAX_CACHED = 100_000
+
+
+@dataclass(frozen=True)
+class Hint:
+    """The hint `latest.json`: the newest record and that of the latest checkpoint, as somebody last saw them.
+
+    It saves requests and decides nothing: it may be missing, torn, behind or wrong, and whoever writes reads the log.
+    """
+
+    newest: Record
+    latest: Record | None
+    """The record of the latest live checkpoint; None when there is none, or when the hint lacks it."""
+
+    def encode(self) -> bytes:
+        """Return the hint as bytes. The records are in it as text, so that their exact bytes, and digests, survive."""
+        fields = {"version": FORMAT_VERSION, "number": self.newest.number, "newest": self.newest.encode().decode()}
+        if self.latest is not None and self.latest.number != self.newest.number:
+            fields["latest"] = self.latest.encode().decode()
+        return dump_json(fields, what="hint")
+
+    @staticmethod
+    def decode(data: bytes) -> Hint | None:
+        """Return the hint, or None for anything that is not one."""
+        try:
+            value = load_object(data, file=HINT_KEY)
+            newest = Record.decode(value["newest"].encode(), value["number"])
+            number, text = newest.state.latest, value.get("latest")
+            latest = newest if number == newest.number else None
+            if latest is None and number is not None and text is not None:
+                latest = Record.decode(text.encode(), number)
+            return Hint(newest, latest)
+        except (CkptstoreError, KeyError, TypeError, ValueError, AttributeError):
+            return None
 
 
 class LogReader:
@@ -272,3 +307,30 @@ class LogReader:
             request()
         except CkptstoreError as error:
             logger.debug("%s failed, which does no harm: %s", what, error)
+
+
+def link_problem(before: Record | None, record: Record) -> str | None:
+    """Return the fault between a record and the one before it, None if there is none. The first has none before it."""
+    if record.previous == (before.sha256 if before else ""):
+        return None
+    return f"{record_key(record.number)} was not written after the {record_key(record.number - 1)} that is there now"
+
+
+def record_problem(number: int, before: Record | None, found: Record | CkptstoreError | None) -> list[str]:
+    """Return the faults of what was found at a number; `before` is the record before it, where that could be read."""
+    if found is None:
+        return [f"{record_key(number)} is missing"]
+    if isinstance(found, CkptstoreError):
+        return [found.message]
+    if before is None and number > 1:
+        return []
+    problem = link_problem(before, found)
+    if problem:
+        return [problem]
+    try:
+        expected = apply(before.state if before else EMPTY, number, found.change)
+        if replace(expected, extra={}) == replace(found.state, extra={}):
+            return []
+    except CkptstoreError as error:
+        return [f"{record_key(number)} breaks a rule: {error.message}"]
+    return [f"{record_key(number)} has a state that its change does not lead to"]

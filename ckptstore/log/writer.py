@@ -24,9 +24,7 @@ from ckptstore.errors import (
 from ckptstore.format.changes import Change, Noop
 from ckptstore.format.layout import HINT_KEY, record_key
 from ckptstore.format.record import Record
-from ckptstore.log.chain import link_problem, record_problem
-from ckptstore.log.hint import Hint
-from ckptstore.log.reader import LogReader, Probed
+from ckptstore.log.reader import Hint, LogReader, Probed, link_problem, record_problem
 from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage
 from ckptstore.storage.probe import has_exclusive_create, is_server
 from ckptstore.storage.second_look import looked_twice, tell

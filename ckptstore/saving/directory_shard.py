@@ -19,7 +19,7 @@ from ckptstore.saving.shard import Contents, Decision
 from ckptstore.saving.transaction import checked
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.transfer import Transfer
-from ckptstore.transfer.planned import PlannedFile, Upload
+from ckptstore.transfer.moves import PlannedFile, Upload
 
 
 class DirectoryShard:

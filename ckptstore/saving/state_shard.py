@@ -35,7 +35,7 @@ from ckptstore.state.write.replicas import Replicas
 from ckptstore.state.write.shard_files import ShardFiles
 from ckptstore.state.write.stock_write import MAX_CHUNKS, MAX_NESTED_VALUES, has_many_values, stock_frames
 from ckptstore.storage.base import CopiesInside, Disk, Storage
-from ckptstore.transfer.planned import PlannedFile, Upload
+from ckptstore.transfer.moves import PlannedFile, Upload
 from ckptstore.transfer.sources import MemorySource, Source
 
 logger = logging.getLogger("ckptstore")

@@ -18,8 +18,7 @@ from ckptstore.storage.base import Storage
 from ckptstore.storage.probe import is_server
 from ckptstore.transfer import fetch, reads, upload
 from ckptstore.transfer.engine import Engine
-from ckptstore.transfer.moves import Checked, RangeRead, Stored, Wanted
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import Checked, PlannedFile, RangeRead, Stored, Wanted
 from ckptstore.transfer.pool import Pool
 from ckptstore.transfer.scratch import Scratch
 

@@ -10,8 +10,7 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.format.digest import FileDigest, combine, crc32c, to_hex
 from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, write_new
 from ckptstore.transfer.engine import STEP_BYTES, Engine
-from ckptstore.transfer.moves import Checked, Stored, Wanted
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import Checked, PlannedFile, Stored, Wanted
 from ckptstore.transfer.pool import Operation
 from ckptstore.transfer.sources import FileSource, Read
 

@@ -1,11 +1,24 @@
-"""What a transfer takes and gives: pure values."""
+"""Pure values that a transfer takes and returns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ckptstore.errors import CheckpointDamaged, FileMissing
+from ckptstore.runtime.beat import Beat
+from ckptstore.transfer.sources import Source
+
+
+class PlannedFile(NamedTuple):
+    """One file to be written."""
+
+    key: str
+    source: Source
+
+    def __str__(self) -> str:
+        return f"{self.key} <- {self.source.size_bytes} bytes"
 
 
 class Stored(NamedTuple):
@@ -16,6 +29,13 @@ class Stored(NamedTuple):
     crc32c: int
     block_crcs: tuple[bytes, ...] = ()
     """For each payload of the source the CRC32C of each block of 1 MiB, as little-endian 32-bit integers."""
+
+
+class Upload(Protocol):
+    """`Transfer.upload`, or a function that does the same in another way."""
+
+    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
+        """Write the files; the result has their order."""
 
 
 class Wanted(NamedTuple):

@@ -17,8 +17,7 @@ from ckptstore.storage.base import PartWriter
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.batch import read_hashed, write_batch
 from ckptstore.transfer.engine import TASK_BYTES, Engine, is_worth_writing_anew
-from ckptstore.transfer.moves import Stored
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import PlannedFile, Stored
 from ckptstore.transfer.pool import Operation, Task
 
 _PERSIST_FILES = 4096

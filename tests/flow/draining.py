@@ -26,7 +26,7 @@ from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Hook, wrap
 from ckptstore.transfer import Transfer
-from ckptstore.transfer.planned import PlannedFile, Upload
+from ckptstore.transfer.moves import PlannedFile, Upload
 from ckptstore.transfer.sources import MemorySource
 
 RETRY = RetryConfig(retry_attempts=2, retry_wait_initial_seconds=0.01)

@@ -35,7 +35,7 @@ from ckptstore.format.record import Record
 from ckptstore.interchange import copying
 from ckptstore.interchange.copying import CopyReport, copy_store
 from ckptstore.interchange.exporting import export
-from ckptstore.log.hint import Hint
+from ckptstore.log.reader import Hint
 from ckptstore.testing import Call, with_faults
 from ckptstore.transfer.opened import open_place
 from ckptstore.upkeep.retain import retain

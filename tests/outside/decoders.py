@@ -40,8 +40,8 @@ from ckptstore.format.manifest import Manifest, sha256_of
 from ckptstore.format.record import Record
 from ckptstore.group.message import Message, first_error
 from ckptstore.loading.checkpoint_files import CheckpointFiles
-from ckptstore.log.hint import Hint
 from ckptstore.log.identity import StoreIdentity
+from ckptstore.log.reader import Hint
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import Transfer
 

@@ -17,7 +17,7 @@ from ckptstore.format.layout import Attempt, parse_lease_key, parse_record_key
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.record import Record
 from ckptstore.group.message import Message
-from ckptstore.log.hint import Hint
+from ckptstore.log.reader import Hint
 
 DECODERS = Path(__file__).parent / "decoders.py"
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -9,8 +9,8 @@ from typing import Any
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit
 from ckptstore.format.layout import HINT_KEY, record_key
 from ckptstore.format.record import Record
-from ckptstore.log.hint import Hint
 from ckptstore.log.identity import read_or_create_identity
+from ckptstore.log.reader import Hint
 from ckptstore.storage.base import Storage
 
 

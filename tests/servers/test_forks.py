@@ -23,7 +23,7 @@ from ckptstore.testing import Call
 from ckptstore.testing.s3_server import S3Server
 from ckptstore.testing.stores import with_faults
 from ckptstore.transfer import Transfer
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import MemorySource
 
 CHILD_SECONDS = 120.0

@@ -17,7 +17,7 @@ from ckptstore.format.digest import crc32c
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 from ckptstore.transfer import RangeRead, Transfer, Wanted
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import FileSource, MemorySource
 
 MIB = 1 << 20
@@ -171,7 +171,7 @@ MEMORY_PROBE = """
 import resource, sys
 from pathlib import Path
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import FileSource
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer, Wanted

@@ -33,8 +33,8 @@ from ckptstore.state.write.copy_check import CopyCheck, Placed
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import Transfer
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.paced import PacedSource
-from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import FileSource, MemorySource
 
 _PATTERN = 0x5A

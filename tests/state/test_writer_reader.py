@@ -304,7 +304,7 @@ def test_any_box_of_any_boxes_is_read(boxed):
     from ckptstore.state.index.tensor_index import TensorIndex
     from ckptstore.state.write.assignment import RankPlan, Write
     from ckptstore.state.write.shard_files import ShardFiles
-    from ckptstore.transfer.planned import PlannedFile
+    from ckptstore.transfer.moves import PlannedFile
 
     _, transfer, whole, described, boxes = boxed
     plan = RankPlan(tuple(Write(0, 0, box) for box in boxes))

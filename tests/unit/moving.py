@@ -13,7 +13,7 @@ from ckptstore.format.digest import BLOCK_BYTES, crc32c
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import RangeRead, Transfer, Wanted
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import FileSource, MemorySource
 
 MIB = 1 << 20

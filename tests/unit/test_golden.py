@@ -22,8 +22,8 @@ from ckptstore.format.order import SaveOrder, Void
 from ckptstore.format.record import Record
 from ckptstore.format.timings import Spread
 from ckptstore.log import Log
-from ckptstore.log.hint import Hint
 from ckptstore.log.identity import StoreIdentity, read_or_create_identity
+from ckptstore.log.reader import Hint
 from ckptstore.storage.memory import MemoryStorage
 
 GOLDEN = Path(__file__).parents[1] / "golden"

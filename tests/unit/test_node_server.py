@@ -394,7 +394,7 @@ class Nowhere:
 
 def test_what_is_given_up_is_not_read_any_more(disk: NodeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptstore.fast.partner import _Sending
-    from ckptstore.transfer.planned import PlannedFile
+    from ckptstore.transfer.moves import PlannedFile
 
     monkeypatch.setattr(type(disk.storage), "open_parts", lambda *_: Nowhere())
     with served(disk) as server, reached(server) as client:
@@ -429,7 +429,7 @@ class Meeting:
 
 def test_two_files_are_on_their_way_to_the_partner_at_once(client: NodeClient) -> None:
     from ckptstore.fast.partner import _Sending
-    from ckptstore.transfer.planned import PlannedFile
+    from ckptstore.transfer.moves import PlannedFile
 
     barrier = threading.Barrier(2)
     files = [PlannedFile(ATTEMPT.key(name), Meeting(barrier)) for name in "abcd"]
@@ -440,7 +440,7 @@ def test_two_files_are_on_their_way_to_the_partner_at_once(client: NodeClient) -
 def test_the_first_error_ends_what_else_is_on_its_way(disk: NodeDisk, client: NodeClient) -> None:
     """Else a save that has failed would wait for all that can still be sent."""
     from ckptstore.fast.partner import _Sending
-    from ckptstore.transfer.planned import PlannedFile
+    from ckptstore.transfer.moves import PlannedFile
 
     class Broken(Slow):
         size_bytes = 5000

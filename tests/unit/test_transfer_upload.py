@@ -28,8 +28,8 @@ from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import upload
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.paced import PacedSource, Pacer
-from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.pool import Operation
 from ckptstore.transfer.sources import FileSource, MemorySource
 from ckptstore.transfer.upload import in_turns

@@ -18,8 +18,8 @@ from ckptstore.format.manifest import Receipt
 from ckptstore.runtime.beat import Beat
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Stored, Transfer
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.paced import PacedSource, Pacer
-from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import FileSource, Read, Source
 
 logger = logging.getLogger("ckptstore")

@@ -27,7 +27,7 @@ from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Stored, Transfer
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import MemorySource
 
 _SEALED = ".sealed"

@@ -20,7 +20,7 @@ from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
 from ckptstore.saving.transaction import Ended
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import MemorySource
 
 logger = logging.getLogger("ckptstore")

@@ -20,7 +20,7 @@ from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_alone
 from ckptstore.runtime.beat import Beat, beat, no_beat
 from ckptstore.transfer.executor import Executor, deal
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import FileSource, MemorySource
 
 

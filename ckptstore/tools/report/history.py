@@ -24,8 +24,7 @@ from ckptstore.format.changes import (
 from ckptstore.format.encoding import shortened
 from ckptstore.format.layout import Attempt, record_key
 from ckptstore.format.record import Record
-from ckptstore.log.chain import link_problem, record_problem
-from ckptstore.log.reader import Probed
+from ckptstore.log.reader import Probed, link_problem, record_problem
 from ckptstore.tools.report.document import ChangeKind, SeenChange, SeenResume, SizePoint, Status
 
 MOST_NAMED = 8
