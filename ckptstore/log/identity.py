@@ -21,7 +21,7 @@ KEPT_BY_RAY = "ray"
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """What `store.json` says."""
+    """The content of `store.json`."""
 
     store_id: str
     """Random, 32 hexadecimal digits. A copy of a store keeps it."""
@@ -33,7 +33,7 @@ class StoreIdentity:
     """Fields that this version does not know; kept."""
 
     def encode(self) -> bytes:
-        """The identity as bytes."""
+        """Return the identity as bytes."""
         return dump_json(
             {
                 **self.extra,
@@ -64,7 +64,7 @@ class StoreIdentity:
 
 
 def read_store_json(storage: Storage, *, retry: RetryConfig | None = None) -> StoreIdentity | None:
-    """The identity of the store, None where there is none."""
+    """Return the identity of the store, None where there is none."""
     try:
         data = retrying(retry or RetryConfig.from_env(), f"read {STORE_KEY}", lambda: storage.read(STORE_KEY))
     except FileMissing:
@@ -75,7 +75,7 @@ def read_store_json(storage: Storage, *, retry: RetryConfig | None = None) -> St
 def read_or_create_store_json(
     storage: Storage, *, kept_by: str = KEPT_BY_CKPTSTORE, store_id: str | None = None, retry: RetryConfig | None = None
 ) -> StoreIdentity:
-    """The identity of the store; created, with that id or a random one, where there is none.
+    """Return the identity of the store; create it, with that id or a random one, where there is none.
 
     Whoever calls this at the same time gets the same answer. An identity that exists is returned as it is: its id and
     its keeper may differ from the arguments.
@@ -101,7 +101,7 @@ def read_or_create_store_json(
 
 
 def read_identity(storage: Storage) -> str | None:
-    """The id of the store, None where there is none."""
+    """Return the id of the store, None where there is none."""
     found = read_store_json(storage)
     return found.store_id if found else None
 
@@ -112,7 +112,7 @@ def write_identity(storage: Storage, store_id: str) -> str:
 
 
 def read_or_create_identity(storage: Storage) -> str:
-    """The id of the store, created where there is none.
+    """Return the id of the store, created where there is none.
 
     Raises InvalidInput where Ray keeps the checkpoints: there is no log at such a root, and none may be begun.
     """

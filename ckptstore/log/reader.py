@@ -95,7 +95,7 @@ class LogReader:
         """What shows that the log has two histories, if anything does."""
 
     def newest(self) -> Record | None:
-        """The newest record, None in an empty log: no older than the newest one when this was called.
+        """Return the newest record, None in an empty log: no older than the newest one when this was called.
 
         Costs two requests when the hint is fresh: the hint, and a probe of the next number; one when this process has
         read the newest record before. Otherwise it probes upwards in growing steps and halves, so a hint that is
@@ -109,7 +109,7 @@ class LogReader:
         return self._find()[0]
 
     def latest(self) -> Record | None:
-        """The record of the latest live checkpoint, None when there is none. As `newest`, in as many requests."""
+        """Return the record of the latest live checkpoint, None when there is none. Costs what `newest` does."""
         newest, hint = self._find()
         number = newest.state.latest if newest else None
         if newest is None or number is None:
@@ -151,8 +151,7 @@ class LogReader:
         return [record for record in found if isinstance(record, Record)]
 
     def commit_of(self, attempt: Attempt) -> Record | None:
-        """The record that committed the attempt, for who does not know whether it was; None if there is none (yet), or
-        the log cannot be read."""
+        """Return the record that committed the attempt, None if there is none (yet) or the log cannot be read."""
         try:
             newest = self.newest()
             found = self.records([*newest.state.live, *newest.state.trash] if newest else ())
@@ -161,28 +160,30 @@ class LogReader:
         return next((record for record in found if record.entry.attempt == str(attempt)), None)
 
     def found(self, numbers: Iterable[int]) -> list[Probed]:
-        """What is at these numbers, in the order given, for whoever goes on where a record is missing or cannot be
-        read; read in parallel, or taken from the cache. Raises StorageError when the storage fails for longer than
-        retries last."""
+        """Look at these numbers, in parallel, or take them from the cache; the result has their order.
+
+        A record that is missing or cannot be read is no error. Raises StorageError when the storage fails for longer
+        than retries last.
+        """
         return self._in_parallel(self._probe, list(numbers))
 
     def record_time(self, number: int) -> float:
-        """When a record was written, in seconds since the epoch by the storage's clock. Cached."""
+        """Return when a record was written, in seconds since the epoch by the storage's clock. Cached."""
         if number not in self._times:
             key = record_key(number)
             self._times[number] = self._retrying(f"stat {key}", lambda: self._storage.stat(key)).modified_seconds
         return self._times[number]
 
     def commit_times(self, records: Sequence[Record]) -> dict[int, float]:
-        """When each of these checkpoints was committed, by number: the time of its record or, of a copy, what the
-        record says of the original. Read in parallel, cached."""
+        """Return when each of these checkpoints was committed, by number: the time of its record or, of a copy, that of
+        the original. Read in parallel, cached."""
         known = {record.number: record.entry.committed_at for record in records}
         asked = [number for number, seconds in known.items() if seconds is None]
         read = dict(zip(asked, self._in_parallel(self.record_time, asked), strict=True))
         return {number: read[number] if seconds is None else seconds for number, seconds in known.items()}
 
     def store_now_seconds(self) -> float:
-        """What the storage's clock says, in seconds since the epoch: a small file is written, and its time read.
+        """Return the time of the storage's clock, in seconds since the epoch: write a small file, and read its time.
 
         Where this process may not write, it is the time of the newest record, 0.0 in an empty log: never later than
         now, so that nothing looks older than it is.
@@ -200,7 +201,7 @@ class LogReader:
     # Finding the newest record
 
     def _find(self) -> tuple[Record | None, Hint | None]:
-        """The newest record, and the hint if it was read."""
+        """Return the newest record, and the hint if it was read."""
         known = self._tip
         if known is not None:
             after = self._probe(known.number + 1)
@@ -215,7 +216,7 @@ class LogReader:
         return newest, hint
 
     def _gallop(self, known: Record | None) -> Record | None:
-        """The newest record, looked for above one that is known to exist."""
+        """Find the newest record, from one that is known to exist upwards."""
         top, newest = self._find_top(known)
         if isinstance(newest, CheckpointDamaged) and self._exclusive is None:
             # A torn write of the single writer: nothing counts that was not written whole.
@@ -225,7 +226,7 @@ class LogReader:
         return newest
 
     def _find_top(self, known: Record | None) -> tuple[int, Probed]:
-        """The highest number that is taken, and what is there. Numbers have no gaps, so halving finds it."""
+        """Find the highest number that is taken, and its record. Numbers have no gaps, so halving finds it."""
         low, newest, step = known.number if known else 0, known, 1
         found: Probed = newest
         while (probed := self._probe(low + step)) is not None:
@@ -258,7 +259,7 @@ class LogReader:
         return found
 
     def _probe(self, number: int) -> Probed:
-        """What is at a number, from the cache or the storage."""
+        """Look at a number, in the cache or the storage."""
         cached = self._cache.get(number)
         if cached is not None:
             return cached
@@ -266,7 +267,7 @@ class LogReader:
         return self._remember(found) if isinstance(found, Record) else found
 
     def _fetch(self, number: int) -> Probed:
-        """The same in one request, past the cache and without retries."""
+        """Look at a number in one request, past the cache and without retries."""
         key = record_key(number)
         try:
             return looked_twice(

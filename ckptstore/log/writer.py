@@ -63,7 +63,7 @@ class Log(LogReader):
             self._exclusive = None
 
     def checked_newest(self) -> Record | None:
-        """The newest record, read from the log itself whatever a hint says, and the chain of the newest 64 checked.
+        """Read the newest record from the log itself, whatever a hint says, and check the chain of the newest 64.
 
         For whoever deletes what it does not name. Raises StoreForked when the chain does not hold, and what `newest`
         raises.
@@ -173,7 +173,7 @@ class Log(LogReader):
     # The chain
 
     def _newest_checked(self) -> Record | None:
-        """The newest record, read from the log itself whatever a hint says, and the links that lead to it checked."""
+        """Read the newest record from the log itself, whatever a hint says, and check the links that lead to it."""
         if not self._linked:
             hint = self._read_hint()
             if hint is not None:
@@ -192,7 +192,7 @@ class Log(LogReader):
         return newest
 
     def _linked_to(self, newest: Record) -> Record:
-        """The newest record, once the chain is checked; `_fork` has what is wrong with it, also at a second look."""
+        """Return the newest record, once the chain is checked; `_fork` has its fault, also at a second look."""
         problem = self._link_problem(newest)
         if problem is not None and isinstance(self._storage, Doubts):
             self._storage.doubt(record_key(newest.number))
@@ -247,7 +247,7 @@ class Log(LogReader):
     def _settle(
         self, storage: CreatesExclusively, record: Record, newest: Record | None, failure: StorageError
     ) -> Record:
-        """A create failed, and may have had its effect, or have it later: find out, and take the number if it is free.
+        """Find out whether a create that failed had its effect, or has it later, and take the number if it is free.
 
         Only one of two creates can win: once anything else is there, the record stays out for ever. A storage that
         refused (no permission, no space) has answered, so a free number is proof enough.
@@ -277,7 +277,7 @@ class Log(LogReader):
         raise failure
 
     def _confirm(self, record: Record) -> None:
-        """A create failed and yet took effect: on a disk it may have failed at the very last, at becoming durable."""
+        """Make a record durable whose create took effect and failed, on a disk perhaps in becoming durable."""
         try:
             self._storage.persist([record_key(record.number)])
         except StorageError as error:
@@ -285,7 +285,7 @@ class Log(LogReader):
             raise
 
     def _put_alone(self, record: Record) -> Record:
-        """The same for a single writer without create-if-absent: write where nothing is, and read it back.
+        """Put a record as a single writer without create-if-absent: write where nothing is, and read it back.
 
         It is the same bytes in every try: should an earlier one arrive late, it changes nothing.
         """

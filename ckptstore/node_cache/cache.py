@@ -49,7 +49,7 @@ class NodeCache:
         download: Callable[[Path], None],
         expected: Mapping[str, int | None] | None = None,
     ) -> Iterator[Path]:
-        """The finished copy of what `key` stands for, read-only, until the context is left. `copy_key` makes keys.
+        """Give the path of the finished, read-only copy of a key (see `copy_key`) while the context lasts.
 
         One process of the node calls `download`, which fills the given new empty directory with about `size_bytes`
         and verifies what it wrote; the others wait for it, at most `cache_wait_seconds`, and then download for
@@ -109,11 +109,11 @@ class _Fetch:
             turn.give_back()  # the lock file stays: others wait for this very one, and it goes with the copy
 
     def is_there(self) -> bool:
-        """Whether there is a finished copy with all its files."""
+        """Return whether there is a finished copy with all its files."""
         return self.place.copy(self.key).is_dir() and next(self.lost(), None) is None
 
     def lost(self) -> Iterator[str]:
-        """What the copy should have, and has not or has with another size."""
+        """List the files that the copy lacks, or has with another size."""
         path = self.place.copy(self.key)
         return (name for name, size in (self.expected or {}).items() if not _is_as_expected(f"{path}/{name}", size))
 
@@ -203,7 +203,7 @@ def _is_as_expected(path: str, size_bytes: int | None) -> bool:
 
 
 def _write_holder(path: Path) -> None:
-    """For messages only, so it may fail. Replaced whole, for a waiter may be reading it."""
+    """Say who has the turn. It is for messages only, so it may fail; replaced whole, for a waiter may be reading it."""
     with contextlib.suppress(OSError):
         new = path.with_suffix(f".{os.getpid()}")
         new.write_text(f"process {os.getpid()} on {socket.gethostname()}")

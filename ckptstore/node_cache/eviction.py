@@ -93,7 +93,7 @@ def remove(place: CachePlace, key: str) -> bool:
 
 
 def _forget_lost(place: CachePlace) -> None:
-    """What is kept beside copies that never came to be, or that somebody else removed."""
+    """Remove leases and locks of copies that never came to be, or that somebody else removed."""
     beside = {path.name.partition(".")[0] for name in ("locks", "leases") for path in (place.root / name).iterdir()}
     for key in filter(KEY.fullmatch, beside):
         if not place.copy(key).exists():
@@ -103,7 +103,7 @@ def _forget_lost(place: CachePlace) -> None:
 
 
 def _unread(place: CachePlace) -> list[_Copy]:
-    """The copies that nobody reads, the least recently used first."""
+    """List the copies that nobody reads, the least recently used first."""
     found = []
     for path in place.root.iterdir():
         if not KEY.fullmatch(path.name):
@@ -117,5 +117,5 @@ def _unread(place: CachePlace) -> list[_Copy]:
 
 
 def _one_at_a_time(place: CachePlace) -> AbstractContextManager[bool]:
-    """True in one process at a time; two that evict at once would remove more than is needed."""
+    """Give True in one process at a time; two that evict at once would remove more than is needed."""
     return Exclusive(place.lock("evict")).held() if place.locks_work else nullcontext(False)

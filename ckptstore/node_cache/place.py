@@ -29,7 +29,7 @@ _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.ext4", "fuse.nt
 
 @cache
 def boot_id() -> str:
-    """What this machine is called from one start to the next (random(4)); empty where the system does not tell."""
+    """Return the name of this start of the machine (random(4)), empty where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -37,7 +37,7 @@ def boot_id() -> str:
 
 
 def copy_key(content: str) -> str:
-    """The key of a copy of what `content` names: 64 hex digits.
+    """Return the key of a copy of the content with that name: 64 hex digits.
 
     A copy is not forced to the disk, so a machine that loses its power may start with files that have their sizes and
     not their bytes. Hence no copy is found after a start that did not make it.
@@ -54,37 +54,37 @@ class CachePlace:
     """Whether flock keeps others out. If not, every process downloads for itself and nothing is ever evicted."""
 
     def copy(self, key: str) -> Path:
-        """The finished copy."""
+        """Return the path of the finished copy."""
         return self.root / key
 
     def lock(self, key: str) -> Path:
-        """The lock of whose turn it is to download."""
+        """Return the path of the lock for the turn to download."""
         return self.root / "locks" / f"{key}.lock"
 
     def holder(self, key: str) -> Path:
-        """Who has the turn, for messages."""
+        """Return the path of the name of who has the turn, for messages."""
         return self.root / "locks" / f"{key}.holder"
 
     def lease(self, name: str) -> Path:
-        """What readers of a copy lock."""
+        """Return the path of the file that readers of a copy lock."""
         return self.root / "leases" / f"{name}.lease"
 
     def private(self, name: str) -> Path:
-        """A directory that no reader looks at."""
+        """Return the path of a directory that no reader looks at."""
         return self.root / f".tmp-{name}"
 
     def private_lease(self, name: str) -> Path:
-        """What the owner of a private directory locks."""
+        """Return the path of the file that the owner of a private directory locks."""
         return self.root / "leases" / f"tmp-{name}"
 
     def free_bytes(self) -> int:
-        """How much can still be written. Raises CacheError."""
+        """Return how much can still be written. Raises CacheError."""
         with self.using():
             return posix.free_bytes(str(self.root))
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """What fails here by the system's word fails as StorageFull or CacheError."""
+        """Raise errors of the system in this context as StorageFull or CacheError."""
         try:
             yield
         except CkptstoreError:
@@ -98,7 +98,7 @@ _known: dict[Path, CachePlace] = {}
 
 
 def open_place(cache_dir: Path) -> CachePlace:
-    """The cache directory, created if absent, for this user alone.
+    """Open the cache directory, created if absent, for this user alone.
 
     Raises CacheError when it is a symbolic link, belongs to another user, lets others in, or cannot be written. Warns
     once per process of a file system that other nodes may share, and then keeps the copies of each node apart there.
@@ -136,7 +136,7 @@ def _make_private(path: Path) -> None:
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The kind of file system that holds an absolute path, "" where the system does not say."""
+    """Return the kind of file system that holds an absolute path, "" where the system does not say."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -154,7 +154,7 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
 
 
 def is_network(kind: str) -> bool:
-    """Whether other nodes may see a file system of that kind."""
+    """Return whether other nodes may see a file system of that kind."""
     return kind in _NETWORK or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
 
 

@@ -106,7 +106,7 @@ def note_size(place: CachePlace, key: str, size_bytes: int) -> None:
 
 
 def last_use(place: CachePlace, key: str) -> tuple[float, int]:
-    """When the last reader came or went, in seconds since the epoch, and the size of the copy in bytes."""
+    """Return when the last reader came or went, in seconds since the epoch, and the size of the copy in bytes."""
     path = place.lease(key)
     try:
         return path.stat().st_mtime, int(path.read_text())
@@ -117,7 +117,7 @@ def last_use(place: CachePlace, key: str) -> tuple[float, int]:
 
 @contextlib.contextmanager
 def excluding_readers(place: CachePlace, key: str) -> Iterator[bool]:
-    """True while nobody reads the copy, and nobody can begin to; False, at once, when somebody does."""
+    """Give True while nobody reads the copy, and nobody can begin to; False, at once, when somebody does."""
     # By its descriptor, for filelock takes 0.4 ms: each use of the cache looks at all copies.
     descriptor = _lease(place.lease(key), shared=False) if place.locks_work else None
     try:
@@ -136,8 +136,8 @@ def forget(place: CachePlace, key: str) -> None:
 
 @contextlib.contextmanager
 def private_directory(place: CachePlace) -> Iterator[Path]:
-    """A path of one's own, at which there is nothing yet. What is there in the end is removed, and `sweep` removes it
-    when this process dies first."""
+    """Give a path that no other process uses. A directory that is there in the end is removed, after a process that
+    died by `sweep`."""
     with place.using():
         while True:
             name = f"{os.getpid()}-{secrets.token_hex(8)}"
