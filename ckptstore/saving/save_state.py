@@ -36,7 +36,7 @@ from ckptstore.state.tensors import device
 from ckptstore.state.write.incremental import Kept, kept_file_name
 from ckptstore.state.write.memo import SaveMemo
 from ckptstore.storage.base import Storage
-from ckptstore.transfer.planned import Upload
+from ckptstore.transfer.moves import Upload
 
 
 class Later(Protocol):
