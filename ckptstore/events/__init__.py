@@ -1,4 +1,4 @@
-"""Events: what ckptstore does, as it does it, for whoever listens.
+"""Report what ckptstore does, as it does it, to listeners and to the log.
 
 A listener is any callable that takes an event. It is called on the thread where the event happens, so it is quick and
 does not raise: what it raises is logged and dropped. Without a listener of your own, events go to the log
@@ -14,7 +14,7 @@ from ckptstore.events.fast_saves import (
     FastBypassed,
     FastCommitted,
 )
-from ckptstore.events.listeners import Event, Listener, emit, is_heard, listening, log_event
+from ckptstore.events.listeners import Event, Listener, emit, event, is_heard, listening, log_event
 from ckptstore.events.loads import (
     CheckpointResumed,
     CheckpointSkipped,
@@ -68,6 +68,7 @@ __all__ = [
     "SaveStarted",
     "StateStaged",
     "emit",
+    "event",
     "is_heard",
     "listening",
     "log_event",

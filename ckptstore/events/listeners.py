@@ -1,14 +1,16 @@
-"""What an event is, and who hears of it."""
+"""Define events, and deliver them to listeners and to the log."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar, TypeVar, dataclass_transform
 
 logger = logging.getLogger("ckptstore")
+
+T = TypeVar("T", bound="Event")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,25 +18,67 @@ class Event:
     """The root of all events."""
 
     level: ClassVar[int] = logging.INFO
+    only_rank_0: ClassVar[bool] = False
+    template: ClassVar[str] = ""
 
     def log_level(self) -> int:
-        """The level of its line in the log; 0 if it has none."""
-        return self.level
+        """Return the level of its line in the log; 0 if it has none."""
+        is_quiet = self.only_rank_0 and getattr(self, "rank", 0) != 0
+        return logging.DEBUG if is_quiet else self.level
 
     def line(self) -> str:
-        """What the log says of it."""
+        """Return its line in the log."""
         fields = asdict(self)
+        if self.template:
+            return self.template.format_map(fields)
         return f"{type(self).__name__} {' '.join(f'{name}={value}' for name, value in fields.items())}"
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def event(*, level: int = logging.INFO, only_rank_0: bool = False, line: str = "") -> Callable[[type[T]], type[T]]:
+    """Make a class of events: a frozen dataclass with keywords alone.
+
+    `line` is its line in the log, with fields in braces; a class whose line is not constant defines the method instead.
+    With `only_rank_0` the lines of other ranks are logged at DEBUG.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        made = dataclass(frozen=True, slots=True, kw_only=True)(cls)
+        made.level, made.only_rank_0, made.template = level, only_rank_0, line
+        return made
+
+    return decorate
+
+
+@event(level=logging.NOTSET)
+class EndEvent(Event):
+    """The root of the events of a save or load that has ended on this rank, well or not."""
+
+    rank: int
+    store: str
+    """The URI, without secrets."""
+    started_at: float
+    """The time of the call, in seconds since the epoch by this machine's clock."""
+    seconds: float
+    """From the call to the end, on this rank."""
+    size_bytes: int
+    """Stored or read by this rank."""
+    requests: int
+    """Tries of requests to the storage, on this rank."""
+    retries: int
+    """Those of them that were made again."""
+    error_type: str | None
+    """The class of the error that it ended with."""
 
 
 Listener = Callable[[Event], None]
 
 _listeners: list[tuple[Listener, tuple[type[Event], ...]]] = []
-"""With the classes of events that each wants."""
+"""Each with the classes of events that it wants."""
 
 
 def log_event(event: Event) -> None:
-    """The default listener: one log line for each event, for people; the record's `event` attribute is the event."""
+    """Log one line for an event, the default listener; the record's `event` attribute is the event."""
     level = event.log_level()
     if level and logger.isEnabledFor(level):
         logger.log(level, "%s", event.line(), extra={"event": event})
@@ -44,7 +88,7 @@ _LOG: tuple[Listener, tuple[type[Event], ...]] = (log_event, (Event,))
 
 
 def is_heard(event: type[Event]) -> bool:
-    """Whether anybody would notice an event of that class: for those that come by the thousand."""
+    """Return True if a listener or the log takes events of that class; check it before making them by the thousand."""
     for _, wanted in _listeners:
         if issubclass(event, wanted):
             return True
@@ -52,7 +96,7 @@ def is_heard(event: type[Event]) -> bool:
 
 
 def emit(event: Event) -> None:
-    """Give an event to all listeners."""
+    """Deliver an event to all listeners."""
     for listener, wanted in (_LOG, *_listeners):
         try:
             if isinstance(event, wanted):
@@ -63,7 +107,7 @@ def emit(event: Event) -> None:
 
 @contextmanager
 def listening(listener: Listener, *wanted: type[Event]) -> Iterator[None]:
-    """Have `listener` called with every event of this process, or those of some classes, while the context lasts.
+    """Call `listener` with every event of this process, or those of some classes, while the context lasts.
 
     Events that come by the thousand, such as `FileStored`, are not even made where nobody wants them.
     """

@@ -1,75 +1,53 @@
-"""What loads and resumes tell."""
+"""Define the events of loads and resumes."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import ClassVar
 
-from ckptstore.events.listeners import Event
+from ckptstore.events.listeners import EndEvent, Event, event
 from ckptstore.runtime.shown import show_move, show_seconds, show_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.NOTSET)
 class LoadPhase(Event):
     """A phase of a load has ended on this rank. Not logged."""
 
-    level: ClassVar[int] = logging.NOTSET
     step: int | None
     """None as long as it is not known which checkpoint is loaded."""
     number: int | None
     rank: int
     load: str
-    """Which load of this process."""
+    """The name of the load in this process."""
     phase: str
     """"open" (find out what is stored), "read" (move the bytes) or "apply" (finish modules and optimizers). Of damaged
     checkpoints that were tried before there are phases too."""
     started_at: float
-    """When it began, in seconds since the epoch by this machine's clock."""
+    """Its begin, in seconds since the epoch by this machine's clock."""
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadEnded(Event):
+@event(level=logging.NOTSET)
+class LoadEnded(EndEvent):
     """A load has ended on this rank, well or not. Not logged."""
 
-    level: ClassVar[int] = logging.NOTSET
     step: int | None
     """None when no checkpoint was found."""
     number: int | None
-    rank: int
     load: str
-    """Which load of this process: that of its phases."""
-    store: str
-    """The URI, without secrets."""
-    started_at: float
-    """When it was called, in seconds since the epoch by this machine's clock."""
-    seconds: float
-    size_bytes: int
-    """What this rank read."""
-    requests: int
-    """Tries of requests to the storage, on this rank."""
-    retries: int
-    """Those of them that were made again."""
-    error_type: str | None
-    """The class of the error that it ended with."""
+    """The name of the load in this process, as its phases have it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.WARNING, line="step {step} is passed over: {reason}")
 class CheckpointSkipped(Event):
     """A resume passed over a checkpoint that cannot be used."""
 
-    level: ClassVar[int] = logging.WARNING
     step: int
     number: int | None
     """None for one that no record has: it is on the disks of nodes alone."""
     reason: str
 
-    def line(self) -> str:
-        return f"step {self.step} is passed over: {self.reason}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(only_rank_0=True, line="resumed from step {step}")
 class CheckpointResumed(Event):
     """A job goes on from a checkpoint. The log of rank 0 has its line at INFO, that of others at DEBUG."""
 
@@ -81,16 +59,10 @@ class CheckpointResumed(Event):
     store: str
     """The URI, without secrets."""
     created_at: float
-    """When it was committed, in seconds since the epoch by the clock of its leader."""
-
-    def line(self) -> str:
-        return f"resumed from step {self.step}"
-
-    def log_level(self) -> int:
-        return logging.DEBUG if self.rank else self.level
+    """The time of its commit, in seconds since the epoch by the clock of its leader."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event()
 class DownloadStarted(Event):
     """This process downloads a checkpoint for its node."""
 
@@ -101,7 +73,7 @@ class DownloadStarted(Event):
         return f"downloading step {self.step}, {show_size(self.size_bytes)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event()
 class DownloadWaited(Event):
     """This process waited for another one's download."""
 
@@ -113,7 +85,7 @@ class DownloadWaited(Event):
         return f"waited {show_seconds(self.seconds)} for {self.holder} to download step {self.step}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event()
 class DownloadFinished(Event):
     """The download is complete and verified."""
 

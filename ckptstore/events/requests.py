@@ -1,16 +1,14 @@
-"""What happens beside saves and loads."""
+"""Define the events of requests and of pruning."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import ClassVar
 
-from ckptstore.events.listeners import Event
+from ckptstore.events.listeners import Event, event
 from ckptstore.runtime.shown import show_seconds, show_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event()
 class CheckpointsPruned(Event):
     """Checkpoints were deleted for good."""
 
@@ -25,22 +23,17 @@ class CheckpointsPruned(Event):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.WARNING, line="deleting from the trash failed, it is tried again after the next commit: {error}")
 class PruneFailed(Event):
     """Deleting failed; it is tried again after the next commit."""
 
-    level: ClassVar[int] = logging.WARNING
     error: str
 
-    def line(self) -> str:
-        return f"deleting from the trash failed, it is tried again after the next commit: {self.error}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.WARNING)
 class RequestRetried(Event):
     """A request to the storage failed and is tried again."""
 
-    level: ClassVar[int] = logging.WARNING
     what: str
     error: str
     attempt: int
@@ -50,16 +43,13 @@ class RequestRetried(Event):
         return f"{self.what} failed, try {self.attempt + 1} comes in {show_seconds(self.wait_seconds)}: {self.error}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(line="at most {limit} requests at once from now on: {reason}")
 class ConcurrencyChanged(Event):
     """A transfer has fewer requests in flight than before, because the storage throttles, or more again."""
 
     limit: int
     """The most requests in flight from now on."""
     reason: str
-
-    def line(self) -> str:
-        return f"at most {self.limit} requests at once from now on: {self.reason}"
 
 
 def _listed(steps: tuple[int, ...]) -> str:

@@ -1,21 +1,19 @@
-"""What saves tell."""
+"""Define the events of saves."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import field
 
-from ckptstore.events.listeners import Event
+from ckptstore.events.listeners import EndEvent, Event, event
 from ckptstore.runtime.shown import show_move, show_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.DEBUG)
 class SaveStarted(Event):
     """A rank begins to write what the ranks have agreed on."""
 
-    level: ClassVar[int] = logging.DEBUG
     step: int
     attempt: str
     rank: int
@@ -23,66 +21,61 @@ class SaveStarted(Event):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.DEBUG)
 class StateStaged(Event):
     """An asynchronous save holds a copy of the state; training goes on."""
 
-    level: ClassVar[int] = logging.DEBUG
     step: int
     rank: int
     size_bytes: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.NOTSET)
 class BytesMoved(Event):
     """Progress of a transfer, several times for a large file. Not logged."""
 
-    level: ClassVar[int] = logging.NOTSET
     key: str
     size_bytes: int
     total_bytes: int
     """Of the whole transfer that this belongs to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.DEBUG)
 class FileStored(Event):
     """One file is stored."""
 
-    level: ClassVar[int] = logging.DEBUG
     key: str
     size_bytes: int
     seconds: float
     rank: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.NOTSET)
 class SavePhase(Event):
     """A phase of a save has ended on this rank. Not logged."""
 
-    level: ClassVar[int] = logging.NOTSET
     step: int
     attempt: str
     rank: int
     phase: str
     """"agree", "stage" (asynchronous saves alone), "upload", "wait" or "commit"."""
     started_at: float
-    """When it began, in seconds since the epoch by this machine's clock."""
+    """Its begin, in seconds since the epoch by this machine's clock."""
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointCommitted(Event):
-    """A checkpoint is visible. The log of rank 0 has its line at INFO, that of others at DEBUG."""
+@event()
+class CheckpointEvent(Event):
+    """The root of the events of a checkpoint that is complete, in the store or on nodes."""
 
     step: int
-    number: int
     rank: int
     size_bytes: int
-    """Of all ranks together."""
+    """Of all ranks together, each file once."""
     seconds: float
-    """From the call of the save to its end, the wait for a copy in the background included. Of a fast checkpoint: how
-    long it took to bring it into the store."""
+    """From the call of the save to its end, the wait for a copy in the background included. Of a fast checkpoint that
+    came into the store: how long that took."""
     world_size: int = 1
     slowest_rank: int | None = None
     """The rank that took longest to store its files; None with one rank, and where it is not known."""
@@ -92,75 +85,57 @@ class CheckpointCommitted(Event):
     """The root of the store, without secrets."""
     attempt: str = ""
     """The name of its directory below `checkpoints/` in the store."""
-    manifest_sha256: str = ""
-    """As the record has it: what tells the checkpoint from any other one."""
-    created_at: float = 0.0
-    """Seconds since the epoch by the leader's clock."""
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
 
-    def log_level(self) -> int:
-        return logging.DEBUG if self.rank else self.level
+    def slowest(self) -> str:
+        """Return the end of its line, about the slowest rank; empty where that is not known."""
+        if self.slowest_rank is None:
+            return ""
+        return f", slowest rank {self.slowest_rank} by {show_seconds(self.slowest_by_seconds)}"
+
+
+@event(only_rank_0=True)
+class CheckpointCommitted(CheckpointEvent):
+    """A checkpoint is visible. The log of rank 0 has its line at INFO, that of others at DEBUG."""
+
+    number: int
+    manifest_sha256: str = ""
+    """The SHA-256 that its record has. It tells the checkpoint from any other one."""
+    created_at: float = 0.0
+    """Seconds since the epoch by the leader's clock."""
 
     def line(self) -> str:
-        text = f"step {self.step} saved: {show_move(self.size_bytes, self.seconds)}"
-        if self.world_size > 1:
-            text += f", {self.world_size} ranks"
-        if self.slowest_rank is not None:
-            text += f", slowest rank {self.slowest_rank} by {show_seconds(self.slowest_by_seconds)}"
-        return text
+        ranks = f", {self.world_size} ranks" if self.world_size > 1 else ""
+        return f"step {self.step} saved: {show_move(self.size_bytes, self.seconds)}{ranks}{self.slowest()}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.ERROR, line="step {step} was not saved: {error}")
 class SaveFailed(Event):
     """A save ended with an error."""
 
-    level: ClassVar[int] = logging.ERROR
     step: int
     rank: int
     error: str
 
-    def line(self) -> str:
-        return f"step {self.step} was not saved: {self.error}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveEnded(Event):
+@event(level=logging.NOTSET)
+class SaveEnded(EndEvent):
     """A save has ended on this rank, well or not. Not logged."""
 
-    level: ClassVar[int] = logging.NOTSET
     step: int
     attempt: str
     """Empty when the ranks have not agreed on one."""
-    rank: int
-    store: str
-    """The URI, without secrets."""
-    started_at: float
-    """When it was called, in seconds since the epoch by this machine's clock."""
-    seconds: float
-    """From the call to the end, on this rank."""
     stalled_seconds: float
     """How much of that the training was held up: all of it, but for a save in the background."""
     in_background: bool
-    size_bytes: int
-    """What this rank stored."""
-    requests: int
-    """Tries of requests to the storage, on this rank."""
-    retries: int
-    """Those of them that were made again."""
-    error_type: str | None
-    """The class of the error that it ended with."""
     is_fast: bool = False
-    """Whether it went to the disks of nodes: then it is not in the store (yet)."""
+    """True if it went to the disks of nodes: then it is not in the store (yet)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.WARNING, line="step {step} is the first save of this job, and step {latest_step} is there. {hint}")
 class ResumeForgotten(Event):
     """A job that did not resume makes its first save, and the store's latest checkpoint is of this or a later step."""
 
-    level: ClassVar[int] = logging.WARNING
     step: int
     latest_step: int
     hint: str
-
-    def line(self) -> str:
-        return f"step {self.step} is the first save of this job, and step {self.latest_step} is there. {self.hint}"

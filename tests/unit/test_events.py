@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import FrozenInstanceError, fields
+from string import Formatter
 
 import pytest
 
 from ckptstore import events
 from ckptstore.events import BytesMoved, CheckpointCommitted, Event, FileStored, PruneFailed, emit, is_heard, listening
+from ckptstore.tools.run import notices
 
 COMMITTED = CheckpointCommitted(step=5, number=2, rank=0, size_bytes=100, seconds=0.5)
 CLASSES = [value for value in vars(events).values() if isinstance(value, type) and issubclass(value, Event)]
+OF_THE_AGENT = [value for value in vars(notices).values() if isinstance(value, type) and value not in CLASSES]
 
 
 def test_a_listener_hears_events_only_while_it_listens() -> None:
@@ -101,6 +104,12 @@ def test_what_the_log_shows_is_a_sentence(cls: type[Event]) -> None:
     event = cls(**{item.name: made.get(item.name, kinds.get(str(item.type))) for item in fields(cls)})
     assert "=" not in event.line()
     assert not event.line().startswith(cls.__name__)
+
+
+@pytest.mark.parametrize("cls", [*CLASSES, *OF_THE_AGENT])
+def test_a_constant_line_has_fields_of_its_class(cls: type[Event]) -> None:
+    used = {name for _, name, _, _ in Formatter().parse(cls.template) if name is not None}
+    assert used <= {item.name for item in fields(cls)}
 
 
 def test_progress_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,16 +1,14 @@
-"""What the agent tells: events of its own, beside those of the store."""
+"""Define the events of the agent."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import ClassVar
 
-from ckptstore.events import Event
+from ckptstore.events import Event, event
 from ckptstore.runtime.shown import show_seconds, show_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event()
 class TrainerStarted(Event):
     """The agent has started the trainer."""
 
@@ -21,7 +19,7 @@ class TrainerStarted(Event):
         return f"started {self.command[0]}, process {self.pid}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event()
 class TrainerEnded(Event):
     """The trainer has ended."""
 
@@ -33,31 +31,24 @@ class TrainerEnded(Event):
         return f"the trainer ended with exit code {self.code} after {show_seconds(self.seconds)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(line="watching {folder}")
 class FolderWatched(Event):
     """The agent looks into a folder from now on; somebody else starts the trainer."""
 
     folder: str
 
-    def line(self) -> str:
-        return f"watching {self.folder}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(line="{name} goes to the trainer")
 class SignalHandedOn(Event):
-    """A signal came to the agent, and was given to the trainer."""
+    """A signal came to the agent, which sends it on to the trainer."""
 
     name: str
 
-    def line(self) -> str:
-        return f"{self.name} goes to the trainer"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.WARNING)
 class CheckpointsPassedOver(Event):
     """Finished checkpoints in the folder are not committed, and will not be."""
 
-    level: ClassVar[int] = logging.WARNING
     steps: tuple[int, ...]
     names: tuple[str, ...]
     reason: str
@@ -66,7 +57,7 @@ class CheckpointsPassedOver(Event):
         return f"not committed: {', '.join(self.names)}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event()
 class OlderFound(Event):
     """At its start the agent finds checkpoints in the folder that are older than what the store has."""
 
@@ -78,22 +69,17 @@ class OlderFound(Event):
         return f"the store has the newer step {self.latest_step}, so these are left alone: {', '.join(self.names)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.ERROR, line="NOTHING MORE IS COMMITTED, and the training goes on: {reason}")
 class CommitsStopped(Event):
     """The agent commits nothing more. The training goes on."""
 
-    level: ClassVar[int] = logging.ERROR
     reason: str
 
-    def line(self) -> str:
-        return f"NOTHING MORE IS COMMITTED, and the training goes on: {self.reason}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.WARNING)
 class CommitsDelayed(Event):
     """A commit failed; it is tried again."""
 
-    level: ClassVar[int] = logging.WARNING
     wait_seconds: float
     error: str
 
@@ -101,10 +87,10 @@ class CommitsDelayed(Event):
         return f"tried again in {show_seconds(self.wait_seconds)}, the training goes on: {self.error}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event()
 class FolderAhead(Event):
     """The folder has finished checkpoints that are not in the store yet, and more than the one that comes next, or the
-    last try has failed. Told when there is a newer one."""
+    last try has failed. Repeated when there is a newer one."""
 
     steps: tuple[int, ...]
     names: tuple[str, ...]
@@ -116,11 +102,10 @@ class FolderAhead(Event):
         return f"in the folder, and not in the store yet: {', '.join(self.names)}, the first for {waited}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.ERROR)
 class CheckpointsLeft(Event):
     """The agent ends, and these finished checkpoints of the folder are not in the store."""
 
-    level: ClassVar[int] = logging.ERROR
     steps: tuple[int, ...]
     names: tuple[str, ...]
     reason: str
@@ -129,11 +114,10 @@ class CheckpointsLeft(Event):
         return f"not committed: {', '.join(self.names)}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.WARNING)
 class UnfinishedLeft(Event):
     """The agent ends, and these are in the folder without being finished."""
 
-    level: ClassVar[int] = logging.WARNING
     names: tuple[str, ...]
     reasons: tuple[str, ...]
 
@@ -142,31 +126,24 @@ class UnfinishedLeft(Event):
         return f"not committed, since not finished: {'; '.join(f'{name}: {reason}' for name, reason in pairs)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(line="{name} is deleted from the folder; step {step} is in the store")
 class LocalDeleted(Event):
     """A checkpoint that is committed was deleted from the folder."""
 
     step: int
     name: str
 
-    def line(self) -> str:
-        return f"{self.name} is deleted from the folder; step {self.step} is in the store"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event(level=logging.WARNING, line="{text}")
 class FolderNotice(Event):
     """Something about the folder that its owner should know: what fits no shape, what cannot be deleted, a wait."""
 
-    level: ClassVar[int] = logging.WARNING
     text: str
 
-    def line(self) -> str:
-        return self.text
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event()
 class FolderRestored(Event):
-    """What became of the restore before the trainer was started."""
+    """The restore before the start of the trainer has ended, well or not."""
 
     step: int
     name: str
