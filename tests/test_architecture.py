@@ -359,7 +359,7 @@ def test_the_command_line_starts_without_torch() -> None:
     assert loaded_by("import ckptstore.tools.cli") & (HEAVY - {"click"}) == set()
 
 
-def test_the_import_takes_under_50_ms() -> None:
+def test_the_import_takes_under_15_ms() -> None:
     """Of the processor's time, whatever else the machine does; the best of five."""
     code = "import time; before = time.process_time(); import ckptstore; print(time.process_time() - before)"
 
@@ -367,4 +367,4 @@ def test_the_import_takes_under_50_ms() -> None:
         command = [sys.executable, "-c", code]
         return float(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
-    assert min(seconds() for _ in range(5)) < 0.050
+    assert min(seconds() for _ in range(5)) < 0.015

@@ -4,20 +4,6 @@ It may know saves, states and storages. It gives `StoreWriter`, `StoreReader` an
 writer takes. Modules load torch; importing the package does not.
 """
 
-from __future__ import annotations
+from ckptstore.runtime.lazy import attach_stub
 
-from typing import TYPE_CHECKING
-
-from ckptstore.runtime.lazy import exports
-
-if TYPE_CHECKING:
-    from ckptstore.dcp.store_reader import StoreReader, translated
-    from ckptstore.dcp.store_writer import StoreWriter
-
-__all__ = ["StoreReader", "StoreWriter", "translated"]
-
-__getattr__ = exports(
-    __name__,
-    {"StoreReader": "store_reader", "StoreWriter": "store_writer", "translated": "store_reader"},
-    extra="torch",
-)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, extra="torch")

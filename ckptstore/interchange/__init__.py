@@ -4,16 +4,6 @@ It may know stores, checkpoints and states. It gives users `export` and `import_
 checkpoints and stores too.
 """
 
-from __future__ import annotations
+from ckptstore.runtime.lazy import attach_stub
 
-from typing import TYPE_CHECKING
-
-from ckptstore.runtime.lazy import exports
-
-if TYPE_CHECKING:
-    from ckptstore.interchange.exporting import export
-    from ckptstore.interchange.importing import import_state
-
-__all__ = ["export", "import_state"]
-
-__getattr__ = exports(__name__, {"export": "exporting", "import_state": "importing"}, extra="torch")
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, extra="torch")

@@ -1,6 +1,6 @@
 """What each extra of the package brings, and the error where it is missing.
 
-Whoever needs an optional package just imports it. `boundary`, `lazy.exports` and the command line turn the
+Whoever needs an optional package just imports it. `boundary`, `lazy.attach_stub` and the command line turn the
 ModuleNotFoundError into this error. `needs` raises it before anything heavy is imported.
 """
 

@@ -6,15 +6,6 @@ says of a tensor that it is the same on all ranks, and `per_rank`, which says of
 Modules load torch; importing the package does not.
 """
 
-from __future__ import annotations
+from ckptstore.runtime.lazy import attach_stub
 
-from typing import TYPE_CHECKING
-
-from ckptstore.runtime.lazy import exports
-
-if TYPE_CHECKING:
-    from ckptstore.state.live.flatten import per_rank, replicated
-
-__all__ = ["per_rank", "replicated"]
-
-__getattr__ = exports(__name__, {"per_rank": "live.flatten", "replicated": "live.flatten"})
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,17 +33,23 @@ def test_every_error_is_public() -> None:
     assert {cls.__name__ for cls in all_errors().values()} <= set(ckptstore.__all__)
 
 
-def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse((ROOT / "ckptstore/__init__.py").read_text())
-    seen = {
-        alias.asname or alias.name
-        for block in tree.body
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert seen == set(ckptstore.__all__) - {"__version__"}
+STUBS = sorted((ROOT / "ckptstore").rglob("__init__.pyi"))
+
+
+@pytest.mark.parametrize("stub", STUBS, ids=lambda path: path.parent.name)
+def test_type_checkers_and_python_read_the_same_names(stub: Path) -> None:
+    seen = [ast.unparse(node) for node in ast.parse(stub.read_text()).body]
+    package = import_module(".".join(stub.parent.relative_to(ROOT).parts))
+    names = [line.split()[-1] for line in seen if line.startswith("from ")]
+    assert sorted(names) == sorted({*dir(package)} - {"__version__"})
+    assert all(re.fullmatch(r"from ckptstore\S* import (\w+) as \1|__version__: str", line) for line in seen)
+
+
+def test_ray_is_the_surface_of_its_integration() -> None:
+    assert dir(ckptstore.ray) == dir(import_module("ckptstore.integrations.ray"))
+    assert ckptstore.ray.resume is import_module("ckptstore.integrations.ray").resume
+    with pytest.raises(AttributeError, match="has no attribute 'sync'"):
+        ckptstore.ray.sync  # noqa: B018
 
 
 def test_a_name_is_looked_up_once() -> None:

@@ -3,15 +3,6 @@
 Axolotl is loaded with the plugin, on first use.
 """
 
-from __future__ import annotations
+from ckptstore.runtime.lazy import attach_stub
 
-from typing import TYPE_CHECKING
-
-from ckptstore.runtime.lazy import exports
-
-if TYPE_CHECKING:
-    from ckptstore.integrations.axolotl.plugin import CkptstorePlugin
-
-__all__ = ["CkptstorePlugin"]
-
-__getattr__ = exports(__name__, {"CkptstorePlugin": "plugin"}, extra="transformers")
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, extra="transformers")

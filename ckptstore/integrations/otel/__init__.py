@@ -3,15 +3,6 @@
 The caller's providers export them. OpenTelemetry is loaded with `instrument`, on first use.
 """
 
-from __future__ import annotations
+from ckptstore.runtime.lazy import attach_stub
 
-from typing import TYPE_CHECKING
-
-from ckptstore.runtime.lazy import exports
-
-if TYPE_CHECKING:
-    from ckptstore.integrations.otel.telemetry import Telemetry, instrument
-
-__all__ = ["Telemetry", "instrument"]
-
-__getattr__ = exports(__name__, {"Telemetry": "telemetry", "instrument": "telemetry"}, extra="otel")
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, extra="otel")

@@ -7,15 +7,6 @@ object stores too, and `ckptstore ls`, `verify`, `cp`, `report` and retention kn
 torch_checkpointing is loaded with the configuration, on first use.
 """
 
-from __future__ import annotations
+from ckptstore.runtime.lazy import attach_stub
 
-from typing import TYPE_CHECKING
-
-from ckptstore.runtime.lazy import exports
-
-if TYPE_CHECKING:
-    from ckptstore.integrations.torch_checkpointing.storage_config import StoreStorageConfig
-
-__all__ = ["StoreStorageConfig"]
-
-__getattr__ = exports(__name__, {"StoreStorageConfig": "storage_config"}, extra="torch-checkpointing")
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, extra="torch-checkpointing")

@@ -3,15 +3,6 @@
 torchtitan is loaded with the manager, on first use.
 """
 
-from __future__ import annotations
+from ckptstore.runtime.lazy import attach_stub
 
-from typing import TYPE_CHECKING
-
-from ckptstore.runtime.lazy import exports
-
-if TYPE_CHECKING:
-    from ckptstore.integrations.torchtitan.manager import CkptstoreCheckpointManager
-
-__all__ = ["CkptstoreCheckpointManager"]
-
-__getattr__ = exports(__name__, {"CkptstoreCheckpointManager": "manager"}, extra="torchtitan")
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, extra="torchtitan")

@@ -3,15 +3,6 @@
 transformers is loaded with the callback, on first use.
 """
 
-from __future__ import annotations
+from ckptstore.runtime.lazy import attach_stub
 
-from typing import TYPE_CHECKING
-
-from ckptstore.runtime.lazy import exports
-
-if TYPE_CHECKING:
-    from ckptstore.integrations.transformers.callback import CheckpointStoreCallback
-
-__all__ = ["CheckpointStoreCallback"]
-
-__getattr__ = exports(__name__, {"CheckpointStoreCallback": "callback"}, extra="transformers")
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, extra="transformers")

@@ -1,0 +1,1 @@
+from ckptstore.integrations.axolotl.plugin import CkptstorePlugin as CkptstorePlugin

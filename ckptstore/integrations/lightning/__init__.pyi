@@ -1,0 +1,1 @@
+from ckptstore.integrations.lightning.callback import CheckpointStoreCallback as CheckpointStoreCallback

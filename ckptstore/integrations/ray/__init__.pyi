@@ -1,0 +1,14 @@
+from ckptstore.integrations.ray.context import Worker as Worker
+from ckptstore.integrations.ray.context import current_worker as current_worker
+from ckptstore.integrations.ray.kept_by_ray.reporting import report as report
+from ckptstore.integrations.ray.kept_by_ray.upload_fn import safe_metrics as safe_metrics
+from ckptstore.integrations.ray.kept_by_ray.upload_fn import upload_fn as upload_fn
+from ckptstore.integrations.ray.preemption import PreemptionSave as PreemptionSave
+from ckptstore.integrations.ray.ray_store import RayStore as RayStore
+from ckptstore.integrations.ray.ray_store import store as store
+from ckptstore.integrations.ray.repairing import Repair as Repair
+from ckptstore.integrations.ray.repairing import repair as repair
+from ckptstore.integrations.ray.resuming import resolve as resolve
+from ckptstore.integrations.ray.resuming import resume as resume
+from ckptstore.integrations.ray.resuming import wrap as wrap
+from ckptstore.integrations.ray.retried_s3 import s3_filesystem as s3_filesystem

@@ -1,0 +1,1 @@
+from ckptstore.integrations.torch_checkpointing.storage_config import StoreStorageConfig as StoreStorageConfig

@@ -1,0 +1,1 @@
+from ckptstore.integrations.torchtitan.manager import CkptstoreCheckpointManager as CkptstoreCheckpointManager

@@ -1,0 +1,1 @@
+from ckptstore.integrations.transformers.callback import CheckpointStoreCallback as CheckpointStoreCallback

@@ -1,0 +1,2 @@
+from ckptstore.interchange.exporting import export as export
+from ckptstore.interchange.importing import import_state as import_state

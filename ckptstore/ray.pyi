@@ -1,0 +1,1 @@
+from ckptstore.integrations.ray import *  # noqa: F403

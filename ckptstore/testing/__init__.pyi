@@ -1,0 +1,14 @@
+from ckptstore.testing.faults import Call as Call
+from ckptstore.testing.faults import CountCalls as CountCalls
+from ckptstore.testing.faults import Delay as Delay
+from ckptstore.testing.faults import FailAt as FailAt
+from ckptstore.testing.faults import Hook as Hook
+from ckptstore.testing.faults import KillAt as KillAt
+from ckptstore.testing.faults import TearAt as TearAt
+from ckptstore.testing.faults import combine as combine
+from ckptstore.testing.faults import hook_from_environment as hook_from_environment
+from ckptstore.testing.faults import wrap as wrap
+from ckptstore.testing.ranks import RanksFailed as RanksFailed
+from ckptstore.testing.ranks import run_ranks as run_ranks
+from ckptstore.testing.storage_contract import StorageContract as StorageContract
+from ckptstore.testing.stores import with_faults as with_faults
