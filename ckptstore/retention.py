@@ -13,10 +13,12 @@ import numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 from ckptstore.errors import InvalidInput, InvalidMetric
 from ckptstore.runtime.near import meant, nearest, shown
+from ckptstore.runtime.shown import read_duration
 
 Mode = Literal["min", "max"]
 
@@ -192,6 +194,34 @@ class KeepSince(Policy):
         start = max(candidate.committed_at for candidate in candidates) - self.seconds
         recent = (candidate.number for candidate in candidates if candidate.committed_at >= start)
         return dict.fromkeys(recent, f"not older than {self.seconds} seconds")
+
+
+def parse_policy(rules: Sequence[str]) -> Policy | None:
+    """Return the policy that keeps what any of the rules keeps, None without rules. Raises InvalidInput.
+
+    A rule is "latest=3", "best=2:eval_loss", "best=2:score:max", "every=1000" (steps) or "since=2d".
+    """
+    policies = [_parse_rule(rule) for rule in rules]
+    return reduce(lambda joined, policy: joined | policy, policies) if policies else None
+
+
+def _parse_rule(text: str) -> Policy:
+    rule, _, value = text.partition("=")
+    if rule == "since" and value:
+        return KeepSince(read_duration(value))
+    count, _, metric = value.partition(":")
+    if count.isdecimal():
+        if rule == "latest" and not metric:
+            return KeepLatest(int(count))
+        if rule == "every" and not metric:
+            return KeepEvery(steps=int(count))
+        if rule == "best" and metric:
+            name, _, mode = metric.rpartition(":")
+            if name and mode in ("min", "max"):
+                return KeepBest(int(count), name, "min" if mode == "min" else "max")
+            return KeepBest(int(count), metric)
+    forms = "latest=N, best=N:METRIC[:min|max], every=STEPS or since=TIME"
+    raise InvalidInput(f"{text!r} does not say what to keep: it is {forms}")
 
 
 def mode_of(metric: str, mode: Mode | None) -> Mode:

@@ -11,8 +11,7 @@ from typing import Any
 
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.tier import FastTier
-from ckptstore.retention import Policy
-from ckptstore.tools.run.keep import parse_keep
+from ckptstore.retention import Policy, parse_policy
 
 
 def tier_of(settings: Mapping[str, Any], *, shown: Callable[[str], str] = str) -> FastTier | None:
@@ -69,7 +68,7 @@ def _rules(value: Any) -> Policy | None:
     texts = value.split(",") if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError("it must be rules such as every=1000")
-    return parse_keep([text.strip() for text in texts], seconds=float)
+    return parse_policy([text.strip() for text in texts])
 
 
 FAST = "fast"

@@ -1,7 +1,13 @@
-"""Numbers for people: sizes in binary units everywhere, speeds and durations."""
+"""Write numbers for people, sizes in binary units everywhere, and read durations from them."""
 
 from __future__ import annotations
 
+import re
+
+from ckptstore.errors import InvalidInput
+
+_UNITS_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_DURATION = re.compile(r"(-?\d+(?:\.\d+)?)\s*([a-z]*)")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -38,6 +44,14 @@ def show_seconds(seconds: float) -> str:
     if seconds >= 120:
         return show_duration(seconds)
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+
+
+def read_duration(text: str) -> float:
+    """Return the seconds of a duration, which is a number of them or has a unit: "15m". Raises InvalidInput."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None or match[2] not in _UNITS_SECONDS:
+        raise InvalidInput(f"{text!r} is no duration. Write seconds, or a unit: 90, 15m, 1h, 2d")
+    return float(match[1]) * _UNITS_SECONDS[match[2]]
 
 
 def printable(text: str) -> str:

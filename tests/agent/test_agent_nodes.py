@@ -12,9 +12,7 @@ from agents import Start, small
 
 from ckptstore import open_store
 from ckptstore.errors import InvalidInput
-from ckptstore.retention import KeepAny, KeepBest, KeepEvery, KeepLatest, KeepSince
 from ckptstore.tools.run.folders import Folder, JobSeen, Rules
-from ckptstore.tools.run.keep import parse_keep
 from ckptstore.tools.run.nodes import Nodes, find_nodes
 from ckptstore.tools.run.rounds import LONELY_SECONDS, NodeOffer, NodeView, choose
 
@@ -147,18 +145,3 @@ def test_a_node_knows_where_it_is() -> None:
     ]:
         with pytest.raises(InvalidInput):
             find_nodes(*given, environ)
-
-
-def test_retention_as_words() -> None:
-    def keep(*texts: str) -> object:
-        return parse_keep(texts, seconds=float)
-
-    assert keep() is None
-    assert keep("latest=3") == KeepLatest(3)
-    assert keep("best=2:eval_loss") == KeepBest(2, "eval_loss", "min")
-    assert keep("best=2:a:b:max") == KeepBest(2, "a:b", "max")
-    both = keep("every=100", "since=60")
-    assert both == KeepAny((KeepEvery(steps=100), KeepSince(60.0)))
-    for wrong in ("", "latest", "latest=", "latest=x", "latest=3:x", "best=2", "best=x:y", "worst=1", "best=1:zzz"):
-        with pytest.raises(InvalidInput):
-            keep(wrong)

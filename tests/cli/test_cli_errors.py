@@ -49,7 +49,7 @@ def test_an_error_in_json_is_one_object_on_stdout(run: Any, run_json: Any, tmp_p
         (("show", "{store}@best:los"), 2),
         (("verify", "{store}", "--sample", "0%"), 2),
         (("prune", "{store}", "--grace", "-1"), 2),
-        (("prune", "{store}", "--keep-best", "loss"), 2),
+        (("prune", "{store}", "--keep", "best=loss"), 2),
         (("ls", "nosuchscheme://x/y"), 2),
         (("ls", "{store}", "--storage-option", "novalue"), 2),
         (("cp", "{store}@20", "{store}"), 2),

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from ckptstore import Checkpoint, InvalidInput, open_store
-from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince
+from ckptstore.retention import KeepLatest
 from ckptstore.runtime.shown import show_duration, show_size
-from ckptstore.tools.cli.commands.prune import parse_policy
 from ckptstore.tools.cli.options import parse_storage_options
 from ckptstore.tools.cli.targets import Best, CommandTarget, find_target, parse_target
 
@@ -248,7 +247,7 @@ def test_every_command_keeps_to_its_schema(run_json: Any, store: Path, tmp_path:
         ("rollback", f"{store}@20"),
         ("ls", "--trash", store),
         ("restore", f"{store}@30"),
-        ("prune", "--keep-latest", 1, "--grace", 0, store),
+        ("prune", "--keep", "latest=1", "--grace", 0, store),
         ("gc", store),
         ("watch", "--once", store),
     ):
@@ -290,10 +289,10 @@ def test_a_metric_that_json_lacks_is_tagged(run_json: Any, tmp_path: Path) -> No
 
 def test_pin_protects_and_unpin_gives_back(run: Any, store: Path) -> None:
     run("pin", f"{store}@20")
-    run("prune", store, "--keep-latest", 1)
+    run("prune", store, "--keep", "latest=1")
     assert steps(store) == [20, 30]
     run("unpin", f"{store}@20")
-    run("prune", store, "--keep-latest", 1)
+    run("prune", store, "--keep", "latest=1")
     assert steps(store) == [30]
 
 
@@ -306,7 +305,7 @@ def test_rollback_makes_an_earlier_checkpoint_the_latest(run: Any, run_json: Any
 def test_restore_brings_back_from_the_trash_and_pins(run: Any, run_json: Any, store: Path) -> None:
     done = run("restore", f"{store}@10").stdout.splitlines()
     assert done == ["step 10 is live again", f"it is pinned; `ckptstore unpin {store}@10` gives it back to retention"]
-    run("prune", store, "--keep-latest", 1, "--grace", 0)
+    run("prune", store, "--keep", "latest=1", "--grace", 0)
     assert steps(store) == [10, 30]
     run("verify", f"{store}@10")
     run("restore", f"{store}@20", code=4)
@@ -344,16 +343,16 @@ def test_prune_waits_for_the_grace_period(run: Any, run_json: Any, store: Path) 
 
 
 def test_prune_applies_a_policy_and_says_why(run: Any, run_json: Any, store: Path) -> None:
-    plan = run_json("prune", store, "--keep-latest", 1, "--dry-run")
+    plan = run_json("prune", store, "--keep", "latest=1", "--dry-run")
     assert [(item["step"], item["keep"]) for item in plan["verdicts"]] == [(20, False), (30, True)]
     assert steps(store) == [20, 30]
-    assert "step 20 stays: one of the best 1 by loss (min)" in run("prune", store, "--keep-best", "loss:min:1").stdout
-    assert "step 20 goes to the trash: no rule keeps it" in run("prune", store, "--keep-latest", 1).stdout
+    assert "step 20 stays: one of the best 1 by loss (min)" in run("prune", store, "--keep", "best=1:loss:min").stdout
+    assert "step 20 goes to the trash: no rule keeps it" in run("prune", store, "--keep", "latest=1").stdout
     assert steps(store) == [30]
 
 
 def test_prune_never_takes_the_latest(run: Any, store: Path) -> None:
-    run("prune", store, "--keep-best", "loss:min:1", "--grace", 0)
+    run("prune", store, "--keep", "best=1:loss:min", "--grace", 0)
     assert steps(store) == [20, 30]
 
 
@@ -446,16 +445,10 @@ def test_show_of_what_has_no_timings(run: Any, run_json: Any, tmp_path: Path) ->
     assert "Ask for one" in run_json("show", tmp_path / "s", "--timings", "--tensors", code=2)["error"]["hint"]
 
 
-def test_policies_are_read_from_options() -> None:
-    policy = parse_policy(keep_latest=2, keep_best=("a:b:max:3",), keep_every=100, keep_since=60.0)
-    assert policy == KeepLatest(2) | KeepBest(3, "a:b", "max") | KeepEvery(steps=100) | KeepSince(60.0)
-    assert parse_policy(keep_latest=None, keep_best=(), keep_every=None, keep_since=None) is None
-
-
-@pytest.mark.parametrize("text", ["loss", "loss:min", "loss:best:3", "loss:min:x", "loss:min:0"])
-def test_a_bad_policy_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInput):
-        parse_policy(keep_latest=None, keep_best=(text,), keep_every=None, keep_since=None)
+def test_options_of_old_are_refused(run: Any, tmp_path: Path) -> None:
+    stderr = run("prune", tmp_path, "--keep-latest", 1, code=2).stderr
+    assert "No such option" in stderr
+    assert "--keep" in stderr
 
 
 def test_storage_options_are_nested_and_typed() -> None:

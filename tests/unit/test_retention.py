@@ -14,6 +14,7 @@ from ckptstore.errors import InvalidInput, InvalidMetric
 from ckptstore.retention import (
     Candidate,
     KeepAll,
+    KeepAny,
     KeepBest,
     KeepEvery,
     KeepLatest,
@@ -24,6 +25,7 @@ from ckptstore.retention import (
     check_required,
     decide,
     mode_of,
+    parse_policy,
     ranked,
 )
 
@@ -236,3 +238,20 @@ def test_a_metric_whose_name_tells_no_direction_needs_a_mode(metric: str) -> Non
     with pytest.raises(InvalidInput, match='mode="min" or mode="max"'):
         KeepBest(1, metric)
     assert KeepBest(1, metric, "max").mode == "max"
+
+
+def test_rules_in_words() -> None:
+    assert parse_policy([]) is None
+    assert parse_policy(["latest=3"]) == KeepLatest(3)
+    assert parse_policy(["best=2:eval_loss"]) == KeepBest(2, "eval_loss", "min")
+    assert parse_policy(["best=2:a:b:max"]) == KeepBest(2, "a:b", "max")
+    assert parse_policy(["every=100", "since=1h"]) == KeepAny((KeepEvery(steps=100), KeepSince(3600.0)))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["", "latest", "latest=", "latest=x", "latest=3:x", "best=2", "best=x:y", "worst=1", "best=1:zzz", "since=1y"],
+)
+def test_words_that_are_no_rule_are_refused(rule: str) -> None:
+    with pytest.raises(InvalidInput):
+        parse_policy([rule])

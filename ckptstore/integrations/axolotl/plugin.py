@@ -11,7 +11,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.integrations.axolotl.args import PREFIX
 from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
 from ckptstore.integrations.transformers import CheckpointStoreCallback
-from ckptstore.tools.run.keep import parse_keep
+from ckptstore.retention import parse_policy
 
 
 class CkptstorePlugin(BasePlugin):  # type: ignore[misc] # Axolotl is Any to the type checker
@@ -42,7 +42,7 @@ class CkptstorePlugin(BasePlugin):  # type: ignore[misc] # Axolotl is Any to the
                 "auto_resume_from_checkpoints takes the newest directory of output_dir, whole or not",
                 hint="Take it out: the plugin resumes from the store. Or set ckptstore_resume: false",
             )
-        keep = parse_keep(cfg.get("ckptstore_keep") or (), seconds=float)
+        keep = parse_policy(cfg.get("ckptstore_keep") or ())
         tier = tier_of({name: cfg.get(f"{PREFIX}{name}") for name in FAST_SETTINGS}, shown=f"{PREFIX}{{}}".format)
         opened: dict[str, Any] = {} if keep is None else {"retention": keep}
         opened |= {} if tier is None else {"fast": tier}

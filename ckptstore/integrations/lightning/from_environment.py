@@ -38,9 +38,9 @@ def callbacks(environ: Mapping[str, str] | None = None) -> list[Any]:
         raise InvalidInput(f"{EVERY}={steps!r} is no number above 0")
 
     from ckptstore.integrations.lightning import CheckpointStoreCallback
-    from ckptstore.tools.run.keep import parse_keep
+    from ckptstore.retention import parse_policy
 
-    keep = parse_keep([rule.strip() for rule in variables.get(KEEP, "").split(",") if rule.strip()], seconds=float)
+    keep = parse_policy([rule.strip() for rule in variables.get(KEEP, "").split(",") if rule.strip()])
     tier = tier_of({name: variables.get(_variable(name)) for name in FAST_SETTINGS}, shown=_variable)
     options: dict[str, Any] = {} if keep is None else {"retention": keep}
     options |= {} if tier is None else {"fast": tier}

@@ -19,9 +19,8 @@ from ckptstore.events import Event, RequestRetried, ResumeForgotten
 from ckptstore.format.encoding import dump_json
 from ckptstore.runtime.shown import printable
 from ckptstore.tools.cli.kinds import DURATION
-from ckptstore.tools.cli.options import storage_option
+from ckptstore.tools.cli.options import keep_option, storage_option
 from ckptstore.tools.run.folders import Rules
-from ckptstore.tools.run.keep import parse_keep
 from ckptstore.tools.run.nodes import find_nodes
 from ckptstore.tools.run.story import AgentPlan
 
@@ -32,12 +31,7 @@ _QUIET_SECONDS = 60.0
 """How long a request that is tried again is not told of once more: a storage that is away fails many."""
 
 _OPTIONS = (
-    click.option(
-        "--keep",
-        multiple=True,
-        metavar="RULE",
-        help="latest=N, best=N:METRIC[:min|max], every=STEPS or since=TIME; they add up [default: all].",
-    ),
+    keep_option,
     click.option(
         "--pattern", "patterns", multiple=True, metavar="GLOB", help="Names of checkpoints of a shape of your own."
     ),
@@ -92,7 +86,7 @@ def plan_of(store: str, folder: str, asked: Mapping[str, Any]) -> AgentPlan:
         store=store,
         folder=Path(folder),
         rules=rules,
-        retention=parse_keep(asked["keep"], seconds=lambda text: DURATION.convert(text, None, None)),
+        retention=asked["keep"],
         nodes=find_nodes(asked["nodes"], asked["node_rank"], asked["run_id"]),
         interval_seconds=asked["interval"],
         grace_seconds=asked["grace"],

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from ckptstore.errors import CkptstoreError
+from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.opening import open_store
+from ckptstore.runtime.shown import read_duration
 from ckptstore.store import CheckpointStore
 
 if TYPE_CHECKING:
@@ -19,10 +20,8 @@ if TYPE_CHECKING:
 else:  # the releases of click that we take have no types in it
     _Kind = click.ParamType
 
-_UNITS_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?(B|bit)(/s)?")
 _PREFIXES = ("", "K", "M", "G", "T", "P")
-_DURATION = re.compile(r"(-?\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
 class Duration(_Kind):
@@ -34,10 +33,10 @@ class Duration(_Kind):
         """The seconds."""
         if isinstance(value, int | float):
             return float(value)
-        match = _DURATION.fullmatch(str(value).strip().lower())
-        if match is None or match[2] not in _UNITS_SECONDS:
-            self.fail(f"{value!r} is no duration. Write seconds, or a unit: 90, 15m, 1h, 2d", param, ctx)
-        return float(match[1]) * _UNITS_SECONDS[match[2]]
+        try:
+            return read_duration(str(value))
+        except InvalidInput as error:
+            self.fail(error.message, param, ctx)
 
 
 class Size(_Kind):

@@ -12,6 +12,7 @@ import click
 
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.tier import FastTier
+from ckptstore.retention import parse_policy
 from ckptstore.storage.uri import parse_uri
 from ckptstore.transfer.executor import Executor, InProcess
 
@@ -36,6 +37,17 @@ def storage_option(function: F) -> F:
         metavar="KEY=VALUE",
         callback=lambda _ctx, _param, values: parse_storage_options(values),
         help="An option for the storage's client, in fsspec's names; never shown.",
+    )(function)
+
+
+def keep_option(function: F) -> F:
+    """Add `--keep RULE`, any number of times, as the policy `keep`; None without it."""
+    return click.option(
+        "--keep",
+        multiple=True,
+        metavar="RULE",
+        callback=lambda _ctx, _param, rules: parse_policy(rules),
+        help="latest=N, best=N:METRIC[:min|max], every=STEPS or since=TIME; they add up [default: all].",
     )(function)
 
 

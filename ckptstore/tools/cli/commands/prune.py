@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
 import click
 
-from ckptstore.errors import InvalidInput
-from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince, Policy, Verdict
+from ckptstore.retention import Policy, Verdict
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.tools.cli.kinds import DURATION, STORE
-from ckptstore.tools.cli.options import as_json, dry_run, storage_option
+from ckptstore.tools.cli.options import as_json, dry_run, keep_option, storage_option
 from ckptstore.tools.cli.output import print_json
 from ckptstore.tools.cli.targets import opened_store
 from ckptstore.upkeep.prune import Trashed
@@ -27,33 +25,24 @@ from ckptstore.upkeep.prune import Trashed
     metavar="TIME",
     help="How long a checkpoint stays in the trash [default: 1h].",
 )
-@click.option("--keep-latest", type=int, metavar="N", help="Keep the N latest.")
-@click.option("--keep-best", multiple=True, metavar="METRIC:MODE:N", help="Keep the N best; MODE is min or max.")
-@click.option("--keep-every", type=int, metavar="STEPS", help="Keep the first of every STEPS steps.")
-@click.option(
-    "--keep-since",
-    type=DURATION,
-    metavar="TIME",
-    help="Keep those at most TIME older than the newest: 15m, 1h, 2d.",
-)
+@keep_option
 @storage_option
 @as_json
 def command(
     store: str,
     dry_run: bool,
     grace_seconds: float | None,
+    keep: Policy | None,
     storage_options: dict[str, Any],
     as_json: bool,
-    **keep: Any,
 ) -> None:
     """Delete checkpoints that have been in the trash for the grace period.
 
-    With --keep options, which add up, everything that none of them keeps goes to the trash first. The latest, pinned
-    ones and the one that the running job resumed from always stay.
+    With --keep rules, everything that none of them keeps goes to the trash first. The latest, pinned ones and the one
+    that the running job resumed from always stay.
     """
-    policy = parse_policy(**keep)
     with opened_store(store, storage_options, grace_seconds=grace_seconds) as opened:
-        verdicts = [] if policy is None else opened.retain(policy, dry_run=dry_run)
+        verdicts = [] if keep is None else opened.retain(keep, dry_run=dry_run)
         removed = opened.prune(dry_run=dry_run)
         gone = {item.number for item in removed}
         left = [item for item in opened.trash() if item.number not in gone]
@@ -71,25 +60,6 @@ def command(
             )
             return
     _echo(verdicts, removed, left, dry_run=dry_run)
-
-
-def parse_policy(
-    *, keep_latest: int | None, keep_best: tuple[str, ...], keep_every: int | None, keep_since: float | None
-) -> Policy | None:
-    """The policy that the options name, None for none. Raises InvalidInput."""
-    policies: list[Policy] = []
-    if keep_latest is not None:
-        policies.append(KeepLatest(keep_latest))
-    for text in keep_best:
-        metric, mode, count = [*text.rsplit(":", 2), "", ""][:3]
-        if mode not in ("min", "max") or not count.isdecimal():
-            raise InvalidInput(f"--keep-best is {text!r}, it is METRIC:MODE:N, such as eval_loss:min:3")
-        policies.append(KeepBest(int(count), metric, "min" if mode == "min" else "max"))
-    if keep_every is not None:
-        policies.append(KeepEvery(steps=keep_every))
-    if keep_since is not None:
-        policies.append(KeepSince(keep_since))
-    return reduce(lambda joined, policy: joined | policy, policies) if policies else None
 
 
 def _to_json(item: Trashed) -> dict[str, Any]:
