@@ -18,7 +18,7 @@ from seeing import checked, files, look
 from ckptstore import open_store
 from ckptstore.errors import InvalidInput
 from ckptstore.tools.cli import main
-from ckptstore.tools.cli.called import called
+from ckptstore.tools.cli.output import redacted_command_line
 from ckptstore.tools.report.document import Document
 from ckptstore.tools.report.gather import Sighting
 from ckptstore.tools.report.lines import can_be_named
@@ -140,8 +140,8 @@ def test_no_secret_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run:
         "az://me:sesame@x/y",
     ]
     monkeypatch.setattr(sys, "argv", words)
-    assert "sesame" not in called()
-    assert shlex.split(called())[:3] == ["ckptstore", "report", "s3://b/x"]
+    assert "sesame" not in redacted_command_line()
+    assert shlex.split(redacted_command_line())[:3] == ["ckptstore", "report", "s3://b/x"]
     with open_store("memory://needs-options") as store:
         store.save_directory(1, files(tmp_path / "source"))
         assert look(store, needs_options=["key", "secret"])["needs_options"] == ["key", "secret"]

@@ -51,6 +51,9 @@ COMMANDS = (
 """In the order of the help. The module of a command has its name, with an underscore behind words of Python and for
 a hyphen, and `command` in it."""
 
+SIMPLE = {"latest", "best", "pin", "unpin", "rollback", "restore"}
+"""These are functions of one module, with their own names."""
+
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
 
@@ -69,7 +72,8 @@ class Commands(click.Group):
         """One command, None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"ckptstore.tools.cli.commands.{_module_name(cmd_name)}").command
+        module, name = ("simple", cmd_name) if cmd_name in SIMPLE else (_module_name(cmd_name), "command")
+        command: click.Command = getattr(import_module(f"ckptstore.tools.cli.commands.{module}"), name)
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,10 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.format.encoding import dump_json
 from ckptstore.runtime.shown import printable
+from ckptstore.storage.uri import redact
 from ckptstore.tools.cli.terminal import is_terminal, print_table
+
+_SECRET_OPTIONS = ("--storage-option", "--target-option")
 
 
 def print_json(**fields: Any) -> None:
@@ -30,6 +34,19 @@ def print_json_line(**fields: Any) -> None:
 
 def _plain(fields: Mapping[str, Any]) -> Any:
     return json.loads(dump_json({"version": 1, **fields}, what="the output"))
+
+
+def redacted_command_line() -> str:
+    """Return the command line without the values of storage options and without secrets in URIs."""
+    words: list[str] = []
+    for word in sys.argv[1:]:
+        is_value = words[-1:] != [] and words[-1] in _SECRET_OPTIONS
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if is_value or (equals and option in _SECRET_OPTIONS):
+            words.append(f"{word.partition('=')[0]}=...")
+        else:
+            words.append(f"{option}{equals}{redact(value)}")
+    return shlex.join(["ckptstore", *words])
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptstore.errors import InvalidInput
-from ckptstore.tools.cli.called import called
 from ckptstore.tools.cli.options import storage_option
-from ckptstore.tools.cli.output import echo_table
+from ckptstore.tools.cli.output import echo_table, redacted_command_line
 from ckptstore.tools.cli.terminal import counting
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then too
     try:
         with counting() as show:
-            return run(options, storage_options=given["storage_options"], command=called(), show=show)
+            return run(options, storage_options=given["storage_options"], command=redacted_command_line(), show=show)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -15,9 +15,9 @@ from ckptstore.errors import InvalidInput, StorageError
 from ckptstore.opening import open_store
 from ckptstore.runtime.shown import printable
 from ckptstore.storage.uri import parse_uri
-from ckptstore.tools.cli.called import called
 from ckptstore.tools.cli.kinds import STORE
 from ckptstore.tools.cli.options import as_json, fast_option, options_by_place, storage_option, tier_at
+from ckptstore.tools.cli.output import redacted_command_line
 from ckptstore.tools.report.document import Document
 from ckptstore.tools.report.gather import NUM_TREES, Sighting
 from ckptstore.tools.report.overview import Overview
@@ -106,7 +106,7 @@ def opened_overview(
         )
         for store, options in zip(stores, options_by_place(storage_options, *stores), strict=True)
     ]
-    return Overview(sightings, command=called(), is_live=is_live)
+    return Overview(sightings, command=redacted_command_line(), is_live=is_live)
 
 
 def write_whole(path: Path, text: str) -> None:
