@@ -36,12 +36,6 @@ class Watching:
         assert line is not None, f"it ended: {self.errors()}"
         return line
 
-    def line_with(self, text: str) -> str:
-        """The first line from here on that has the text in it."""
-        while text not in (line := self.line()):
-            pass
-        return line
-
     def look(self, fits: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         """The first look from here on that fits."""
         while not fits(look := json.loads(self.line())):

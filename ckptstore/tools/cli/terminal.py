@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,62 +136,40 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     Console().print(table)
 
 
-Line = tuple[str, str]
-"""The style ("", "bold", "dim", "red" or "green") and the text, which has nothing in it that moves a terminal."""
-
-_STYLES = {"": "", "bold": "\x1b[1m", "dim": "\x1b[2m", "red": "\x1b[31m", "green": "\x1b[32m"}
+Row = tuple[str, str, str]
+"""The style ("", "bold", "dim", "red" or "green"), the label and the text, with nothing in it that moves a terminal."""
 
 
-class Redrawn:
-    """Lines at the end of a terminal that are drawn again in their place. What was there before stays above them.
+def can_redraw() -> bool:
+    """Return True if stdout is a terminal on which a cursor moves; TERM=dumb says that it does not."""
+    from rich.console import Console
 
-    Each line is cut to the width that the terminal has now, and the first lines are left out where it is too low. The
-    cursor is not hidden, so nothing is to be undone in the end. NO_COLOR is kept to.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        from rich.console import Console
-
-        self._stream = stream
-        self._console = Console(file=stream)
-        self._drawn_columns: list[int] = []
-
-    @staticmethod
-    def can(stream: Any) -> bool:
-        """Whether the stream is a terminal on which a cursor moves; TERM=dumb says that it does not."""
-        from rich.console import Console
-
-        return is_terminal(stream) and not Console(file=stream).is_dumb_terminal
-
-    @property
-    def columns(self) -> int:
-        """How many columns a line has."""
-        return max(1, self._console.size.width - 1)
-
-    def draw(self, lines: Sequence[Line]) -> None:
-        """Replace what was drawn before. Raises OSError when nobody looks any more."""
-        from rich.cells import cell_len
-
-        width, height = self._console.size
-        # a terminal that became narrower has broken the lines that are there
-        rows = sum(max(1, -(-columns // max(1, width))) for columns in self._drawn_columns)
-        shown = [(style, _cut(text, self.columns)) for style, text in lines[-max(1, height - 1) :]]
-        up = f"\x1b[{rows}A" if rows else ""
-        plain = self._console.no_color
-        text = "".join(
-            f"{line}\n" if plain or not style else f"{_STYLES[style]}{line}\x1b[0m\n" for style, line in shown
-        )
-        self._stream.write(f"\r{up}\x1b[J{text}")
-        self._stream.flush()
-        self._drawn_columns = [cell_len(line) for _, line in shown]
-
-    def _styled(self, style: str, line: str) -> str:
-        return line if self._console.no_color or not style else f"{_STYLES[style]}{line}\x1b[0m"
+    return is_terminal(sys.stdout) and not Console().is_dumb_terminal
 
 
-def _cut(text: str, columns: int) -> str:
-    from rich.cells import cell_len, set_cell_size
+def print_rows(rows: Iterable[Row], *, columns: int = 100) -> None:
+    """Print a picture to stdout; `columns` is its width where that is no terminal."""
+    from rich.console import Console
 
-    if cell_len(text) <= columns:
-        return text
-    return f"{set_cell_size(text, columns - 3)}..." if columns > 3 else set_cell_size(text, columns)
+    Console(width=None if is_terminal(sys.stdout) else columns).print(_picture(rows))
+
+
+@contextmanager
+def redrawn(rows: Callable[[], Iterable[Row]]) -> Iterator[Callable[[], None]]:
+    """Draw a picture in its place on the terminal, once a second and at each call of what the context gives."""
+    from rich.live import Live
+
+    with Live(get_renderable=lambda: _picture(rows()), refresh_per_second=1, redirect_stderr=False) as live:
+        yield live.refresh
+
+
+def _picture(rows: Iterable[Row]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=9, no_wrap=True)
+    table.add_column(overflow="fold")
+    for style, label, text in rows:
+        table.add_row(Text(label, style), Text(text, style))
+    return table

@@ -1,67 +1,34 @@
-"""The three forms in which `watch` shows its looks: a picture on a terminal, lines in a pipe, JSON."""
+"""Show the looks of `watch`: as JSON, or as a picture for people."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-import textwrap
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
-
-import click
+from typing import Any
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.runtime.shown import printable, show_duration
-from ckptstore.tools.cli.output import print_json_line, show_time
-from ckptstore.tools.cli.terminal import Line, Redrawn
-from ckptstore.tools.cli.watch_words import age_words, attempt_facts, commit_facts, node_words, sign_words
-from ckptstore.tools.watching.look import Happening, Look, SeenAttempt, SeenCommit
+from ckptstore.runtime.shown import printable, show_duration, show_size, show_speed
+from ckptstore.tools.cli.output import print_json_line, show_metrics
+from ckptstore.tools.cli.terminal import Row
+from ckptstore.tools.watching.look import Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 
 _MOST_ATTEMPTS = 8
-"""That a terminal shows."""
-_ONCE_COLUMNS = 100
-_LABEL_COLUMNS = 11
+"""More attempts are only counted in a picture."""
 _BAR_COLUMNS = 24
-_DRAW_SECONDS = 1.0
 
 
-class WatchForm(Protocol):
-    """What shows looks."""
-
-    def show(self, look: Look) -> None:
-        """A look succeeded."""
-
-    def show_trouble(self, error: CkptstoreError) -> None:
-        """A look failed; another one follows."""
-
-    def tick(self) -> None:
-        """Some time has passed since the last look."""
-
-
-class JsonLines:
-    """One object for each look. After a look that failed it holds what the last one saw, and what the trouble is."""
-
-    def __init__(self) -> None:
-        self._fields: dict[str, Any] = {}
-
-    def show(self, look: Look) -> None:
-        """See `WatchForm.show`."""
-        fields = dataclasses.asdict(look)
-        fields["durable"] = None if look.durable is None else _commit_json(look.durable, look.at)
-        if look.on_node is not None:
-            ages = {"age_seconds": look.on_node.created_at, "not_durable_seconds": look.on_node.not_durable_since}
-            fields["on_node"] |= {name: None if at is None else max(0.0, look.at - at) for name, at in ages.items()}
-        fields["commits"] = [_commit_json(commit, look.at) for commit in look.commits]
-        self._fields = _valid(fields)
-        print_json_line(**self._fields, trouble=None)
-
-    def show_trouble(self, error: CkptstoreError) -> None:
-        """See `WatchForm.show_trouble`."""
-        print_json_line(**{**self._fields, "changes": []}, trouble=_valid(error.message))
-
-    def tick(self) -> None:
-        """See `WatchForm.tick`."""
+def print_look(look: Look, error: CkptstoreError | None = None) -> None:
+    """Print a look as one line of JSON; with the error of a later one that failed, as its trouble."""
+    fields = dataclasses.asdict(look)
+    fields["durable"] = None if look.durable is None else _commit_json(look.durable, look.at)
+    if look.on_node is not None:
+        ages = {"age_seconds": look.on_node.created_at, "not_durable_seconds": look.on_node.not_durable_since}
+        fields["on_node"] |= {name: None if at is None else max(0.0, look.at - at) for name, at in ages.items()}
+    fields["commits"] = [_commit_json(commit, look.at) for commit in look.commits]
+    if error is not None:
+        fields["changes"] = []
+    print_json_line(**_valid(fields), trouble=None if error is None else _valid(error.message))
 
 
 def _commit_json(commit: SeenCommit, now: float) -> dict[str, Any]:
@@ -69,7 +36,7 @@ def _commit_json(commit: SeenCommit, now: float) -> dict[str, Any]:
 
 
 def _valid(value: Any) -> Any:
-    """The value with text that is valid Unicode: names in a store need not be."""
+    """Return the value with text that is valid Unicode: names in a store need not be."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -77,178 +44,98 @@ def _valid(value: Any) -> Any:
     return [_valid(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class TextLines:
-    """A line for each thing that changes, and for each attempt that has grown."""
-
-    def __init__(self) -> None:
-        self._shown: dict[str, tuple[str, int]] = {}
-        self._is_first = True
-        self._trouble = ""
-        self._notes: set[str] = set()
-        self._on_node: tuple[int | None, bool] | None = None
-
-    def show(self, look: Look) -> None:
-        """See `WatchForm.show`."""
-        if self._is_first:
-            self._echo(look.at, f"watching {printable(look.uri)}: {_durable_words(look)}")
-            self._is_first = False
-        if self._trouble:
-            self._echo(look.at, "the store answers again")
-            self._trouble = ""
-        for change in look.changes:
-            if change.kind != "begin":  # the line of the attempt says it
-                self._echo(look.at, _change_words(change, look))
-        begun = {change.step for change in look.changes if change.kind == "begin"}
-        for attempt in look.attempts:
-            self._show_attempt(attempt, look.at, is_begun=attempt.step in begun)
-        self._shown = {name: shown for name, shown in self._shown.items() if name in _names(look)}
-        self._show_node(look)
-        for note in look.notes:
-            if note not in self._notes:
-                self._notes.add(note)
-                self._echo(look.at, printable(note))
-
-    def _show_node(self, look: Look) -> None:
-        """A line for each fast checkpoint that is the newest here when somebody looks."""
-        seen = look.on_node
-        if seen is not None and (seen.step, seen.is_durable) != self._on_node:
-            self._on_node = seen.step, seen.is_durable
-            self._echo(look.at, f"on this node: {node_words(seen, now=look.at)}")
-
-    def _show_attempt(self, attempt: SeenAttempt, at: float, *, is_begun: bool) -> None:
-        known, present = self._shown.get(attempt.attempt), (attempt.status, attempt.size_bytes)
-        if known != present:
-            self._shown[attempt.attempt] = present
-            begun = "begins, " if known is None and is_begun else ""
-            self._echo(at, f"step {attempt.step}: {begun}{', '.join(attempt_facts(attempt))}")
-
-    def show_trouble(self, error: CkptstoreError) -> None:
-        """See `WatchForm.show_trouble`; the same trouble is told once."""
-        if error.message != self._trouble:
-            self._trouble = error.message
-            self._echo(time.time(), f"no look succeeds, it is tried again: {printable(error.message)}")
-
-    def tick(self) -> None:
-        """See `WatchForm.tick`."""
-
-    @staticmethod
-    def _echo(at: float, text: str) -> None:
-        click.echo(f"{show_time(at)}  {text}")
-
-
-def _names(look: Look) -> set[str]:
-    return {attempt.attempt for attempt in look.attempts}
-
-
-def _durable_words(look: Look) -> str:
-    if look.durable is None:
-        return "no checkpoint yet"
-    facts = [f"step {look.durable.step}", age_words(look.durable, now=look.at), *commit_facts(look.durable)]
-    return f"last durable {', '.join(facts)}"
-
-
-def _change_words(change: Happening, look: Look) -> str:
-    commit = next((item for item in look.commits if item.number == change.number), None)
-    return change.text if commit is None else f"{change.text}: {', '.join(commit_facts(commit))}"
-
-
-class OnePicture:
-    """A look on its own, not for a terminal alone."""
-
-    def show(self, look: Look) -> None:
-        """See `WatchForm.show`."""
-        for _, line in picture_lines(look, now=look.at, columns=_ONCE_COLUMNS):
-            click.echo(line.rstrip())
-
-    def show_trouble(self, error: CkptstoreError) -> None:
-        """The first look fails or is the only one."""
-
-    def tick(self) -> None:
-        """See `WatchForm.tick`."""
-
-
 class Picture:
-    """The last look, drawn again in its place; ages go on between looks."""
+    """The last look, and the error of a later one that failed. Ages go on between looks."""
 
-    def __init__(self, *, interval_seconds: float) -> None:
-        self._terminal = Redrawn(sys.stdout)
-        self._ends = f"every {interval_seconds:g} s; Ctrl-C ends"
-        self._look: Look | None = None
-        self._trouble = ""
-        self._drawn_at = 0.0
+    def __init__(self, look: Look, interval_seconds: float) -> None:
+        self.look = look
+        self.error: CkptstoreError | None = None
+        self._end = f"every {interval_seconds:g} s; Ctrl-C ends"
 
-    def show(self, look: Look) -> None:
-        """See `WatchForm.show`."""
-        self._look, self._trouble = look, ""
-        self._draw()
-
-    def show_trouble(self, error: CkptstoreError) -> None:
-        """See `WatchForm.show_trouble`."""
-        self._trouble = printable(error.message)
-        self._draw()
-
-    def tick(self) -> None:
-        """See `WatchForm.tick`."""
-        if time.monotonic() - self._drawn_at >= _DRAW_SECONDS:
-            self._draw()
-
-    def _draw(self) -> None:
-        self._drawn_at = time.monotonic()
-        if self._look is not None:
-            now = time.time()
-            lines = list(picture_lines(self._look, now=now, columns=self._terminal.columns))
-            if self._trouble:
-                ago = show_duration(max(0.0, now - self._look.at))
-                words = f"the last look that succeeded was {ago} ago, it is tried again: {self._trouble}"
-                lines += [("red", line) for line in _wrapped("trouble", words, self._terminal.columns)]
-            self._terminal.draw([*lines, ("dim", self._ends)])
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of the picture now."""
+        now = time.time()
+        yield from look_rows(self.look, now=now)
+        if self.error is not None:
+            ago = show_duration(max(0.0, now - self.look.at))
+            words = f"the last look that succeeded was {ago} ago, it is tried again: {printable(self.error.message)}"
+            yield "red", "trouble", words
+        yield "dim", "", self._end
 
 
-def picture_lines(look: Look, *, now: float, columns: int) -> Iterator[Line]:
-    """A look in lines of that width, as it is `now`: seconds since the epoch by the clock of whoever watches."""
+def look_rows(look: Look, *, now: float) -> Iterator[Row]:
+    """Yield the rows of a look, as it is `now`: seconds since the epoch by the clock of whoever watches."""
     later_seconds = max(0.0, now - look.at)
-    uri = printable(look.uri)
-    yield "bold", uri if len(uri) <= columns else f"...{uri[3 - columns :]}"
+    yield "bold", "store", printable(look.uri)
     words = "no checkpoint yet"
     if look.durable is not None:
-        words = f"step {look.durable.step}, {age_words(look.durable, now=now)}, number {look.durable.number}"
-    yield from _styled("", "durable", words, columns)
+        words = f"step {look.durable.step}, {_age(look.durable, now)}, number {look.durable.number}"
+    yield "", "durable", words
     if look.on_node is not None:
-        yield from _styled("", "this node", node_words(look.on_node, now=now), columns)
+        yield "", "this node", _node_words(look.on_node, now)
     for attempt in look.attempts[:_MOST_ATTEMPTS]:
-        yield from _attempt_lines(attempt, later_seconds, columns)
+        style, label = ("red", "silent") if attempt.status == "silent" else ("green", "in flight")
+        yield style, label, f"step {attempt.step}{_progress(attempt)}"
+        yield "", "", ", ".join(_attempt_facts(attempt, later_seconds))
     if len(look.attempts) > _MOST_ATTEMPTS:
-        yield from _styled("", "", f"{len(look.attempts) - _MOST_ATTEMPTS} more attempts", columns)
+        yield "", "", f"{len(look.attempts) - _MOST_ATTEMPTS} more attempts"
     if not look.attempts:
-        yield from _styled("", "in flight", "nothing", columns)
+        yield "", "in flight", "nothing"
     if look.signs is not None:
-        yield from _styled("", "signs", sign_words(look.signs, later_seconds=later_seconds), columns)
+        yield "", "signs", _sign_words(look.signs, later_seconds)
     for index, commit in enumerate(look.commits):
-        words = "  ".join([f"step {commit.step}", age_words(commit, now=now), *commit_facts(commit)])
-        yield "", f"{('commits' if index == 0 else ''):{_LABEL_COLUMNS}}{words}"
+        yield "", "" if index else "commits", "  ".join(_commit_facts(commit, now))
     for note in look.notes:
-        yield from _styled("dim", "note", printable(note), columns)
+        yield "dim", "note", printable(note)
 
 
-def _attempt_lines(attempt: SeenAttempt, later_seconds: float, columns: int) -> Iterator[Line]:
-    facts = attempt_facts(attempt, silent_seconds=attempt.silent_seconds + later_seconds)
-    style, label = ("red", "silent") if attempt.status == "silent" else ("green", "in flight")
-    head = f"step {attempt.step}"
-    if attempt.expected_bytes and attempt.status == "writing":
-        share = min(1.0, attempt.size_bytes / attempt.expected_bytes)
-        room = min(_BAR_COLUMNS, columns - _LABEL_COLUMNS - len(head) - 10)
-        if room >= 4:
-            head += f"  [{'#' * int(share * room):-<{room}}]"
-        head += f" {share:4.0%}"
-    yield style, f"{label:{_LABEL_COLUMNS}}{head}"
-    yield from _styled("", "", ", ".join(facts), columns)
+def _progress(attempt: SeenAttempt) -> str:
+    if not attempt.expected_bytes or attempt.status != "writing":
+        return ""
+    share = min(1.0, attempt.size_bytes / attempt.expected_bytes)
+    return f"  [{'#' * int(share * _BAR_COLUMNS):-<{_BAR_COLUMNS}}] {share:4.0%}"
 
 
-def _styled(style: str, label: str, words: str, columns: int) -> Iterator[Line]:
-    yield from ((style, line) for line in _wrapped(label, words, columns))
+def _attempt_facts(attempt: SeenAttempt, later_seconds: float) -> list[str]:
+    size = show_size(attempt.size_bytes)
+    if attempt.expected_bytes is not None and attempt.status == "writing":
+        size += f" of about {show_size(attempt.expected_bytes)} (as step {attempt.expected_as_step})"
+    facts = [size, "1 file" if attempt.num_files == 1 else f"{attempt.num_files} files"]
+    if attempt.num_uploads:
+        facts.append("1 upload begun" if attempt.num_uploads == 1 else f"{attempt.num_uploads} uploads begun")
+    if attempt.status == "silent":
+        return [f"no sign of life for {show_duration(attempt.silent_seconds + later_seconds)}", *facts]
+    if attempt.status == "committing":
+        return ["all is stored, the commit comes next", *facts]
+    if attempt.bytes_per_second is not None:
+        facts.append(show_speed(attempt.bytes_per_second, 1.0))
+    if attempt.left_seconds is not None:
+        facts.append(f"about {show_duration(attempt.left_seconds)} left")
+    return facts
 
 
-def _wrapped(label: str, words: str, columns: int) -> list[str]:
-    """Words behind a label, broken into lines of that width."""
-    lines = textwrap.wrap(words, max(8, columns - _LABEL_COLUMNS)) or [""]
-    return [f"{label if index == 0 else '':{_LABEL_COLUMNS}}{line}" for index, line in enumerate(lines)]
+def _commit_facts(commit: SeenCommit, now: float) -> list[str]:
+    ranks = "1 rank" if commit.world_size == 1 else f"{commit.world_size} ranks"
+    facts = [f"step {commit.step}", _age(commit, now), f"number {commit.number}", show_size(commit.size_bytes), ranks]
+    return [*facts, show_metrics(commit.metrics)] if commit.metrics else facts
+
+
+def _age(commit: SeenCommit, now: float) -> str:
+    return f"{show_duration(max(0.0, now - commit.created_at))} ago"
+
+
+def _node_words(seen: SeenOnNode, now: float) -> str:
+    if seen.step is None or seen.created_at is None:
+        return "no fast checkpoint"
+    words = f"step {seen.step}, {show_duration(max(0.0, now - seen.created_at))} ago"
+    if seen.not_durable_since is None:
+        return f"{words}, and the store is not behind"
+    return f"{words}; the store has been behind for {show_duration(max(0.0, now - seen.not_durable_since))}"
+
+
+def _sign_words(signs: SeenSigns, later_seconds: float) -> str:
+    ranks = "1 rank" if signs.num_ranks == 1 else f"{signs.num_ranks} ranks"
+    words = f"{ranks}, last {show_duration(signs.last_seconds + later_seconds)} ago"
+    if signs.num_ranks > 1:
+        words += f", rank {signs.oldest_rank} {show_duration(signs.oldest_seconds + later_seconds)} ago"
+    return words

@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,8 @@ from ckptstore.storage.base import Disk
 from ckptstore.tools.cli import INTERRUPTED
 from ckptstore.tools.cli.kinds import DURATION, STORE
 from ckptstore.tools.cli.options import fast_option, storage_option, tier_at
-from ckptstore.tools.cli.terminal import Redrawn
-from ckptstore.tools.cli.watch_shown import JsonLines, OnePicture, Picture, TextLines, WatchForm
+from ckptstore.tools.cli.terminal import can_redraw, print_rows, redrawn
+from ckptstore.tools.cli.watch_shown import Picture, look_rows, print_look
 from ckptstore.tools.watching.look import Look
 from ckptstore.tools.watching.store_watcher import StoreWatcher
 
@@ -39,7 +40,9 @@ _PATIENCE_SECONDS = 2.0
 @click.option("--once", is_flag=True, help="Look once, and end.")
 @fast_option
 @storage_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each look, a line each.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object for each look, a line each; so it is in a pipe."
+)
 def command(
     store: str,
     interval: float | None,
@@ -50,9 +53,9 @@ def command(
 ) -> None:
     """Watch what is saved into STORE: attempts in flight, their rate and the time left, the last commits.
 
-    On a terminal the picture is drawn again in its place. In a pipe there is a line for each change. What is left is a
-    guess: by the rate so far, and by the size of the checkpoint before. Nothing is written to the store, and no job
-    notices. With --fast also: the newest checkpoint on this node, and since when the store lacks what this node has.
+    On a terminal the picture is drawn again in its place; in a pipe each look is JSON. The time left is a guess, by
+    the rate so far and the size of the checkpoint before. Nothing is written to the store, and no job notices. With
+    --fast it shows the newest checkpoint on this node too, and since when the store lacks what this node has.
     """
     if interval is not None and once:
         raise InvalidInput("--interval means nothing with --once", hint="Leave one of them out")
@@ -63,36 +66,39 @@ def command(
     seconds = interval or (_DISK_SECONDS if isinstance(watcher.storage, Disk) else _SERVER_SECONDS)
     try:
         with _ended_by_sigterm(), _Looks(watcher, seconds) as looks:
-            _show_all(looks, _form(as_json=as_json, once=once, interval_seconds=seconds), once=once)
+            if once and not as_json:
+                print_rows(look_rows(looks.first(), now=time.time()))
+            elif as_json or not can_redraw():
+                _print_all(looks, once=once)
+            else:
+                _draw_all(looks, seconds)
     except KeyboardInterrupt:  # how one ends it; nothing was interrupted
         click.get_current_context().exit(INTERRUPTED)
 
 
-def _form(*, as_json: bool, once: bool, interval_seconds: float) -> WatchForm:
-    if as_json:
-        return JsonLines()
-    if once:
-        return OnePicture()
-    return Picture(interval_seconds=interval_seconds) if Redrawn.can(sys.stdout) else TextLines()
+def _print_all(looks: _Looks, *, once: bool) -> None:
+    look = looks.first()
+    print_look(look)
+    while not once:
+        result = looks.next()
+        if isinstance(result, Look):
+            look = result
+            print_look(look)
+        elif result is not None:
+            print_look(look, result)
 
 
-def _show_all(looks: _Looks, shown: WatchForm, *, once: bool) -> None:
-    """Show every look. Raises what the first one raises; later ones are shown."""
-    is_first = True
-    while True:
-        _check_read()
-        result = looks.next(_TICK_SECONDS)
-        if result is None:
-            shown.tick()
-        elif isinstance(result, Look):
-            shown.show(result)
-            is_first = False
-        elif is_first or not isinstance(result, CkptstoreError):
-            raise result
-        else:
-            shown.show_trouble(result)
-        if once and result is not None:
-            return
+def _draw_all(looks: _Looks, interval_seconds: float) -> None:
+    picture = Picture(looks.first(), interval_seconds)
+    with redrawn(picture.rows) as draw:
+        while True:
+            result = looks.next()
+            if isinstance(result, Look):
+                picture.look, picture.error = result, None
+            elif result is not None:
+                picture.error = result
+            if result is not None:
+                draw()
 
 
 def _check_read() -> None:
@@ -126,12 +132,24 @@ class _Looks:
         if not self._thread.is_alive():
             self._watcher.close()
 
-    def next(self, timeout_seconds: float) -> Look | Exception | None:
-        """The next result, None when there is none in time."""
+    def first(self) -> Look:
+        """Return the first look. Raises what it raises."""
+        while (result := self.next()) is None:
+            continue
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def next(self) -> Look | CkptstoreError | None:
+        """Return the next look or its error, None when there is none soon. Raises BrokenPipeError when nobody reads."""
+        _check_read()
         try:
-            return self._results.get(timeout=timeout_seconds)
+            result = self._results.get(timeout=_TICK_SECONDS)
         except queue.Empty:
             return None
+        if isinstance(result, Look | CkptstoreError):
+            return result
+        raise result
 
     def _run(self) -> None:
         while not self._ended.is_set():
