@@ -1,6 +1,6 @@
-"""`examine`: whether a place is fit for a store, found by trying everything that a store will ask of it.
+"""Examine a place: try everything that a store will need there.
 
-What is written on the way lies below "probe/", under a random name, and is removed again. Checkpoints are not touched.
+Probes are written below "probe/", under a random name, and removed again. Checkpoints are not touched.
 """
 
 from __future__ import annotations
@@ -12,10 +12,18 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptstore.config import RetryConfig, StoreConfig
-from ckptstore.errors import AccessDenied, CheckpointDamaged, CkptstoreError, FileMissing, StorageError, all_errors
+from ckptstore.errors import (
+    AccessDenied,
+    CheckpointDamaged,
+    CkptstoreError,
+    FileMissing,
+    StorageError,
+    StoreForked,
+    all_errors,
+)
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import CHECKPOINT_PREFIX, PROBE_PREFIX
 from ckptstore.log import Log
@@ -26,7 +34,7 @@ from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.storage.uri import parse_uri
 from ckptstore.tools.doctor.of_node import examine_fast
-from ckptstore.upkeep.check_finding import IN_MEMORY, Finding
+from ckptstore.upkeep.check_finding import IN_MEMORY, Finding, finding_of
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, obstacle, read_snapshot
 
 _BULK_BYTES = 8 << 20
@@ -55,12 +63,12 @@ class Examination:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed; there may be warnings."""
+        """True if nothing failed; there may be warnings."""
         return not any(finding.status == "failed" for finding in self.findings)
 
     @property
     def exit_code(self) -> int:
-        """0, or that of the first error."""
+        """The exit code of the first error, 0 without one."""
         for finding in self.findings:
             if finding.status == "failed":
                 return all_errors().get(finding.code, StorageError).exit_code
@@ -76,15 +84,17 @@ class _Place:
     engine: str | None
     prefix: str = field(default_factory=lambda: f"{PROBE_PREFIX}doctor-{uuid.uuid4().hex}/")
     used: list[str] = field(default_factory=list)
-    writes: bool = True
+    is_writable: bool = True
 
     def key(self, name: str) -> str:
-        """A key for a probe, to be removed in the end."""
+        """Return a key for a probe, to be removed in the end."""
         self.used.append(self.prefix + name)
         return self.used[-1]
 
-
-Check = Callable[[_Place], Finding]
+    @property
+    def is_local(self) -> bool:
+        """True on a disk and in memory, where no service keeps or charges anything."""
+        return isinstance(self.storage, Disk) or self.scheme == "memory"
 
 
 def examine(
@@ -102,90 +112,84 @@ def examine(
     """
     choice = choose_engine(uri, storage_options=storage_options, engine=engine)
     config = config or StoreConfig.from_env()
-    findings = [Finding(name="engine", status="ok", detail=f"{choice.engine}: {choice.reason}")]
+    findings = [Finding("ok", f"{choice.engine}: {choice.reason}", name="engine")]
     with closing(open_storage(uri, storage_options=storage_options, engine=engine)) as storage:
         if isinstance(storage, Configured):
-            told = ", ".join(f"{name}: {value}" for name, value in storage.resolved().items())
-            findings.append(Finding(name="configuration", status="ok", detail=told))
+            resolved = ", ".join(f"{name}: {value}" for name, value in storage.resolved().items())
+            findings.append(Finding("ok", resolved, name="configuration"))
         scheme = parse_uri(uri).scheme
         place = _Place(storage, config, _FAMILIES.get(scheme, scheme), storage_options, engine)
         is_new = isinstance(storage, Disk) and not os.path.lexists(storage.local_path(""))
         try:
-            for name, check in _CHECKS.items():
-                findings.append(_finding(name, check, place))
+            findings += [_run(check, place) for check in _CHECKS]
             if (found := _ray_snapshot(place)) is not None:
-                findings.append(found)
+                findings.append(finding_of("list of Ray Train", lambda: found))
             if fast_directory is not None:
                 findings += examine_fast(fast_directory, storage, config)
         finally:
-            removal = _clean_up(place, is_new=is_new)
+            removal = finding_of("probes", lambda: _clean_up(place, is_new=is_new))
         return Examination(uri=storage.uri, engine=choice.engine, findings=(*findings, removal))
 
 
-def _finding(name: str, check: Check, place: _Place) -> Finding:
-    if name in _NEED_WRITES and not place.writes:
-        return Finding(name=name, status="unknown", detail="nothing can be written there")
-    try:
-        return check(place)
-    except CkptstoreError as error:
-        if name == "put":
-            place.writes = False
-        return Finding(name=name, status="failed", detail=error.message, hint=error.hint or "", code=error.code)
+def _run(check: _Check, place: _Place) -> Finding:
+    if check.needs_writes and not place.is_writable:
+        return Finding("unknown", "nothing can be written there", name=check.name)
+    if check.local and place.is_local:
+        return Finding("ok", check.local, name=check.name)
+    return finding_of(check.name, lambda: check.run(place))
 
 
-def _put(place: _Place) -> Finding:
+def _put(place: _Place) -> str:
+    place.is_writable = False
     place.storage.write(place.key("small"), [memoryview(b"ckptstore")])
-    return Finding(name="put", status="ok", detail="a small file was written")
+    place.is_writable = True
+    return "a small file was written"
 
 
-def _get(place: _Place) -> Finding:
-    if place.writes and place.storage.read(f"{place.prefix}small") != b"ckptstore":
+def _get(place: _Place) -> str:
+    if place.is_writable and place.storage.read(f"{place.prefix}small") != b"ckptstore":
         raise CheckpointDamaged("What was written reads differently")
     try:
         place.storage.read(f"{place.prefix}absent")
     except FileMissing:
-        detail = "what was written reads the same" if place.writes else "a file that is not there is told as such"
-        return Finding(name="get", status="ok", detail=detail)
+        return "what was written reads the same" if place.is_writable else "a file that is not there is told as such"
     except AccessDenied as error:
         hint = "Give the permission to list the bucket: without it a file that is not there is refused, not missing"
-        return Finding(name="get", status="failed", detail=error.message, hint=hint, code=error.code)
+        raise AccessDenied(error.message, hint=hint) from error
     raise StorageError("A file that nobody wrote is there")
 
 
-def _list(place: _Place) -> Finding:
+def _list(place: _Place) -> str:
     found = {file.key for file in place.storage.list(place.prefix)}
-    if place.writes and f"{place.prefix}small" not in found:
+    if place.is_writable and f"{place.prefix}small" not in found:
         raise StorageError("A file that was written is not in the listing", hint="Listings have to be up to date")
-    return Finding(
-        name="list", status="ok", detail="a listing shows what was written" if place.writes else "it answers"
-    )
+    return "a listing shows what was written" if place.is_writable else "it answers"
 
 
-def _delete(place: _Place) -> Finding:
+def _delete(place: _Place) -> str:
     key = place.key("deleted")
     place.storage.write(key, [memoryview(b"x")])
     place.storage.delete([key])
     with suppress(FileMissing):
         place.storage.stat(key)
         raise StorageError("A file was deleted without an error, and is still there", hint="Prune would free nothing")
-    return Finding(name="delete", status="ok", detail="a file was deleted")
+    return "a file was deleted"
 
 
-def _create(place: _Place) -> Finding:
+def _create(place: _Place) -> Finding | str:
     if has_exclusive_create(place.storage):
-        return Finding(name="conditional create", status="ok", detail="of eight creates of one key, one won")
+        return "of eight creates of one key, one won"
     return Finding(
-        name="conditional create",
-        status="warning",
-        detail="two jobs could commit at once without either noticing",
-        hint="Open the store with single_writer=True, and never run two jobs on it",
+        "warning",
+        "two jobs could commit at once without either noticing",
+        "Open the store with single_writer=True, and never run two jobs on it",
     )
 
 
-def _multipart(place: _Place) -> Finding:
+def _multipart(place: _Place) -> str:
     storage = place.storage
     if not isinstance(storage, WritesParts):
-        return Finding(name="multipart", status="ok", detail="files are written in one call")
+        return "files are written in one call"
     key, size_bytes = place.key("parts"), storage.part_bytes(1) + 1
     part = memoryview(bytearray(size_bytes - 1))
     writer = storage.open_parts(key, size_bytes)
@@ -198,25 +202,24 @@ def _multipart(place: _Place) -> Finding:
         raise
     if storage.stat(key).size_bytes != size_bytes:
         raise CheckpointDamaged("A file that was written in parts has another size")
-    return Finding(name="multipart", status="ok", detail=f"parts of {(size_bytes - 1) >> 20} MiB")
+    return f"parts of {(size_bytes - 1) >> 20} MiB"
 
 
-def _clock(place: _Place) -> Finding:
+def _clock(place: _Place) -> Finding | str:
     key, before = place.key("clock"), time.time()
     place.storage.write(key, [memoryview(b"x")])
     after, there = time.time(), place.storage.stat(key).modified_seconds
     skew = max(before - there - 1, there - after, 0.0)  # some clocks show whole seconds
     if skew <= _MAX_SKEW_SECONDS:
-        return Finding(name="clock", status="ok", detail=f"the storage's clock is off by {skew:.0f} s at most")
+        return f"the storage's clock is off by {skew:.0f} s at most"
     return Finding(
-        name="clock",
-        status="warning",
-        detail=f"the storage's clock and this machine's differ by {skew:.0f} s",
-        hint="Correct the clock; S3 refuses requests from 15 minutes on. Grace periods go by the storage's clock",
+        "warning",
+        f"the storage's clock and this machine's differ by {skew:.0f} s",
+        "Correct the clock; S3 refuses requests from 15 minutes on. Grace periods go by the storage's clock",
     )
 
 
-def _throughput(place: _Place) -> Finding:
+def _throughput(place: _Place) -> str:
     key, sent = place.key("bulk"), os.urandom(_BULK_BYTES)
     began = time.monotonic()
     place.storage.write(key, [memoryview(sent)])
@@ -228,111 +231,101 @@ def _throughput(place: _Place) -> Finding:
     if crc32c(memoryview(found)) != crc32c(memoryview(sent)):
         raise CheckpointDamaged("What was written reads differently: its CRC32C is another one")
     rates = [_BULK_BYTES / max(seconds, 1e-6) / (1 << 20) for seconds in (up, down)]
-    detail = f"one request at a time: {rates[0]:.0f} MiB/s up, {rates[1]:.0f} MiB/s down"
-    return Finding(name="throughput", status="ok", detail=detail)
+    return f"one request at a time: {rates[0]:.0f} MiB/s up, {rates[1]:.0f} MiB/s down"
 
 
-def _leftovers(place: _Place) -> Finding:
-    name, storage = "unfinished uploads", place.storage
+def _leftovers(place: _Place) -> Finding | str:
+    storage = place.storage
     if not isinstance(storage, Bucket):
-        return Finding(name=name, status="ok", detail="none can be left here")
+        return "none can be left here"
     found = len(storage.unfinished(CHECKPOINT_PREFIX))
     if found:
         hint = f"`ckptstore gc` removes them; for good: {_LIFECYCLE.get(place.scheme, 'set a lifecycle rule')}"
-        return Finding(name=name, status="warning", detail=f"{found}, which cost money; or saves under way", hint=hint)
-    return Finding(name=name, status="ok", detail="none")
+        return Finding("warning", f"{found}, which cost money; or saves under way", hint)
+    return "none"
 
 
 def _rules(place: _Place) -> Mapping[str, str]:
     return place.storage.rules() if isinstance(place.storage, Bucket) else {}
 
 
-def _checksum(place: _Place) -> Finding:
-    name = "upload checksum"
-    if isinstance(place.storage, Disk) or place.scheme == "memory":
-        return Finding(name=name, status="ok", detail="not needed here: `ckptstore verify` compares digests")
-    sent = _rules(place).get(name)
+def _checksum(place: _Place) -> Finding | str:
+    sent = _rules(place).get("upload checksum")
     if sent is None:
-        return Finding(name=name, status="unknown", detail="not known")
+        return Finding("unknown", "not known")
     if sent:
-        return Finding(name=name, status="ok", detail=f"{sent} goes with each body")
+        return f"{sent} goes with each body"
     hint = "Remove request_checksum_calculation=when_required: damage on the way is then found by a load alone"
-    return Finding(name=name, status="warning", detail="none is sent", hint=hint)
+    return Finding("warning", "none is sent", hint)
 
 
-def _lifecycle(place: _Place) -> Finding:
-    name, hint = "lifecycle", _LIFECYCLE.get(place.scheme, "")
-    if isinstance(place.storage, Disk) or place.scheme == "memory":
-        return Finding(name=name, status="ok", detail="not needed here")
+def _lifecycle(place: _Place) -> Finding | str:
+    hint = _LIFECYCLE.get(place.scheme, "")
     rule = _rules(place).get("unfinished uploads")
     if rule is None:
-        return Finding(name=name, status="unknown", detail="not known", hint=hint)
+        return Finding("unknown", "not known", hint)
     if rule:
-        return Finding(name=name, status="ok", detail=f"unfinished uploads: {rule}")
-    return Finding(name=name, status="warning", detail="unfinished uploads stay for ever", hint=hint)
+        return f"unfinished uploads: {rule}"
+    return Finding("warning", "unfinished uploads stay for ever", hint)
 
 
-def _deletion(place: _Place) -> Finding:
-    name = "what deleting frees"
-    if isinstance(place.storage, Disk) or place.scheme == "memory":
-        return Finding(name=name, status="ok", detail="all of it, at once")
+def _deletion(place: _Place) -> Finding | str:
     rules = {rule: text for rule, text in _rules(place).items() if rule in _KEEP}
     kept = {rule: text for rule, text in rules.items() if text}
     if kept:
         detail = "; ".join(f"{rule}: {text}" for rule, text in kept.items())
         hint = "Prune frees nothing until the bucket drops what it keeps; switch it off, or let old versions expire"
-        return Finding(name=name, status="warning", detail=detail, hint=hint)
+        return Finding("warning", detail, hint)
     if not rules:
         hint = "Look for versioning, soft delete and object locks: with them prune frees nothing"
-        return Finding(name=name, status="unknown", detail="not known", hint=hint)
-    return Finding(name=name, status="ok", detail=f"all of it; there is no {', no '.join(rules)}")
+        return Finding("unknown", "not known", hint)
+    return f"all of it; there is no {', no '.join(rules)}"
 
 
-def _cache(place: _Place) -> Finding:
+def _cache(place: _Place) -> Finding | str:
     cache = open_place(place.config.cache.cache_dir)
     kind = filesystem_of(cache.root)
     detail = f"{cache.root} on {kind or 'a file system that has no name'}, locks {_work(cache.locks_work)}"
     if cache.locks_work and not is_network(kind):
-        return Finding(name="node cache", status="ok", detail=detail)
+        return detail
     hint = "Set CKPTSTORE_CACHE_DIR to a directory on a disk of this node"
-    return Finding(name="node cache", status="warning", detail=detail, hint=hint)
+    return Finding("warning", detail, hint)
 
 
 def _work(works: bool) -> str:
     return "work" if works else "do not work: every process downloads for itself"
 
 
-def _durability(place: _Place) -> Finding:
-    name, storage = "durability", place.storage
+def _durability(place: _Place) -> Finding | str:
+    storage = place.storage
     if place.scheme == "memory":
-        return Finding(name=name, status="warning", detail="in memory: lost when the process ends")
+        return Finding("warning", "in memory: lost when the process ends")
     if not isinstance(storage, Disk):
-        return Finding(name=name, status="ok", detail="durable when the storage has answered")
+        return "durable when the storage has answered"
     kind = filesystem_of(Path(os.path.realpath(storage.local_path(""))))
     if kind in IN_MEMORY:
-        return Finding(name=name, status="warning", detail=f"{kind}: lost when the machine restarts")
+        return Finding("warning", f"{kind}: lost when the machine restarts")
     shared = "; other nodes may see it" if is_network(kind) else "; this node alone sees it"
-    return Finding(name=name, status="ok", detail=f"{kind or 'a file system that has no name'}{shared}")
+    return f"{kind or 'a file system that has no name'}{shared}"
 
 
-def _log(place: _Place) -> Finding:
+def _log(place: _Place) -> Finding | str:
     if read_store_json(place.storage, retry=_RETRY) is None:
-        return Finding(name="log", status="ok", detail="there is no store yet")
+        return "there is no store yet"
     log = Log(place.storage, retry=_RETRY)
     problems, newest = log.verify_chain(), log.newest()
     if problems:
         hint = "The store can be read, not written; `ckptstore cp` makes a good one of what is live"
-        return Finding(name="log", status="failed", detail="; ".join(problems), hint=hint, code="store-forked")
+        raise StoreForked("; ".join(problems), hint=hint)
     if newest is None:
-        return Finding(name="log", status="ok", detail="a store without a record")
+        return "a store without a record"
     state = newest.state
-    detail = f"{newest.number} records, {len(state.live)} live, {len(state.trash)} in the trash, epoch {state.epoch}"
-    return Finding(name="log", status="ok", detail=detail)
+    return f"{newest.number} records, {len(state.live)} live, {len(state.trash)} in the trash, epoch {state.epoch}"
 
 
-def _ray_snapshot(place: _Place) -> Finding | None:
-    """Ray Train's list of checkpoints, where this is the directory of a run or a store in one; None elsewhere."""
-    name, uri = "list of Ray Train", place.storage.uri
+def _ray_snapshot(place: _Place) -> Finding | str | None:
+    """Check Ray Train's list of checkpoints in the directory of a run, or of a store in one; None elsewhere."""
+    uri = place.storage.uri
     run = uri.removesuffix(f"/{ROOT_NAME}")
     try:
         with ExitStack() as stack:
@@ -346,17 +339,16 @@ def _ray_snapshot(place: _Place) -> Finding | None:
     if snapshot is None:
         return None
     if not fault:
-        return Finding(name=name, status="ok", detail=f"{len(snapshot.listed)} checkpoints")
-    detail = f"{SNAPSHOT_NAME}: {fault}. The run cannot start again"
+        return f"{len(snapshot.listed)} checkpoints"
     hint = f"In Python: ckptstore.ray.repair({run!r})"
-    return Finding(name=name, status="failed", detail=detail, hint=hint, code=CheckpointDamaged.code)
+    return Finding("failed", f"{SNAPSHOT_NAME}: {fault}. The run cannot start again", hint, CheckpointDamaged.code)
 
 
-def _clean_up(place: _Place, *, is_new: bool) -> Finding:
-    """Remove all probes; a storage that refuses says so here."""
-    storage, name = place.storage, "probes"
+def _clean_up(place: _Place, *, is_new: bool) -> Finding | str:
+    """Remove all probes; warn where the storage refuses."""
+    storage = place.storage
     try:
-        if place.writes:
+        if place.is_writable:
             storage.delete(place.used)
         storage.remove_directories(PROBE_PREFIX.rstrip("/"))
         if is_new and isinstance(storage, Disk):
@@ -364,25 +356,32 @@ def _clean_up(place: _Place, *, is_new: bool) -> Finding:
                 os.rmdir(storage.local_path(""))
     except CkptstoreError as error:
         hint = f"Remove what lies below {place.prefix}"
-        return Finding(name=name, status="warning", detail=f"they could not be removed: {error.message}", hint=hint)
-    return Finding(name=name, status="ok", detail="removed")
+        return Finding("warning", f"they could not be removed: {error.message}", hint)
+    return "removed"
 
 
-_CHECKS: dict[str, Check] = {
-    "put": _put,
-    "get": _get,
-    "list": _list,
-    "delete": _delete,
-    "conditional create": _create,
-    "multipart": _multipart,
-    "clock": _clock,
-    "throughput": _throughput,
-    "unfinished uploads": _leftovers,
-    "upload checksum": _checksum,
-    "lifecycle": _lifecycle,
-    "what deleting frees": _deletion,
-    "durability": _durability,
-    "node cache": _cache,
-    "log": _log,
-}
-_NEED_WRITES = frozenset({"delete", "conditional create", "multipart", "clock", "throughput"})
+class _Check(NamedTuple):
+    name: str
+    run: Callable[[_Place], Finding | str]
+    needs_writes: bool = False
+    local: str = ""
+    """The finding on a disk and in memory, where it need not be run."""
+
+
+_CHECKS = (
+    _Check("put", _put),
+    _Check("get", _get),
+    _Check("list", _list),
+    _Check("delete", _delete, needs_writes=True),
+    _Check("conditional create", _create, needs_writes=True),
+    _Check("multipart", _multipart, needs_writes=True),
+    _Check("clock", _clock, needs_writes=True),
+    _Check("throughput", _throughput, needs_writes=True),
+    _Check("unfinished uploads", _leftovers),
+    _Check("upload checksum", _checksum, local="not needed here: `ckptstore verify` compares digests"),
+    _Check("lifecycle", _lifecycle, local="not needed here"),
+    _Check("what deleting frees", _deletion, local="all of it, at once"),
+    _Check("durability", _durability),
+    _Check("node cache", _cache),
+    _Check("log", _log),
+)

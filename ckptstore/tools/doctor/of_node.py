@@ -1,4 +1,4 @@
-"""What `examine` finds of a directory for fast checkpoints: whether jobs can use it, and what lies there."""
+"""Examine a directory for fast checkpoints: can jobs use it, and what lies there."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from contextlib import closing
 from pathlib import Path
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CkptstoreError, InvalidInput, StorageError
+from ckptstore.errors import InvalidInput, StorageError
 from ckptstore.fast.upkeep.node_inventory import take_inventory
 from ckptstore.fast.upkeep.node_view import FastOnNode, view_node
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
 from ckptstore.node_cache.place import filesystem_of, is_network
-from ckptstore.runtime.file_locks import locks_work
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.disk.private import privacy_fault
-from ckptstore.upkeep.check_finding import IN_MEMORY, Finding
+from ckptstore.upkeep.check_finding import IN_MEMORY, Finding, finding_of
 
 _BULK_BYTES = 32 << 20
 _LITTLE_SHARE = 0.05
-"""Of a disk: with less room than that, saves will soon go to the store directly."""
+"""With less of a disk free, saves will soon go to the store directly."""
 
 
 def examine_fast(directory: str, storage: Storage, config: StoreConfig) -> list[Finding]:
-    """Look at the directory, and write 32 MiB there that are removed again. `storage` is the place of the store.
+    """Examine the directory. `storage` is the place of the store. Writes 32 MiB there, and removes them again.
 
-    A directory that is not there is looked for no further: a job creates it.
+    Nothing more is tried of a directory that does not exist: a job creates it.
     """
     path = Path(os.path.abspath(directory))
-    checks: dict[str, Callable[[], Finding]] = {
+    checks: dict[str, Callable[[], Finding | str]] = {
         "fast directory": lambda: _directory(path),
         "fast disk": lambda: _disk(path),
         "fast locks": lambda: _locks(path),
@@ -44,35 +43,24 @@ def examine_fast(directory: str, storage: Storage, config: StoreConfig) -> list[
     }
     findings: list[Finding] = []
     for name, check in checks.items():
-        findings.append(_finding(name, check))
+        findings.append(finding_of(name, check))
         if findings[-1].status == "failed" or not path.is_dir():
             break
     return findings
 
 
-def _finding(name: str, check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except CkptstoreError as error:
-        told = error
-    except OSError as error:
-        told = StorageError(f"{error.strerror}: {error.filename}")
-    return Finding(name=name, status="failed", detail=told.message, hint=told.hint or "", code=told.code)
-
-
-def _directory(path: Path) -> Finding:
-    name = "fast directory"
+def _directory(path: Path) -> str:
     if not os.path.lexists(path):
         parent = next(one for one in path.parents if one.exists())
         if not os.access(parent, os.W_OK | os.X_OK):
             raise StorageError(f"{path} is not there, and this user cannot create it in {parent}")
-        return Finding(name=name, status="ok", detail=f"{path} is not there yet: the first job creates it")
+        return f"{path} is not there yet: the first job creates it"
     if fault := privacy_fault(path):
         raise InvalidInput(f"{path} {fault}", hint="Jobs refuse it: give a directory of your own with mode 700")
-    return Finding(name=name, status="ok", detail=f"{path} belongs to this user alone")
+    return f"{path} belongs to this user alone"
 
 
-def _disk(path: Path) -> Finding:
+def _disk(path: Path) -> Finding | str:
     kind, usage = filesystem_of(path), shutil.disk_usage(path)
     detail = f"{kind or 'a file system that has no name'}, {show_size(usage.free)} of {show_size(usage.total)} are free"
     if kind in IN_MEMORY:
@@ -82,23 +70,28 @@ def _disk(path: Path) -> Finding:
     elif usage.free < _LITTLE_SHARE * usage.total:
         hint = "Make room: a save that does not fit goes to the store directly"
     else:
-        return Finding(name="fast disk", status="ok", detail=detail)
-    return Finding(name="fast disk", status="warning", detail=detail, hint=hint)
+        return detail
+    return Finding("warning", detail, hint)
 
 
-def _locks(path: Path) -> Finding:
-    """What keeps a job from deleting what another process reads."""
+def _locks(path: Path) -> Finding | str:
+    """Try the locks that keep a job from deleting what another process reads."""
     probe = path / f".ckptstore-probe-{uuid.uuid4().hex}"
     try:
-        if locks_work(probe):
-            return Finding(name="fast locks", status="ok", detail="they work")
+        descriptors.append(os.open(probe, os.O_RDONLY | os.O_CLOEXEC))
+        with suppress(OSError):
+            fcntl.flock(descriptors[1], fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return "they work"
     finally:
         probe.unlink(missing_ok=True)
     hint = "A checkpoint may be deleted while another process reads it: that read fails. Resume is not concerned"
-    return Finding(name="fast locks", status="warning", detail="they do not work here", hint=hint)
+    return Finding("warning", "they do not work here", hint)
 
 
-def _throughput(path: Path, config: StoreConfig) -> Finding:
+def _throughput(path: Path, config: StoreConfig) -> str:
     name, sent = f".ckptstore-probe-{uuid.uuid4().hex}", os.urandom(_BULK_BYTES)
     storage = LocalStorage(path, direct_io=config.transfer.direct_io)
     with closing(storage):
@@ -110,12 +103,12 @@ def _throughput(path: Path, config: StoreConfig) -> Finding:
         finally:
             storage.delete([name])
     rate = _BULK_BYTES / max(seconds, 1e-6) / (1 << 20)
-    return Finding(name="fast throughput", status="ok", detail=f"one file at a time, durable: {rate:.0f} MiB/s")
+    return f"one file at a time, durable: {rate:.0f} MiB/s"
 
 
-def _checkpoints(path: Path, storage: Storage, config: StoreConfig) -> Finding:
-    """Of all stores what it takes, of this store how far it is behind."""
-    name, inventory = "fast checkpoints", take_inventory(path)
+def _checkpoints(path: Path, storage: Storage, config: StoreConfig) -> Finding | str:
+    """Measure what the checkpoints of all stores take, and how far this store is behind."""
+    inventory = take_inventory(path)
     total = sum(each.size_bytes for store in inventory.stores for each in store.attempts)
     words = [f"{show_size(total)} of {len(inventory.stores)} stores" if inventory.stores else "none"]
     store_id = read_identity(storage)
@@ -131,5 +124,5 @@ def _checkpoints(path: Path, storage: Storage, config: StoreConfig) -> Finding:
     detail = "; ".join([*words, *faults])
     if faults or view.fault:
         hint = "A resume takes another copy or an older checkpoint; `ckptstore fast ls --store` shows them"
-        return Finding(name=name, status="warning", detail=detail, hint=hint)
-    return Finding(name=name, status="ok", detail=detail)
+        return Finding("warning", detail, hint)
+    return detail
