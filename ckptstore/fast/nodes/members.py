@@ -48,9 +48,3 @@ class Members:
     def partner_of(self, node: str) -> str:
         """The node that holds second copies of what a node stores: the next one of a ring. One node is its own."""
         return self.all_nodes[(self.all_nodes.index(node) + 1) % len(self.all_nodes)]
-
-    def partner_rank(self, rank: int) -> int:
-        """The rank on the partner node that receives the files of `rank`. The ranks of a node share the work."""
-        node = self.nodes[rank]
-        others = self.ranks_of(self.partner_of(node))
-        return others[self.ranks_of(node).index(rank) % len(others)]

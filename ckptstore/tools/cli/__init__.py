@@ -72,7 +72,11 @@ class Commands(click.Group):
         """One command, None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
-        module, name = ("simple", cmd_name) if cmd_name in SIMPLE else (_module_name(cmd_name), "command")
+        module, name = cmd_name.replace("-", "_"), "command"
+        if cmd_name in SIMPLE:
+            module, name = "simple", cmd_name
+        elif keyword.iskeyword(module):
+            module += "_"
         command: click.Command = getattr(import_module(f"ckptstore.tools.cli.commands.{module}"), name)
         return command
 
@@ -157,10 +161,6 @@ def _with_flags(error: CkptstoreError, command: click.Command | None) -> Ckptsto
             error.message = re.sub(pattern, words, error.message)
             error.hint = error.hint and re.sub(pattern, words, error.hint)
     return error
-
-
-def _module_name(command: str) -> str:
-    return f"{command}_" if keyword.iskeyword(command) else command.replace("-", "_")
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

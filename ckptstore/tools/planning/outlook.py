@@ -108,7 +108,7 @@ def _of(job: PlannedJob, copies: Copies) -> Outlook:
     by_bucket = durable / 2 + (complete if copies else 0.0) + 2 * job.bucket_seconds + job.restart_seconds
     losses = [
         (failures.kept, by_node + from_disk, copies >= 1),
-        (failures.one_lost, by_node + from_disk + _from_partner(job), copies == 2),
+        (failures.one_lost, by_node + from_disk + max(_over_network(job), from_disk), copies == 2),
         (failures.many_lost, by_bucket, False),
     ]
     if copies == 2:
@@ -152,11 +152,6 @@ def _complete_seconds(job: PlannedJob, copies: Copies) -> float:
 
 def _over_network(job: PlannedJob) -> float:
     return job.bytes_per_node / (job.network_bytes_per_second or math.inf)
-
-
-def _from_partner(job: PlannedJob) -> float:
-    """How long the files of a lost node take to the disk of the one that has come in its place."""
-    return max(_over_network(job), job.bytes_per_node / job.disk_bytes_per_second)
 
 
 def _both_share(job: PlannedJob, failures: _Failures, alone_seconds: float) -> float:

@@ -58,18 +58,14 @@ class NodeView:
         ranks = None if told["ranks"] is None else tuple(told["ranks"])
         return cls(**{**told, **lists, "offers": offers, "ranks": ranks})
 
-    @property
-    def has_any(self) -> bool:
-        """Whether the folder has checkpoints at all."""
-        return bool(self.offers or self.committed or self.unfinished)
-
     def blocks(self, name: str, *, patience_is_over: bool, is_told: bool) -> bool:
         """Whether the checkpoint of that name has to wait for this node; `is_told` if another one knows the end."""
         if name in self.unfinished:
             return not (is_told and name in self.uncertain)
         if name in self.committed or any(offer.name == name for offer in self.offers):
             return False
-        return self.has_any or not (patience_is_over or self.has_ended or self.is_hurried)
+        has_any = bool(self.offers or self.committed or self.unfinished)
+        return has_any or not (patience_is_over or self.has_ended or self.is_hurried)
 
 
 def choose(views: Sequence[NodeView]) -> NodeOffer | None:

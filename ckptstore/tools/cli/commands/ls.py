@@ -112,7 +112,9 @@ def _list_store(
         if as_json:
             trash: dict[str, Any] = {"count": len(trashed), "size_bytes": trash_bytes, "grace_seconds": grace_seconds}
             if with_trash:
-                trash["checkpoints"] = [_trashed_json(record, at) for record, at in trashed]
+                names = ("number", "step", "size_bytes", "removed_at")
+                rows = [(record.number, record.entry.step, record.entry.size_bytes, at) for record, at in trashed]
+                trash["checkpoints"] = [dict(zip(names, row, strict=True)) for row in rows]
             print_json(uri=opened.uri, checkpoints=[_to_json(entry) for entry in entries], trash=trash)
             return
     if entries:
@@ -174,11 +176,6 @@ def _echo_trash(trashed: Sequence[tuple[Record, float]], *, grace_seconds: float
         entry = record.entry
         due = f"may be freed in about {show_duration(seconds)}" if seconds else "may be freed now"
         click.echo(f"  step {entry.step}, number {record.number}, {show_size(entry.size_bytes)}, {due}")
-
-
-def _trashed_json(record: Record, at: float) -> dict[str, Any]:
-    entry = record.entry
-    return {"number": record.number, "step": entry.step, "size_bytes": entry.size_bytes, "removed_at": at}
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:

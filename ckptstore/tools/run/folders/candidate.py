@@ -180,11 +180,6 @@ class Sight:
         """Whether rank 0, which writes what there is once, may write here."""
         return not self.ranks or 0 in self.ranks
 
-    @property
-    def has_many(self) -> bool:
-        """Whether several ranks write, or it is not known that one does."""
-        return self.ranks is None or len(self.ranks) > 1 or bool(self.ranks - {0})
-
 
 def outdated(marker: str, sign: Sign | None, files: Mapping[str, Sign]) -> str | None:
     """Whether files that are written before the marker are newer than it: then it is that of an earlier save under the

@@ -59,10 +59,12 @@ class Finisher:
         first look did not write what was there then."""
         told = Verdicts()
         seen: dict[str, _Seen] = {}
+        may_be_left_over = began_after and self._is_first and self._known is not None
         for candidate in candidates:
             before = self._seen.get(candidate.name)
             if before is None or dict(before.files) != dict(candidate.files):
-                now = _Seen(candidate.files, now_seconds, is_left_over=began_after and self._is_left_over(candidate))
+                is_left_over = may_be_left_over and not self._is_known(candidate)
+                now = _Seen(candidate.files, now_seconds, is_left_over=is_left_over)
                 why = "it is seen for the first time" if before is None else "it has changed since the last look"
             else:
                 now, why = before, ""
@@ -80,9 +82,6 @@ class Finisher:
                 told.finished.append(candidate)
         self._seen, self._is_first = seen, False
         return told
-
-    def _is_left_over(self, candidate: Prospect) -> bool:
-        return self._is_first and self._known is not None and not self._is_known(candidate)
 
     def _is_known(self, candidate: Prospect) -> bool:
         return self._known is not None and self._known.get(candidate.name) == fingerprint(candidate)
