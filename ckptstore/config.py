@@ -17,7 +17,8 @@ from ckptstore.errors import InvalidInput
 
 
 def shows_full_tracebacks() -> bool:
-    """Whether `CKPTSTORE_TRACEBACKS=full` asks for the frames inside ckptstore in the tracebacks of its errors."""
+    """Return True if `CKPTSTORE_TRACEBACKS=full` asks for the frames inside ckptstore in the tracebacks of its
+    errors."""
     return os.environ.get("CKPTSTORE_TRACEBACKS") == "full"
 
 
@@ -25,7 +26,7 @@ def shows_full_tracebacks() -> bool:
 class _Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Self:
-        """The given values, completed from the environment. A given None counts as not given."""
+        """Return the values of the call, completed from the environment. A None counts as left out."""
         environ = os.environ if environ is None else environ
         values = {name: value for name, value in given.items() if value is not None}
         for item in fields(cls):
@@ -55,7 +56,7 @@ def _parse(name: str, text: str, kind: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferConfig(_Config):
-    """How bytes move."""
+    """Limits and ways of moving bytes."""
 
     num_threads: int = field(default_factory=lambda: min(16, 2 * (os.cpu_count() or 1)))
     """Files or parts in flight at once on a disk or in memory, in one process, and those that are read and hashed at
@@ -65,12 +66,12 @@ class TransferConfig(_Config):
     memory_budget_bytes: int = 512 << 20
     """The most memory that buffers of a transfer take, in one process."""
     durable: bool = True
-    """Whether a disk is told to make everything durable before a checkpoint is committed."""
+    """Make everything on a disk durable before a checkpoint is committed."""
     direct_io: bool = True
-    """Whether large durable files are written past the page cache, on ext4 and XFS."""
+    """Write large durable files past the page cache, on ext4 and XFS."""
 
     check_copies: str = "sample"
-    """How much of what `save_async` has copied is compared with the tensors before it returns: a sample of a few
+    """Compare a part of what `save_async` has copied with the tensors before it returns: a "sample" of a few
     elements, which costs below 1 % of the copy, or "all"."""
 
     def __post_init__(self) -> None:
@@ -81,7 +82,7 @@ class TransferConfig(_Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryConfig(_Config):
-    """How often a request to a storage is tried."""
+    """Limits on the tries of a request to a storage."""
 
     retry_attempts: int = 25
     """The most tries, the first one counted; enough for a minute of throttling. 1 switches retries off."""
@@ -107,9 +108,9 @@ class CacheConfig(_Config):
     cache_budget_bytes: int = 0
     """The most bytes of finished copies that nobody reads; 0 means half of what the disk has free."""
     cache_idle_seconds: float = 3600.0
-    """How long a finished copy stays after its last reader."""
+    """The time that a finished copy stays after its last reader."""
     cache_wait_seconds: float = 1800.0
-    """How long a process waits for another one's download before it downloads for itself."""
+    """The longest wait of a process for another one's download before it downloads for itself."""
 
     def __post_init__(self) -> None:
         self._check_positive("cache_idle_seconds", "cache_wait_seconds")
@@ -120,10 +121,10 @@ class StoreConfig(_Config):
     """The rules of one store."""
 
     grace_seconds: float = 3600.0
-    """How long a checkpoint that retention dropped stays in the trash, by the storage's clock."""
+    """The time that a checkpoint dropped by retention stays in the trash, by the storage's clock."""
     rank_timeout_seconds: float = 280.0
-    """How long a rank may give no sign of life. A rank that hangs is found out after twice that: before the watchdog of
-    NCCL, which ends a job whose ranks wait for each other for 600 s."""
+    """The longest time without a sign of life of a rank. One that hangs is found out after twice that: before the
+    watchdog of NCCL, which ends a job whose ranks wait for each other for 600 s."""
     single_writer: bool = False
     """Promise that no second job ever writes, for a storage that cannot create-if-absent."""
     num_prefixes: int = 1

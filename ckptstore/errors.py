@@ -91,7 +91,7 @@ class CkptstoreError(Exception):
         return self
 
     def to_wire(self) -> dict[str, Any]:
-        """The error as JSON, for another rank."""
+        """Return the error as JSON, for another rank."""
         fields = {name: getattr(self, name) for name in _WIRE_FIELDS if getattr(self, name) not in (None, ())}
         return {"code": self.code, "message": self.message, "committed": self.committed, **fields}
 
@@ -288,19 +288,20 @@ def _subclasses(cls: type[CkptstoreError]) -> list[type[CkptstoreError]]:
 
 
 def all_errors() -> dict[str, type[CkptstoreError]]:
-    """Every class of the tree by its code; one that has that of its parent, as those of storages may, stands for it."""
+    """Return every class of the tree by its code; one that has that of its parent, as those of storages may, stands for
+    it."""
     return {cls.code: cls for cls in _subclasses(CkptstoreError) if "code" in vars(cls)}
 
 
 def to_wire(error: BaseException, *, rank: int, step: int | None = None) -> dict[str, Any]:
-    """Any exception as JSON for other ranks; what is not a CkptstoreError becomes a RankFailed."""
+    """Convert any exception to JSON for other ranks; what is not a CkptstoreError becomes a RankFailed."""
     if not isinstance(error, CkptstoreError):
         error = RankFailed(f"{type(error).__name__}: {error}")
     return error.at(rank=rank, step=step).to_wire()
 
 
 def from_wire(wire: Mapping[str, Any]) -> CkptstoreError:
-    """The error that `to_wire` described. An unknown code becomes a RankFailed with the same text.
+    """Return the error that `to_wire` described. An unknown code becomes a RankFailed with the same text.
 
     A field that is not what `to_wire` writes is left out, and then it is not known whether anything was committed.
     """

@@ -31,7 +31,7 @@ _WORDS: dict[Mode, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a policy may look at."""
+    """The facts of one checkpoint that a policy may look at."""
 
     number: int
     """The record number: a higher one was committed later."""
@@ -43,7 +43,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of one checkpoint."""
+    """The decision on one checkpoint."""
 
     number: int
     step: int
@@ -55,15 +55,15 @@ class Policy:
     """A rule that keeps some checkpoints. Subclasses define `kept`; a policy holds no state and reads no clock."""
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
-        """The numbers to keep, with the reason; `candidates` are in the order of their numbers."""
+        """Return the numbers to keep, with the reason; `candidates` are in the order of their numbers."""
         raise NotImplementedError
 
     def required_metrics(self) -> frozenset[str]:
-        """The metrics that every checkpoint should have."""
+        """Return the metrics that every checkpoint should have."""
         return frozenset()
 
     def compares_times(self) -> bool:
-        """Whether it looks at `committed_at`: that costs a request for every checkpoint, once per process."""
+        """Return True if it looks at `committed_at`: that costs a request for every checkpoint, once per process."""
         return True
 
     def __or__(self, other: Policy) -> Policy:
@@ -225,7 +225,7 @@ def _parse_rule(text: str) -> Policy:
 
 
 def mode_of(metric: str, mode: Mode | None) -> Mode:
-    """Which way a metric is better: what was said, else what the words in its name tell. Raises InvalidInput when they
+    """Return the way in which a metric is better: `mode`, else as its name tells. Raises InvalidInput when its words
     tell nothing, or both."""
     if mode in ("min", "max"):
         return mode
@@ -251,14 +251,15 @@ def check_there(candidates: Sequence[Candidate], metric: str) -> None:
 
 
 def ranked(candidates: Sequence[Candidate], metric: str, mode: Mode | None) -> list[Candidate]:
-    """The candidates with a finite value of the metric, best first, later ones first among equals."""
+    """Return the candidates with a finite value of the metric, best first, later ones first among equals."""
     sign = 1.0 if mode_of(metric, mode) == "min" else -1.0
     finite = [item for item in candidates if _is_finite(item.metrics.get(metric, math.nan))]
     return sorted(finite, key=lambda item: (sign * item.metrics[metric], -item.number))
 
 
 def _is_finite(value: float) -> bool:
-    """A JSON file may hold an integer beyond all floats, written by other software: it counts as an infinity."""
+    """Return True for a finite number. An integer beyond all floats, from a JSON file of other software, is an
+    infinity."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -266,7 +267,7 @@ def _is_finite(value: float) -> bool:
 
 
 def decide(policy: Policy, candidates: Sequence[Candidate], *, protected: Mapping[int, str]) -> list[Verdict]:
-    """The verdict on every candidate, in the order of their numbers.
+    """Return the verdict on every candidate, in the order of their numbers.
 
     `protected` gives the numbers that stay whatever the policy says, with the reason.
     """
@@ -279,7 +280,7 @@ def decide(policy: Policy, candidates: Sequence[Candidate], *, protected: Mappin
 
 
 def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as floats. Python, numpy and torch scalars are taken; raises InvalidMetric for anything else."""
+    """Return metrics as floats. Python, numpy and torch scalars are taken; raises InvalidMetric for anything else."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise InvalidMetric(f"metrics is a {type(metrics).__name__}, not a mapping of names to numbers")
     return {_metric_name(name): _as_float(name, value) for name, value in (metrics or {}).items()}

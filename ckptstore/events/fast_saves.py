@@ -14,7 +14,7 @@ class FastCommitted(CheckpointEvent):
     """A fast checkpoint is whole on the nodes, and not in the store (yet). The log of rank 0 has its line at INFO."""
 
     num_nodes: int
-    """How many nodes hold the files."""
+    """The number of nodes that hold the files."""
     save_number: int
     """Its number among the saves of its job."""
 
@@ -50,9 +50,9 @@ class DrainStarted(DrainEvent):
     """A rank begins to bring its files of a fast checkpoint into the store."""
 
     num_files: int
-    """Of this rank."""
+    """On this rank."""
     size_bytes: int
-    """Of this rank."""
+    """On this rank."""
 
 
 @event(level=logging.DEBUG)

@@ -38,7 +38,7 @@ class BytesMoved(Event):
     key: str
     size_bytes: int
     total_bytes: int
-    """Of the whole transfer that this belongs to."""
+    """The size of the whole transfer that this belongs to."""
 
 
 @event(level=logging.DEBUG)
@@ -72,7 +72,7 @@ class CheckpointEvent(Event):
     step: int
     rank: int
     size_bytes: int
-    """Of all ranks together, each file once."""
+    """On all ranks together, each file once."""
     seconds: float
     """From the call of the save to its end, the wait for a copy in the background included. Of a fast checkpoint that
     came into the store: how long that took."""
@@ -80,7 +80,7 @@ class CheckpointEvent(Event):
     slowest_rank: int | None = None
     """The rank that took longest to store its files; None with one rank, and where it is not known."""
     slowest_by_seconds: float = 0.0
-    """How much longer it took than the rank in the middle."""
+    """The time that it took beyond the rank in the middle."""
     store: str = ""
     """The root of the store, without secrets."""
     attempt: str = ""
@@ -126,7 +126,7 @@ class SaveEnded(EndEvent):
     attempt: str
     """Empty when the ranks have not agreed on one."""
     stalled_seconds: float
-    """How much of that the training was held up: all of it, but for a save in the background."""
+    """The part of that by which the training was held up: all of it, but for a save in the background."""
     in_background: bool
     is_fast: bool = False
     """True if it went to the disks of nodes: then it is not in the store (yet)."""

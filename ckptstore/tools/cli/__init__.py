@@ -58,18 +58,18 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
 
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-"""What a write to stdout fails with when it is a file on a full or broken disk."""
+"""The errors of a write to stdout when it is a file on a full or broken disk."""
 
 
 class Commands(click.Group):
     """Loads a command when it is asked for, and turns errors into messages and exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All commands."""
+        """Return all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """One command, None if there is none of that name."""
+        """Return one command, None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
         module, name = cmd_name.replace("-", "_"), "command"
@@ -128,7 +128,7 @@ class Commands(click.Group):
 
 
 def _discard_stdout() -> None:
-    """What is still buffered goes nowhere: Python writes it at exit, and would fail again, with a code of its own."""
+    """Drop what is still buffered: Python would write it at exit and fail again, with a code of its own."""
     with contextlib.suppress(OSError, ValueError):  # it is no file of the system
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, sys.stdout.fileno())
@@ -149,11 +149,11 @@ _FLAGS = {
     r"\binclude\b(?!=)": "--include",
     r"\boverwrite it\b": "give --overwrite",
 }
-"""What errors call an argument in Python, and its flag."""
+"""Names of arguments of Python in errors, each with its flag."""
 
 
 def _with_flags(error: CkptstoreError, command: click.Command | None) -> CkptstoreError:
-    """The error with flags in place of arguments, as far as the command has them."""
+    """Return the error with flags in place of arguments, as far as the command has them."""
     inner = command.commands.values() if isinstance(command, click.Group) else ()
     known = {flag for item in (command, *inner) if item is not None for param in item.params for flag in param.opts}
     for pattern, words in _FLAGS.items():

@@ -1,4 +1,4 @@
-"""What the commands of the agent share: their options, and how they tell what happens."""
+"""Define what the commands of the agent share: their options, and the output of events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _SHORTEST_SECONDS = 0.1
 _QUIET_SECONDS = 60.0
-"""How long a request that is tried again is not told of once more: a storage that is away fails many."""
+"""The pause between two lines about requests that are tried again: a storage that is away fails many."""
 
 _OPTIONS = (
     keep_option,
@@ -66,14 +66,14 @@ _OPTIONS = (
 
 
 def agent_options(function: F) -> F:
-    """The options of both commands."""
+    """Return the options of both commands."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
 
 
 def plan_of(store: str, folder: str, asked: Mapping[str, Any]) -> AgentPlan:
-    """What the options say. Raises InvalidInput."""
+    """Return the plan that the options describe. Raises InvalidInput."""
     if asked["interval"] < _SHORTEST_SECONDS:
         raise InvalidInput(f"--interval is {asked['interval']:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
     if asked["grace"] is not None and asked["grace"] < 0:

@@ -1,4 +1,4 @@
-"""What is written on the command line, as kinds of parameters: names that a shell completes, and quantities."""
+"""Define kinds of parameters of the command line: names that a shell completes, and quantities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Duration(_Kind):
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The seconds."""
+        """Return the seconds."""
         if isinstance(value, int | float):
             return float(value)
         try:
@@ -51,7 +51,7 @@ class Size(_Kind):
         self.is_speed = is_speed
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The bytes."""
+        """Return the bytes."""
         if isinstance(value, int | float):
             return float(value)
         match = _SIZE.fullmatch(str(value).strip())
@@ -69,7 +69,7 @@ class Share(_Kind):
     name = "share"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """From 0 to 1."""
+        """Return the share, from 0 to 1."""
         text = str(value).strip()
         try:
             share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
@@ -86,7 +86,7 @@ class StoreName(_Kind):
     name = "text"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Directories; what lies elsewhere is not listed for a press of a key."""
+        """Complete directories; what lies elsewhere is not listed for a press of a key."""
         return [CompletionItem(incomplete, type="dir")]
 
 
@@ -94,7 +94,7 @@ class TargetName(StoreName):
     """A store, or STORE@STEP. After the @ a shell completes the steps that are live."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Directories, or the steps of a store."""
+        """Complete directories, or the steps of a store."""
         uri, at, begun = incomplete.rpartition("@")
         if not at:
             return super().shell_complete(ctx, param, incomplete)
@@ -110,7 +110,7 @@ class MetricName(_Kind):
     name = "text"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The metrics of the live checkpoints."""
+        """Return the metrics of the live checkpoints."""
         names: set[str] = set()
         with _opened(str(ctx.params.get("store") or "")) as store:
             names = {name for checkpoint in store for name in checkpoint.metrics} if store else set()
@@ -119,7 +119,7 @@ class MetricName(_Kind):
 
 @contextmanager
 def _opened(uri: str) -> Iterator[CheckpointStore | None]:
-    """A store, None where there is none: nobody wants to see an error for a press of a key."""
+    """Yield a store, None where there is none: nobody wants to see an error for a press of a key."""
     try:
         with open_store(uri) as store:
             list(store)

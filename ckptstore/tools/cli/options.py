@@ -29,7 +29,7 @@ dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be d
 
 
 def storage_option(function: F) -> F:
-    """`--storage-option KEY=VALUE`, any number of times, as the dict `storage_options`."""
+    """Add `--storage-option KEY=VALUE`, any number of times, as the dict `storage_options`."""
     return click.option(
         "--storage-option",
         "storage_options",
@@ -52,7 +52,7 @@ def keep_option(function: F) -> F:
 
 
 def fast_option(function: F) -> F:
-    """`--fast DIR`, as `fast_path`: what of fast checkpoints lies on this node."""
+    """Add `--fast DIR`, as `fast_path`: the directory of fast checkpoints on this node."""
     return click.option(
         "--fast",
         "fast_path",
@@ -63,8 +63,8 @@ def fast_option(function: F) -> F:
 
 
 def tier_at(path: str | None) -> FastTier | None:
-    """What `--fast` names. Raises InvalidInput where there is no directory: a name with a typing error must not look
-    like an empty one."""
+    """Return the tier that `--fast` names. Raises InvalidInput for no directory: a name with a typing error must not
+    look like an empty one."""
     if path is None:
         return None
     if os.path.islink(path) or not os.path.isdir(path):
@@ -73,7 +73,7 @@ def tier_at(path: str | None) -> FastTier | None:
 
 
 def engine_option(function: F) -> F:
-    """`--engine local|ray`, where the files are worked on."""
+    """Add `--engine local|ray`, where the files are worked on."""
     return click.option(
         "--engine",
         type=click.Choice(["local", "ray"]),
@@ -85,7 +85,7 @@ def engine_option(function: F) -> F:
 
 @contextmanager
 def opened_executor(engine: str) -> Iterator[Executor]:
-    """What `--engine` names."""
+    """Yield the executor that `--engine` names."""
     if engine == "local":
         yield InProcess()
         return
@@ -96,7 +96,8 @@ def opened_executor(engine: str) -> Iterator[Executor]:
 
 
 def options_by_place(options: dict[str, Any], *places: str) -> list[dict[str, Any]]:
-    """The storage options of a command with several places: for each that is no path of this machine, all of them.
+    """Return the storage options of a command with several places: for each that is no path of this machine, all of
+    them.
 
     Raises InvalidInput where there are options and no such place.
     """
@@ -107,7 +108,7 @@ def options_by_place(options: dict[str, Any], *places: str) -> list[dict[str, An
 
 
 def parse_storage_options(texts: tuple[str, ...]) -> dict[str, Any]:
-    """The options as a nested dict. Raises InvalidInput, which names the key and never the value."""
+    """Return the options as a nested dict. Raises InvalidInput, which names the key and never the value."""
     options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

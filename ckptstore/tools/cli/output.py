@@ -1,4 +1,4 @@
-"""How commands speak: one JSON object, or lines for people."""
+"""Print the results of commands: as one JSON object, or as lines for people."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def print_json(**fields: Any) -> None:
 
 
 def print_json_line(**fields: Any) -> None:
-    """`print_json` on one line."""
+    """Print one JSON object on one line."""
     click.echo(json.dumps(_plain(fields)))
 
 
@@ -50,7 +50,7 @@ def redacted_command_line() -> str:
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What every command says of a checkpoint."""
+    """Return the fields of a checkpoint that every command prints."""
     return {
         "step": checkpoint.step,
         "number": checkpoint.number,
@@ -90,18 +90,18 @@ def echo_fields(fields: Mapping[str, str]) -> None:
 
 
 def show_time(seconds: float) -> str:
-    """A time for people, in UTC: "2026-11-20 12:00:05"."""
+    """Return a time for people, in UTC: "2026-11-20 12:00:05"."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def show_where(*, is_durable: bool, is_fast: bool) -> str:
-    """Where a checkpoint is: in the store, on this node, or both."""
+    """Return the places of a checkpoint: the store, this node, or both."""
     return ", ".join([*(["store"] if is_durable else []), *(["node"] if is_fast else [])])
 
 
 @contextmanager
 def told_skipped() -> Iterator[None]:
-    """What is passed over is told on stderr while the context lasts."""
+    """Print to stderr what is passed over while the context lasts."""
 
     def hear(event: Event) -> None:
         if isinstance(event, CheckpointSkipped):
@@ -112,5 +112,5 @@ def told_skipped() -> Iterator[None]:
 
 
 def show_metrics(metrics: Mapping[str, float]) -> str:
-    """Metrics for people: "loss=0.25 accuracy=0.9"."""
+    """Return metrics for people: "loss=0.25 accuracy=0.9"."""
     return " ".join(f"{printable(name)}={value:.6g}" for name, value in metrics.items())

@@ -20,9 +20,9 @@ from ckptstore.storage.open import open_storage
 from ckptstore.storage.retry import retrying
 
 MOST_LISTED = 100_000
-"""How many files below the prefix are looked at, 100 requests on most object stores; on a disk how many directories."""
+"""The most files below the prefix to look at, 100 requests on most object stores; on a disk the most directories."""
 MOST_STORES = 1000
-"""How many stores are opened, each for some requests."""
+"""The most stores to open, each for some requests."""
 _MARK = f"/{STORE_KEY}"
 
 
@@ -40,7 +40,7 @@ class StoreBelow:
 
 
 def stores_below(uri: str, storage_options: Mapping[str, Any]) -> tuple[list[StoreBelow], bool]:
-    """The stores below a prefix, by name, and whether these are all.
+    """Return the stores below a prefix, by name, and whether these are all.
 
     On a disk directories are looked at, except those inside of stores and behind links. An object store lists files
     alone, those of the stores included. Of either no more than MOST_LISTED are looked at. Raises StorageError.

@@ -39,7 +39,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class CommandTarget:
-    """What the command line names."""
+    """The store or checkpoint that the command line names."""
 
     uri: str
     step: int | str | Best | None
@@ -59,7 +59,7 @@ def parse_target(text: str) -> CommandTarget:
 
 @contextmanager
 def opened_store(uri: str, storage_options: Mapping[str, Any], **keywords: Any) -> Iterator[CheckpointStore]:
-    """The store at a URI. Raises StoreMissing when there is none, InvalidInput where a checkpoint was meant."""
+    """Yield the store at a URI. Raises StoreMissing when there is none, InvalidInput where a checkpoint was meant."""
     with open_store(uri, storage_options=storage_options, **keywords) as store:
         if not store.exists():
             if parse_target(uri).step is not None:
@@ -69,7 +69,7 @@ def opened_store(uri: str, storage_options: Mapping[str, Any], **keywords: Any) 
 
 
 def _rule_of_targets(uri: str, storage_options: Mapping[str, Any]) -> str | None:
-    """What may follow the last "@", where what stands before it is a store."""
+    """Return the rule for what follows the last "@", if a store stands before it."""
     before, at, after = uri.rpartition("@")
     try:
         if not at or not before or not _holds(before, storage_options, STORE_KEY):
@@ -80,7 +80,8 @@ def _rule_of_targets(uri: str, storage_options: Mapping[str, Any]) -> str | None
 
 
 def find_target(text: str, storage_options: Mapping[str, Any]) -> CommandTarget:
-    """`parse_target`, but what is called URI@STEP itself is found. Raises InvalidInput where both are there."""
+    """Parse a target as `parse_target` does, but find what is called URI@STEP itself. Raises InvalidInput where both
+    are there."""
     target = parse_target(text)
     try:
         if target.step is None or not _is_something(text, storage_options):
@@ -97,7 +98,7 @@ def find_target(text: str, storage_options: Mapping[str, Any]) -> CommandTarget:
 
 @contextmanager
 def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple[CheckpointStore, int]]:
-    """The store and the step of URI@STEP. Raises InvalidInput when no step is given."""
+    """Yield the store and the step of URI@STEP. Raises InvalidInput when no step is given."""
     target = find_target(text, storage_options)
     if target.step is None:
         raise InvalidInput(f"{text} names no checkpoint", hint="Write STORE@STEP, STORE@latest or STORE@best:METRIC")
@@ -109,7 +110,8 @@ def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple
 def opened_checkpoint(
     text: str, storage_options: Mapping[str, Any], *, fast: FastTier | None = None
 ) -> Iterator[Checkpoint]:
-    """The checkpoint that TARGET names; of a store alone its latest one. With `fast` it may lie on this node alone.
+    """Yield the checkpoint that TARGET names; of a store alone its latest one. With `fast` it may lie on this node
+    alone.
 
     Raises InvalidInput where `fast` is given, and TARGET asks for the best one or is a checkpoint directory.
     """
@@ -124,12 +126,12 @@ def opened_checkpoint(
 
 
 def is_checkpoint(uri: str, storage_options: Mapping[str, Any]) -> bool:
-    """Whether the URI is a checkpoint directory, and not a store."""
+    """Return True if the URI is a checkpoint directory, and not a store."""
     return _holds(uri, storage_options, MANIFEST_NAME)
 
 
 def _is_something(uri: str, storage_options: Mapping[str, Any]) -> bool:
-    """Whether a store or a checkpoint directory is called so."""
+    """Return True if a store or a checkpoint directory has that name."""
     return _holds(uri, storage_options, STORE_KEY, MANIFEST_NAME)
 
 
@@ -139,7 +141,7 @@ def _holds(uri: str, storage_options: Mapping[str, Any], *keys: str) -> bool:
 
 
 def _any_checkpoint_in(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:
-    """`checkpoint_in`, with what lies on this node: of a step the one that was saved last."""
+    """Return a checkpoint as `checkpoint_in` does, or one on this node: of a step the one that was saved last."""
     if isinstance(step, Best):
         raise InvalidInput("The best checkpoint is one of the store", hint="Leave --fast out, or name a step")
     if isinstance(step, int):
@@ -149,7 +151,8 @@ def _any_checkpoint_in(store: CheckpointStore, step: int | str | Best | None) ->
 
 
 def checkpoint_in(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:
-    """The checkpoint of a step, the best one, or else the latest. Raises NoUsableCheckpoint where there is none."""
+    """Return the checkpoint of a step, the best one, or else the latest. Raises NoUsableCheckpoint where there is
+    none."""
     if isinstance(step, int):
         return store[step]
     checkpoint = store.best(step.metric, step.mode) if isinstance(step, Best) else store.latest()

@@ -1,4 +1,4 @@
-"""What only a terminal gets to see: progress bars, tables with lines, lines that are drawn again in their place. The
+"""Draw on a terminal: progress bars, tables with lines, pictures that are drawn again in their place. The
 only importer of rich."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ckptstore.runtime.shown import show_duration, show_size, show_speed
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether somebody looks at the stream while it is written."""
+    """Return True if somebody looks at the stream while it is written."""
     return stream is not None and bool(stream.isatty())  # None: it was closed before Python began
 
 
 _LINE_SECONDS = 10.0
-"""How often a line says how far it is, where there is no terminal."""
+"""The pause between two lines about progress, where there is no terminal."""
 
 
 @contextmanager

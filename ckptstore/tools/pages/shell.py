@@ -36,7 +36,7 @@ def html_page(
     scripts: Sequence[str] = (),
     connects: bool = False,
 ) -> str:
-    """A whole page, with the shared theme and tools before `styles` and `scripts`.
+    """Return a whole page, with the shared theme and tools before `styles` and `scripts`.
 
     `title` is any text. `body` is HTML, and whoever wrote it has escaped what is in it. `document` is what JSON has;
     the scripts read it by `readDocument()`. A browser runs only these scripts and applies only these styles. With
@@ -68,7 +68,7 @@ def html_page(
 
 
 def json_in_html(value: Any) -> str:
-    """A value as JSON that can stand in a script element: nothing in it ends the element or begins markup.
+    """Return a value as JSON that can stand in a script element: nothing in it ends the element or begins markup.
 
     Raises:
         ValueError: It has a float that JSON lacks.
@@ -77,7 +77,7 @@ def json_in_html(value: Any) -> str:
 
 
 def shared(name: str) -> str:
-    """The text of a file of this room."""
+    """Return the text of a file of this room."""
     return (files("ckptstore.tools.pages") / name).read_text(encoding="utf-8")
 
 

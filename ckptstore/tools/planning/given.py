@@ -1,4 +1,4 @@
-"""What the calculator is told of a job, its nodes and its bucket. Pure."""
+"""Describe a job, its nodes and its bucket to the calculator. Pure."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ class PlannedJob:
 
     num_nodes: int
     state_bytes: float
-    """Of the whole state, over all ranks."""
+    """The size of the whole state, over all ranks."""
     disk_bytes_per_second: float
-    """How fast one node writes to its disk, and reads from it."""
+    """The speed at which one node writes to its disk, and reads from it."""
     bucket_bytes_per_second: float
-    """How fast one node writes to the bucket, and reads from it."""
+    """The speed at which one node writes to the bucket, and reads from it."""
     stall_seconds: float
-    """How long one save holds the training up."""
+    """The time for which one save holds the training up."""
     step_seconds: float
-    """How long one step of the training takes."""
+    """The time of one step of the training."""
     ranks_per_node: int = 1
     network_bytes_per_second: float | None = None
-    """How fast one node sends to another, and receives at the same time; None where copies are not asked about."""
+    """The speed at which one node sends to another, and receives at the same time; None without copies."""
     bucket_total_bytes_per_second: float | None = None
-    """How fast the bucket takes from, and gives to, all nodes together; None for as fast as all nodes can."""
+    """The speed of the bucket for all nodes together; None for as fast as all nodes can."""
     node_mtbf_seconds: float | None = None
     """The mean time between two failures of one node; None where nodes do not fail."""
     job_mtbf_seconds: float | None = None
     """The mean time between two failures of the job itself: all nodes stay, with their disks. None for none."""
     disk_survives_share: float = 0.0
-    """Of the failures of nodes, those after which the node is in the job again, with what is on its disk."""
+    """The share of failures of nodes after which the node is in the job again, with what is on its disk."""
     several_nodes_share: float = 0.0
-    """Of the failures of nodes, those that take several nodes at once, or move the job to other nodes."""
+    """The share of failures of nodes that take several nodes at once, or move the job to other nodes."""
     restart_seconds: float = 0.0
     """From a failure until the job begins to load. No way to save shortens it."""
     node_hour_cost: float | None = None
-    """What one node costs in an hour, in any currency."""
+    """The price of one node for an hour, in any currency."""
     keep: int = 2
-    """How many fast checkpoints stay on the nodes."""
+    """The number of fast checkpoints that stay on the nodes."""
     bucket_keep: int = 3
-    """How many checkpoints stay live in the bucket."""
+    """The number of checkpoints that stay live in the bucket."""
     drain_seconds: float = 0.0
     """The time between two checkpoints that are brought into the bucket; 0 for as often as one is there."""
     grace_seconds: float = 3600.0
-    """How long what retention drops stays in the bucket."""
+    """The time that what retention drops stays in the bucket."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -77,21 +77,21 @@ class PlannedJob:
 
     @property
     def bytes_per_node(self) -> float:
-        """Of the state."""
+        """The part of the state on one node."""
         return self.state_bytes / self.num_nodes
 
     @property
     def bucket_seconds(self) -> float:
-        """How long the state takes to the bucket, or from it."""
+        """The time that the state takes to the bucket, or from it."""
         total = self.bucket_bytes_per_second * self.num_nodes
         return self.state_bytes / min(total, self.bucket_total_bytes_per_second or total)
 
     @property
     def node_failures_per_second(self) -> float:
-        """Of all nodes together."""
+        """The failures of all nodes together."""
         return self.num_nodes / self.node_mtbf_seconds if self.node_mtbf_seconds else 0.0
 
     @property
     def failures_per_second(self) -> float:
-        """Of nodes and of the job itself."""
+        """The failures of nodes and of the job itself."""
         return self.node_failures_per_second + (1 / self.job_mtbf_seconds if self.job_mtbf_seconds else 0.0)

@@ -24,12 +24,12 @@ DALY_SOURCE = (
 
 
 def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """The best time of training between two saves to the first order: Young 1974."""
+    """Return the best time of training between two saves to the first order: Young 1974."""
     return math.sqrt(2 * stall_seconds) * math.sqrt(mtbf_seconds)
 
 
 def daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """The best time of training between two saves to a higher order: Daly 2006.
+    """Return the best time of training between two saves to a higher order: Daly 2006.
 
     It is shorter than Young's by at most the stall. Where nothing fails it is infinite.
     """

@@ -1,4 +1,4 @@
-"""What the failures of a day cost with a bucket alone, and with fast checkpoints on one or two nodes each. Pure.
+"""Estimate what the failures of a day cost, with a bucket alone and with fast checkpoints on one or two nodes. Pure.
 
 To the first order: the loss of a day is the failures of a day, each with its mean loss, and the stalls of its saves.
 That holds while a failure is rare beside what it costs; `is_rough` says where it does not.
@@ -44,7 +44,7 @@ class Outlook:
     """Why it is not another one: Daly's formula; no save begins before the one before is complete; the bucket
     gets no checkpoint sooner, and answers the other failures; nothing is saved within a step."""
     answered_share: float
-    """Of all failures, those after which the job goes on from the disks of its nodes."""
+    """The share of all failures after which the job goes on from the disks of its nodes."""
     answered_loss_seconds: float
     """The mean loss of one of these; 0 where there is none."""
     other_loss_seconds: float
@@ -54,20 +54,20 @@ class Outlook:
     lost_seconds_per_day: float
     """By failures and stalls: of each node. At most the day."""
     is_rough: bool
-    """Whether failures cost so much that the first order is not enough."""
+    """True if failures cost so much that the first order is not enough."""
     disk_bytes_per_node: float
     """At most: with those that are being saved, drained, and waiting for that."""
     bucket_bytes: float
     bucket_bytes_per_day: float
 
     def lost_node_hours_per_day(self, job: PlannedJob) -> float:
-        """Over all nodes."""
+        """The hours lost in a day, over all nodes."""
         return self.lost_seconds_per_day * job.num_nodes / 3600
 
 
 @dataclass(frozen=True, slots=True)
 class _Failures:
-    """How often in a second, by what they leave."""
+    """Failures in a second, by what they leave."""
 
     kept: float
     """Every node is there again, with its disk."""
@@ -78,7 +78,8 @@ class _Failures:
 
 
 def outlooks(job: PlannedJob) -> list[Outlook]:
-    """A bucket alone, then fast checkpoints with one copy and, where there are two nodes and a network, with two."""
+    """Return the outlooks of a bucket alone, then of fast checkpoints with one copy and, where there are two nodes and
+    a network, with two."""
     found = [_of(job, 0), _of(job, 1)]
     if job.num_nodes > 1 and job.network_bytes_per_second is not None:
         found.append(_of(job, 2))
@@ -143,7 +144,8 @@ def _of(job: PlannedJob, copies: Copies) -> Outlook:
 
 
 def _complete_seconds(job: PlannedJob, copies: Copies) -> float:
-    """Disk and network work side by side; with two copies a disk takes the files of two nodes."""
+    """Return the time of a save. Disk and network work side by side; with two copies a disk takes the files of two
+    nodes."""
     if copies == 0:
         return job.bucket_seconds
     to_disk = copies * job.bytes_per_node / job.disk_bytes_per_second
@@ -155,7 +157,7 @@ def _over_network(job: PlannedJob) -> float:
 
 
 def _both_share(job: PlannedJob, failures: _Failures, alone_seconds: float) -> float:
-    """Of the failures that lose one node, those in which a neighbour of the ring is lost before all files lie on two
+    """Return the share of the failures of one node in which a neighbour is lost too before all files lie on two
     nodes again."""
     neighbours = min(2, job.num_nodes - 1)
     return min(1.0, neighbours * failures.one_lost / job.num_nodes * alone_seconds)
@@ -164,7 +166,7 @@ def _both_share(job: PlannedJob, failures: _Failures, alone_seconds: float) -> f
 def _interval(
     job: PlannedJob, copies: Copies, mtbf: float, *, complete: float, durable_least: float
 ) -> tuple[float, Reason]:
-    """The best interval, and why it is that.
+    """Return the best interval, and why it is that.
 
     Saves that are more frequent than what reaches the bucket help against the failures that nodes answer. Less frequent
     ones would help against fewer failures of all kinds.

@@ -1,4 +1,4 @@
-"""What lies in a store beside its checkpoints: attempts without a commit, garbage, leases. Nothing is written."""
+"""Find what a store has besides checkpoints: attempts without a commit, garbage, leases. Nothing is written."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ckptstore.upkeep.garbage import ListedAttempt, listed_attempts, look_for_ga
 from ckptstore.upkeep.leases import FRESH_SECONDS
 
 LISTED_FILES = 200_000
-"""Of more files a listing takes minutes on an object store."""
+"""The most files to list: of more a listing takes minutes on an object store."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Condition:
-    """What one look found; all by this machine's clock, since only a write tells the storage's."""
+    """The findings of one look; all by this machine's clock, since only a write shows the storage's."""
 
     torn: list[TornAttempt] = field(default_factory=list)
     garbage_bytes: int = 0
@@ -97,7 +97,7 @@ def _torn(directory: str, listed: ListedAttempt, newest: Record, reason: str, *,
 
 
 def _leases(storage: Storage, now_seconds: float) -> list[SeenLease]:
-    """Those that are fresh. Only who reads on a disk writes any."""
+    """Return the leases that are fresh. Only readers on a disk write any."""
     found = []
     for file in storage.list(LEASE_PREFIX) if isinstance(storage, Disk) else ():
         number, age_seconds = parse_lease_key(file.key), max(0.0, now_seconds - file.modified_seconds)

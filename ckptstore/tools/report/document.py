@@ -36,30 +36,30 @@ class SeenCheckpoint:
     attempt: str
     """The name of its directory below `checkpoints/`."""
     kind: Literal["directory", "state"]
-    """Whether it holds files as they were given, or a state."""
+    """"directory" for the files of a directory, or "state"."""
     status: Status
     """One of "live", "trash", or "deleted" when the log has dropped it for good."""
     created_at: float
-    """When it was saved, in seconds since the epoch by the leader's clock."""
+    """The time of its save, in seconds since the epoch by the leader's clock."""
     committed_at: float
-    """When its record was written, by the same clock. With a fast tier that is when it came into the store."""
+    """The time of its record, by the same clock. With a fast tier it came into the store then."""
     save_number: int
     """The number of the save among those of its job, from 1; 0 where the record does not tell."""
     saves_before: int
-    """How many saves of its job since the checkpoint before are not in the store: they failed or, with a fast tier, a
-    newer one was there first or they were not due."""
+    """The number of saves of its job since the checkpoint before that are not in the store: they failed or, with a fast
+    tier, a newer one was there first or they were not due."""
     world_size: int
-    """How many ranks wrote it."""
+    """The number of ranks that wrote it."""
     size_bytes: int
-    """Of all files, the manifest apart; those that lie in the directories of its bases too."""
+    """The size of all files, the manifest apart; those in the directories of its bases included."""
     metrics: Mapping[str, float | str]
     """By name. A float that JSON lacks is "NaN", "Infinity" or "-Infinity"."""
     bases: tuple[int, ...] = ()
     """The numbers of the checkpoints whose files it refers to."""
     is_latest: bool = False
-    """Whether it is the live one with the highest number."""
+    """True for the live one with the highest number."""
     is_pinned: bool = False
-    """Whether it is kept until it is unpinned."""
+    """True if it is kept until it is unpinned."""
     best_of: tuple[str, ...] = ()
     """The metrics by which no live checkpoint is better; only metrics whose name tells which way is better."""
     resumed_by: tuple[int, ...] = ()
@@ -69,16 +69,16 @@ class SeenCheckpoint:
     removed_because: str = ""
     """Why it is live no more; "" where it is, or where the record gives no reason."""
     removed_at: float | None = None
-    """When it went to the trash or, if it is deleted, when the log dropped it; by the clock of who did it."""
+    """The time when it went to the trash or, if it is deleted, when the log dropped it; by the clock of who did it."""
     deletes_at: float | None = None
-    """When a prune may delete it from the trash: its removal and the grace period. None where it is not there."""
+    """The time from which a prune may delete it: its removal and the grace period. None if it is not in the trash."""
     held_by: tuple[str, ...] = ()
-    """What keeps it from being deleted from the trash even after that."""
+    """The reason that keeps it in the trash even after that."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Lines to copy into a shell, quoted for it, by name: those that apply of pin, unpin, restore, rollback, prune, cp,
     verify. None where the URI cannot stand in one, or names another checkpoint of the step."""
     timings: Mapping[str, Any] | None = None
-    """What the manifest says of how long the save took, rank by rank; None without that, or beyond the bound."""
+    """The timings of the save in the manifest, rank by rank; None without them, or beyond the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +86,11 @@ class SeenChange:
     """One record of the log."""
 
     number: int
-    """Of the record."""
+    """The number of the record."""
     at: float
-    """When it was written, in seconds since the epoch by the writer's clock."""
+    """The time of the record, in seconds since the epoch by the writer's clock."""
     kind: ChangeKind
-    """What it did. "prune" drops checkpoints from the trash, "remove" and "rollback" put them there."""
+    """The kind of change. "prune" drops checkpoints from the trash, "remove" and "rollback" put them there."""
     text: str
     """The change in words."""
     numbers: tuple[int, ...] = ()
@@ -104,9 +104,9 @@ class SeenResume:
     """A job with a fast tier said from where it goes on."""
 
     number: int
-    """Of the record that says so."""
+    """The number of the record that says so."""
     at: float
-    """When it was written, by the writer's clock."""
+    """The time of the record, by the writer's clock."""
     epoch: int
     """The writer epoch of the job."""
     attempt: str
@@ -130,30 +130,30 @@ class SeenFast:
     save_number: int | None
     """The number of the save among those of its job; None without a certificate that can be read."""
     created_at: float | None
-    """When it was saved by the leader's clock or, without a certificate, when its newest file was written; None for an
+    """The time of the save by the leader's clock or, without a certificate, of its newest file; None for an
     empty directory."""
     world_size: int | None
-    """How many ranks wrote it; None without a certificate."""
+    """The number of ranks that wrote it; None without a certificate."""
     size_bytes: int
-    """Of all its files on all nodes; without a certificate of those that are here."""
+    """The size of all its files on all nodes; without a certificate of those on this node."""
     here_bytes: int
-    """Of the files that are here."""
+    """The size of its files on this node."""
     nodes: tuple[str, ...]
     """The nodes that had its files when it was complete."""
     metrics: Mapping[str, float | str]
     """As those of a checkpoint."""
     standing: Standing
-    """What it is to the store: "durable" when the store has it, "superseded" when the store has a newer one, "void"
+    """Its standing in the store: "durable" when the store has it, "superseded" when the store has a newer one, "void"
     when nobody may resume from it, "only-here" when the store has neither it nor a newer one, "unfinished" without a
     certificate, "damaged" when that cannot be read, "foreign" when it is of another store or another history."""
     reason: str
     """Why, in words."""
     number: int | None
-    """Of the checkpoint in the store, where it is durable."""
+    """The number of the checkpoint in the store, if it is durable."""
     num_missing: int
-    """How many files this node should have and does not."""
+    """The number of files that this node should have and does not."""
     is_usable: bool
-    """Whether it is certified and whole here, and a job may resume from it. Digests are not compared."""
+    """True if it is certified and whole on this node, and a job may resume from it. Digests are not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,34 +163,34 @@ class TornAttempt:
     attempt: str
     """The name of its directory below `checkpoints/`."""
     step: int | None
-    """What it was to save; None where the name does not say."""
+    """The step that it was to save; None where the name does not say."""
     epoch: int | None
     """The writer epoch of the job that began it; None where the name does not say."""
     size_bytes: int
-    """Of the files that are there."""
+    """The size of its files."""
     modified_at: float | None
-    """When the last of its files was written, by the storage's clock; None for an empty directory."""
+    """The time of the last write to its files, by the storage's clock; None for an empty directory."""
     in_flight: bool
-    """Whether the job that owns the store began it, so that it may still be committed."""
+    """True if the job that owns the store began it, so that it may still be committed."""
     why: str
-    """What it is, in words, and what removes it."""
+    """A description in words, and what removes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizePoint:
-    """How large the store was after a record, by the sizes of its checkpoints: a file that several refer to counts for
+    """The size of the store after a record, by the sizes of its checkpoints: a file that several refer to counts for
     each of them."""
 
     at: float
-    """When the record was written."""
+    """The time of the record."""
     number: int
-    """Of the record."""
+    """The number of the record."""
     live_bytes: int
-    """Of the live checkpoints."""
+    """The size of the live checkpoints."""
     trash_bytes: int
-    """Of those in the trash."""
+    """The size of those in the trash."""
     freed_bytes: int
-    """Of all that was dropped for good until then."""
+    """The size of all that was dropped for good until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,11 +200,11 @@ class SeenLayout:
     keys: tuple[str, ...]
     """The key of each tensor, in the order of the index."""
     dtypes: tuple[int, ...]
-    """Where the dtype stands in `dtype_names` of the store."""
+    """The position of the dtype in `dtype_names` of the store."""
     shapes: tuple[tuple[int, ...], ...]
     """The shape of the whole tensor."""
     size_bytes: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class SeenTree:
     """The tensors of one checkpoint."""
 
     layout: int
-    """Where its layout stands in `layouts` of the store."""
+    """The position of its layout in `layouts` of the store."""
     digests: tuple[str | None, ...] | None
     """For each key "PLACE/CONTENT". Where the whole text is the same in two checkpoints, the tensor is. Where PLACE is
     the same and CONTENT is not, it has changed. Where PLACE differs, ranks had divided it in another way, so nothing is
@@ -226,44 +226,44 @@ class SeenLease:
     holder: str
     """The host and process, as the lease is named."""
     number: int
-    """Of the checkpoint."""
+    """The number of the checkpoint."""
     age_seconds: float
     """Since it was renewed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether a person has to do something."""
+    """The state of a store that decides if a person has to do something."""
 
     last_durable_at: float | None = None
-    """When the latest live checkpoint was committed; None when nothing is live."""
+    """The time of the commit of the latest live checkpoint; None when nothing is live."""
     last_durable_step: int | None = None
     """The step of it."""
     last_fast_at: float | None = None
-    """When the newest fast checkpoint on this node was saved from which a job could resume; None where there is none,
-    and where nobody asked for those on this node."""
+    """The time of the save of the newest fast checkpoint on this node that a job could resume from; None where there is
+    none, and where nobody asked for those on this node."""
     last_fast_step: int | None = None
     """The step of it."""
     not_durable_since: float | None = None
-    """When the oldest fast checkpoint on this node was saved that is newer than what the store has; None where there is
-    none."""
+    """The time of the save of the oldest fast checkpoint on this node that is newer than what the store has; None
+    without none."""
     gaps: tuple[str, ...] = ()
-    """What is wrong with the records of the log, or with their order."""
+    """Faults of the records of the log, or of their order."""
     garbage_bytes: int = 0
-    """Of attempts that a garbage collection removes."""
+    """The size of the attempts that a garbage collection removes."""
     garbage_files: int = 0
     """Their files, and unfinished uploads and files that killed writers left."""
     stored_bytes: int | None = None
-    """Of all files that lie below `checkpoints/` now; None where they were not listed."""
+    """The size of all files below `checkpoints/` now; None where they were not listed."""
     leases: tuple[SeenLease, ...] = ()
-    """Who reads now."""
+    """The processes that read now."""
     trouble: tuple[str, ...] = ()
-    """What could not be read, and is therefore missing here, and what is damaged."""
+    """Parts that could not be read, and are therefore missing in the report, and what is damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What was left out so that a large store stays quick. Checkpoints and records are never left out."""
+    """Limits that keep the report of a large store quick. Checkpoints and records are never left out."""
 
     timings: int
     """Timings are of so many of the newest live checkpoints."""
@@ -288,7 +288,7 @@ class SeenStore:
     metrics: tuple[str, ...] = ()
     """The names of all metrics."""
     metric_modes: Mapping[str, Literal["min", "max"]] = field(default_factory=dict)
-    """Which way a metric is better, where its name tells."""
+    """The way in which a metric is better, if its name tells."""
     checkpoints: tuple[SeenCheckpoint, ...] = ()
     """Every one that the log knows, oldest first."""
     changes: tuple[SeenChange, ...] = ()
@@ -296,17 +296,17 @@ class SeenStore:
     resumes: tuple[SeenResume, ...] = ()
     """From where jobs with a fast tier went on, oldest first."""
     fast_directory: str = ""
-    """Where fast checkpoints on this node were looked for; "" where nobody asked for those."""
+    """The directory of fast checkpoints on this node; "" without one."""
     fast: tuple[SeenFast, ...] = ()
-    """What is there, in the order of the saves."""
+    """The fast checkpoints of that directory, in the order of the saves."""
     torn: tuple[TornAttempt, ...] = ()
     """Attempts without a commit."""
     sizes: tuple[SizePoint, ...] = ()
     """After every record that changed them."""
     layouts: tuple[SeenLayout, ...] = ()
-    """What trees refer to."""
+    """The layouts that trees refer to."""
     dtype_names: tuple[str, ...] = ()
-    """What layouts refer to."""
+    """The dtypes that layouts refer to."""
     trees: Mapping[str, SeenTree] = field(default_factory=dict)
     """By the number of the checkpoint."""
     commands: Mapping[str, str] = field(default_factory=dict)
@@ -314,40 +314,42 @@ class SeenStore:
     needs_options: tuple[str, ...] = ()
     """The names of the storage options that the commands need as well. Their values are not told."""
     bounds: Bounds
-    """What was left out."""
+    """The limits, and what was left out."""
     health: Health
-    """Whether a person has to do something."""
+    """The state of a store that decides if a person has to do something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """What `report --json` prints, and what the page shows."""
+    """The document that `report --json` prints and the page shows."""
 
     version: int = VERSION
-    """Of this schema."""
+    """The version of this schema."""
     created_at: float
-    """When it was gathered, in seconds since the epoch by this machine's clock; of a live one, when it last changed."""
+    """The time when it was gathered, in seconds since the epoch by this machine's clock; of a live one, of its last
+    change."""
     command: str
-    """What was called, without secrets."""
+    """The command line, without secrets."""
     live: bool
-    """Whether a server keeps it up to date."""
+    """True if a server keeps it up to date."""
     stores: tuple[SeenStore, ...]
     """In the order of the command line."""
 
     def to_json(self) -> dict[str, Any]:
-        """As in the schema: dicts, lists and values that JSON has."""
+        """Convert it to dicts, lists and values that JSON has, as in the schema."""
         value: dict[str, Any] = _plain(self)
         return value
 
 
 def finite(value: float) -> float | str:
-    """A metric as the document has it: the name of it where JSON has no such float."""
+    """Return a metric for the document: the name of a float that JSON lacks."""
     value = as_float(value)
     return value if math.isfinite(value) else float_name(value)
 
 
 def as_float(value: float) -> float:
-    """A metric of a record as a float: it may be an integer that no float can hold, which becomes an infinity."""
+    """Convert a metric of a record to a float: it may be an integer that no float can hold, which becomes an
+    infinity."""
     try:
         return float(value)
     except OverflowError:

@@ -37,12 +37,12 @@ from ckptstore.tools.report.node import SeenNode, look_at_node
 from ckptstore.tools.report.trees import Forest, ReadTree, read_tree
 
 NUM_TIMINGS = 200
-"""Of so many of the newest live checkpoints the manifest is read."""
+"""The number of newest live checkpoints whose manifest is read."""
 NUM_TREES = 8
 TREE_TENSORS = 400_000
 """At 13 characters for each digest, what a page takes without becoming slow."""
 MOST_TOLD = 20
-"""Of more checkpoints than so many with trouble, the first alone are named."""
+"""The most checkpoints with trouble that are named."""
 _NUM_THREADS = 32
 _BATCH_RECORDS = 1000
 
@@ -59,9 +59,9 @@ class Sighting:
     needs_options: Sequence[str] = ()
     """The names of the storage options with which the store was opened."""
     fast_directory: str = ""
-    """Where fast checkpoints on this node are looked for; "" for nowhere."""
+    """The directory of fast checkpoints on this node; "" without one."""
     rest_seconds: float = 0.0
-    """How long after one listing of the files the next one has to wait, at least; 20 times as long as it took."""
+    """The least pause between two listings of the files; it is at least 20 times as long as a listing took."""
     _history: History = field(default_factory=History)
     _identity: StoreIdentity | None = None
     _timings: dict[int, Mapping[str, Any] | None] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Sighting:
     _listed_until: float = 0.0
 
     def look(self) -> SeenStore:
-        """What the store holds now.
+        """Return what the store holds now.
 
         Raises StoreMissing where there is none, InvalidInput where Ray keeps it, StorageError when its log cannot be
         read. What else cannot be read, or is damaged, is trouble in what is returned.
@@ -161,7 +161,7 @@ class Sighting:
         self._keep(self._timings, numbers, read)
 
     def _read_trees(self, numbers: Iterable[int]) -> Forest:
-        """The trees of the first of these, as many as the bounds allow."""
+        """Return the trees of the first of these, as many as the bounds allow."""
         chosen = list(numbers)[: self.num_trees]
         self._keep(self._trees, chosen, lambda number: read_tree(self._checkpoint(number)))
         forest, left = Forest(), TREE_TENSORS
@@ -265,7 +265,7 @@ class Sighting:
 
 
 def unseen(uri: str, error: CkptstoreError, *, num_trees: int = NUM_TREES) -> SeenStore:
-    """A store of which nothing could be read: the error is its trouble."""
+    """Return a store of which nothing could be read: the error is its trouble."""
     bounds = _bounds(num_trees, 0.0)
     return SeenStore(uri=uri, store_id="", bounds=bounds, health=Health(trouble=(f"{error.code}: {error.message}",)))
 
@@ -281,7 +281,7 @@ def _bounds(num_trees: int, grace_seconds: float) -> Bounds:
 
 
 def _own_identity(found: StoreIdentity | None, uri: str) -> StoreIdentity:
-    """The identity of a store that has a log of its own."""
+    """Return the identity of a store that has a log of its own."""
     if found is None:
         raise StoreMissing(f"There is no store at {uri}")
     if found.kept_by != KEPT_BY_CKPTSTORE:
@@ -293,7 +293,7 @@ def _own_identity(found: StoreIdentity | None, uri: str) -> StoreIdentity:
 
 
 def _best(live: Sequence[Life]) -> tuple[dict[str, Mode], dict[str, int]]:
-    """Which way metrics are better, where their names tell, and the number of the live checkpoint that is best."""
+    """Return the way in which metrics are better, if their names tell, and the number of the best live checkpoint."""
     candidates = [
         Candidate(
             number=life.number,
@@ -316,7 +316,7 @@ def _best(live: Sequence[Life]) -> tuple[dict[str, Mode], dict[str, int]]:
 
 
 def _worth_a_tree(live: Sequence[Life], state: StoreState, best: Mapping[str, int]) -> list[int]:
-    """Live checkpoints with a state, in the order in which somebody wants to look into them."""
+    """Return live checkpoints with a state, the most interesting first."""
     newest_first = [life.number for life in reversed(live) if life.entry.kind == "state"]
     known = set(newest_first)
     pinned = [number for number in sorted(state.pinned, reverse=True) if number in known]
@@ -325,7 +325,7 @@ def _worth_a_tree(live: Sequence[Life], state: StoreState, best: Mapping[str, in
 
 
 def _kept_because(number: int, state: StoreState, best_of: Sequence[str]) -> tuple[str, ...]:
-    """What the log knows. The policy of a job is not in it."""
+    """Return the reasons that the log knows. The policy of a job is not in it."""
     reasons = ["the latest"] if number == state.latest else []
     reasons += ["pinned"] if number in state.pinned else []
     reasons += [RESUMED_FROM] if number == state.resume_from else []

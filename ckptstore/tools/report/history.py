@@ -28,19 +28,19 @@ from ckptstore.log.reader import Probed, link_problem, record_problem
 from ckptstore.tools.report.document import ChangeKind, SeenChange, SeenResume, SizePoint, Status
 
 MOST_NAMED = 8
-"""Of more checkpoints than so many, the text of a change names the first alone."""
+"""The most checkpoints that the text of a change names."""
 
 
 @dataclass(slots=True)
 class Life:
-    """What became of one checkpoint."""
+    """The life of one checkpoint, from its commit to its deletion."""
 
     number: int
     entry: CheckpointEntry
     committed_at: float = 0.0
-    """When its record was written, by the writer's clock."""
+    """The time of its record, by the writer's clock."""
     saves_before: int = 0
-    """How many saves of its job since the checkpoint before have no record."""
+    """The number of saves of its job since the checkpoint before that have no record."""
     status: Status = "live"
     removed_by: int = 0
     """The record that put it in the trash, or else dropped it; 0 while it is live."""
@@ -50,7 +50,7 @@ class Life:
 
 
 class History:
-    """What the records from 1 on tell, those that cannot be read apart."""
+    """The history that the records from 1 on tell, those that cannot be read apart."""
 
     def __init__(self) -> None:
         self.lives: dict[int, Life] = {}
@@ -62,22 +62,22 @@ class History:
         self.resumes: list[SeenResume] = []
         """From where jobs with a fast tier went on."""
         self.problems: list[str] = []
-        """What is wrong with the records or with their order."""
+        """Faults of the records or of their order."""
         self.newest: Record | None = None
         """The last one that could be read."""
         self._is_whole = True
-        """Whether the record before the next one could be read."""
+        """True if the record before the next one could be read."""
         self._epoch = 0
         self._saves: dict[int, int] = {}
         """By writer epoch, the highest number of a save that was committed."""
         self._numbers: dict[str, int] = {}
-        """Of the checkpoints, by attempt."""
+        """The numbers of the checkpoints, by attempt."""
         self._live: set[int] = set()
         self._pinned: set[int] = set()
         self._bytes: dict[Status, int] = {"live": 0, "trash": 0, "deleted": 0}
 
     def add(self, found: Probed) -> None:
-        """What was found at the next number."""
+        """Take note of what was found at the next number."""
         number = len(self.changes) + 1
         if not isinstance(found, Record):
             self._is_whole = False
@@ -183,7 +183,7 @@ class History:
         return _seen(record, kind, text, numbers=[*change.trash, *change.drop], epoch=change.epoch)
 
     def _move(self, number: int, status: Status, record: Record, reason: str = "") -> None:
-        """A checkpoint becomes live, trash or deleted. One whose own record could not be read is not known."""
+        """Make a checkpoint live, trash or deleted. One whose own record could not be read is not known."""
         life = self.lives.get(number)
         if life is None or life.status == status:
             return
@@ -200,8 +200,8 @@ class History:
         life.status = status
 
     def settle(self) -> StoreState:
-        """What the store holds, by the newest record: it alone counts. Where the changes lead elsewhere, that is a
-        problem, and checkpoints are what it says. To be called when all records were added.
+        """Take over what the store holds by the newest record, which alone counts. Where the changes lead elsewhere,
+        that is a problem, and checkpoints are what it says. To be called when all records were added.
 
         One comparison in place of one for each record, as `verify_log` makes them: those take a minute for 10,000.
         Raises CheckpointDamaged when the newest record does not say what the store holds.
@@ -236,7 +236,7 @@ class History:
             self._move(number, status, record, "a record that cannot be read removed it")
 
     def _named(self, numbers: Collection[int]) -> str:
-        """Checkpoints by their steps: "step 3", "steps 3, 5 and 90 more"."""
+        """Name checkpoints by their steps: "step 3", "steps 3, 5 and 90 more"."""
         steps = [str(self.lives[number].entry.step) if number in self.lives else "?" for number in sorted(numbers)]
         if len(steps) == 1:
             return f"step {steps[0]}"

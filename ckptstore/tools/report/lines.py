@@ -27,7 +27,7 @@ class Lines:
         self._highest_pin = max(state.pinned, default=0)
 
     def of_store(self) -> dict[str, str]:
-        """For the store as a whole."""
+        """Return the lines for the store as a whole."""
         if not self._is_usable:
             return {}
         return {
@@ -39,7 +39,8 @@ class Lines:
         }
 
     def of_checkpoint(self, life: Life) -> dict[str, str]:
-        """For a checkpoint: those that its status allows, and that name it and no other one of the same step."""
+        """Return the lines for a checkpoint that its status allows, and that name it and no other one of the same
+        step."""
         if not self._is_usable:
             return {}
         step, target = life.entry.step, f"{self._uri}@{life.entry.step}"
@@ -59,7 +60,7 @@ class Lines:
 
 
 def can_be_named(uri: str) -> bool:
-    """Whether a line with the URI means in another shell what it means here: not for what lies in the memory of this
+    """Return True if a line with the URI means the same in another shell: not for what lies in the memory of this
     process, for text that a terminal takes for a command to itself, and for a secret, which no line may have."""
     return not uri.startswith("memory://") and uri.isprintable() and redact(uri) == uri
 

@@ -1,4 +1,4 @@
-"""What a report says of the fast checkpoints on the disk of this node. Nothing is written."""
+"""Look at the fast checkpoints on the disk of this node for a report. Nothing is written."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class SeenNode:
 
     fast: tuple[SeenFast, ...] = ()
     newest: Manifest | None = None
-    """Of the newest that a job could resume from."""
+    """The manifest of the newest that a job could resume from."""
     not_durable_since: float | None = None
     trouble: tuple[str, ...] = ()
 
 
 def look_at_node(job: Job, directory: str, store_id: str, *, newest: Record | None) -> SeenNode:
-    """What lies below the directory for one store. What cannot be read is trouble."""
+    """Return what lies below the directory for one store. What cannot be read is trouble."""
     try:
         view = view_node(directory, store_id, job.log, job.storage, newest=newest)
     except CkptstoreError as error:

@@ -17,15 +17,15 @@ class Overview:
 
     sightings: Sequence[Sighting]
     command: str
-    """What was called, without secrets."""
+    """The command line, without secrets."""
     is_live: bool = False
-    """Whether somebody will look again."""
+    """True if somebody will look again."""
     errors: dict[str, CkptstoreError] = field(default_factory=dict)
     """By URI, why stores could not be read at the last look."""
     _seen: dict[int, SeenStore] = field(default_factory=dict)
 
     def look(self) -> Document:
-        """What all stores hold now.
+        """Return what all stores hold now.
 
         A store that cannot be read has the error as its trouble; if it could be read before, beside what was seen then.
         """

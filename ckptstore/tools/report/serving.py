@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 FRESH_SECONDS = 2.0
 """A document that was made so shortly ago is given out again, however many ask for it."""
 LISTING_REST_SECONDS = 15.0
-"""How long after one listing of all files the next one waits, at least. New records are read before that."""
+"""The least pause between two listings of all files. New records are read before that."""
 
 _HEADERS = [
     ("Cache-Control", "no-store"),
@@ -59,18 +59,18 @@ StartResponse = Callable[[str, list[tuple[str, str]]], object]
 
 @dataclass(slots=True)
 class Served:
-    """What is given out: the page and the document, made anew when they are old."""
+    """The page and the document to serve, renewed when they are old."""
 
     overview: Overview
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     hosts: frozenset[str] = frozenset()
-    """What the Host header may be."""
+    """The values that the Host header may have."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _made_at: float = -FRESH_SECONDS
     _value: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, request: Mapping[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-        """Answer one request, as WSGI has it."""
+        """Return the response to one request, as WSGI has it."""
         method, path = request["REQUEST_METHOD"], request["PATH_INFO"]
         status, kind, body, more = self._answer(method, request.get("HTTP_HOST", ""), path)
         headers = [("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body))), *more, *_HEADERS]
@@ -91,7 +91,7 @@ class Served:
         return "404 Not Found", "text/plain", b"there is no such page\n", []
 
     def _document(self) -> dict[str, Any]:
-        """One at a time: who asks meanwhile waits, and gets the same."""
+        """Return the document, one caller at a time: others wait meanwhile, and get the same."""
         with self._lock:
             if time.monotonic() - self._made_at >= FRESH_SECONDS:
                 value = self.overview.look().to_json()
@@ -129,7 +129,7 @@ def serve(served: Served, port: int, *, tell: Callable[[str], None]) -> None:
 
 
 def _bound(port: int) -> socket.socket:
-    """A socket of our own: waitress leaves the one that it makes open where the port is taken."""
+    """Bind a socket of our own: waitress leaves the one that it makes open where the port is taken."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -22,13 +22,13 @@ from ckptstore.tools.report.document import SeenLayout, SeenTree
 from ckptstore.transfer import RangeRead
 
 MOST_SHARED_BYTES = 4 << 20
-"""Of a checkpoint, how much is read of regions that hold several small tensors: their digests are of all together."""
+"""The most bytes to read of regions of a checkpoint with several small tensors: their digests are of all together."""
 _PLACE_BYTES, _CONTENT_BYTES = 3, 6
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTree:
-    """What one checkpoint has, the arrays parallel, in the order of keys."""
+    """The tensors of one checkpoint as parallel arrays, in the order of keys."""
 
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -47,7 +47,7 @@ class Forest:
     _known: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def add(self, number: int, tree: ReadTree) -> None:
-        """The tree of the checkpoint with that number."""
+        """Add the tree of the checkpoint with that number."""
         self.dtype_names += [name for name in dict.fromkeys(tree.dtypes) if name not in self.dtype_names]
         dtypes = tuple(map({name: at for at, name in enumerate(self.dtype_names)}.__getitem__, tree.dtypes))
         known = (tree.keys, dtypes, tree.shapes, tree.size_bytes)
@@ -60,7 +60,7 @@ class Forest:
 
 
 def read_tree(checkpoint: Checkpoint) -> ReadTree:
-    """The tensors of a checkpoint with a state, from its index alone, and small ones from their bytes.
+    """Return the tensors of a checkpoint with a state, from its index alone, and small ones from their bytes.
 
     No lease is written: a prune may delete the checkpoint meanwhile. Raises CheckpointGone, CheckpointDamaged,
     StorageError; ModuleNotFoundError without numpy or, for what torch's DCP wrote, without torch.
@@ -74,7 +74,7 @@ def read_tree(checkpoint: Checkpoint) -> ReadTree:
 
 
 def _stock_tree(checkpoint: Checkpoint) -> ReadTree:
-    """Of what torch's DCP wrote, which has no digests."""
+    """Return the tree of what torch's DCP wrote, which has no digests."""
     tensors = list(checkpoint.tensors.values())
     return ReadTree(
         keys=tuple(item.key for item in tensors),
@@ -132,12 +132,12 @@ class _Marks:
         self._held: dict[int, memoryview] = {}
 
     def has_its_own(self, chunks: Sequence[Any], size_bytes: int) -> bool:
-        """Whether the regions that hold a tensor hold nothing else."""
+        """Return True if the regions that hold a tensor hold nothing else."""
         held_bytes: int = sum(self._size[chunk.region] for chunk in chunks)
         return held_bytes == size_bytes
 
     def read(self, regions: Sequence[int]) -> None:
-        """Have the bytes of some regions at hand, as many as are read at all."""
+        """Read the bytes of some regions, as many as the bounds allow."""
         ranges, left_bytes = [], MOST_SHARED_BYTES
         for region in regions:
             if self._size[region] > left_bytes:
@@ -152,7 +152,7 @@ class _Marks:
         self._files.read(ranges)
 
     def digest(self, chunks_of_ranks: Sequence[Sequence[Any]], size_bytes: int, item_bytes: int) -> str | None:
-        """Two texts in one: how ranks had divided the tensor, and what is there. None for what was not read."""
+        """Return a digest of how ranks had divided the tensor and of its contents. None for what was not read."""
         place, content = blake2b(digest_size=_PLACE_BYTES), blake2b(digest_size=_CONTENT_BYTES)
         for chunks in chunks_of_ranks:
             is_own = self.has_its_own(chunks, size_bytes)

@@ -32,11 +32,11 @@ from ckptstore.tools.run.rounds import NodeOffer, NodeView, choose
 _NICE = 10
 _LONGEST_WAIT_SECONDS = 60.0
 _FINAL = (StoreFenced, StoreForked, UnsupportedVersion)
-"""What no later try mends."""
+"""Errors that no later try mends."""
 _LAST_LOOKS = 3
-"""How often a checkpoint that changes after the trainer's end is tried."""
+"""The number of tries of a checkpoint that changes after the trainer's end."""
 _LOCAL_COPIES = 2
-"""How many of the newest checkpoints `delete_local` leaves in the folder."""
+"""The number of newest checkpoints that `delete_local` leaves in the folder."""
 
 
 @dataclass(slots=True)
@@ -57,13 +57,14 @@ class Committer:
     store: CheckpointStore
     folder: Folder
     job: Callable[[], JobSeen]
-    """What is known of the trainer's processes now."""
+    """Returns what is known of the trainer's processes now."""
     interval_seconds: float
     began_at: float
-    """When the agent began, in seconds since the epoch, before anything was started that writes to the folder."""
+    """The time when the agent began, in seconds since the epoch, before anything was started that writes to the
+    folder."""
     delete_local: bool = False
     is_shared: bool = False
-    """Whether the folder is one and the same for all nodes."""
+    """True if the folder is one and the same for all nodes."""
     _committed: dict[str, str] = field(default_factory=dict)
     """The fingerprints of what is in the store, by name."""
     _passed: dict[str, str] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class Committer:
     _last: tuple[int, float] | None = None
     """The step of the last commit, and when its files were written."""
     _seen_at: dict[tuple[str, str], float] = field(default_factory=dict)
-    """When each of those that are not in the store was seen finished first, by name and fingerprint."""
+    """The time when each of those that are not in the store was seen finished first, by name and fingerprint."""
     _told_ahead: tuple[str, str] | None = None
     """The newest of them that was told."""
     _told: set[str] = field(default_factory=set)
@@ -82,9 +83,9 @@ class Committer:
     _suspects: set[str] | None = None
     """Names of what may be in the store, and is compared before it is offered; None before the first look."""
     _has_compared: bool = False
-    """Whether what was there before the first look was compared with the store."""
+    """True once what was there before the first look was compared with the store."""
     _changes: int = 0
-    """How often in a row a checkpoint was no longer what it was."""
+    """The number of times in a row that a checkpoint was no longer what it was."""
     stopped: CkptstoreError | None = None
     """Why nothing more is committed."""
     failed: CkptstoreError | None = None
@@ -92,13 +93,13 @@ class Committer:
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
     is_hurried: bool = False
-    """Whether only the newest counts."""
+    """True if only the newest counts."""
     is_through: bool = False
-    """Whether the loop is over."""
+    """True when the loop is over."""
     _has_ended: bool = False
 
     def run(self) -> None:
-        """Go on until `finish` and until what is finished is committed, or cannot be."""
+        """Run until `finish` is called and what is finished is committed, or cannot be."""
         with contextlib.suppress(OSError, AttributeError):  # threads that it starts have the same priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
@@ -109,22 +110,22 @@ class Committer:
             self.is_through = True
 
     def look_now(self) -> None:
-        """Do not wait for the next round."""
+        """Begin the next round now."""
         self._wake.set()
 
     def hurry(self) -> None:
-        """The end is near: only the newest counts."""
+        """Commit only the newest from now on: the end is near."""
         self.is_hurried = True
         self._wake.set()
 
     def finish(self) -> None:
-        """Nothing more is written to the folder."""
+        """Note that nothing more is written to the folder."""
         self._has_ended = True
         self._wake.set()
 
     def left(self) -> tuple[list[Found], Mapping[str, str]]:
-        """What is finished and neither in the store nor passed over, as the folder is now, and what is unfinished, with
-        the reasons. From any thread."""
+        """Return what is finished and neither in the store nor passed over, as the folder is now, and what is
+        unfinished, with the reasons. From any thread."""
         self._look()
         look = self._look()
         return self._open(look), {name: why for name, why in look.unfinished.items() if name not in self._committed}
@@ -150,7 +151,7 @@ class Committer:
         ]
 
     def _round(self) -> bool:
-        """One look, and at most one commit after another until none is left; whether the loop is over."""
+        """Look once, and commit one after another until none is left. Return True when the loop is over."""
         while self.stopped is None:
             had_ended = self._has_ended
             try:
@@ -190,7 +191,8 @@ class Committer:
         return (None if told["offer"] is None else NodeOffer(**told["offer"])), bool(told["is_over"])
 
     def _must_wait(self, views: Iterable[NodeView]) -> bool:
-        """Leader: whether a failure is too recent for another try. At the end there is one try more at once."""
+        """Return True if a failure is too recent for another try (leader only). At the end there is one try more at
+        once."""
         is_pressed = any(view.is_hurried or view.has_ended for view in views)
         return not is_pressed and time.monotonic() < self._tries.not_before
 
@@ -296,8 +298,8 @@ class Committer:
         emit(CommitsDelayed(wait_seconds=wait_seconds, error=str(error)))
 
     def _compare(self, look: Look) -> None:
-        """What of the folder is in the store already: of what was there before the agent, and of what a failed commit
-        may have committed all the same. Each is compared when it is finished."""
+        """Find what of the folder is in the store already: of what was there before the agent, and of what a failed
+        commit may have committed all the same. Each is compared when it is finished."""
         if self._suspects is None:
             self._suspects = {found.name for found in look.finished} | set(look.unfinished)
         due = [found for found in self._open(look) if found.name in self._suspects]
@@ -325,7 +327,8 @@ class Committer:
         self._has_compared = True
 
     def _pass_over_late(self, look: Look) -> None:
-        """What is found finished only after a newer one was committed. What is written anew after it is not older."""
+        """Pass over what is found finished only after a newer one was committed. What is rewritten after it is not
+        older."""
         if self._last is not None:
             step, written_at = self._last
             late = [found for found in self._open(look) if found.step < step and _written_at(found) <= written_at]
@@ -356,5 +359,5 @@ class Committer:
 
 
 def _written_at(found: Found) -> float:
-    """When the last of its files was changed, in seconds since the epoch by the clock of its file system."""
+    """Return the time of the last change of its files, in seconds since the epoch by the clock of its file system."""
     return max((sign.mtime_ns for sign in found.files.values()), default=0) / 1e9

@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def end(target: int, patience_seconds: float) -> None:
-    """SIGTERM, and SIGKILL for what is still there after that time. Returns when nothing is left."""
+    """Send SIGTERM, and SIGKILL to what is still there after that time. Return when nothing is left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(target, signal.SIGTERM)
         until = time.monotonic() + patience_seconds
@@ -40,8 +40,8 @@ def end(target: int, patience_seconds: float) -> None:
 
 
 def _is_alive(target: int) -> bool:
-    """Whether a process of the target runs. One that has ended counts as gone, also where nobody asks for its code, as
-    in a container whose first process does not."""
+    """Return True if a process of the target runs. One that has ended counts as gone, also where nobody asks for its
+    code, as in a container whose first process does not."""
     os.kill(target, 0)
     if not os.path.isdir("/proc/self"):
         return True

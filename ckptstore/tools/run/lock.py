@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.2
 
 @contextmanager
 def locked(folder: Path, *, node_rank: int, waits: Callable[[str], object]) -> Iterator[int]:
-    """Hold the folder against other agents of this node; gives the descriptor that holds it.
+    """Lock the folder against other agents of this node; yield the descriptor that holds the lock.
 
     The lock has the names of the host and of the node: the agents of several nodes may share a folder. The trainer of
     an agent that was killed is waited for, and `waits` is told. A file system without locks is taken as it is.

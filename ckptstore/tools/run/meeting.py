@@ -1,4 +1,4 @@
-"""What the agents of several nodes find out together before the trainers start. One node is alone in each meeting."""
+"""Let the agents of several nodes agree before the trainers start. One node is alone in each meeting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SEEN_LATE_SECONDS = 3.0
 
 
 def is_shared(store: CheckpointStore, folder: Path) -> bool:
-    """Whether all nodes see one and the same folder. Collective; False for one node.
+    """Return True if all nodes see one and the same folder. Collective; False for one node.
 
     Raises InvalidInput where some do and others do not.
     """
@@ -96,7 +96,7 @@ def restore(store: CheckpointStore, folder: Folder, *, shared: bool) -> None:
 
 
 def _newest_of_all(store: CheckpointStore, folder: Folder, latest: Checkpoint) -> str | None:
-    """The name of the newest checkpoint that every node has finished; None where there is none. Collective."""
+    """Return the name of the newest checkpoint that every node has finished; None where there is none. Collective."""
     with job_of(store).group.meeting("newest") as meeting:
         brought = meeting.gather(list(whole_in(folder, latest)))
         of_all = meeting.tell(lambda: brought)

@@ -1,4 +1,4 @@
-"""Which node of a job this agent runs on: what was said, else what SLURM or a launcher of PyTorch jobs says."""
+"""Find the node of a job that this agent runs on: by the options, else by SLURM or a launcher of PyTorch jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Nodes:
 def find_nodes(
     count: int | None, rank: int | None, run_id: str | None, environ: Mapping[str, str] | None = None
 ) -> Nodes:
-    """What the options say, completed from the environment.
+    """Return what the options say, completed from the environment.
 
     Raises InvalidInput for options that do not fit together, for several nodes without a run id, and inside of a
     launcher that starts several processes on a node: each of them would start an agent.
@@ -53,7 +53,8 @@ def find_nodes(
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
-    """Inside of `srun` alone: a batch script runs on one node, whatever the number of nodes of its job."""
+    """Read the node from SLURM, inside of `srun` alone: a batch script runs on one node, whatever the number of nodes
+    of its job."""
     count = environ.get("SLURM_STEP_NUM_NODES", "")
     if not environ.get("SLURM_STEP_ID", "").isdecimal() or not count.isdecimal():
         return None
@@ -63,7 +64,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
 
 
 def _of_launcher(environ: Mapping[str, str]) -> Nodes | None:
-    """The variables that torchrun takes for its options, as the operators of Kubernetes set them."""
+    """Read the variables that torchrun takes for its options, as the operators of Kubernetes set them."""
     count = environ.get("PET_NNODES", "")
     if not count.isdecimal():
         return None

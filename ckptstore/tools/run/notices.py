@@ -95,7 +95,7 @@ class FolderAhead(Event):
     steps: tuple[int, ...]
     names: tuple[str, ...]
     not_durable_seconds: float
-    """How long the first of them has waited."""
+    """The time that the first of them has waited."""
 
     def line(self) -> str:
         waited = show_seconds(self.not_durable_seconds)

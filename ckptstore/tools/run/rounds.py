@@ -1,4 +1,4 @@
-"""What all nodes together decide in a round: which checkpoint is committed next. Pure.
+"""Decide in a round of all nodes which checkpoint is committed next. Pure.
 
 Each agent says what its folder has. A checkpoint is taken when every node whose folder has it says that it is finished,
 and every node whose folder ever had one has this one too. Where a framework writes its marker after all ranks, one node
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 LONELY_SECONDS = 30.0
-"""How long a checkpoint waits for nodes whose folder never had one."""
+"""The time that a checkpoint waits for nodes whose folder never had one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,12 @@ class NodeOffer:
     waits_seconds: float = 0.0
     """Since this node saw it finished."""
     tells_all: bool = False
-    """Whether what shows the end here was written after all ranks of all nodes had written."""
+    """True if what shows the end on this node was written after all ranks of all nodes had written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """What one node says."""
+    """The answer of one node."""
 
     offers: tuple[NodeOffer, ...] = ()
     committed: tuple[str, ...] = ()
@@ -47,19 +47,20 @@ class NodeView:
     has_ended: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """For the other nodes."""
+        """Convert it to JSON for the other nodes."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Self:
-        """What `to_json` returned."""
+        """Read what `to_json` returned."""
         offers = tuple(NodeOffer(**offer) for offer in told["offers"])
         lists = {name: tuple(told[name]) for name in ("committed", "unfinished", "uncertain")}
         ranks = None if told["ranks"] is None else tuple(told["ranks"])
         return cls(**{**told, **lists, "offers": offers, "ranks": ranks})
 
     def blocks(self, name: str, *, patience_is_over: bool, is_told: bool) -> bool:
-        """Whether the checkpoint of that name has to wait for this node; `is_told` if another one knows the end."""
+        """Return True if the checkpoint of that name has to wait for this node; `is_told` if another one knows the
+        end."""
         if name in self.unfinished:
             return not (is_told and name in self.uncertain)
         if name in self.committed or any(offer.name == name for offer in self.offers):
@@ -69,7 +70,7 @@ class NodeView:
 
 
 def choose(views: Sequence[NodeView]) -> NodeOffer | None:
-    """The checkpoint to commit now, as the first node that has it offers it; None when there is none."""
+    """Return the checkpoint to commit now, as the first node that has it offers it; None when there is none."""
     offers: dict[str, NodeOffer] = {}
     for view in views:
         for offer in view.offers:

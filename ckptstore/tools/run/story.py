@@ -40,7 +40,8 @@ from ckptstore.tools.run.trainer import TrainerProcess, check_command
 
 @dataclass(frozen=True, slots=True)
 class _Happened:
-    """What the main thread waits for: a signal, the trainer's end with its code, or that the committer is through."""
+    """The event that the main thread waits for: a signal, the trainer's end with its code, or that the committer is
+    through."""
 
     what: Literal["signal", "ended", "through"]
     number: int = 0
@@ -48,14 +49,14 @@ class _Happened:
 
 _WAKE_SECONDS = 0.25
 _CLOSE_SECONDS = 10.0
-"""How long a loop that is over may take to close its store."""
+"""The longest time in which a loop that is over closes its store."""
 
 Happenings = queue.SimpleQueue[_Happened]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentPlan:
-    """What an agent is to do."""
+    """The task of an agent."""
 
     store: str
     folder: Path
@@ -64,13 +65,14 @@ class AgentPlan:
     nodes: Nodes = field(default_factory=Nodes)
     interval_seconds: float = 5.0
     grace_seconds: float | None = None
-    """How long the agent may go on after the trainer's end; None: until what is finished is committed, or failed."""
+    """The time that the agent may go on after the trainer's end; None: until what is finished is committed, or
+    failed."""
     delete_local: bool = False
     require_commit: bool = False
     storage_options: dict[str, Any] | None = None
 
     def opened(self) -> CheckpointStore:
-        """The store, for this node among the others."""
+        """Return the store, for this node among the others."""
         nodes = self.nodes
         group: object = "solo"
         if nodes.count > 1:
@@ -80,7 +82,7 @@ class AgentPlan:
         )
 
     def committer(self, store: CheckpointStore, folder: Folder, **asked: Any) -> Committer:
-        """The loop over this folder."""
+        """Return the loop over this folder."""
         return Committer(
             store=store, folder=folder, interval_seconds=self.interval_seconds, delete_local=self.delete_local, **asked
         )
@@ -149,7 +151,7 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
 
 @contextmanager
 def _prepared(plan: AgentPlan) -> Iterator[tuple[Signals, int, CheckpointStore, Folder]]:
-    """The folder, locked and without leftovers, and the store. Raises what is wrong with either."""
+    """Yield the folder, locked and without leftovers, and the store. Raises what is wrong with either."""
     _check_folder(plan.folder)
 
     def waits(text: str) -> None:
@@ -171,7 +173,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _start(committer: Committer, store: CheckpointStore, happened: Happenings) -> threading.Thread:
-    """Have the loop run on a thread, which closes the store in the end: a storage that does not answer holds up that
+    """Run the loop on a thread, which closes the store in the end: a storage that does not answer holds up that
     thread alone."""
 
     def work() -> None:
@@ -227,8 +229,8 @@ def _end(committer: Committer, happened: Happenings, grace_seconds: float | None
 
 
 def _next(happened: Happenings, until: float | None = None) -> _Happened | None:
-    """What happens next, None when the time is over. The system may give a signal to another thread; then nothing wakes
-    this one, which runs the handlers. So it wakes by itself."""
+    """Return what happens next, None when the time is over. The system may give a signal to another thread; then
+    nothing wakes this one, which runs the handlers. So it wakes by itself."""
     while True:
         left = _WAKE_SECONDS if until is None else max(0.0, min(_WAKE_SECONDS, until - time.monotonic()))
         try:
@@ -256,7 +258,8 @@ def _tell_left(committer: Committer, reason: str) -> int:
 
 
 def _leave(code: int, thread: threading.Thread, committer: Committer) -> int:
-    """The exit code, for an agent that is through. One that is not ends here: its thread may wait for a storage."""
+    """Return the exit code, for an agent that is through. One that is not ends here: its thread may wait for a
+    storage."""
     thread.join(_CLOSE_SECONDS if committer.is_through else 0.0)
     if thread.is_alive():
         sys.stdout.flush()

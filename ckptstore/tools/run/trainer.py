@@ -18,7 +18,7 @@ from ckptstore.tools.run import guard
 from ckptstore.tools.run.folders import JobSeen, job_seen
 
 ORPHAN_SECONDS = 30.0
-"""How long a trainer whose agent was killed may take to end after SIGTERM."""
+"""The time that a trainer whose agent was killed has to end after SIGTERM."""
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class TrainerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started."""
+        """The id of the process that was started."""
         return self._process.pid
 
     @property
@@ -82,7 +82,7 @@ class TrainerProcess:
         return code
 
     def seen(self) -> JobSeen:
-        """What is known of its processes now."""
+        """Return what is known of its processes now."""
         seen = job_seen(self.pid)
         return seen if seen.is_alive else replace(seen, ended_well=self.code == 0)
 
@@ -95,7 +95,7 @@ class TrainerProcess:
                 os.kill(self._target, number)
 
     def release(self) -> None:
-        """The agent ends in order: what the trainer has left running is left alone."""
+        """Leave alone what the trainer has left running: the agent ends in order."""
         self._tell_guard(".")
         self._guard.wait()
 

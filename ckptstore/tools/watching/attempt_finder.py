@@ -1,4 +1,4 @@
-"""Which attempts lie in a store, found in few requests however many checkpoints it has."""
+"""Find the attempts in a store, in few requests however many checkpoints it has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptstore.tools.watching.written import WrittenBytes
 MOST_LISTED_FILES = 10_000
 """A storage that has more files below its checkpoints is asked for the next steps alone."""
 _STEPS_AHEAD = 10
-"""How many checkpoints ahead those reach."""
+"""The number of checkpoints ahead that those reach."""
 _STEP_DIGITS = 10
 
 
@@ -30,9 +30,9 @@ class FoundAttempt:
     num_uploads: int | None
     has_manifest: bool
     is_state: bool | None
-    """Whether its files are those of a state; None as long as there are none."""
+    """True if its files are those of a state; None as long as there are none."""
     modified_seconds: float | None
-    """When a file of it was last written, by the storage's clock; None without a file."""
+    """The time of the last write to a file of it, by the storage's clock; None without a file."""
 
 
 class AttemptFinder:
@@ -46,10 +46,10 @@ class AttemptFinder:
         self._finished: set[str] = set()
         """On a disk: directories that hold a manifest, or belong to an epoch that is over."""
         self.notes: list[str] = []
-        """What could not be looked at in the last search."""
+        """Errors of the last search, in words."""
 
     def find(self, *, epoch: int, steps: tuple[int, int] | None, tracked: Iterable[str]) -> list[FoundAttempt]:
-        """The attempts of this epoch or a higher one.
+        """Return the attempts of this epoch or a higher one.
 
         `steps` are those of the last two commits, the later one first: where there are very many files, an object
         store is asked only for the ten checkpoints that would come next. One that has a manifest when it is seen first
@@ -72,11 +72,11 @@ class AttemptFinder:
         return found
 
     def forget(self, directory: str) -> None:
-        """That attempt is over."""
+        """Forget an attempt that is over."""
         self._written.forget(f"{CHECKPOINT_PREFIX}{directory}/")
 
     def _on_disk(self, epoch: int, tracked: set[str]) -> dict[str, list[StoredFile]]:
-        """One look at the names, and a listing of each directory that is not known to be finished."""
+        """Look at the names, and list each directory that is not known to be finished."""
         assert isinstance(self._storage, Disk)
         path = os.fspath(self._storage.local_path(CHECKPOINT_PREFIX.rstrip("/")))
         try:  # names alone: to ask what each of ten thousand is takes far longer
@@ -115,7 +115,7 @@ class AttemptFinder:
         return dict(files)
 
     def _uploads(self) -> dict[str, int] | None:
-        """How many uploads in parts are begun, by directory."""
+        """Count the uploads in parts that are begun, by directory."""
         if not self._asks_uploads or not isinstance(self._storage, Bucket):
             return None
         try:
@@ -132,7 +132,7 @@ class AttemptFinder:
 
 
 def _may_be_in_flight(path: str, directory: str, epoch: int) -> bool:
-    """Whether a directory on a disk is an attempt of this epoch or a higher one, and has no manifest."""
+    """Return True if a directory on a disk is an attempt of this epoch or a higher one without a manifest."""
     attempt = Attempt.parse(directory)
     if attempt is None or attempt.epoch < epoch:
         return False
@@ -158,8 +158,8 @@ def _found(attempt: Attempt, files: list[StoredFile], written: WrittenBytes, num
 
 
 def step_prefixes(low: int, high: int, *, unit: int) -> Iterator[str]:
-    """The beginnings of ten digits that cover all steps from `low` to `high`, rounded outwards to the power of ten
-    below `unit`: at most some twenty."""
+    """Yield the beginnings of ten digits that cover all steps from `low` to `high`, rounded outwards to the power of
+    ten below `unit`: at most some twenty."""
     power = 10 ** (len(str(unit)) - 1)
     low, end = low // power * power, min((high // power + 1) * power, 10**_STEP_DIGITS)
     while low < end:

@@ -18,7 +18,7 @@ _RATE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSize:
-    """What an attempt is guessed to store: as much as a checkpoint before."""
+    """The guess of what an attempt will store: as much as a checkpoint before."""
 
     size_bytes: int
     as_step: int
@@ -35,7 +35,7 @@ class InFlight:
 
     @property
     def attempt(self) -> Attempt:
-        """Which one it is."""
+        """Its name."""
         return self.found.attempt
 
     def look(self, found: FoundAttempt, *, now: float) -> None:
@@ -50,14 +50,15 @@ class InFlight:
             self._sizes.popleft()
 
     def bytes_per_second(self) -> float | None:
-        """How fast it grows, None where nothing has grown."""
+        """Return the speed at which it grows, None where nothing has grown."""
         (began, first_bytes), (ended, last_bytes) = self._sizes[0], self._sizes[-1]
         if ended <= began or last_bytes <= first_bytes:
             return None
         return (last_bytes - first_bytes) / (ended - began)
 
     def seen(self, *, now: float, sign_seconds: float, expected: ExpectedSize | None) -> SeenAttempt:
-        """As a value. `sign_seconds` is how long ago its job gave a sign of life, infinite where it gives none."""
+        """Return it as a value. `sign_seconds` is how long ago its job gave a sign of life, infinite where it gives
+        none."""
         found, rate = self.found, self.bytes_per_second()
         silent_seconds = max(0.0, min(now - self._changed_at, sign_seconds))
         missing_bytes = expected.size_bytes - found.size_bytes if expected else 0

@@ -1,4 +1,4 @@
-"""What one look at a store shows: plain values."""
+"""Define the results of one look at a store, as plain values."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SeenAttempt:
     """"committing" once its manifest is there, "silent" after `SILENT_SECONDS` without growth or a sign of life."""
     num_files: int
     size_bytes: int
-    """What is stored so far. On a disk that is what was written, also of files that have their room already. An object
-    store shows a file when it is finished."""
+    """The bytes that are stored so far. On a disk that is what was written, also of files that have their room already.
+    An object store shows a file when it is finished."""
     num_uploads: int | None
     """Uploads in parts that are begun and not finished; None where the storage does not tell."""
     expected_bytes: int | None
@@ -54,7 +54,7 @@ class SeenCommit:
 
     @staticmethod
     def of(record: Record) -> SeenCommit:
-        """From the record that commits it."""
+        """Read it from the record that commits it."""
         entry = record.entry
         return SeenCommit(
             number=record.number,
@@ -73,13 +73,13 @@ class SeenOnNode:
     """The fast checkpoints of this store on the node of whoever watches."""
 
     step: int | None
-    """Of the newest that a job could resume from; None where there is none."""
+    """The step of the newest that a job could resume from; None where there is none."""
     created_at: float | None
-    """When that was saved, by the clock of its leader."""
+    """The time of its save, by the clock of its leader."""
     is_durable: bool
-    """Whether the store has that one, or a newer one."""
+    """True if the store has that one, or a newer one."""
     not_durable_since: float | None
-    """When the oldest was saved that is newer than what the store has; None where there is none."""
+    """The time of the save of the oldest that is newer than what the store has; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class SeenSigns:
     only where a `StorageGroup` connects them."""
 
     num_ranks: int
-    """How many have given one since the job began."""
+    """The number of ranks that have given one since the job began."""
     last_seconds: float
     """Since the last one of any rank."""
     oldest_rank: int
@@ -98,14 +98,14 @@ class SeenSigns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happening:
-    """What has happened since the look before."""
+    """A change since the look before."""
 
     kind: ChangeKind
     text: str
     """For people."""
     step: int | None = None
     number: int | None = None
-    """Of the record, if the log tells of it."""
+    """The number of its record, if the log has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,4 +130,4 @@ class Look:
     changes: tuple[Happening, ...]
     """Since the look before; nothing in the first one."""
     notes: tuple[str, ...]
-    """What could not be looked at, and why."""
+    """Errors of this look, in words."""

@@ -13,7 +13,7 @@ _SIGN = re.compile(r"(?:lane\.)?life\.([0-9]{5,9})")
 
 
 class SignsOfLife:
-    """What the ranks of one job have given so far. A sign is new when its file has changed since the last look."""
+    """The signs of the ranks of one job so far. A sign is new when its file has changed since the last look."""
 
     def __init__(self, storage: Storage, start_token: str) -> None:
         self._storage = storage

@@ -28,11 +28,11 @@ from ckptstore.tools.watching.look import Happening, Look, SeenAttempt, SeenComm
 from ckptstore.tools.watching.signs import SignsOfLife
 
 NUM_COMMITS = 5
-"""How many of the last commits a look shows."""
+"""The number of last commits that a look shows."""
 MOST_RECORDS = 256
 """The most records that one look reads; of more new ones the last are told."""
 _CLAIM_RECORDS = 16
-"""How far back the claim of the job is looked for."""
+"""The number of records in which the claim of the job is looked for."""
 
 _ONCE = RetryConfig(retry_attempts=1)
 """Whoever watches shows what fails, and looks again soon."""
@@ -65,12 +65,12 @@ class StoreWatcher:
         self._attempts: set[str] = set()
         """The directories of all commits that were seen."""
         self._changes: list[Happening] = []
-        """What no look has told yet."""
+        """Changes that no look has shown yet."""
         self._has_looked = False
 
     @staticmethod
     def at(uri: str, storage_options: Mapping[str, Any] | None = None, *, fast_directory: str = "") -> StoreWatcher:
-        """A watcher of the store at a URI. Raises InvalidInput as `open_store` does."""
+        """Return a watcher of the store at a URI. Raises InvalidInput as `open_store` does."""
         return StoreWatcher(open_storage(uri, storage_options=storage_options), fast_directory=fast_directory)
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class StoreWatcher:
         self._store_id = identity.store_id
 
     def _check_there(self) -> None:
-        """A disk that is not mounted any more looks like an empty one."""
+        """Raise StoreMissing on a disk that is not mounted any more, which looks like an empty one."""
         try:
             self.storage.stat(STORE_KEY)
         except FileMissing:
@@ -224,7 +224,7 @@ class StoreWatcher:
         ]
 
     def _expected(self, found: FoundAttempt) -> ExpectedSize | None:
-        """As much as the last checkpoint before of the same kind and number of ranks, as far as those are known."""
+        """Guess the size of an attempt: that of the last checkpoint of the same kind and number of ranks, if known."""
         kind = None if found.is_state is None else "state" if found.is_state else "directory"
         world_size = self._claim.world_size if self._claim else None
         for number in sorted(self._commits, reverse=True):
@@ -234,7 +234,7 @@ class StoreWatcher:
         return None
 
     def _look_at_node(self) -> tuple[SeenOnNode | None, list[str]]:
-        """What is on this node, and what is wrong there."""
+        """Return what is on this node, and what is wrong there."""
         if not self._fast_directory:
             return None, []
         try:
@@ -265,7 +265,7 @@ class StoreWatcher:
 
 
 def _is_name(token: str) -> bool:
-    """Whether a start token can be part of a key; what a log says is not trusted."""
+    """Return True if a start token can be part of a key; what a log says is not trusted."""
     try:
         check_name(token)
     except InvalidName:
@@ -274,7 +274,7 @@ def _is_name(token: str) -> bool:
 
 
 def _told(record: Record, commits: Mapping[int, SeenCommit]) -> list[Happening]:
-    """What a record means, for people."""
+    """Describe a record for people."""
     change, number = record.change, record.number
 
     def named(numbers: tuple[int, ...]) -> str:

@@ -1,4 +1,5 @@
-"""How much of a file is there. On a disk a large file has its whole size, and its room, before anything is written."""
+"""Measure how much of a file is written. On a disk a large file has its whole size, and its room, before anything is
+written."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ckptstore.storage.base import Disk, Storage, StoredFile
 _SMALL_BYTES = 1 << 20
 """A file of that size gets no room beforehand; its size is what was written."""
 _MOST_RANGES = 256
-"""Of one file in one look. What lies behind them counts as not written."""
+"""The most ranges of one file in one look. What lies behind them counts as not written."""
 
 
 class WrittenBytes:
@@ -22,11 +23,11 @@ class WrittenBytes:
         self._whole: set[tuple[str, str | None]] = set()
 
     def of(self, files: Iterable[StoredFile]) -> int:
-        """The bytes that are written of all of them. Reads none."""
+        """Return the bytes that are written of all of them. Reads none."""
         return sum(self._of_file(file) for file in files)
 
     def forget(self, prefix: str) -> None:
-        """Files below that prefix are not asked for again."""
+        """Forget the files below that prefix, which are gone."""
         self._whole = {known for known in self._whole if not known[0].startswith(prefix)}
 
     def _of_file(self, file: StoredFile) -> int:
@@ -39,7 +40,7 @@ class WrittenBytes:
 
 
 def data_bytes(path: str, size_bytes: int) -> int:
-    """How much of a file is no hole: room that nothing was written to is one. `size_bytes` where that cannot be told.
+    """Return how much of a file is no hole: room that nothing was written to is one. `size_bytes` if that is unknown.
 
     Raises nothing.
     """

@@ -84,7 +84,7 @@ def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_js
 
 
 def file_differences(first: Checkpoint, second: Checkpoint) -> list[FileDifference]:
-    """What is in one only, or differs in size or digest; by name."""
+    """Return the files that are in one only, or differ in size or digest, by name."""
     ours, theirs = ({file.name: file for file in checkpoint.files} for checkpoint in (first, second))
     found = []
     for name in sorted(ours.keys() | theirs.keys()):
@@ -104,7 +104,7 @@ def file_differences(first: Checkpoint, second: Checkpoint) -> list[FileDifferen
 
 
 def compared_tensors(first: Checkpoint, second: Checkpoint, *, values: bool) -> tuple[list[TensorDifference], int, str]:
-    """The tensors that differ, how many are equal, and why they are not compared; "" when they are."""
+    """Return the tensors that differ, how many are equal, and why they are not compared; "" when they are."""
     for name, checkpoint in (("a", first), ("b", second)):
         if checkpoint.kind != "state":
             return [], 0, f"{name} is a directory of files"
@@ -120,14 +120,14 @@ def compared_tensors(first: Checkpoint, second: Checkpoint, *, values: bool) -> 
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
-    """What the two mappings do not share; two NaN are equal."""
+    """Return the items that the two mappings do not share; two NaN are equal."""
     names = sorted(first.keys() | second.keys())
     pairs = [Difference(name, first.get(name), second.get(name)) for name in names]
     return [item for item in pairs if repr(item.a) != repr(item.b)]
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping with paths for keys: {"a": {"b": 1}} is {"a.b": 1}."""
+    """Return a nested mapping with paths for keys: {"a": {"b": 1}} is {"a.b": 1}."""
     found: dict[str, Any] = {}
     for name, item in value.items():
         if isinstance(item, Mapping) and item:

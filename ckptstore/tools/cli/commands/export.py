@@ -95,7 +95,7 @@ def command(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB", "500MiB" or a plain number. Raises InvalidInput."""
+    """Return the bytes of "5GB", "500MiB" or a plain number. Raises InvalidInput."""
     match = _SIZE.fullmatch(text.strip().upper())
     if match is None or float(match[1]) <= 0:
         raise InvalidInput(f"{text!r} is no size", hint="Write 5GB or 500MiB")

@@ -132,7 +132,7 @@ def clear(
 
 @contextmanager
 def _views(inventory: Inventory, uris: Sequence[str], options: Mapping[str, Any]) -> Iterator[dict[str, LogView]]:
-    """What the logs of these stores say, by the ids of the stores. The stores are open while the context lasts."""
+    """Open these stores while the context lasts, and yield what their logs say, by the ids of the stores."""
     with ExitStack() as opened:
         views: dict[str, LogView] = {}
         for uri in uris:
@@ -241,7 +241,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _lines(each: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with it, what the store says, what a sweep would do."""
+    """Say what is wrong with it, what the store says, and what a sweep would do."""
     if each["fault"]:
         yield each["fault"]
     if each["missing"]:

@@ -24,7 +24,7 @@ from ckptstore.tools.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelo
 from ckptstore.tools.cli.targets import opened_store
 
 METRICS_WIDTH = 24
-"""How much of a line metrics may take that nobody asked for by name."""
+"""The part of a line for metrics that were not chosen by name."""
 
 
 @click.command()
@@ -64,7 +64,7 @@ def command(
 
 
 def _list_below(parent: str, storage_options: dict[str, Any], missing: StoreMissing, *, as_json: bool) -> None:
-    """The stores below what is no store itself. Raises what is missing where there is none."""
+    """List the stores below what is no store itself. Raises `missing` where there is none."""
     found, is_all = stores_below(parent, storage_options)
     if not found:
         raise missing
@@ -130,7 +130,7 @@ def _list_store(
 
 
 def chosen(entries: Sequence[Entry], *, metrics: Collection[str], sort: str | None, limit: int | None) -> list[Entry]:
-    """The checkpoints to list, in their order; those without the metric last, equal ones by commit.
+    """Return the checkpoints to list, in their order; those without the metric last, equal ones by commit.
 
     Raises InvalidMetric, with those that exist, for a metric that no checkpoint has.
     """
@@ -155,7 +155,7 @@ def chosen(entries: Sequence[Entry], *, metrics: Collection[str], sort: str | No
 
 
 def removed_at(log: Log) -> list[tuple[Record, float]]:
-    """What is in the trash, each with when it got there by the clock of whoever removed it.
+    """Return what is in the trash, each with the time of its removal by the clock of whoever removed it.
 
     `store.trash()` knows it by the clock of the storage, but has to write for that.
     """
@@ -206,7 +206,7 @@ def _row(entry: Entry, metrics: Sequence[str], *, with_where: bool) -> tuple[str
 
 
 def _some(metrics: dict[str, float]) -> str:
-    """As many metrics as a line has room for, and how many more there are."""
+    """Show as many metrics as a line has room for, and how many more there are."""
     names = list(metrics)
     for count in range(len(names), 1, -1):
         text = show_metrics({name: metrics[name] for name in names[:count]})

@@ -147,7 +147,7 @@ def _rows(job: PlannedJob, found: Sequence[Outlook]) -> list[list[str]]:
 
 
 def _notes(job: PlannedJob, found: Sequence[Outlook]) -> list[str]:
-    """What a reader would else overlook."""
+    """Return notes on what a reader would else overlook."""
     notes = []
     best = min(found, key=lambda outlook: outlook.lost_seconds_per_day)
     alone, saved = found[0].lost_seconds_per_day, found[0].lost_seconds_per_day - best.lost_seconds_per_day
@@ -182,7 +182,7 @@ def _to_json(job: PlannedJob, outlook: Outlook) -> dict[str, Any]:
 
 
 def _time(seconds: float) -> str:
-    """With three figures: a plan compares."""
+    """Show a time with three figures: a plan compares."""
     if math.isinf(seconds):
         return "never"
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
@@ -200,5 +200,5 @@ def _size(size_bytes: float) -> str:
 
 
 def _share(share: float) -> str:
-    """Not "100 %" for what is not all."""
+    """Show a share, but not "100 %" for what is not all."""
     return "all" if share == 1 else "none" if share == 0 else f"{min(share, 0.9999):.2%}"

@@ -73,7 +73,7 @@ def command(
 
 
 def tell_trouble(document: Document) -> None:
-    """What is wrong with the stores, on stderr; what a terminal would obey is shown as an escape."""
+    """Print what is wrong with the stores to stderr; what a terminal would obey is shown as an escape."""
     for store in document.stores:
         for text in (*store.health.gaps, *store.health.trouble):
             click.echo(printable(f"trouble: {store.uri}: {text}"), err=True)
@@ -89,7 +89,7 @@ def opened_overview(
     is_live: bool = False,
     rest_seconds: float = 0.0,
 ) -> Overview:
-    """The stores, open until the stack is left. Raises InvalidInput for one that is named twice,
+    """Return the stores, open until the stack is left. Raises InvalidInput for one that is named twice,
     and where there is no directory of fast checkpoints at the path."""
     places = [parse_uri(store).uri for store in stores]
     twice = next((place for place in places if places.count(place) > 1), None)

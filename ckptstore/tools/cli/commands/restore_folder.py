@@ -48,7 +48,7 @@ def command(
 
 
 def told(report: RestoreReport | None) -> list[str]:
-    """A report in words."""
+    """Return a report in words."""
     if report is None:
         return ["the store has no checkpoint: nothing is restored"]
     lines = [f"passed over: {why}" for why in report.skipped]

@@ -83,7 +83,7 @@ def command(
 
 
 def _timings(checkpoint: Checkpoint) -> Timings:
-    """Raises InvalidInput where there are none."""
+    """Return the timings. Raises InvalidInput where there are none."""
     if checkpoint.timings is None:
         raise InvalidInput(
             f"Step {checkpoint.step} has no timings: it was saved by an older version of ckptstore, or by a newer one "
@@ -94,7 +94,7 @@ def _timings(checkpoint: Checkpoint) -> Timings:
 
 
 def _fitting(checkpoint: Checkpoint, pattern: str | None) -> list[StoredTensor] | None:
-    """The tensors that fit; None where none were asked for. Raises InvalidInput when none fits."""
+    """Return the tensors that fit; None without patterns. Raises InvalidInput when none fits."""
     if pattern is None:
         return None
     found = [tensor for key, tensor in checkpoint.tensors.items() if fnmatchcase(key, pattern)]
@@ -105,7 +105,7 @@ def _fitting(checkpoint: Checkpoint, pattern: str | None) -> list[StoredTensor] 
 
 
 def _here(checkpoint: Checkpoint) -> frozenset[Receipt] | None:
-    """Of a fast checkpoint the files that can be read here; None of one in a store, which has all."""
+    """Return the files of a fast checkpoint that this node has; None for one in a store, which has all."""
     files = files_behind(checkpoint)
     return frozenset(files.receipts_here(files.read_manifest()[0])) if files.is_on_nodes else None
 
@@ -222,7 +222,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers in their order, without those between: "0-3, 5"."""
+    """Show numbers in their order, without those between: "0-3, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

@@ -57,7 +57,7 @@ def command(
 
 @contextmanager
 def _chosen(target: str, every: bool, storage_options: dict[str, Any]) -> Iterator[tuple[list[Checkpoint], list[str]]]:
-    """The checkpoints to verify, and what is wrong with the log where that is asked for too."""
+    """Yield the checkpoints to verify, and what is wrong with the log if it is to be checked too."""
     if every:
         with opened_store(target, storage_options) as store:
             yield list(store), store.verify_log()

@@ -29,9 +29,9 @@ from ckptstore.tools.watching.store_watcher import StoreWatcher
 _DISK_SECONDS, _SERVER_SECONDS = 2.0, 5.0
 _SHORTEST_SECONDS = 0.1
 _TICK_SECONDS = 0.25
-"""How soon it is seen that nobody reads any more."""
+"""The longest time until it ends after nobody reads any more."""
 _PATIENCE_SECONDS = 2.0
-"""How long the end waits for a look that goes on."""
+"""The longest wait at the end for a look that goes on."""
 
 
 @click.command()
@@ -168,7 +168,7 @@ class _Looks:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds, so that connections are given back; the exit code is what shells show for it."""
+    """Let SIGTERM unwind, so that connections are closed; the exit code is the one of shells for it."""
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

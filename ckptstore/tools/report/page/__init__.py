@@ -12,7 +12,7 @@ _SCRIPTS = ("table", "chart", "curves", "save", "checkpoints", "tensors", "compa
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The whole HTML file of a document, as `Document.to_json` gives it.
+    """Return the whole HTML file of a document, as `Document.to_json` gives it.
 
     The file needs no network and works from a disk or a mail. Its texts are never taken for markup, whatever a store
     says. With `live` the page also asks for `document.json` beside it every few seconds, and for nothing else.

@@ -20,4 +20,4 @@ from ckptstore.tools.run.folders.way_back import set_aside_unfinished as set_asi
 from ckptstore.tools.run.folders.way_back import whole_in as whole_in
 
 Look = FolderLook
-"""What the users of this room call it."""
+"""The name that users of this room have for it."""

@@ -1,4 +1,4 @@
-"""What the shapes say of a folder: which checkpoints it may hold, and what each of them still lacks."""
+"""Describe what the shapes find in a folder: checkpoints that it may hold, and what each of them still lacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptstore.tools.run.folders.whole import number_in, torn
 T = TypeVar("T")
 
 _CLOCKS_DIFFER_NS = 2 * 10**9
-"""Of the nodes that write to one file system; some file systems keep times of two seconds."""
+"""The difference between clocks of nodes that write to one file system; some keep times of two seconds."""
 _MAX_MARKER_BYTES = 64 << 20
 """trainer_state.json grows with the run; a longer one is no marker."""
 
@@ -32,14 +32,14 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What the caller says of checkpoints that no known framework writes. Raises InvalidInput."""
+    """The rules of the caller for checkpoints that no known framework writes. Raises InvalidInput."""
 
     patterns: tuple[str, ...] = ()
     """Names relative to the folder, with "*" and "?" in a part: "step_*", "ckpts/*.pt". The last number is the step."""
     marker: str | None = None
     """The file that is written last: inside of a directory, and beside a file with its name before it."""
     quiet_seconds: float = 30.0
-    """Where nothing else tells the end: for how long nothing may have changed."""
+    """The time for which nothing may have changed, if nothing else shows the end."""
     metrics_file: str | None = None
     """A JSON object of numbers in the checkpoint, for retention and `best`."""
 
@@ -66,29 +66,29 @@ class Prospect:
     step: int | None
     is_directory: bool
     files: Mapping[str, Sign]
-    """Of a directory relative to it, of files relative to their parent."""
+    """The files of a directory relative to it, others relative to their parent."""
     beside: Mapping[str, Beside] = field(default_factory=dict)
     """Relative to the parent."""
     lacks: str | None = None
     """Why it cannot be whole, None when nothing that should be there is missing."""
     is_certain: bool = True
-    """Whether the shape tells the end; else it takes a quiet time."""
+    """True if the shape shows the end; else it takes a quiet time."""
     tells_all: bool = False
-    """Whether what tells the end was written after all ranks had written, those on other nodes too."""
+    """True if what shows the end was written after all ranks had written, those on other nodes too."""
 
     @property
     def parent(self) -> str:
-        """Where it lies, "" for the folder itself."""
+        """The directory that it lies in, "" for the folder itself."""
         return self.name.rpartition("/")[0]
 
     def path_of(self, file: str) -> str:
-        """A file of it, relative to the folder."""
+        """Return the path of a file of it, relative to the folder."""
         above = self.name if self.is_directory else self.parent
         return f"{above}/{file}" if above else file
 
 
 def fingerprint(candidate: Prospect) -> str:
-    """The same text for as long as the candidate does not change.
+    """Return the same text for as long as the candidate does not change.
 
     Of several files the one that gives the name counts: a `last.ckpt` beside it will be of another step soon.
     """
@@ -108,7 +108,7 @@ class MarkerReader:
         self._known: dict[tuple[str, str], tuple[Sign, Any]] = {}
 
     def text(self, name: str, sign: Sign) -> str | None:
-        """The text of a small file; None for one that is not text, or has gone."""
+        """Return the text of a small file; None for one that is not text, or has gone."""
         return self._once("text", name, sign, self._read)
 
     def torn(self, name: str, sign: Sign) -> str | None:
@@ -158,17 +158,17 @@ class Sight:
     """The ranks whose files this node gets, empty for a job of one process; None when they are unknown."""
 
     def text(self, name: str) -> str | None:
-        """The text of a file, None where there is none."""
+        """Return the text of a file, None where there is none."""
         sign = self.snapshot.files.get(name)
         return None if sign is None else self.contents.text(name, sign)
 
     def number(self, name: str, key: str) -> int | None:
-        """The integer under a key of what torch.save wrote."""
+        """Return the integer under a key of what torch.save wrote."""
         sign = self.snapshot.files.get(name)
         return None if sign is None else self.contents.number(name, sign, key)
 
     def torn_among(self, candidate_files: Mapping[str, str]) -> str | None:
-        """The first file without its end, in words. By the names to be shown, those in the folder."""
+        """Return the first file without its end, in words. By the names to be shown, those in the folder."""
         for shown, name in candidate_files.items():
             sign = self.snapshot.files[name]
             if sign.link is None and (why := self.contents.torn(name, sign)) is not None:
@@ -177,13 +177,13 @@ class Sight:
 
     @property
     def has_leader(self) -> bool:
-        """Whether rank 0, which writes what there is once, may write here."""
+        """True if rank 0, which writes what there is once, may be on this node."""
         return not self.ranks or 0 in self.ranks
 
 
 def outdated(marker: str, sign: Sign | None, files: Mapping[str, Sign]) -> str | None:
-    """Whether files that are written before the marker are newer than it: then it is that of an earlier save under the
-    same name, which is being replaced, or was when its job died. In words; None without a marker."""
+    """Return a fault if files that are written before the marker are newer than it: then it is of an earlier save under
+    the same name, which is being replaced, or was when its job died. In words; None without a marker."""
     if sign is None:
         return None
     late = [file for file, it in files.items() if it.mtime_ns > sign.mtime_ns + _CLOCKS_DIFFER_NS and it.link is None]
@@ -191,6 +191,6 @@ def outdated(marker: str, sign: Sign | None, files: Mapping[str, Sign]) -> str |
 
 
 def last_number(name: str) -> int | None:
-    """The last number in a name, which is its step; None without one."""
+    """Return the last number in a name, which is its step; None without one."""
     found = re.findall(r"\d+", name)
     return int(found[-1]) if found else None

@@ -1,4 +1,4 @@
-"""Which rank stores which file of a checkpoint that a framework wrote, where the ranks see some of the same files.
+"""Divide the files of a checkpoint that a framework wrote between ranks that see some of the same files.
 
 The names of frameworks are made for one shared directory: a name stands for one file, whichever ranks see it. So every
 file is stored once, by a rank that sees it: on one node or a shared disk the ranks divide the files, on disks of their
@@ -14,7 +14,8 @@ Seen = Mapping[str, tuple[int, int]]
 
 
 def divide(seen: Sequence[Seen]) -> list[set[str]]:
-    """The names for each rank. A file goes to the rank that has least so far among those that see its newest version.
+    """Return the names for each rank. A file goes to the rank that has least so far among those that see its newest
+    version.
 
     All ranks that know what all see come to the same result.
     """

@@ -1,4 +1,4 @@
-"""Which candidates are finished: a state machine over looks. Pure.
+"""Decide which candidates are finished: a state machine over looks. Pure.
 
 A candidate is finished when its shape says that nothing is missing, no process has a file of it open for writing, and
 it looks as it did at the look before. Where the shape does not tell the end, it must have stayed so for the quiet
@@ -26,7 +26,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class Verdicts:
-    """What a look has shown."""
+    """The results of a look."""
 
     finished: list[Prospect] = field(default_factory=list)
     unfinished: dict[str, str] = field(default_factory=dict)

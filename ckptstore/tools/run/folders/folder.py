@@ -32,14 +32,14 @@ _RESTORED_NAME = "restored.json"
 
 @dataclass(frozen=True, slots=True)
 class FolderLook:
-    """What a folder holds."""
+    """The contents of a folder."""
 
     finished: tuple[Found, ...]
     """Oldest first, by step; what was restored or saved before too."""
     unfinished: Mapping[str, str]
     """Why each of the others is not finished, for people."""
     unknown: tuple[str, ...]
-    """What looks like a checkpoint and has no shape."""
+    """Names that look like a checkpoint and have no shape."""
     uncertain: tuple[Found, ...] = ()
     """Those of `unfinished` that lack nothing, stand still and are not open, but nothing on this node tells their end.
 
@@ -131,24 +131,25 @@ class Folder:
             shutil.rmtree(self.own / name, ignore_errors=True)
 
     def new(self, what: str) -> Path:
-        """A name in our directory of the folder that nothing has."""
+        """Return a name in our directory of the folder that nothing has."""
         directory = self.own / what
         directory.mkdir(parents=True, exist_ok=True)
         return directory / uuid.uuid4().hex[:12]
 
     def _signs(self, found: Found) -> dict[str, Sign]:
-        """How the files of a checkpoint look now."""
+        """Return the signs of the files of a checkpoint now."""
         above = found.name if found.is_directory else found.parent
         if found.is_directory:
             return take(self.path / above).below("")
         return {file: sign for file in found.files if (sign := _sign_of(self.path / found.path_of(file))) is not None}
 
     def restored(self) -> dict[str, str]:
-        """The fingerprints of what was restored into it, by name."""
+        """Return the fingerprints of what was restored into it, by name."""
         return self._read(_RESTORED_NAME) or {}
 
     def first_worked_ns(self) -> int | None:
-        """When an agent first worked here, by the clock of the disk; None where that is now, which is noted."""
+        """Return the time of the first work of an agent in the folder, by the clock of the disk; None if that is now,
+        and note it."""
         path = self.own / _SINCE_NAME
         try:
             return path.stat().st_mtime_ns
@@ -162,14 +163,14 @@ class Folder:
         self._write(_RESTORED_NAME, {**self.restored(), candidate.name: fingerprint(candidate)})
 
     def is_whole(self, candidate: Prospect) -> bool:
-        """Whether a candidate was finished when its job ended, for a folder that no job writes to."""
+        """Return True if a candidate was finished when its job ended, for a folder that no job writes to."""
         known = self._recorded()
         if known is not None and known.get(candidate.name) == fingerprint(candidate):
             return True
         return candidate.lacks is None and (candidate.is_certain or known is None)
 
     def _recorded(self) -> dict[str, str] | None:
-        """What was finished before this process began; None when nobody has looked at this folder yet."""
+        """Return what was finished before this process began; None when nobody has looked at this folder yet."""
         finished, restored = self._read(_FINISHED_NAME), self._read(_RESTORED_NAME)
         return None if finished is None and restored is None else {**(finished or {}), **(restored or {})}
 
@@ -179,7 +180,7 @@ class Folder:
             self._told = finished
 
     def _read(self, name: str) -> dict[str, str] | None:
-        """What a file of ours says; nothing where it is torn, None where there is none."""
+        """Read a file of ours; nothing where it is torn, None where there is none."""
         try:
             told = json.loads((self.own / name).read_text())
         except FileNotFoundError:
@@ -253,7 +254,7 @@ class Held:
 
 
 def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
-    """All candidates that are in sight, and what looks like a checkpoint and has no shape."""
+    """Return all candidates that are in sight, and what looks like a checkpoint and has no shape."""
     claimed: frozenset[str] = frozenset()
     found: list[Prospect] = []
     for shape in SHAPES:
@@ -265,7 +266,7 @@ def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
 
 
 def candidates_of(folder: Folder, ranks: frozenset[int] | None = None) -> list[Prospect]:
-    """The candidates of a folder by one look, when no job writes into it."""
+    """Return the candidates of a folder by one look, when no job writes into it."""
     return candidates_in(Sight(take(folder.path), MarkerReader(folder.path), folder.rules, ranks))[0]
 
 

@@ -28,27 +28,27 @@ class Found:
     shape: str
     is_directory: bool
     files: Mapping[str, Sign]
-    """Of a directory relative to it, of files relative to their parent."""
+    """The files of a directory relative to it, others relative to their parent."""
     beside: Mapping[str, Beside]
     """The small files next to it that lead to it, relative to the parent."""
     metrics: Mapping[str, float]
     fingerprint: str
     """The same text for as long as nothing of it changes."""
     tells_all: bool = False
-    """Whether it is finished on the other nodes too, where nothing may tell that."""
+    """True if it is finished on the other nodes too, where nothing may show that."""
 
     @property
     def parent(self) -> str:
-        """Where it lies, "" for the folder itself."""
+        """The directory that it lies in, "" for the folder itself."""
         return self.name.rpartition("/")[0]
 
     def path_of(self, file: str) -> str:
-        """A file of it, relative to the folder."""
+        """Return the path of a file of it, relative to the folder."""
         above = self.name if self.is_directory else self.parent
         return f"{above}/{file}" if above else file
 
     def metadata(self) -> dict[str, Any]:
-        """What a restore wants to know, for `save_directory(metadata=...)`."""
+        """Return the metadata that a restore needs, for `save_directory(metadata=...)`."""
         beside = {
             name: {"link": it.link} if it.link is not None else {"text": it.text} for name, it in self.beside.items()
         }
@@ -58,7 +58,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a checkpoint of a store lay in its folder."""
+    """The place of a checkpoint of a store in its folder."""
 
     name: str
     shape: str
@@ -68,12 +68,12 @@ class Home:
 
     @property
     def parent(self) -> str:
-        """Where it lay, "" for the folder itself."""
+        """The directory that it lay in, "" for the folder itself."""
         return self.name.rpartition("/")[0]
 
 
 def found_of(candidate: Prospect, contents: MarkerReader, metrics_file: str | None) -> Found:
-    """A candidate that is finished."""
+    """Make a `Found` of a candidate that is finished."""
     assert candidate.step is not None  # one without a step lacks it
     return Found(
         candidate.name,
@@ -89,7 +89,8 @@ def found_of(candidate: Prospect, contents: MarkerReader, metrics_file: str | No
 
 
 def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
-    """What the metadata of a checkpoint tells; None for one that came from no folder. Raises CheckpointDamaged."""
+    """Read the place from the metadata of a checkpoint; None for one that came from no folder. Raises
+    CheckpointDamaged."""
     told = metadata.get(METADATA_KEY)
     if told is None:
         return None
@@ -113,7 +114,7 @@ def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
 
 
 def _metrics(candidate: Prospect, contents: MarkerReader, metrics_file: str | None) -> dict[str, float]:
-    """Those of the file that the caller names, else what the framework has written down."""
+    """Return the metrics of the file that the caller names, else what the framework has written down."""
     if metrics_file is not None:
         return _numbers(_loaded(candidate, contents, metrics_file))
     if candidate.shape == "transformers":
@@ -134,7 +135,7 @@ def _loaded(candidate: Prospect, contents: MarkerReader, file: str) -> Any:
 
 
 def _logged(state: Any, step: int | None) -> dict[str, float]:
-    """The metrics that Trainer logged at this step; the last word on each counts."""
+    """Return the metrics that Trainer logged at this step; the last word on each counts."""
     metrics: dict[str, float] = {}
     history = state.get("log_history") if isinstance(state, dict) else None
     for entry in history if isinstance(history, list) else ():

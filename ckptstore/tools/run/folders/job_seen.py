@@ -1,4 +1,4 @@
-"""What the system tells of the processes of a job: who they are, which ranks, and what they have open for writing."""
+"""Find the processes of a job in the system: their ranks, and the files that they have open for writing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 PROC = Path("/proc")
 RANK_VARIABLES = (b"RANK", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"SLURM_PROCID")
-"""Where launchers write the rank of a process: torchrun, Open MPI, MPICH, Slurm."""
+"""The variables with the rank of a process: of torchrun, Open MPI, MPICH, Slurm."""
 _FLAGS = re.compile(rb"^flags:\s+([0-7]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class JobSeen:
-    """What is known of a job at the moment of a look."""
+    """The facts of a job at the moment of a look."""
 
     pids: frozenset[int] | None = None
     """Its processes on this node; None when they are unknown: then every process that may be asked is."""
@@ -25,14 +25,14 @@ class JobSeen:
     is_alive: bool = True
     """False once all its processes have ended: nothing changes any more, and what is unfinished stays so."""
     ended_well: bool = False
-    """Whether it ended with exit code 0: then it has left nothing half-written."""
+    """True if it ended with exit code 0: then it has left nothing half-written."""
 
 
 UNKNOWN = JobSeen()
 
 
 def job_seen(root: int) -> JobSeen:
-    """The job that a process began: those below it, and those of its session that outlived their parents."""
+    """Return the job that a process began: those below it, and those of its session that outlived their parents."""
     parents, sessions = _processes()
     members = {root} if root in parents else set()
     grew = True
@@ -45,7 +45,7 @@ def job_seen(root: int) -> JobSeen:
 
 
 def _processes() -> tuple[dict[int, int], dict[int, int]]:
-    """The parent of each process, and its session; of those that have not ended."""
+    """Return the parent of each process, and its session; of those that have not ended."""
     parents, sessions = {}, {}
     for pid in _pids():
         try:
@@ -76,7 +76,7 @@ def _ranks(pids: Iterable[int]) -> Iterator[int]:
 
 
 def open_for_writing(folder: Path, pids: frozenset[int] | None) -> frozenset[str]:
-    """The files below a folder that processes have open, or mapped, for writing; relative to it.
+    """Return the files below a folder that processes have open, or mapped, for writing; relative to it.
 
     Of other users' processes only root hears. Without /proc (macOS) nothing is known, and nothing returned.
     """
@@ -84,7 +84,7 @@ def open_for_writing(folder: Path, pids: frozenset[int] | None) -> frozenset[str
 
 
 def open_at_all(directory: Path) -> frozenset[str]:
-    """The same of those that any process has open or mapped, for reading too."""
+    """Return the same of those that any process has open or mapped, for reading too."""
     return _open_below(directory, None, readers=True)
 
 
@@ -99,7 +99,7 @@ def _open_below(folder: Path, pids: frozenset[int] | None, *, readers: bool) -> 
 
 
 def _descriptors(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
-    """What a process has open below a directory, and whether for writing."""
+    """Yield what a process has open below a directory, and True if for writing."""
     directory = os.fsencode(PROC / str(pid))
     try:
         numbers = os.listdir(directory + b"/fd")

@@ -26,38 +26,38 @@ _TRAINER_FILES = re.compile(
     r"(model|pytorch_model|optimizer|adapter_model|rng_state|scheduler|trainer_state|global_step)"
 )
 _FIRST_FILES = frozenset({"config.json", "generation_config.json"})
-"""What a Trainer may have written, and nothing else yet, when it was ended."""
+"""Files that a Trainer may have written, and nothing else yet, when it was ended."""
 _RESUMABLE = re.compile(r"(optimizer|scheduler\.pt|rng_state|global_step\d|pytorch_model_fsdp)")
 _BEFORE_STATE = re.compile(
     r"(config\.json|(model|pytorch_model|adapter_model)[^/]*\.(safetensors|bin)|training_args\.bin|optimizer|scheduler\.pt"
     r"|rng_state\.pth|global_step\d|pytorch_model_fsdp)"
 )
-"""What is there before trainer_state.json is written. What callbacks add comes after it."""
+"""Files that are there before trainer_state.json is written. What callbacks add comes after it."""
 _NUMBERED_RNG = re.compile(r"rng_state_(\d+)\.pth")
 _LAST_CKPT = re.compile(r"last(-v\d+)?\.ckpt")
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 
 
 def directories(sight: Sight, claimed: frozenset[str], name: re.Pattern[str]) -> Iterator[str]:
-    """The directories of that name which nothing has claimed, the shorter names first."""
+    """Yield the directories of that name which nothing has claimed, the shorter names first."""
     for directory in sorted(sight.snapshot.directories):
         if name.fullmatch(directory) and not within(directory, claimed):
             yield directory
 
 
 def within(name: str, claimed: frozenset[str]) -> bool:
-    """Whether a name, or a directory above it, is claimed."""
+    """Return True if a name, or a directory above it, is claimed."""
     parts = name.split("/")
     return any("/".join(parts[:end]) in claimed for end in range(1, len(parts) + 1))
 
 
 def torn_in(sight: Sight, directory: str, files: Mapping[str, Sign]) -> str | None:
-    """The first file of a directory without its end, in words."""
+    """Return the first file of a directory without its end, in words."""
     return sight.torn_among({file: f"{directory}/{file}" for file in files})
 
 
 def transformers(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
-    """`checkpoint-N` of Hugging Face's Trainer, and of what is built on it: TRL, Axolotl.
+    """Find `checkpoint-N` of Hugging Face's Trainer, and of what is built on it: TRL, Axolotl.
 
     Rank 0 writes trainer_state.json last of its own files. Every rank writes its rng_state last, and no barrier stands
     between it and trainer_state.json: both must be there.
@@ -121,7 +121,8 @@ def _lacking_shard(text: str | None, index: str, files: Mapping[str, Sign]) -> s
 
 
 def lightning(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
-    """`*.ckpt` of Lightning: a file that rank 0 writes elsewhere and moves into place, or a directory of all ranks.
+    """Find `*.ckpt` of Lightning: a file that rank 0 writes elsewhere and moves into place, or a directory of all
+    ranks.
 
     A move from another file system is a copy, so a file is there before it is whole. Its end shows that it is.
     """
@@ -147,7 +148,7 @@ def lightning(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
 
 
 def _lightning_files(sight: Sight, parent: str, names: list[str]) -> Iterator[Prospect]:
-    """The candidates of one directory. A `last.ckpt` of the same step as another file belongs to that one."""
+    """Yield the candidates of one directory. A `last.ckpt` of the same step as another file belongs to that one."""
     real = {name: sign for name in names if (sign := sight.snapshot.files[name]).link is None}
     steps = {name: _step_of(sight, name) for name in real}
     lasts = {name for name in real if _LAST_CKPT.fullmatch(name.rpartition("/")[2])}
@@ -194,7 +195,7 @@ def _links_to(sight: Sight, name: str) -> dict[str, Beside]:
 
 
 def patterns(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
-    """What the caller's patterns fit, directories and files."""
+    """Find what the caller's patterns fit, directories and files."""
     marker = sight.rules.marker
     for name in sorted({*sight.snapshot.directories, *sight.snapshot.files}):
         if within(name, claimed) or not any(_fits(name, pattern) for pattern in sight.rules.patterns):
@@ -240,7 +241,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def of_no_shape(sight: Sight, claimed: frozenset[str]) -> tuple[str, ...]:
-    """What looks like a checkpoint, a name with a number that holds weights, and has no shape."""
+    """Find what looks like a checkpoint, a name with a number that holds weights, and has no shape."""
     found = set()
     for name in sight.snapshot.files:
         if name.endswith(_WEIGHTS) and not within(name, claimed):

@@ -20,7 +20,7 @@ _TITAN_NAME = re.compile(r"(?:.*/)?step-(\d+)")
 
 
 def deepspeed(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
-    """A tag's directory of DeepSpeed, `global_stepN` as a rule, beside the file `latest` that names the newest.
+    """Find a tag's directory of DeepSpeed, `global_stepN` as a rule, beside the file `latest` that names the newest.
 
     Rank 0 writes `latest` when its own files are there, before the others are known to be: with ZeRO each rank's
     optimizer file must be there too.
@@ -55,12 +55,12 @@ def deepspeed(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
 
 
 def _named(sight: Sight, tracker: str) -> str:
-    """What a tracker names, "" where it names nothing."""
+    """Return what a tracker names, "" where it names nothing."""
     return (sight.text(tracker) or "").strip()
 
 
 def _untold(sight: Sight, named: str, tag: str, step: int | None) -> str | None:
-    """Whether `latest` does not name a tag yet: neither it nor a newer one."""
+    """Return a fault if `latest` does not name a tag yet: neither it nor a newer one."""
     if not sight.has_leader:
         return None
     newest = last_number(named)
@@ -70,7 +70,8 @@ def _untold(sight: Sight, named: str, tag: str, step: int | None) -> str | None:
 
 
 def _tells_its_ranks(sight: Sight, optimizers: int) -> bool:
-    """Whether the files show that every rank of this node has written: one process has, or as many as there are."""
+    """Return True if the files show that every rank of this node has written: one process has, or as many as there
+    are."""
     if sight.ranks is None:
         return False
     return optimizers > 0 if len(sight.ranks) > 1 else optimizers <= 1
@@ -84,7 +85,7 @@ def _lacking_ranks(sight: Sight, files: Mapping[str, Sign]) -> str | None:
 
 
 def tracked(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
-    """`iter_N` of Megatron-LM, `global_step_N` of verl and SkyRL, with the tracker that names the newest.
+    """Find `iter_N` of Megatron-LM, `global_step_N` of verl and SkyRL, with the tracker that names the newest.
 
     It is written after all ranks have written: what it names is whole, and so is all before it.
     """
@@ -115,7 +116,8 @@ def tracked(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
 
 
 def dcp(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
-    """A directory of torch's DCP, among them `step-N` of torchtitan. `.metadata` is renamed into place at the end.
+    """Find a directory of torch's DCP, among them `step-N` of torchtitan. `.metadata` is renamed into place at the
+    end.
 
     A node without rank 0 gets no `.metadata`. torchtitan's last save may be a Hugging Face model instead.
     """

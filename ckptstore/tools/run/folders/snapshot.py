@@ -1,4 +1,4 @@
-"""What lies in a folder at one moment: names, sizes and times, no contents."""
+"""Take a snapshot of a folder: names, sizes and times, no contents."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OWN_NAME = ".ckptstore"
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What tells one version of a file from another."""
+    """The marks of one version of a file."""
 
     size_bytes: int
     mtime_ns: int
     inode: int
     link: str | None = None
-    """Where a symbolic link leads, as it is written in it; None for a file."""
+    """The target of a symbolic link, as it is written in it; None for a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class FolderSnapshot:
     directories: frozenset[str] = field(default=frozenset())
 
     def below(self, directory: str) -> dict[str, Sign]:
-        """The files of one directory and all below it, by names relative to it."""
+        """Return the files of one directory and all below it, by names relative to it."""
         prefix = f"{directory}/" if directory else ""
         return {name[len(prefix) :]: sign for name, sign in self.files.items() if name.startswith(prefix)}
 

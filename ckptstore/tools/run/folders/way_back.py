@@ -36,20 +36,20 @@ _OF_A_RANK = re.compile(r"(?:rng_state|(?:bf16_)?zero_pp_rank)_(\d+)(?:\.pth|_.*
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restore did."""
+    """The result of a restore."""
 
     step: int
     name: str
     """Relative to the folder."""
     uri: str
     is_restored: bool
-    """Whether the checkpoint lies in the folder now, as the store has it."""
+    """True if the checkpoint lies in the folder now, as the store has it."""
     why_not: str | None = None
     fetched_bytes: int = 0
     kept_bytes: int = 0
-    """Of files that were there already, with the right digests."""
+    """The size of files that were there already, with the right digests."""
     moved_aside: tuple[str, ...] = ()
-    """What a framework would have taken for newer: it lies in .ckptstore/aside now."""
+    """Names of what a framework would have taken for newer: it lies in .ckptstore/aside now."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints of the store that are damaged or did not come from a folder, in words."""
     best: str | None = None
@@ -122,19 +122,21 @@ def set_aside_unfinished(folder: Folder, *, since_ns: int) -> tuple[str, ...]:
 
 
 def newest_first(store: Catalogue, step: int | None = None) -> list[Checkpoint]:
-    """The checkpoints of a store, the newest first; or one alone. Raises InvalidInput if the store does not have it."""
+    """Return the checkpoints of a store, the newest first; or one alone. Raises InvalidInput if the store does not have
+    it."""
     return [store[step]] if step is not None else list(store)[::-1]
 
 
 def whole_in(folder: Folder, like: Checkpoint) -> list[tuple[int, str]]:
-    """Step and name of everything that a folder has finished, where no job writes to it. `like` is a checkpoint of the
-    same training."""
+    """Return step and name of everything that a folder has finished, where no job writes to it. `like` is a checkpoint
+    of the same training."""
     local = candidates_of(folder, _ranks_of(like))
     return [(it.step, it.name) for it in local if it.step is not None and folder.is_whole(it)]
 
 
 def same(folder: Folder, found: Found, checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint of the store is this one of the folder: by fingerprint, else by the bytes of every file."""
+    """Return True if a checkpoint of the store is this one of the folder: by fingerprint, else by the bytes of every
+    file."""
     home = _home(checkpoint)
     if home is None or home.name != found.name or checkpoint.step != found.step:
         return False
@@ -147,7 +149,7 @@ def same(folder: Folder, found: Found, checkpoint: Checkpoint) -> bool:
 
 
 def _home(checkpoint: Checkpoint) -> Home | None:
-    """By what was committed: the user's metadata may be another now."""
+    """Return the place by what was committed: the user's metadata may be another now."""
     return home_of(files_behind(checkpoint).read_manifest()[0].metadata, step=checkpoint.step)
 
 
@@ -214,7 +216,7 @@ def _best_in(folder: Folder, home: Home) -> str | None:
 def _staying(
     folder: Folder, local: Sequence[Prospect], checkpoint: Checkpoint, home: Home
 ) -> tuple[Prospect | None, str | None]:
-    """What of the folder the job is to go on from in place of the checkpoint, and why."""
+    """Return what of the folder the job is to go on from in place of the checkpoint, and why."""
     newer = [it for it in local if it.step is not None and it.step > checkpoint.step and folder.is_whole(it)]
     if newer:
         newest = max(newer, key=lambda it: it.step or 0)
@@ -226,20 +228,21 @@ def _staying(
 
 
 def _is_preferred(folder: Folder, candidate: Prospect, step: int) -> bool:
-    """Whether a framework would take a candidate rather than another one of this step, or might."""
+    """Return True if a framework would take a candidate rather than another one of this step, or might."""
     if candidate.step is None or candidate.step < step:
         return False
     return candidate.step > step or not folder.is_whole(candidate)
 
 
 def _ranks_of(checkpoint: Checkpoint) -> frozenset[int]:
-    """The ranks that have written a file of their own, as Trainer and DeepSpeed name them; none for one process."""
+    """Return the ranks that have written a file of their own, as Trainer and DeepSpeed name them; none for one
+    process."""
     found = (_OF_A_RANK.match(receipt.name) for receipt in checkpoint.files)
     return frozenset(int(match[1]) for match in found if match)
 
 
 def _is_rewritten(folder: Folder, own: Prospect, checkpoint: Checkpoint, home: Home) -> bool:
-    """Whether a whole checkpoint of this name has other contents by intent, and not because it was damaged."""
+    """Return True if a whole checkpoint of this name has other contents by intent, and not because it was damaged."""
     if not folder.is_whole(own) or fingerprint(own) in (home.fingerprint, folder.restored().get(own.name)):
         return False
     receipts = {receipt.name: receipt for receipt in checkpoint.files}
@@ -302,7 +305,7 @@ def _copied_or_linked(source: Path, target: Path) -> None:
 
 
 def _has(path: Path, receipt: Receipt) -> bool:
-    """Whether a file has the bytes of a receipt: its size and its digest."""
+    """Return True if a file has the bytes of a receipt: its size and its digest."""
     if receipt.crc32c is None or path.is_symlink() or not path.is_file() or path.stat().st_size != receipt.size_bytes:
         return False
     found = 0

@@ -1,4 +1,4 @@
-"""Whether a file has its end: by its own format, without reading its tensors and without running anything in it."""
+"""Check that a file has its end: by its own format, without reading its tensors or running anything in it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import zipfile
 from pathlib import Path
 
 ZIP_NAMES = (".pt", ".pth", ".ckpt", ".bin")
-"""What torch.save writes: a zip file, whose directory is its end."""
+"""Names of what torch.save writes: a zip file, whose directory is its end."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 
 def torn(path: Path) -> str | None:
-    """Why a file is not whole, None for one that is, or whose format does not tell. Raises OSError."""
+    """Return why a file is not whole, None for one that is, or whose format does not tell. Raises OSError."""
     if path.suffix in ZIP_NAMES:
         with path.open("rb") as file:
             begins = file.read(4)
@@ -46,7 +46,8 @@ def _torn_safetensors(path: Path) -> str | None:
 
 
 def number_in(path: Path, key: str) -> int | None:
-    """The integer under a key of the dict that torch.save wrote; None where there is none. The pickle is not run."""
+    """Return the integer under a key of the dict that torch.save wrote; None where there is none. The pickle is not
+    run."""
     try:
         with zipfile.ZipFile(path) as archive:
             name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
