@@ -16,7 +16,7 @@ from ckptstore.job import Job, record_of_step
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.restoring import restore
 from ckptstore.log.identity import read_identity
-from ckptstore.retention import Mode, Policy, Verdict, check_there, ranked
+from ckptstore.retention import Mode, Policy, Verdict, check_metric_exists, ranked
 from ckptstore.runtime.notebook import html_table
 from ckptstore.upkeep.garbage import Garbage, collect_garbage
 from ckptstore.upkeep.prune import Trashed, prune, trash
@@ -127,7 +127,7 @@ class Catalogue:
         InvalidMetric, with the metrics that there are, when no live checkpoint has this one.
         """
         candidates = self._job.candidates(self._job.log.newest())
-        check_there(candidates, metric)
+        check_metric_exists(candidates, metric)
         found = ranked(candidates, metric, mode)
         return self._checkpoint(self._job.log.records([found[0].number])[0]) if found else None
 

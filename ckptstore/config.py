@@ -25,10 +25,10 @@ def shows_full_tracebacks() -> bool:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Config:
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Self:
+    def from_env(cls, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
         """Return the values of the call, completed from the environment. A None counts as left out."""
         environ = os.environ if environ is None else environ
-        values = {name: value for name, value in given.items() if value is not None}
+        values = {name: value for name, value in options.items() if value is not None}
         for item in fields(cls):
             text = environ.get(f"CKPTSTORE_{item.name.upper()}")
             if item.name not in values and text:

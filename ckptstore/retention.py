@@ -232,16 +232,16 @@ def mode_of(metric: str, mode: Mode | None) -> Mode:
     if mode is not None:
         raise InvalidInput(f"The mode for {metric!r} is {mode!r}, it is 'min' or 'max'")
     words = set(re.split(r"[^a-z0-9]+", str(metric).lower()))
-    told: list[Mode] = [way for way, known in _WORDS.items() if words & known]
-    if len(told) != 1:
+    modes: list[Mode] = [way for way, known in _WORDS.items() if words & known]
+    if len(modes) != 1:
         raise InvalidInput(
             f"The name of the metric {metric!r} does not tell whether less or more is better",
             hint='Say mode="min" or mode="max"',
         )
-    return told[0]
+    return modes[0]
 
 
-def check_there(candidates: Sequence[Candidate], metric: str) -> None:
+def check_metric_exists(candidates: Sequence[Candidate], metric: str) -> None:
     """Raise InvalidMetric, with those that exist, when none of some checkpoints has the metric."""
     names = {name for item in candidates for name in item.metrics}
     if candidates and metric not in names:

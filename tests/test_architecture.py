@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import warnings
@@ -302,6 +303,52 @@ def test_the_environment_is_read_in_one_place(name: str) -> None:
         return
     for node in ast.walk(TREES[name]):
         assert ast.unparse(node) not in ("os.environ", "os.getenv"), f"ckptstore.{name} reads the environment"
+
+
+RELATIVE_STARTS = {"What", "Whether", "Of", "Where", "Who", "Which", "How", "When", "That"}
+MOST_RELATIVE_STARTS = 1204
+"""Docstrings that begin with one of them, in the whole package. It only goes down: a docstring begins with a verb, or
+with a noun where it describes a field."""
+
+INVENTED_WORDS = {"told", "heard", "hear", "asked", "given", "here", "there", "beside", "kept", "anew"}
+MOST_INVENTED_NAMES = 547
+"""Functions, classes, arguments, variables and attributes with one of them in their names. It only goes down: a reply,
+what was received, options, what exists and what is next to something have names of their own."""
+
+
+def docstrings_of(name: str) -> Iterator[str]:
+    """Yield the docstrings of a module, those below fields and constants included."""
+    for node in ast.walk(TREES[name]):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield text
+
+
+def defined_names_of(name: str) -> Iterator[str]:
+    """Yield each name that a module defines or assigns, each time that it does."""
+    for node in ast.walk(TREES[name]):
+        match node:
+            case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) | ast.ClassDef(name=found):
+                yield found
+            case ast.arg(arg=found) | ast.Name(id=found, ctx=ast.Store()) | ast.Attribute(attr=found, ctx=ast.Store()):
+                yield found
+
+
+def test_docstrings_begin_with_a_verb() -> None:
+    found = [(name, text) for name in MODULES for text in docstrings_of(name) if text.split()[0] in RELATIVE_STARTS]
+    shown = "\n".join(f"{name}: {text.splitlines()[0]}" for name, text in found[:20])
+    assert len(found) <= MOST_RELATIVE_STARTS, f"{len(found)} docstrings begin with a relative clause, such as\n{shown}"
+
+
+def test_names_are_plain_words() -> None:
+    found = [
+        f"ckptstore.{module}: {name}"
+        for module in MODULES
+        for name in defined_names_of(module)
+        if INVENTED_WORDS & set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_"))
+    ]
+    shown = "\n".join(found[:20])
+    assert len(found) <= MOST_INVENTED_NAMES, f"{len(found)} names have an invented word, such as\n{shown}"
 
 
 def private_names_of(name: str) -> set[str]:

@@ -12,9 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptstore.errors import InvalidInput
-from ckptstore.tools.planning.given import PlannedJob
 from ckptstore.tools.planning.intervals import daly_seconds, young_seconds
 from ckptstore.tools.planning.outlook import DAY_SECONDS, Outlook, outlooks
+from ckptstore.tools.planning.planned_job import PlannedJob
 
 HOUR = 3600.0
 JOB = PlannedJob(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ckptstore.errors import CheckpointGone, InvalidInput
 from ckptstore.integrations.trackers.reference import Reference
-from ckptstore.retention import Candidate, Mode, check_there, ranked
+from ckptstore.retention import Candidate, Mode, check_metric_exists, ranked
 
 
 def choose(
@@ -56,7 +56,7 @@ def _best(references: Sequence[Reference], run: str, metric: str, mode: Mode | N
         Candidate(number=item.number, step=item.step, committed_at=math.nan, metrics=item.metrics)
         for item in references
     ]
-    check_there(candidates, metric)
+    check_metric_exists(candidates, metric)
     order = ranked(candidates, metric, mode)
     if not order:
         raise CheckpointGone(f"{run} has no checkpoint with a finite value of {metric!r}")

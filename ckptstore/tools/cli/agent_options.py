@@ -72,32 +72,32 @@ def agent_options(function: F) -> F:
     return function
 
 
-def plan_of(store: str, folder: str, asked: Mapping[str, Any]) -> AgentPlan:
+def plan_of(store: str, folder: str, options: Mapping[str, Any]) -> AgentPlan:
     """Return the plan that the options describe. Raises InvalidInput."""
-    if asked["interval"] < _SHORTEST_SECONDS:
-        raise InvalidInput(f"--interval is {asked['interval']:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
-    if asked["grace"] is not None and asked["grace"] < 0:
-        raise InvalidInput(f"--grace is {asked['grace']:g} s, it must be at least 0")
-    if asked["marker"] is not None and not asked["patterns"]:
+    if options["interval"] < _SHORTEST_SECONDS:
+        raise InvalidInput(f"--interval is {options['interval']:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
+    if options["grace"] is not None and options["grace"] < 0:
+        raise InvalidInput(f"--grace is {options['grace']:g} s, it must be at least 0")
+    if options["marker"] is not None and not options["patterns"]:
         raise InvalidInput("--marker means nothing without --pattern", hint="Known shapes have their own rules")
-    quiet = {} if asked["quiet_seconds"] is None else {"quiet_seconds": asked["quiet_seconds"]}
-    rules = Rules(patterns=asked["patterns"], marker=asked["marker"], metrics_file=asked["metrics_file"], **quiet)
+    quiet = {} if options["quiet_seconds"] is None else {"quiet_seconds": options["quiet_seconds"]}
+    rules = Rules(patterns=options["patterns"], marker=options["marker"], metrics_file=options["metrics_file"], **quiet)
     return AgentPlan(
         store=store,
         folder=Path(folder),
         rules=rules,
-        retention=asked["keep"],
-        nodes=find_nodes(asked["nodes"], asked["node_rank"], asked["run_id"]),
-        interval_seconds=asked["interval"],
-        grace_seconds=asked["grace"],
-        delete_local=asked["delete_local"],
-        require_commit=asked["require_commit"],
-        storage_options=asked["storage_options"],
+        retention=options["keep"],
+        nodes=find_nodes(options["nodes"], options["node_rank"], options["run_id"]),
+        interval_seconds=options["interval"],
+        grace_seconds=options["grace"],
+        delete_local=options["delete_local"],
+        require_commit=options["require_commit"],
+        storage_options=options["storage_options"],
     )
 
 
 @contextmanager
-def told(*, as_json: bool, events_file: str | None) -> Iterator[None]:
+def logged_events(*, as_json: bool, events_file: str | None) -> Iterator[None]:
     """Write what happens to stderr, and to a file where one is given: lines for people, or JSON."""
     logger = logging.getLogger("ckptstore")
     handlers: list[logging.Handler] = [_Lines(sys.stderr, as_json=as_json)]
@@ -129,16 +129,16 @@ class _Lines(logging.Handler):
     def __init__(self, stream: TextIO, *, as_json: bool) -> None:
         super().__init__()
         self._stream, self._as_json = stream, as_json
-        self._retry_told_at = -_QUIET_SECONDS
+        self._retry_shown_at = -_QUIET_SECONDS
 
     def emit(self, record: logging.LogRecord) -> None:
         event = getattr(record, "event", None)
         if isinstance(event, ResumeForgotten):
             return  # the agent has compared the folder with the store itself
         if isinstance(event, RequestRetried):
-            if time.monotonic() - self._retry_told_at < _QUIET_SECONDS:
+            if time.monotonic() - self._retry_shown_at < _QUIET_SECONDS:
                 return
-            self._retry_told_at = time.monotonic()
+            self._retry_shown_at = time.monotonic()
         text = self._json(record, event) if self._as_json else f"ckptstore: {printable(record.getMessage())}"
         try:
             self._stream.write(f"{text}\n")

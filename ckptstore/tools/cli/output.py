@@ -100,14 +100,14 @@ def show_where(*, is_durable: bool, is_fast: bool) -> str:
 
 
 @contextmanager
-def told_skipped() -> Iterator[None]:
+def printing_skipped() -> Iterator[None]:
     """Print to stderr what is passed over while the context lasts."""
 
-    def hear(event: Event) -> None:
+    def listener(event: Event) -> None:
         if isinstance(event, CheckpointSkipped):
             click.echo(f"left out: step {event.step}: {printable(event.reason)}", err=True)
 
-    with listening(hear, CheckpointSkipped):
+    with listening(listener, CheckpointSkipped):
         yield
 
 

@@ -208,8 +208,8 @@ def _multipart(place: _Place) -> str:
 def _clock(place: _Place) -> Finding | str:
     key, before = place.key("clock"), time.time()
     place.storage.write(key, [memoryview(b"x")])
-    after, there = time.time(), place.storage.stat(key).modified_seconds
-    skew = max(before - there - 1, there - after, 0.0)  # some clocks show whole seconds
+    after, modified = time.time(), place.storage.stat(key).modified_seconds
+    skew = max(before - modified - 1, modified - after, 0.0)  # some clocks show whole seconds
     if skew <= _MAX_SKEW_SECONDS:
         return f"the storage's clock is off by {skew:.0f} s at most"
     return Finding(

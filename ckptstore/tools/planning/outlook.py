@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptstore.tools.planning.given import PlannedJob
 from ckptstore.tools.planning.intervals import daly_seconds, young_seconds
+from ckptstore.tools.planning.planned_job import PlannedJob
 
 DAY_SECONDS = 86400.0
 MORE_ON_DISK = 3

@@ -246,7 +246,7 @@ class Health:
     """The step of it."""
     not_durable_since: float | None = None
     """The time of the save of the oldest fast checkpoint on this node that is newer than what the store has; None
-    without none."""
+    without one."""
     gaps: tuple[str, ...] = ()
     """Faults of the records of the log, or of their order."""
     garbage_bytes: int = 0

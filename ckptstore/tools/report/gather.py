@@ -182,11 +182,11 @@ class Sighting:
             try:
                 return read(number)
             except (CkptstoreError, ModuleNotFoundError) as error:
-                told = error if isinstance(error, CkptstoreError) else not_installed(error)
-                if told is None:
+                reported = error if isinstance(error, CkptstoreError) else not_installed(error)
+                if reported is None:
                     raise
-                self._damage[number] = told.message
-                if isinstance(told, StorageError):
+                self._damage[number] = reported.message
+                if isinstance(reported, StorageError):
                     self._failed.add(number)
                 return None
 

@@ -89,7 +89,7 @@ class History:
         problem = link_problem(self.newest, found) if self._is_whole else None
         self.problems += [problem] if problem else []
         before = dict(self._bytes)
-        self.changes.append(self._told(found))
+        self.changes.append(self._follow(found))
         if not self._is_whole:
             self._catch_up(found)
         self.newest, self._is_whole = found, True
@@ -98,7 +98,7 @@ class History:
             point = SizePoint(at=found.created_at, number=number, live_bytes=live, trash_bytes=trash, freed_bytes=freed)
             self.sizes.append(point)
 
-    def _told(self, record: Record) -> SeenChange:
+    def _follow(self, record: Record) -> SeenChange:
         """Follow one record, and say what it did."""
         change = record.change
         if isinstance(change, Claim):

@@ -73,9 +73,9 @@ class Committer:
     """The step of the last commit, and when its files were written."""
     _seen_at: dict[tuple[str, str], float] = field(default_factory=dict)
     """The time when each of those that are not in the store was seen finished first, by name and fingerprint."""
-    _told_ahead: tuple[str, str] | None = None
+    _noted_ahead: tuple[str, str] | None = None
     """The newest of them that was told."""
-    _told: set[str] = field(default_factory=set)
+    _noted: set[str] = field(default_factory=set)
     _tries: _Tries = field(default_factory=_Tries)
     _all_ranks: frozenset[int] | None = None
     _seen: Look = field(default_factory=lambda: Look((), {}, ()))
@@ -233,8 +233,8 @@ class Committer:
             return
         self._note_seen(is_open)
         newest = is_open[-1].name, is_open[-1].fingerprint
-        if newest != self._told_ahead:
-            self._told_ahead = newest
+        if newest != self._noted_ahead:
+            self._noted_ahead = newest
             emit(
                 FolderAhead(
                     steps=tuple(found.step for found in is_open),
@@ -247,13 +247,13 @@ class Committer:
         """Save what the nodes have agreed on. Collective."""
         look = self._seen
         found = next((item for item in (*look.finished, *look.uncertain) if item.name == offer.name), None)
-        asked: dict[str, Any] = {"metrics": offer.metrics, "metadata": offer.metadata, "suffix": "never"}
+        options: dict[str, Any] = {"metrics": offer.metrics, "metadata": offer.metadata, "suffix": "never"}
         with ExitStack() as stack:
             held = self._hold(found, stack)
             if found is not None and held is not None:
-                save_found(self.store, found, held, **asked)
+                save_found(self.store, found, held, **options)
             else:
-                save_shard(self.store, lambda job: directory_of(job, offer.step, None, **asked))
+                save_shard(self.store, lambda job: directory_of(job, offer.step, None, **options))
         self.failed, self._tries, self._changes = None, _Tries(), 0
         if found is not None:
             self._committed[found.name] = found.fingerprint
@@ -345,9 +345,9 @@ class Committer:
         return tuple(found.step for found in passed), tuple(found.name for found in passed)
 
     def _tell_unknown(self, look: Look) -> None:
-        for name in sorted(set(look.unknown) - self._told):
+        for name in sorted(set(look.unknown) - self._noted):
             emit(FolderNotice(text=f"{name} fits no known shape and is not committed. Name it with --pattern"))
-        self._told |= set(look.unknown)
+        self._noted |= set(look.unknown)
 
     def _delete_committed(self) -> None:
         """Remove from the folder what is in the store, but for the newest."""

@@ -43,7 +43,7 @@ def locked(folder: Path, *, node_rank: int, waits: Callable[[str], object]) -> I
 
 
 def _acquire(descriptor: int, folder: Path, waits: Callable[[str], object]) -> None:
-    until, is_told = time.monotonic() + _PATIENCE_SECONDS, False
+    until, has_warned = time.monotonic() + _PATIENCE_SECONDS, False
     while True:
         try:
             if lock_open_file(descriptor, shared=False):
@@ -58,9 +58,9 @@ def _acquire(descriptor: int, folder: Path, waits: Callable[[str], object]) -> N
                 f"Another agent works on {folder}, process {holder or 'unknown'}",
                 hint="One agent a folder: end that one, or give another --folder",
             )
-        if not is_told:
+        if not has_warned:
             waits(f"the trainer of an agent that was killed still runs; waiting up to {_PATIENCE_SECONDS:.0f} s for it")
-            is_told = True
+            has_warned = True
         time.sleep(_LOOK_SECONDS)
 
 

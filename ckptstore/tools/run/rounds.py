@@ -51,18 +51,18 @@ class NodeView:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Self:
+    def from_json(cls, fields: dict[str, Any]) -> Self:
         """Read what `to_json` returned."""
-        offers = tuple(NodeOffer(**offer) for offer in told["offers"])
-        lists = {name: tuple(told[name]) for name in ("committed", "unfinished", "uncertain")}
-        ranks = None if told["ranks"] is None else tuple(told["ranks"])
-        return cls(**{**told, **lists, "offers": offers, "ranks": ranks})
+        offers = tuple(NodeOffer(**offer) for offer in fields["offers"])
+        lists = {name: tuple(fields[name]) for name in ("committed", "unfinished", "uncertain")}
+        ranks = None if fields["ranks"] is None else tuple(fields["ranks"])
+        return cls(**{**fields, **lists, "offers": offers, "ranks": ranks})
 
-    def blocks(self, name: str, *, patience_is_over: bool, is_told: bool) -> bool:
-        """Return True if the checkpoint of that name has to wait for this node; `is_told` if another one knows the
+    def blocks(self, name: str, *, patience_is_over: bool, is_known: bool) -> bool:
+        """Return True if the checkpoint of that name has to wait for this node; `is_known` if another one knows the
         end."""
         if name in self.unfinished:
-            return not (is_told and name in self.uncertain)
+            return not (is_known and name in self.uncertain)
         if name in self.committed or any(offer.name == name for offer in self.offers):
             return False
         has_any = bool(self.offers or self.committed or self.unfinished)
@@ -76,12 +76,12 @@ def choose(views: Sequence[NodeView]) -> NodeOffer | None:
         for offer in view.offers:
             offers.setdefault(offer.name, offer)
     same = {name: [it for view in views for it in view.offers if it.name == name] for name in offers}
-    told = {name: any(it.tells_all for it in same[name]) for name in offers}
+    known = {name: any(it.tells_all for it in same[name]) for name in offers}
     waited = {name: any(it.waits_seconds >= LONELY_SECONDS for it in same[name]) for name in offers}
     ready = sorted(
         (offer.step, name)
         for name, offer in offers.items()
-        if not any(view.blocks(name, patience_is_over=waited[name], is_told=told[name]) for view in views)
+        if not any(view.blocks(name, patience_is_over=waited[name], is_known=known[name]) for view in views)
     )
     if not ready:
         return None

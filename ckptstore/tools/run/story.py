@@ -81,10 +81,14 @@ class AgentPlan:
             self.store, retention=self.retention, missing="worst", storage_options=self.storage_options, group=group
         )
 
-    def committer(self, store: CheckpointStore, folder: Folder, **asked: Any) -> Committer:
+    def committer(self, store: CheckpointStore, folder: Folder, **options: Any) -> Committer:
         """Return the loop over this folder."""
         return Committer(
-            store=store, folder=folder, interval_seconds=self.interval_seconds, delete_local=self.delete_local, **asked
+            store=store,
+            folder=folder,
+            interval_seconds=self.interval_seconds,
+            delete_local=self.delete_local,
+            **options,
         )
 
 

@@ -89,7 +89,7 @@ class StoreWatcher:
         epoch = self._newest.state.epoch if self._newest else 0
         found = self._finder.find(epoch=epoch, steps=self._last_steps(), tracked=self._flights)
         if isinstance(self.storage, Disk):
-            self._check_there()
+            self._check_exists()
         self._read_log()  # after the listing: what was in flight there and is committed now is found here
         signs, notes = self._look_at_signs()
         durable = self._durable()
@@ -122,7 +122,7 @@ class StoreWatcher:
             )
         self._store_id = identity.store_id
 
-    def _check_there(self) -> None:
+    def _check_exists(self) -> None:
         """Raise StoreMissing on a disk that is not mounted any more, which looks like an empty one."""
         try:
             self.storage.stat(STORE_KEY)
@@ -144,7 +144,7 @@ class StoreWatcher:
                 self._tell(Happening(kind="log", text=f"{first - known.number - 1} records more than can be told"))
             for record in self._log.records(range(first, newest.number + 1)):
                 self._take(record)
-                self._tell(*_told(record, self._commits))
+                self._tell(*_happenings(record, self._commits))
         self._newest = newest
 
     def _read_first(self, newest: Record) -> None:
@@ -184,19 +184,19 @@ class StoreWatcher:
     def _follow(self, found: list[FoundAttempt]) -> None:
         """Take note of the attempts that were found, and of those that are gone."""
         now, epoch = self._clock(), self._newest.state.epoch if self._newest else 0
-        there = {str(item.attempt): item for item in found}
+        found_by_name = {str(item.attempt): item for item in found}
         for name, flight in list(self._flights.items()):
             step = flight.attempt.step
             if name in self._attempts:
                 self._drop(name)
-            elif name not in there:
+            elif name not in found_by_name:
                 self._drop(name)
                 self._tell(Happening(kind="end", step=step, text=f"step {step} ended without a commit"))
             elif flight.attempt.epoch < epoch:
                 self._drop(name)
                 text = f"step {step} cannot be committed any more: a newer job has claimed the store"
                 self._tell(Happening(kind="end", step=step, text=text))
-        for name, item in there.items():
+        for name, item in found_by_name.items():
             if name in self._flights:
                 self._flights[name].look(item, now=now)
             elif name not in self._attempts and item.attempt.epoch >= epoch:
@@ -273,7 +273,7 @@ def _is_name(token: str) -> bool:
     return "/" not in token
 
 
-def _told(record: Record, commits: Mapping[int, SeenCommit]) -> list[Happening]:
+def _happenings(record: Record, commits: Mapping[int, SeenCommit]) -> list[Happening]:
     """Describe a record for people."""
     change, number = record.change, record.number
 

@@ -52,7 +52,7 @@ def command(
     directory that stands on its own. A copy that was interrupted goes on where it broke off. What --salvage leaves out
     is told with the reason.
     """
-    given = parse_storage_options(target_options) or storage_options
+    options = parse_storage_options(target_options) or storage_options
     if salvage:
         copy = _salvage_store
     else:
@@ -61,7 +61,7 @@ def command(
     shown = False if as_json else None
     with (
         opened_executor(engine) as executor,
-        closing(open_place(destination, storage_options=given)) as target,
+        closing(open_place(destination, storage_options=options)) as target,
         progress("copy", shown=shown),
     ):
         report = copy(source, target, storage_options, executor)

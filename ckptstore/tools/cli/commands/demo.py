@@ -65,7 +65,7 @@ def command(
     bucket follows. One node is lost, and the job goes on from the copy that the other one holds.
     """
     if fast_tier:
-        _refuse_beside_fast_tier(engine, store, ranks)
+        _check_fast_tier_options(engine, store, ranks)
     if html is not None and engine == "ray":
         raise click.UsageError("--html is drawn by --engine processes")
     needs("demo", *(["ray"] if engine == "ray" else []), *(["s3"] if fast_tier else []))
@@ -90,7 +90,7 @@ def command(
         raise click.ClickException(f"the demo failed: {error}") from error
 
 
-def _refuse_beside_fast_tier(engine: str, store: str | None, ranks: int) -> None:
+def _check_fast_tier_options(engine: str, store: str | None, ranks: int) -> None:
     if engine == "ray":
         raise click.UsageError("--fast-tier is told by --engine processes")
     if store is not None:

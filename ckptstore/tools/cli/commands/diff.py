@@ -160,8 +160,8 @@ def _echo_tensors(found: Sequence[TensorDifference], num_equal: int, not_compare
         ]
         echo_table(headers, rows)
     counts = Counter(item.change for item in found)
-    told = [f"{counts[change]} {change}" for change in counts]
-    click.echo(f"tensors: {', '.join([*told, f'{num_equal} equal'])}")
+    parts = [f"{counts[change]} {change}" for change in counts]
+    click.echo(f"tensors: {', '.join([*parts, f'{num_equal} equal'])}")
     if counts["unknown"]:
         click.echo("--values reads the unknown ones")
 

@@ -60,18 +60,18 @@ def ls(directory: Path, uris: tuple[str, ...], keep: int, storage_options: dict[
     """
     inventory = take_inventory(directory)
     with _views(inventory, uris, storage_options) as views:
-        told = [_told(store, views.get(store.store_id), keep=keep) for store in inventory.stores]
+        fields = [_fields_of(store, views.get(store.store_id), keep=keep) for store in inventory.stores]
     if as_json:
         print_json(
             directory=inventory.directory,
             privacy_fault=inventory.privacy_fault,
-            stores=told,
+            stores=fields,
             others=_others(inventory),
         )
         return
     if inventory.privacy_fault:
         click.echo(f"warning: {printable(inventory.privacy_fault)}: no job of this user uses it", err=True)
-    for item in told:
+    for item in fields:
         _echo_store(item)
     for name, what in inventory.others.items():
         click.echo(f"no fast checkpoint: {printable(name)}: {what}")
@@ -148,17 +148,17 @@ def _views(inventory: Inventory, uris: Sequence[str], options: Mapping[str, Any]
 
 
 def _chosen(inventory: Inventory, store_ids: Sequence[str]) -> list[HeldStore]:
-    there = {store.store_id: store for store in inventory.stores}
+    stores = {store.store_id: store for store in inventory.stores}
     for store_id in store_ids:
-        if store_id not in there:
+        if store_id not in stores:
             raise InvalidInput(
                 f"{inventory.directory} has no fast checkpoints of a store with the id {store_id!r}",
-                hint=f"There are those of {', '.join(there) or 'none'}",
+                hint=f"There are those of {', '.join(stores) or 'none'}",
             )
     return [store for store in inventory.stores if not store_ids or store.store_id in store_ids]
 
 
-def _told(store: HeldStore, view: LogView | None, *, keep: int) -> dict[str, Any]:
+def _fields_of(store: HeldStore, view: LogView | None, *, keep: int) -> dict[str, Any]:
     swept = sweepable(store.attempts, view, keep=keep) if view else {}
     return {
         "store_id": store.store_id,
@@ -203,13 +203,13 @@ def _cleared(each: Cleared) -> dict[str, Any]:
     }
 
 
-def _echo_store(told: Mapping[str, Any]) -> None:
-    where = f" of {printable(told['uri'])}" if told["uri"] else ""
-    size = show_size(told["size_bytes"])
-    click.echo(f"store {told['store_id']}{where}: {len(told['checkpoints'])} directories, {size}")
-    for fault in filter(None, (told["privacy_fault"], told["fault"])):
+def _echo_store(fields: Mapping[str, Any]) -> None:
+    where = f" of {printable(fields['uri'])}" if fields["uri"] else ""
+    size = show_size(fields["size_bytes"])
+    click.echo(f"store {fields['store_id']}{where}: {len(fields['checkpoints'])} directories, {size}")
+    for fault in filter(None, (fields["privacy_fault"], fields["fault"])):
         click.echo(f"  {printable(fault)}")
-    if not told["checkpoints"]:
+    if not fields["checkpoints"]:
         return
     rows = [
         [
@@ -221,10 +221,10 @@ def _echo_store(told: Mapping[str, Any]) -> None:
             "" if each["age_seconds"] is None else show_duration(each["age_seconds"]),
             ", ".join(filter(None, (_certified(each), _SHOWN[each["standing"]]))),
         ]
-        for each in told["checkpoints"]
+        for each in fields["checkpoints"]
     ]
     echo_table(["step", "epoch", "save", "size", "ranks", "age", "state"], rows)
-    for each in told["checkpoints"]:
+    for each in fields["checkpoints"]:
         for line in _lines(each):
             click.echo(f"  step {each['step']}: {printable(line)}")
 
@@ -232,8 +232,8 @@ def _echo_store(told: Mapping[str, Any]) -> None:
 def _certified(each: Mapping[str, Any]) -> str:
     if each["fault"]:
         return "certificate damaged"
-    told = "certified" if each["is_certified"] else "no certificate"
-    return f"{told}, {len(each['missing'])} files missing" if each["missing"] else told
+    state = "certified" if each["is_certified"] else "no certificate"
+    return f"{state}, {len(each['missing'])} files missing" if each["missing"] else state
 
 
 def _ranks(ranks: Sequence[int]) -> str:

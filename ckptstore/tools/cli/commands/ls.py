@@ -19,7 +19,14 @@ from ckptstore.runtime.near import meant, nearest, shown
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.tools.cli.kinds import STORE
 from ckptstore.tools.cli.options import as_json, fast_option, storage_option, tier_at
-from ckptstore.tools.cli.output import checkpoint_json, echo_table, print_json, show_metrics, show_where, told_skipped
+from ckptstore.tools.cli.output import (
+    checkpoint_json,
+    echo_table,
+    print_json,
+    printing_skipped,
+    show_metrics,
+    show_where,
+)
 from ckptstore.tools.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
 from ckptstore.tools.cli.targets import opened_store
 
@@ -55,7 +62,7 @@ def command(
     left out, with the reason on stderr.
     """
     try:
-        with told_skipped():
+        with printing_skipped():
             _list_store(store, metrics, sort, limit, with_trash, fast_path, storage_options, as_json)
     except StoreMissing as missing:
         if metrics or sort or limit or with_trash or fast_path:

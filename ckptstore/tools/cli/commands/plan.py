@@ -13,9 +13,9 @@ from ckptstore.runtime.shown import show_size
 from ckptstore.tools.cli.kinds import DURATION, SHARE, SIZE, SPEED
 from ckptstore.tools.cli.options import as_json
 from ckptstore.tools.cli.output import echo_table, print_json
-from ckptstore.tools.planning.given import PlannedJob
 from ckptstore.tools.planning.intervals import DALY, DALY_SOURCE, YOUNG, YOUNG_SOURCE
 from ckptstore.tools.planning.outlook import Outlook, outlooks
+from ckptstore.tools.planning.planned_job import PlannedJob
 
 _COLUMNS = ("bucket alone", "fast, 1 copy", "fast, 2 copies")
 _DECIDED_BY = {
@@ -92,12 +92,12 @@ _ASSUMPTIONS = (
 )
 @click.option("--grace", "grace_seconds", type=DURATION, default=3600.0, metavar="TIME", help="Of the trash [1h].")
 @as_json
-def command(as_json: bool, **given: Any) -> None:
+def command(as_json: bool, **options: Any) -> None:
     """Calculate how often to save, and what is lost with a bucket alone and with fast checkpoints on the nodes.
 
     Nothing is measured, opened or written: `ckptstore bench` and `ckptstore doctor` measure. Assumptions are printed.
     """
-    job = PlannedJob(**given)
+    job = PlannedJob(**options)
     found = outlooks(job)
     if as_json:
         print_json(

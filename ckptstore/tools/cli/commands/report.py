@@ -115,14 +115,14 @@ def write_whole(path: Path, text: str) -> None:
     Raises StorageError, which names the file.
     """
     target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex[:8]}")
+    partial = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex[:8]}")
     try:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8", errors="replace")
             return
-        beside.write_text(text, encoding="utf-8", errors="replace")  # a store may hold text that is no Unicode
-        beside.replace(target)
+        partial.write_text(text, encoding="utf-8", errors="replace")  # a store may hold text that is no Unicode
+        partial.replace(target)
     except (OSError, ValueError) as error:
         with suppress(OSError):
-            beside.unlink()
+            partial.unlink()
         raise StorageError(f"{path} could not be written: {error}") from error

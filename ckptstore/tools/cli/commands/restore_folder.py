@@ -43,11 +43,11 @@ def command(
     if as_json:
         print_json(restored=None if report is None else asdict(report))
         return
-    for line in told(report):
+    for line in report_lines(report):
         click.echo(line)
 
 
-def told(report: RestoreReport | None) -> list[str]:
+def report_lines(report: RestoreReport | None) -> list[str]:
     """Return a report in words."""
     if report is None:
         return ["the store has no checkpoint: nothing is restored"]

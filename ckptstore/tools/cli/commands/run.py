@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckptstore.tools.cli.agent_options import agent_options, plan_of, told
+from ckptstore.tools.cli.agent_options import agent_options, logged_events, plan_of
 from ckptstore.tools.cli.kinds import STORE
 from ckptstore.tools.run.story import run
 
@@ -17,7 +17,7 @@ from ckptstore.tools.run.story import run
 @agent_options
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def command(
-    store: str, folder: str, words: tuple[str, ...], as_json: bool, events_file: str | None, **asked: Any
+    store: str, folder: str, words: tuple[str, ...], as_json: bool, events_file: str | None, **options: Any
 ) -> None:
     """Run COMMAND, a trainer that writes checkpoints to the folder, and commit each finished one to the store.
 
@@ -25,5 +25,5 @@ def command(
     itself. What the folder has and the store lacks is told while it lasts. Signals are handed on, and the exit code is
     that of COMMAND. A storage that is away never holds up the training. On several nodes start one agent a node.
     """
-    with told(as_json=as_json, events_file=events_file):
-        click.get_current_context().exit(run(plan_of(store, folder, asked), words))
+    with logged_events(as_json=as_json, events_file=events_file):
+        click.get_current_context().exit(run(plan_of(store, folder, options), words))

@@ -24,9 +24,9 @@ from ckptstore.tools.cli.output import (
     echo_fields,
     echo_table,
     print_json,
+    printing_skipped,
     show_metrics,
     show_time,
-    told_skipped,
 )
 from ckptstore.tools.cli.targets import opened_checkpoint
 
@@ -62,12 +62,12 @@ def command(
     """
     if with_timings and pattern is not None:
         raise InvalidInput("--tensors and --timings each take the place of the files", hint="Ask for one of them")
-    with told_skipped(), opened_checkpoint(target, storage_options, fast=tier_at(fast_path)) as checkpoint:
+    with printing_skipped(), opened_checkpoint(target, storage_options, fast=tier_at(fast_path)) as checkpoint:
         tensors = _fitting(checkpoint, pattern)
         timings = _timings(checkpoint) if with_timings else None
         if as_json:
-            here = _here(checkpoint)
-            files = [_to_json(receipt, here) for receipt in checkpoint.files]
+            on_node = _files_on_node(checkpoint)
+            files = [_to_json(receipt, on_node) for receipt in checkpoint.files]
             more: dict[str, Any] = {"is_durable": checkpoint.is_durable}
             more |= {} if tensors is None else {"tensors": [asdict(tensor) for tensor in tensors]}
             more |= {} if timings is None else {"timings": timings.to_json()}
@@ -104,20 +104,20 @@ def _fitting(checkpoint: Checkpoint, pattern: str | None) -> list[StoredTensor] 
     return found
 
 
-def _here(checkpoint: Checkpoint) -> frozenset[Receipt] | None:
+def _files_on_node(checkpoint: Checkpoint) -> frozenset[Receipt] | None:
     """Return the files of a fast checkpoint that this node has; None for one in a store, which has all."""
     files = files_behind(checkpoint)
     return frozenset(files.receipts_here(files.read_manifest()[0])) if files.is_on_nodes else None
 
 
-def _to_json(receipt: Receipt, here: frozenset[Receipt] | None) -> dict[str, Any]:
+def _to_json(receipt: Receipt, on_node: frozenset[Receipt] | None) -> dict[str, Any]:
     return {
         "name": receipt.name,
         "original_name": receipt.original_name or receipt.name,
         "rank": receipt.rank,
         "size_bytes": receipt.size_bytes,
         "crc32c": _digest(receipt) or None,
-        "is_here": here is None or receipt in here,
+        "is_here": on_node is None or receipt in on_node,
     }
 
 
@@ -145,20 +145,20 @@ def _number(checkpoint: Checkpoint) -> str:
 
 
 def _echo_files(checkpoint: Checkpoint) -> None:
-    here = _here(checkpoint)
+    on_node = _files_on_node(checkpoint)
     rows = [
         (
             receipt.name,
             str(receipt.rank),
             show_size(receipt.size_bytes),
             _digest(receipt) or "none",
-            *([] if here is None else ["yes" if receipt in here else "no"]),
+            *([] if on_node is None else ["yes" if receipt in on_node else "no"]),
         )
         for receipt in checkpoint.files
     ]
     if rows:
         click.echo()
-        echo_table(("file", "rank", "size", "crc32c", *([] if here is None else ["here"])), rows)
+        echo_table(("file", "rank", "size", "crc32c", *([] if on_node is None else ["here"])), rows)
 
 
 def _echo_tensors(tensors: list[StoredTensor]) -> None:

@@ -96,8 +96,8 @@ def fingerprint(candidate: Prospect) -> str:
     if not candidate.is_directory:
         own = candidate.name.rpartition("/")[2]
         files = {own: files[own]}
-    told = [(name, sign.size_bytes, sign.mtime_ns, sign.link) for name, sign in sorted(files.items())]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    facts = [(name, sign.size_bytes, sign.mtime_ns, sign.link) for name, sign in sorted(files.items())]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 class MarkerReader:

@@ -57,7 +57,7 @@ class Finisher:
     ) -> Verdicts:
         """Judge all candidates of a look. A job that `ended_well` left nothing half-written. One that `began_after` the
         first look did not write what was there then."""
-        told = Verdicts()
+        verdicts = Verdicts()
         seen: dict[str, _Seen] = {}
         may_be_left_over = began_after and self._is_first and self._known is not None
         for candidate in candidates:
@@ -73,15 +73,15 @@ class Finisher:
             if not why and not self._is_sure(candidate, now, ended_well):
                 why = self._uncertain(now, now_seconds, job_lives)
                 if why:
-                    told.uncertain.append(candidate)
+                    verdicts.uncertain.append(candidate)
             now.is_left_over = now.is_left_over or bool(why and not job_lives and not ended_well)
             now.was_finished = not why
             if why:
-                told.unfinished[candidate.name] = why
+                verdicts.unfinished[candidate.name] = why
             else:
-                told.finished.append(candidate)
+                verdicts.finished.append(candidate)
         self._seen, self._is_first = seen, False
-        return told
+        return verdicts
 
     def _is_known(self, candidate: Prospect) -> bool:
         return self._known is not None and self._known.get(candidate.name) == fingerprint(candidate)

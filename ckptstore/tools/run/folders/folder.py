@@ -59,7 +59,7 @@ class Folder:
         self._contents = MarkerReader(self.path)
         self._finisher = Finisher(self.rules.quiet_seconds, self._recorded())
         self._ranks: frozenset[int] | None = None
-        self._told: dict[str, str] | None = None
+        self._recorded_finished: dict[str, str] | None = None
 
     def look(self, job: JobSeen) -> FolderLook:
         """Look at the folder. What is finished must look the same in two looks: call it every few seconds.
@@ -175,9 +175,9 @@ class Folder:
         return None if finished is None and restored is None else {**(finished or {}), **(restored or {})}
 
     def _record(self, finished: dict[str, str]) -> None:
-        if finished != self._told and self.path.is_dir():
+        if finished != self._recorded_finished and self.path.is_dir():
             self._write(_FINISHED_NAME, finished)
-            self._told = finished
+            self._recorded_finished = finished
 
     def _read(self, name: str) -> dict[str, str] | None:
         """Read a file of ours; nothing where it is torn, None where there is none."""

@@ -52,8 +52,8 @@ class Found:
         beside = {
             name: {"link": it.link} if it.link is not None else {"text": it.text} for name, it in self.beside.items()
         }
-        told = {"name": self.name, "shape": self.shape, "is_directory": self.is_directory, "beside": beside}
-        return {METADATA_KEY: {**told, "fingerprint": self.fingerprint}}
+        fields = {"name": self.name, "shape": self.shape, "is_directory": self.is_directory, "beside": beside}
+        return {METADATA_KEY: {**fields, "fingerprint": self.fingerprint}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,14 @@ def found_of(candidate: Prospect, contents: MarkerReader, metrics_file: str | No
 def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
     """Read the place from the metadata of a checkpoint; None for one that came from no folder. Raises
     CheckpointDamaged."""
-    told = metadata.get(METADATA_KEY)
-    if told is None:
+    fields = metadata.get(METADATA_KEY)
+    if fields is None:
         return None
     try:
-        beside = {check_user_name(name): Beside(it.get("text"), it.get("link")) for name, it in told["beside"].items()}
-        name, is_directory = check_user_name(told["name"]), told["is_directory"] is True
-        home = Home(name, told["shape"], is_directory, beside, told["fingerprint"])
+        items = fields["beside"].items()
+        beside = {check_user_name(name): Beside(it.get("text"), it.get("link")) for name, it in items}
+        name, is_directory = check_user_name(fields["name"]), fields["is_directory"] is True
+        home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"])
         texts = [home.shape, home.fingerprint, *(text for it in beside.values() for text in (it.text, it.link) if text)]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError
@@ -144,8 +145,8 @@ def _logged(state: Any, step: int | None) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name != "step"}
 
 
-def _numbers(told: Any) -> dict[str, float]:
-    items = told.items() if isinstance(told, dict) else ()
+def _numbers(fields: Any) -> dict[str, float]:
+    items = fields.items() if isinstance(fields, dict) else ()
     return {
         name: float(value)
         for name, value in items

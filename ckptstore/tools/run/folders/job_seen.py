@@ -68,10 +68,10 @@ def _ranks(pids: Iterable[int]) -> Iterator[int]:
             entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        given = dict(entry.partition(b"=")[::2] for entry in entries)
+        variables = dict(entry.partition(b"=")[::2] for entry in entries)
         for name in RANK_VARIABLES:
-            if given.get(name, b"").isdigit():
-                yield int(given[name])
+            if variables.get(name, b"").isdigit():
+                yield int(variables[name])
                 break
 
 

@@ -15,14 +15,14 @@ from ckptstore.tools.run.folders.folder import Held
 from ckptstore.tools.run.folders.found import Found
 
 
-def save_found(store: CheckpointStore, found: Found, held: Held, **asked: Any) -> Checkpoint:
+def save_found(store: CheckpointStore, found: Found, held: Held, **options: Any) -> Checkpoint:
     """Save what `held` has of `found`. Collective over the agents of a job; the keywords are `save_directory`'s.
 
     The files are looked at once more after the last of them is stored and before anything is committed: what was
     rewritten in place meanwhile raises SourceChanged on all nodes, and is never committed. No two nodes may hold the
     same name. Raises what `save_directory` raises.
     """
-    options = {"metrics": found.metrics, "metadata": found.metadata(), "suffix": "never", **asked}
+    options = {"metrics": found.metrics, "metadata": found.metadata(), "suffix": "never", **options}
 
     def make(job: Any) -> tuple[Any, Shard]:
         request, shard = directory_of(job, found.step, held.path if held.names else None, **options)

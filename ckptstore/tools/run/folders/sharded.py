@@ -98,9 +98,9 @@ def tracked(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
         prefix = f"{parent}/" if parent else ""
         is_skyrl = own.startswith("global") and prefix + GLOBAL_STEP in sight.snapshot.files
         file = GLOBAL_STEP if is_skyrl else ITERATION
-        told = _named(sight, prefix + file)
+        named = _named(sight, prefix + file)
         lacks = outdated(file, sight.snapshot.files.get(prefix + file), files)
-        if sight.has_leader and not (told.isdigit() and int(told) >= step):
+        if sight.has_leader and not (named.isdigit() and int(named) >= step):
             lacks = f"{file} does not name it yet"
         yield Prospect(
             name=name,
@@ -110,8 +110,8 @@ def tracked(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
             files=files,
             beside={file: Beside(text=str(step))},
             lacks=lacks or torn_in(sight, name, files),
-            is_certain=sight.has_leader and told == str(step),
-            tells_all=told == str(step),
+            is_certain=sight.has_leader and named == str(step),
+            tells_all=named == str(step),
         )
 
 

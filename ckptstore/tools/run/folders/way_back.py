@@ -157,7 +157,7 @@ def _restore(
     folder: Folder, checkpoint: Checkpoint, home: Home, keeps: tuple[bool, str | None], skipped: tuple[str, ...]
 ) -> RestoreReport:
     refuse_links(folder.path, home.name)
-    told: dict[str, Any] = {"step": checkpoint.step, "name": home.name, "uri": checkpoint.uri, "skipped": skipped}
+    fields: dict[str, Any] = {"step": checkpoint.step, "name": home.name, "uri": checkpoint.uri, "skipped": skipped}
     done = _Fetched()
     local = candidates_of(folder, _ranks_of(checkpoint))
     keeps_newer, only_newer = keeps
@@ -178,7 +178,7 @@ def _restore(
         fetched_bytes=done.fetched_bytes,
         kept_bytes=done.kept_bytes,
         moved_aside=tuple(done.moved_aside),
-        **told,
+        **fields,
     )
 
 
@@ -204,8 +204,8 @@ def _best_in(folder: Folder, home: Home) -> str | None:
     if home.shape != "transformers":
         return None
     try:
-        told = json.loads((folder.path / home.name / TRAINER_STATE).read_text(encoding="utf-8"))
-        name = told.get("best_model_checkpoint")
+        fields = json.loads((folder.path / home.name / TRAINER_STATE).read_text(encoding="utf-8"))
+        name = fields.get("best_model_checkpoint")
     except (OSError, ValueError, AttributeError):
         return None
     if not isinstance(name, str) or TRAINER_NAME.fullmatch(own := name.rstrip("/").rpartition("/")[2]) is None:
@@ -282,10 +282,10 @@ def _fill(partial: Path, above: Path, checkpoint: Checkpoint, done: _Fetched) ->
     manifest = files.read_manifest()[0]
     files.check_complete(manifest)
     for receipt in checkpoint.files:
-        there, target = above / receipt.name, partial / receipt.name
+        present, target = above / receipt.name, partial / receipt.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if os.path.realpath(there) == str(there) and _has(there, receipt):
-            _copied_or_linked(there, target)
+        if os.path.realpath(present) == str(present) and _has(present, receipt):
+            _copied_or_linked(present, target)
             done.kept_bytes += receipt.size_bytes
         else:
             missing.append(receipt)
