@@ -139,7 +139,7 @@ class InvalidState(InvalidInput):
 
 
 class StepExists(InvalidInput):
-    """The step is committed already, and `exists="error"` was asked for."""
+    """The step is committed already, and `exists="error"` forbids to replace it."""
 
     code, exit_code = "step-exists", 6
 
@@ -223,7 +223,7 @@ class GroupMissing(CkptstoreError):
 
 
 class SaveBusy(CkptstoreError):
-    """An asynchronous save is in flight, and `on_busy="error"` was asked for."""
+    """An asynchronous save is in flight, and `on_busy="error"` forbids to wait."""
 
     code, exit_code = "save-busy", 23
 

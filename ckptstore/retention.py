@@ -314,7 +314,7 @@ def _as_float(name: str, value: Any) -> float:
 
 
 def check_required(policy: Policy, metrics: Mapping[str, float], *, missing: str) -> None:
-    """Raise InvalidMetric when the policy ranks by a metric that is not given; missing="worst" allows it."""
+    """Raise InvalidMetric when the policy ranks by a metric that is missing; missing="worst" allows it."""
     absent = sorted(policy.required_metrics() - metrics.keys())
     if absent and missing == "error":
         raise InvalidMetric(

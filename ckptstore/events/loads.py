@@ -19,7 +19,7 @@ class LoadPhase(Event):
     load: str
     """The name of the load in this process."""
     phase: str
-    """"open" (find out what is stored), "read" (move the bytes) or "apply" (finish modules and optimizers). Of damaged
+    """"open" (find out what is stored), "read" (move the bytes) or "apply" (finish modules and optimizers). For damaged
     checkpoints that were tried before there are phases too."""
     started_at: float
     """Its begin, in seconds since the epoch by this machine's clock."""

@@ -62,7 +62,7 @@ UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class Commands(click.Group):
-    """Loads a command when it is asked for, and turns errors into messages and exit codes."""
+    """Loads a command when it is called, and turns errors into messages and exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return all commands."""
@@ -103,7 +103,7 @@ class Commands(click.Group):
             sys.exit(CkptstoreError.exit_code)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that was asked for."""
+        """Run the command that was called."""
         as_json = ctx.ensure_object(dict).get("as_json")
         try:
             return super().invoke(ctx)

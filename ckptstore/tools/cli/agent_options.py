@@ -98,7 +98,7 @@ def plan_of(store: str, folder: str, options: Mapping[str, Any]) -> AgentPlan:
 
 @contextmanager
 def logged_events(*, as_json: bool, events_file: str | None) -> Iterator[None]:
-    """Write what happens to stderr, and to a file where one is given: lines for people, or JSON."""
+    """Write events to stderr, and to `events_file` if it is not None: lines for people, or JSON."""
     logger = logging.getLogger("ckptstore")
     handlers: list[logging.Handler] = [_Lines(sys.stderr, as_json=as_json)]
     file = None

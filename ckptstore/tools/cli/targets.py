@@ -43,7 +43,7 @@ class CommandTarget:
 
     uri: str
     step: int | str | Best | None
-    """A step, "latest", the best by a metric, or None where only a URI was given."""
+    """A step, "latest", the best by a metric, or None for a URI alone."""
 
 
 def parse_target(text: str) -> CommandTarget:
@@ -98,7 +98,7 @@ def find_target(text: str, storage_options: Mapping[str, Any]) -> CommandTarget:
 
 @contextmanager
 def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple[CheckpointStore, int]]:
-    """Yield the store and the step of URI@STEP. Raises InvalidInput when no step is given."""
+    """Yield the store and the step of URI@STEP. Raises InvalidInput for a URI without a step."""
     target = find_target(text, storage_options)
     if target.step is None:
         raise InvalidInput(f"{text} names no checkpoint", hint="Write STORE@STEP, STORE@latest or STORE@best:METRIC")
@@ -113,7 +113,7 @@ def opened_checkpoint(
     """Yield the checkpoint that TARGET names; of a store alone its latest one. With `fast` it may lie on this node
     alone.
 
-    Raises InvalidInput where `fast` is given, and TARGET asks for the best one or is a checkpoint directory.
+    Raises InvalidInput with `fast` if TARGET is the best one or a checkpoint directory.
     """
     target = find_target(text, storage_options)
     if target.step is None and is_checkpoint(target.uri, storage_options):

@@ -41,7 +41,7 @@ _BULK_BYTES = 8 << 20
 _MAX_SKEW_SECONDS = 30.0
 _KEEP = ("versioning", "soft delete", "object lock")
 _RETRY = RetryConfig(retry_attempts=3, retry_deadline_seconds=15.0, retry_wait_max_seconds=2.0)
-"""Somebody waits for the answer, and what fails three times is worth telling."""
+"""Somebody waits for the answer, and what fails three times is a finding."""
 _LIFECYCLE = {
     "s3": """aws s3api put-bucket-lifecycle-configuration --bucket BUCKET --lifecycle-configuration '{"Rules": [{"ID": \
 "unfinished-uploads", "Status": "Enabled", "Filter": {"Prefix": ""}, "AbortIncompleteMultipartUpload": \

@@ -70,7 +70,7 @@ class _Failures:
     """Failures in a second, by what they leave."""
 
     kept: float
-    """Every node is there again, with its disk."""
+    """Every node comes back, with its disk."""
     one_lost: float
     """One node is lost with its disk."""
     many_lost: float

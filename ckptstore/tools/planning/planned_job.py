@@ -50,7 +50,7 @@ class PlannedJob:
     bucket_keep: int = 3
     """The number of checkpoints that stay live in the bucket."""
     drain_seconds: float = 0.0
-    """The time between two checkpoints that are brought into the bucket; 0 for as often as one is there."""
+    """The time between two checkpoints that are brought into the bucket; 0 for as often as possible."""
     grace_seconds: float = 3600.0
     """The time that what retention drops stays in the bucket."""
 

@@ -33,7 +33,7 @@ class Condition:
 
 
 def look_around(job: Job, newest: Record, lives: Mapping[int, Life]) -> Condition:
-    """List the files of a store, and sort what no checkpoint needs. What fails is told as trouble."""
+    """List the files of a store, and sort what no checkpoint needs. What fails is trouble."""
     found = Condition()
     now_seconds = time.time()
     try:

@@ -65,7 +65,7 @@ class SeenCheckpoint:
     resumed_by: tuple[int, ...] = ()
     """The writer epochs of the jobs for which it was the latest when they claimed the store."""
     kept_because: tuple[str, ...] = ()
-    """Why it is live, as far as the log says: a store does not hold the rule that its jobs were given."""
+    """Why it is live, as far as the log says: a store does not hold the rule of its jobs."""
     removed_because: str = ""
     """Why it is live no more; "" where it is, or where the record gives no reason."""
     removed_at: float | None = None
@@ -312,7 +312,7 @@ class SeenStore:
     commands: Mapping[str, str] = field(default_factory=dict)
     """As those of a checkpoint, for the whole store: ls, prune, gc, verify, cp."""
     needs_options: tuple[str, ...] = ()
-    """The names of the storage options that the commands need as well. Their values are not told."""
+    """The names of the storage options that the commands need as well. Their values are left out."""
     bounds: Bounds
     """The limits, and what was left out."""
     health: Health

@@ -25,7 +25,7 @@ from ckptstore.tools.report.page import page
 
 HOST = "127.0.0.1"
 FRESH_SECONDS = 2.0
-"""A document that was made so shortly ago is given out again, however many ask for it."""
+"""The age up to which a document is served again, however many want it."""
 LISTING_REST_SECONDS = 15.0
 """The least pause between two listings of all files. New records are read before that."""
 
@@ -104,7 +104,7 @@ class Served:
 def serve(served: Served, port: int, *, tell: Callable[[str], None]) -> None:
     """Serve on this machine's loopback until KeyboardInterrupt, which is raised. Port 0 takes a free one.
 
-    `tell` is given the address when it can be asked. Raises InvalidInput when the port cannot be taken.
+    `tell` is called with the address when the server is ready. Raises InvalidInput when the port cannot be taken.
     """
     listening = _bound(port)
     # A thread that has only just started counts as busy: waitress would warn of a queue at the first request.

@@ -51,7 +51,7 @@ class _Tries:
 class Committer:
     """Commits what is finished in a folder, round by round. All nodes of the job take part in each round.
 
-    A round that fails is told and tried again later; nothing is raised.
+    A round that fails is logged and tried again later; nothing is raised.
     """
 
     store: CheckpointStore
@@ -74,7 +74,7 @@ class Committer:
     _seen_at: dict[tuple[str, str], float] = field(default_factory=dict)
     """The time when each of those that are not in the store was seen finished first, by name and fingerprint."""
     _noted_ahead: tuple[str, str] | None = None
-    """The newest of them that was told."""
+    """The newest of them that an event has named."""
     _noted: set[str] = field(default_factory=set)
     _tries: _Tries = field(default_factory=_Tries)
     _all_ranks: frozenset[int] | None = None

@@ -6,7 +6,7 @@ pipe without that full stop is the death of the agent. `prctl(PR_SET_PDEATHSIG)`
 a shell as that child hands nothing on.
 
 It holds the lock on the folder (an inherited descriptor) until the target is gone, so that an agent that is started
-anew does not work beside a trainer that still writes.
+again does not work beside a trainer that still writes.
 """
 
 from __future__ import annotations

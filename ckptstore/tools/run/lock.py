@@ -25,9 +25,9 @@ def locked(folder: Path, *, node_rank: int, waits: Callable[[str], object]) -> I
     """Lock the folder against other agents of this node; yield the descriptor that holds the lock.
 
     The lock has the names of the host and of the node: the agents of several nodes may share a folder. The trainer of
-    an agent that was killed is waited for, and `waits` is told. A file system without locks is taken as it is.
+    an agent that was killed is waited for, after a call of `waits`. A file system without locks is taken as it is.
 
-    Raises InvalidInput when another agent is at work there.
+    Raises InvalidInput when another agent is at work in the folder.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     path = folder / OWN_NAME / f"agent-{host}-{node_rank}.lock"

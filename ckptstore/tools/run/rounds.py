@@ -37,7 +37,7 @@ class NodeView:
 
     offers: tuple[NodeOffer, ...] = ()
     committed: tuple[str, ...] = ()
-    """Names that are finished here and need no commit."""
+    """Names that are finished on this node and need no commit."""
     unfinished: tuple[str, ...] = ()
     uncertain: tuple[str, ...] = ()
     """Those of the unfinished that lack nothing, but nothing on this node shows their end."""

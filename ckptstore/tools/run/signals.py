@@ -13,7 +13,7 @@ _TAKEN = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals:
-    """While the context lasts, a signal ends the agent (as long as there is no trainer), or is given to `taken`.
+    """While the context lasts, a signal ends the agent (as long as there is no trainer), or calls `taken`.
 
     One that was ignored when the agent was started, as by nohup, stays ignored. Of the main thread alone.
     """

@@ -37,7 +37,7 @@ class TrainerProcess:
 
     Without a terminal it leads a session and a process group of its own, and a signal that is handed on reaches the
     whole group: a shell as the command would keep it to itself. On a terminal it stays in the agent's group, so that it
-    may read from the terminal; Ctrl-C reaches it from there.
+    may read from the terminal and Ctrl-C reaches it.
 
     It ends when the agent dies (`ckptstore.tools.run.guard`).
     """

@@ -1,1 +1,1 @@
-"""Watching a store from outside: what is in flight, how fast, and what was committed. Nothing here ever writes."""
+"""Watching a store from outside: what is in flight, how fast, and what was committed. Nothing is ever written."""

@@ -14,7 +14,7 @@ from ckptstore.storage.disk import posix
 from ckptstore.tools.watching.written import WrittenBytes
 
 MOST_LISTED_FILES = 10_000
-"""A storage that has more files below its checkpoints is asked for the next steps alone."""
+"""A storage that has more files below its checkpoints is searched for the next steps alone."""
 _STEPS_AHEAD = 10
 """The number of checkpoints ahead that those reach."""
 _STEP_DIGITS = 10

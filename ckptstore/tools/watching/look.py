@@ -121,7 +121,7 @@ class Look:
     durable: SeenCommit | None
     """The latest live checkpoint: what a resume would find."""
     on_node: SeenOnNode | None
-    """None where nobody asked for what is on the node."""
+    """None without a directory of fast checkpoints."""
     commits: tuple[SeenCommit, ...]
     """The last ones, the newest first. Some may be in the trash."""
     attempts: tuple[SeenAttempt, ...]

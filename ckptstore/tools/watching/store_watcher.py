@@ -30,7 +30,7 @@ from ckptstore.tools.watching.signs import SignsOfLife
 NUM_COMMITS = 5
 """The number of last commits that a look shows."""
 MOST_RECORDS = 256
-"""The most records that one look reads; of more new ones the last are told."""
+"""The most records that one look reads; of more new ones the last are shown."""
 _CLAIM_RECORDS = 16
 """The number of records in which the claim of the job is looked for."""
 
@@ -49,7 +49,7 @@ class StoreWatcher:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Nothing is asked before the first look. The storage is closed with `close`. Fast checkpoints on this node are
+        """Nothing is read before the first look. The storage is closed with `close`. Fast checkpoints on this node are
         looked for below `fast_directory`, where one is given."""
         self.storage = storage
         self._fast_directory, self._store_id = fast_directory, ""

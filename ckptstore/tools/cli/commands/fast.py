@@ -42,7 +42,7 @@ stores = click.option("--store", "uris", multiple=True, metavar="STORE", help="A
 def command() -> None:
     """Look at fast checkpoints on the disk of this node, and delete them.
 
-    DIR is what jobs are given as the path of their fast tier. It may hold those of several stores.
+    DIR is the path of the fast tier of jobs. It may hold those of several stores.
     """
 
 
@@ -102,9 +102,8 @@ def clear(
     resume from. Only a store that --store names can say so: without it, nothing is known to be durable. The exit code
     is 2 if anything was left. Links, and whatever is no fast checkpoint, are never touched.
 
-    End the job first: it is not asked. If it goes on, it may lose a save, or a fast checkpoint that was complete. It
-    never loads a damaged one.
-    """
+    End the job first: nothing checks that. If it goes on, it may lose a save, or a fast checkpoint that was complete.
+    It never loads a damaged one."""
     inventory = take_inventory(directory)
     if inventory.privacy_fault:
         raise InvalidInput(

@@ -52,9 +52,8 @@ def command(
     """Show what is in one or more stores, as one HTML file that needs no network, or as JSON.
 
     Reads the logs, the newest manifests and the tensor indexes of a few checkpoints, and writes nothing to a store.
-    FILE is replaced as a whole. A store that cannot be read is told in the report; the exit code is then that of the
-    first such error.
-    """
+    FILE is replaced as a whole. A store that cannot be read is a trouble of the report; the exit code is then that of
+    the first such error."""
     if html is None and not as_json:
         raise click.UsageError("Ask for --html FILE, for --json, or for both")
     with ExitStack() as stack:

@@ -18,8 +18,8 @@ from ckptstore.tools.run.folders import Folder, RestoreReport, Rules, newest_fir
 @click.argument("store", type=STORE)
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--step", type=int, metavar="N", help="This step, and no other if it is damaged.")
-@click.option("--pattern", "patterns", multiple=True, metavar="GLOB", help="As it was given to `run`; repeatable.")
-@click.option("--marker", metavar="NAME", help="With --pattern, as it was given to `run`.")
+@click.option("--pattern", "patterns", multiple=True, metavar="GLOB", help="The same as for `run`; repeatable.")
+@click.option("--marker", metavar="NAME", help="With --pattern, the same as for `run`.")
 @storage_option
 @as_json
 def command(
@@ -33,7 +33,7 @@ def command(
 ) -> None:
     """Put the newest checkpoint of STORE that verifies back into FOLDER, where `run` or `watch-folder` found it.
 
-    Nothing is restored where FOLDER has a newer one that is finished, unless a step is given: then what is newer is
+    Nothing is restored where FOLDER has a newer one that is finished, unless --step is used: then what is newer is
     moved to FOLDER/.ckptstore/aside. What is there already is not fetched again. No trainer may write into FOLDER
     meanwhile.
     """

@@ -22,7 +22,7 @@ def command(
     """Run COMMAND, a trainer that writes checkpoints to the folder, and commit each finished one to the store.
 
     First the newest checkpoint that verifies is restored into the folder, unless the folder has finished a newer one
-    itself. What the folder has and the store lacks is told while it lasts. Signals are handed on, and the exit code is
+    itself. While the folder has what the store lacks, a notice says so. Signals are passed on, and the exit code is
     that of COMMAND. A storage that is away never holds up the training. On several nodes start one agent a node.
     """
     with logged_events(as_json=as_json, events_file=events_file):

@@ -32,7 +32,7 @@ class Verdicts:
     unfinished: dict[str, str] = field(default_factory=dict)
     """Why each of the others is not finished."""
     uncertain: list[Prospect] = field(default_factory=list)
-    """Those of them that lack nothing, stand still and are not open, but nothing here tells their end."""
+    """Those of them that lack nothing, stand still and are not open, but nothing on this node shows their end."""
 
 
 class Finisher:

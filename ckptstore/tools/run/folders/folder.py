@@ -24,7 +24,7 @@ from ckptstore.tools.run.folders.sharded import dcp, deepspeed, tracked
 from ckptstore.tools.run.folders.snapshot import OWN_NAME, Sign, take
 
 SHAPES: tuple[Shape, ...] = (patterns, transformers, lightning, deepspeed, tracked, dcp)
-"""In the order in which they are asked: what one claims is not offered to the next."""
+"""In the order of their turns: what one claims is not offered to the next."""
 _FINISHED_NAME = "finished.json"
 _SINCE_NAME = "since"
 _RESTORED_NAME = "restored.json"
@@ -64,8 +64,8 @@ class Folder:
     def look(self, job: JobSeen) -> FolderLook:
         """Look at the folder. What is finished must look the same in two looks: call it every few seconds.
 
-        With the processes of a job given, the first look comes before the job begins: what is there then was left by
-        others. What is open is asked before what is there, so that what is closed between the two has its last size.
+        If the processes of the job are known, the first look comes before the job begins: what it finds was left by
+        others. Open files are read before the directory, so that what is closed between the two has its last size.
         """
         if job.ranks:
             self._ranks = job.ranks

@@ -19,7 +19,7 @@ class JobSeen:
     """The facts of a job at the moment of a look."""
 
     pids: frozenset[int] | None = None
-    """Its processes on this node; None when they are unknown: then every process that may be asked is."""
+    """Its processes on this node; None when they are unknown: then every process that may be seen counts."""
     ranks: frozenset[int] | None = None
     """The ranks of its processes on this node, empty for a job that has none; None when they are unknown."""
     is_alive: bool = True
