@@ -33,7 +33,11 @@ _QUIET_SECONDS = 60.0
 _OPTIONS = (
     keep_option,
     click.option(
-        "--pattern", "patterns", multiple=True, metavar="GLOB", help="Names of checkpoints of a shape of your own."
+        "--pattern",
+        "patterns",
+        multiple=True,
+        metavar="GLOB",
+        help="Names of the checkpoints of an unknown framework; repeatable.",
     ),
     click.option("--marker", metavar="NAME", help="With --pattern: the file of a checkpoint that is written last."),
     click.option(
@@ -41,27 +45,43 @@ _OPTIONS = (
         "quiet_seconds",
         type=DURATION,
         metavar="TIME",
-        help="Where nothing tells that a checkpoint is finished: unchanged for so long [default: 30s].",
-    ),
-    click.option("--metrics", "metrics_file", metavar="NAME", help="A JSON file of numbers in each checkpoint."),
-    click.option("--interval", type=DURATION, default="5s", show_default=True, help="Between two looks."),
-    click.option(
-        "--grace", type=DURATION, metavar="TIME", help="For the last commits after the end [default: until they end]."
+        help="Time without changes after which a checkpoint counts as finished, if nothing shows it [default: 30s].",
     ),
     click.option(
-        "--delete-local", is_flag=True, help="Delete what is committed from the folder, but for the newest 2."
+        "--metrics", "metrics_file", metavar="NAME", help="File in each checkpoint with its metrics, as JSON."
+    ),
+    click.option(
+        "--interval", type=DURATION, default="5s", show_default=True, help="Pause between two looks into the folder."
+    ),
+    click.option(
+        "--grace",
+        type=DURATION,
+        metavar="TIME",
+        help="Limit for the last commits after the trainer's end [default: no limit].",
+    ),
+    click.option(
+        "--delete-local", is_flag=True, help="Delete committed checkpoints from the folder, except the newest 2."
     ),
     click.option(
         "--require-commit", is_flag=True, help="Fail when a finished checkpoint is not in the store at the end."
     ),
     click.option(
-        "--nodes", type=int, metavar="N", help="Agents of this job, one a node [default: of the launcher, or 1]."
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="Number of agents of this job, one a node [default: from the launcher, or 1].",
     ),
-    click.option("--node-rank", type=int, metavar="R", help="This node, from 0."),
-    click.option("--run-id", metavar="ID", help="The same on all nodes, new for each start of the job."),
+    click.option(
+        "--node-rank", type=int, metavar="R", help="Number of this node, from 0 [default: from the launcher]."
+    ),
+    click.option(
+        "--run-id",
+        metavar="ID",
+        help="Name of this start of the job, the same on all nodes [default: from the launcher].",
+    ),
     storage_option,
-    click.option("--json", "as_json", is_flag=True, help="Tell events as JSON on stderr, one a line."),
-    click.option("--events", "events_file", metavar="FILE", help="Write events as JSON to the end of FILE as well."),
+    click.option("--json", "as_json", is_flag=True, help="Print events as JSON on stderr, one a line."),
+    click.option("--events", "events_file", metavar="FILE", help="Append events as JSON to FILE too."),
 )
 
 

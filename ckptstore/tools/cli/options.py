@@ -25,7 +25,7 @@ as_json = click.option(
     is_flag=True,
     help="Print one JSON object, also for an error.",
 )
-dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+dry_run = click.option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")
 
 
 def storage_option(function: F) -> F:
@@ -36,7 +36,7 @@ def storage_option(function: F) -> F:
         multiple=True,
         metavar="KEY=VALUE",
         callback=lambda _ctx, _param, values: parse_storage_options(values),
-        help="An option for the storage's client, in fsspec's names; never shown.",
+        help="Option of the storage's client, named as in fsspec; never shown.",
     )(function)
 
 
@@ -47,7 +47,7 @@ def keep_option(function: F) -> F:
         multiple=True,
         metavar="RULE",
         callback=lambda _ctx, _param, rules: parse_policy(rules),
-        help="latest=N, best=N:METRIC[:min|max], every=STEPS or since=TIME; they add up [default: all].",
+        help="Keep latest=N, best=N:METRIC[:min|max], every=STEPS or since=TIME; repeatable [default: all].",
     )(function)
 
 
@@ -58,7 +58,7 @@ def fast_option(function: F) -> F:
         "fast_path",
         type=click.Path(),
         metavar="DIR",
-        help="Look at the fast checkpoints below DIR on this node too; DIR as the job's FastTier has it.",
+        help="Look at fast checkpoints on this node too; DIR is the path of the job's FastTier.",
     )(function)
 
 

@@ -44,7 +44,7 @@ class FileDifference:
 @click.command()
 @click.argument("a", type=TARGET)
 @click.argument("b", type=TARGET)
-@click.option("--values", is_flag=True, help="Read tensors, and say by how much they differ.")
+@click.option("--values", is_flag=True, help="Read the tensors, and print by how much they differ.")
 @storage_option
 @as_json
 def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_json: bool) -> None:

@@ -14,7 +14,7 @@ from ckptstore.tools.doctor.examination import Examination, examine
 @click.command()
 @click.argument("uri")
 @click.option("--engine", type=click.Choice(["obstore", "fsspec"]), help="Use this engine, or fail.")
-@click.option("--fast", "fast_path", metavar="DIR", help="Try this directory for fast checkpoints on this node too.")
+@click.option("--fast", "fast_path", metavar="DIR", help="Examine DIR for fast checkpoints on this node too.")
 @storage_option
 @as_json
 def command(

@@ -24,11 +24,17 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
 @click.argument("target", type=TARGET)
 @click.argument("directory")
 @click.option(
-    "--to", type=click.Choice(["safetensors", "torch", "dcp"]), default="safetensors", show_default=True, help="Format."
+    "--to",
+    type=click.Choice(["safetensors", "torch", "dcp"]),
+    default="safetensors",
+    show_default=True,
+    help="Format of the export.",
 )
 @click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
 @click.option("--strip-prefix", default="", metavar="PREFIX", help='Removed from the front of keys, such as "model.".')
-@click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Limit of a safetensors file.")
+@click.option(
+    "--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest size of a safetensors file."
+)
 @click.option(
     "--with", "beside", metavar="DIR", help="Copy what is in DIR besides weights: a model's config and tokenizer."
 )

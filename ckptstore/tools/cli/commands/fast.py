@@ -35,7 +35,7 @@ _SHOWN = {
 }
 
 directory = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-stores = click.option("--store", "uris", multiple=True, metavar="STORE", help="Ask this store too; repeat for more.")
+stores = click.option("--store", "uris", multiple=True, metavar="STORE", help="Compare with this store; repeatable.")
 
 
 @click.group()
@@ -49,7 +49,13 @@ def command() -> None:
 @command.command("ls")
 @directory
 @stores
-@click.option("--keep", type=click.IntRange(1), default=2, show_default=True, help="Of the job, for what it deletes.")
+@click.option(
+    "--keep",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="Number of fast checkpoints that the job keeps.",
+)
 @storage_option
 @as_json
 def ls(directory: Path, uris: tuple[str, ...], keep: int, storage_options: dict[str, Any], as_json: bool) -> None:
@@ -81,9 +87,15 @@ def ls(directory: Path, uris: tuple[str, ...], keep: int, storage_options: dict[
 
 @command.command("clear")
 @directory
-@click.option("--store-id", "store_ids", multiple=True, metavar="ID", help="Only those of this store; see fast ls.")
+@click.option(
+    "--store-id",
+    "store_ids",
+    multiple=True,
+    metavar="ID",
+    help="Only checkpoints of the store with this id; see fast ls.",
+)
 @stores
-@click.option(_LOSE, "lose", is_flag=True, help="Delete also what is in no store, and may be the only copy.")
+@click.option(_LOSE, "lose", is_flag=True, help="Delete what is in no store too, which may be the only copy.")
 @dry_run
 @storage_option
 @as_json

@@ -20,10 +20,16 @@ from ckptstore.tools.cli.terminal import progress
 @click.argument("source")
 @click.argument("store", type=STORE)
 @click.option(
-    "--from", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), required=True, help="What SOURCE is."
+    "--from", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), required=True, help="Format of SOURCE."
 )
 @click.option("--step", type=click.IntRange(0), required=True, help="The step of the new checkpoint.")
-@click.option("--metric", "metrics", multiple=True, metavar="NAME=NUMBER", help="For retention and best; repeatable.")
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    help="Metric of the checkpoint, for retention and `best`; repeatable.",
+)
 @click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace OLD by NEW at the front of keys; repeatable.")
 @click.option("--allow-pickle", is_flag=True, help="Read pickles in SOURCE, which can execute anything.")

@@ -36,10 +36,12 @@ METRICS_WIDTH = 24
 
 @click.command()
 @click.argument("store", type=STORE)
-@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="A column for this metric; repeat for more.")
-@click.option("--sort", metavar="NAME", help="By number, step, size or a metric, lowest first; =-NAME for highest.")
+@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Show a column for this metric; repeatable.")
+@click.option(
+    "--sort", metavar="NAME", help="Sort by number, step, size or a metric, lowest first; =-NAME for highest first."
+)
 @click.option("-n", "limit", type=click.IntRange(min=1), help="Only the N newest, or the first N of --sort.")
-@click.option("--trash", "with_trash", is_flag=True, help="List what is in the trash too.")
+@click.option("--trash", "with_trash", is_flag=True, help="List checkpoints in the trash too.")
 @fast_option
 @storage_option
 @as_json

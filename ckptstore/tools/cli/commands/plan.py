@@ -37,28 +37,47 @@ _ASSUMPTIONS = (
 
 
 @click.command()
-@click.option("--nodes", "num_nodes", type=click.IntRange(1), required=True, help="Of the job.")
-@click.option("--ranks-per-node", type=click.IntRange(1), default=1, show_default=True, help="GPUs, or processes.")
-@click.option("--state", "state_bytes", type=SIZE, required=True, metavar="SIZE", help="Of all ranks, such as 1.2TB.")
+@click.option("--nodes", "num_nodes", type=click.IntRange(1), required=True, help="Number of nodes of the job.")
 @click.option(
-    "--disk", "disk_bytes_per_second", type=SPEED, required=True, metavar="SPEED", help="Of a node's disk: 3GB/s."
+    "--ranks-per-node", type=click.IntRange(1), default=1, show_default=True, help="GPUs or processes of a node."
+)
+@click.option(
+    "--state", "state_bytes", type=SIZE, required=True, metavar="SIZE", help="Size of the state of all ranks: 1.2TB."
+)
+@click.option(
+    "--disk", "disk_bytes_per_second", type=SPEED, required=True, metavar="SPEED", help="Speed of a node's disk: 3GB/s."
 )
 @click.option(
     "--network",
     "network_bytes_per_second",
     type=SPEED,
     metavar="SPEED",
-    help="From one node to another: 400Gbit/s or 12GB/s. Without it two copies are left out.",
+    help="Speed between two nodes: 400Gbit/s or 12GB/s. Without it two copies are left out.",
 )
 @click.option(
-    "--bucket", "bucket_bytes_per_second", type=SPEED, required=True, metavar="SPEED", help="From one node: 500MB/s."
+    "--bucket",
+    "bucket_bytes_per_second",
+    type=SPEED,
+    required=True,
+    metavar="SPEED",
+    help="Speed from one node to the bucket: 500MB/s.",
 )
 @click.option(
-    "--bucket-total", "bucket_total_bytes_per_second", type=SPEED, metavar="SPEED", help="From all [no other limit]."
+    "--bucket-total",
+    "bucket_total_bytes_per_second",
+    type=SPEED,
+    metavar="SPEED",
+    help="Speed from all nodes together [no limit].",
 )
-@click.option("--node-mtbf", "node_mtbf_seconds", type=DURATION, metavar="TIME", help="Between failures of one node.")
 @click.option(
-    "--job-mtbf", "job_mtbf_seconds", type=DURATION, metavar="TIME", help="Between failures that cost no node."
+    "--node-mtbf", "node_mtbf_seconds", type=DURATION, metavar="TIME", help="Mean time between failures of one node."
+)
+@click.option(
+    "--job-mtbf",
+    "job_mtbf_seconds",
+    type=DURATION,
+    metavar="TIME",
+    help="Mean time between failures that cost no node.",
 )
 @click.option(
     "--disk-survives",
@@ -66,7 +85,7 @@ _ASSUMPTIONS = (
     type=SHARE,
     default=0.0,
     metavar="SHARE",
-    help="Of the failures of nodes, those after which the node comes back with its disk [0%].",
+    help="Share of the failures of nodes after which the node comes back with its disk [0%].",
 )
 @click.option(
     "--several-at-once",
@@ -74,23 +93,42 @@ _ASSUMPTIONS = (
     type=SHARE,
     default=0.0,
     metavar="SHARE",
-    help="Of the failures of nodes, those that take several, or move the job to others [0%].",
+    help="Share of the failures of nodes that take several, or move the job to others [0%].",
 )
-@click.option("--stall", "stall_seconds", type=DURATION, required=True, metavar="TIME", help="Of the training, a save.")
-@click.option("--step", "step_seconds", type=DURATION, required=True, metavar="TIME", help="How long a step takes.")
-@click.option("--restart", "restart_seconds", type=DURATION, default=0.0, metavar="TIME", help="Before the load [0].")
-@click.option("--node-hour-cost", type=click.FloatRange(0), help="Of one node, in any currency.")
-@click.option("--keep", type=click.IntRange(1), default=2, show_default=True, help="Fast checkpoints on the nodes.")
-@click.option("--bucket-keep", type=click.IntRange(1), default=3, show_default=True, help="Live ones in the bucket.")
+@click.option(
+    "--stall", "stall_seconds", type=DURATION, required=True, metavar="TIME", help="Stall of the training by a save."
+)
+@click.option("--step", "step_seconds", type=DURATION, required=True, metavar="TIME", help="Time of a training step.")
+@click.option(
+    "--restart",
+    "restart_seconds",
+    type=DURATION,
+    default=0.0,
+    metavar="TIME",
+    help="Time to restart, before the load [0].",
+)
+@click.option("--node-hour-cost", type=click.FloatRange(0), help="Price of a node for an hour, in any currency.")
+@click.option(
+    "--keep", type=click.IntRange(1), default=2, show_default=True, help="Fast checkpoints that stay on the nodes."
+)
+@click.option(
+    "--bucket-keep",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Checkpoints that stay live in the bucket.",
+)
 @click.option(
     "--drain-every",
     "drain_seconds",
     type=DURATION,
     default=0.0,
     metavar="TIME",
-    help="To the bucket [when it is free].",
+    help="Time between drains to the bucket [when it is free].",
 )
-@click.option("--grace", "grace_seconds", type=DURATION, default=3600.0, metavar="TIME", help="Of the trash [1h].")
+@click.option(
+    "--grace", "grace_seconds", type=DURATION, default=3600.0, metavar="TIME", help="Grace period of the trash [1h]."
+)
 @as_json
 def command(as_json: bool, **options: Any) -> None:
     """Calculate how often to save, and what is lost with a bucket alone and with fast checkpoints on the nodes.

@@ -23,7 +23,7 @@ from ckptstore.upkeep.prune import Trashed
     "grace_seconds",
     type=DURATION,
     metavar="TIME",
-    help="How long a checkpoint stays in the trash [default: 1h].",
+    help="Time that a checkpoint stays in the trash [default: 1h].",
 )
 @keep_option
 @storage_option

@@ -30,13 +30,13 @@ trees_option = click.option(
     default=NUM_TREES,
     show_default=True,
     metavar="N",
-    help="Of how many live checkpoints the tensors are read: the latest, best, pinned and newest ones.",
+    help="Number of live checkpoints whose tensors are read: the latest, best, pinned and newest ones.",
 )
 
 
 @click.command()
 @click.argument("stores", type=STORE, nargs=-1, required=True, metavar="STORE...")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page there.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the page to FILE.")
 @trees_option
 @fast_option
 @storage_option

@@ -17,7 +17,7 @@ from ckptstore.tools.run.folders import Folder, RestoreReport, Rules, newest_fir
 @click.command(name="restore-folder")
 @click.argument("store", type=STORE)
 @click.argument("folder", type=click.Path(file_okay=False))
-@click.option("--step", type=int, metavar="N", help="This step, and no other if it is damaged.")
+@click.option("--step", type=int, metavar="N", help="Restore this step, and no other one if it is damaged.")
 @click.option("--pattern", "patterns", multiple=True, metavar="GLOB", help="The same as for `run`; repeatable.")
 @click.option("--marker", metavar="NAME", help="With --pattern, the same as for `run`.")
 @storage_option

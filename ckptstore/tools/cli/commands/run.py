@@ -12,8 +12,8 @@ from ckptstore.tools.run.story import run
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--store", required=True, type=STORE, help="Where checkpoints go; the first run creates it.")
-@click.option("--folder", required=True, metavar="DIR", help="Where the trainer writes its checkpoints.")
+@click.option("--store", required=True, type=STORE, help="Store for the checkpoints; the first run creates it.")
+@click.option("--folder", required=True, metavar="DIR", help="Folder that the trainer writes its checkpoints to.")
 @agent_options
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def command(

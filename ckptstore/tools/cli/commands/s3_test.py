@@ -8,9 +8,20 @@ import click
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(0, 65535), default=9000, show_default=True, help="0 takes a free one.")
 @click.option(
-    "--bucket", "buckets", multiple=True, default=["test"], show_default=True, help="Bucket to make at the start."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=9000,
+    show_default=True,
+    help="Port of the server; 0 takes a free one.",
+)
+@click.option(
+    "--bucket",
+    "buckets",
+    multiple=True,
+    default=["test"],
+    show_default=True,
+    help="Bucket to create at the start; repeatable.",
 )
 def command(port: int, buckets: tuple[str, ...]) -> None:
     """Serve S3 from memory at 127.0.0.1 until Ctrl-C; its contents are lost then.

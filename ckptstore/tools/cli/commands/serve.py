@@ -16,7 +16,9 @@ from ckptstore.tools.cli.options import fast_option, storage_option
 
 @click.command()
 @click.argument("stores", type=STORE, nargs=-1, required=True, metavar="STORE...")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port of the page; 0 takes a free one."
+)
 @trees_option
 @fast_option
 @storage_option

@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     is_flag=False,
     flag_value="*",
     metavar="[PATTERN]",
-    help="The tensors of a state in place of the files: all, or those whose keys fit.",
+    help="List tensors instead of files: all, or those whose keys fit.",
 )
-@click.option("--timings", "with_timings", is_flag=True, help="In place of the files: what its save took, and where.")
+@click.option(
+    "--timings", "with_timings", is_flag=True, help="Show how long its save took, and on which ranks, instead of files."
+)
 @fast_option
 @storage_option
 @as_json

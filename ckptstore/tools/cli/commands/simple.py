@@ -52,7 +52,7 @@ def latest(store: str, storage_options: dict[str, Any]) -> Answer:
     click.option(
         "--mode",
         type=click.Choice(["min", "max"]),
-        help="Which is better; names such as eval_loss and accuracy tell it.",
+        help="Which values are better; not needed for names such as eval_loss and accuracy.",
     ),
 )
 def best(store: str, metric: str, mode: Literal["min", "max"] | None, storage_options: dict[str, Any]) -> Answer:
@@ -95,7 +95,7 @@ def rollback(target: str, storage_options: dict[str, Any]) -> Answer:
 @_command(
     click.argument("target", type=STORE),
     click.option("--pin/--no-pin", default=True, show_default=True, help="Pin it, or leave it to retention."),
-    click.option("--number", type=int, metavar="N", help="Which one, where the trash has several of the step."),
+    click.option("--number", type=int, metavar="N", help="Number of the record, if the trash has several of the step."),
 )
 def restore(target: str, pin: bool, number: int | None, storage_options: dict[str, Any]) -> Answer:
     """Bring STORE@STEP back from the trash, if all its files are there; `ls --trash` lists what there is.

@@ -36,13 +36,11 @@ _PATIENCE_SECONDS = 2.0
 
 @click.command()
 @click.argument("store", type=STORE)
-@click.option("--interval", type=DURATION, help="Between two looks; 2s on a disk, 5s elsewhere.")
+@click.option("--interval", type=DURATION, help="Pause between two looks [default: 2s on a disk, 5s elsewhere].")
 @click.option("--once", is_flag=True, help="Look once, and end.")
 @fast_option
 @storage_option
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object for each look, a line each; so it is in a pipe."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print each look as a line of JSON; the default in a pipe.")
 def command(
     store: str,
     interval: float | None,
