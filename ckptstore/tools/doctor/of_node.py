@@ -78,13 +78,8 @@ def _locks(path: Path) -> Finding | str:
     """Try the locks that keep a job from deleting what another process reads."""
     probe = path / f".ckptstore-probe-{uuid.uuid4().hex}"
     try:
-        descriptors.append(os.open(probe, os.O_RDONLY | os.O_CLOEXEC))
-        with suppress(OSError):
-            fcntl.flock(descriptors[1], fcntl.LOCK_SH | fcntl.LOCK_NB)
-            try:
-                fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return "they work"
+        if locks_work(probe):
+            return "they work"
     finally:
         probe.unlink(missing_ok=True)
     hint = "A checkpoint may be deleted while another process reads it: that read fails. Resume is not concerned"
