@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from threaded_ranks import make_tree, run_ranks_in_threads
+from thread_ranks import run_threads
+from trees import make_tree
 
 from ckptstore import Checkpoint, CheckpointStore, KeepLatest, StorageGroup, open_store
 from ckptstore.errors import CkptstoreError, InvalidInput, StorageError, StorageFull, StorageUnavailable
@@ -73,7 +74,7 @@ def test_a_rank_that_cannot_hear_the_leader_deletes_nothing(tmp_path: Path) -> N
         ends.append(end_of(lambda: store.save_directory(2, source)))
         return ends
 
-    leader, cut_off = run_ranks_in_threads(2, tmp_path / "store", flow)
+    leader, cut_off = run_threads(2, tmp_path / "store", flow)
     assert cut.has_begun
     assert saved_steps(leader) == [1, 2]
     assert cut_off[0] == leader[0] or cut_off[0].committed is None
@@ -93,7 +94,7 @@ def test_a_rank_that_does_not_hear_of_the_commit_finds_it_in_the_log(tmp_path: P
         cut.is_over |= rank == 1
         return saved
 
-    ends = run_ranks_in_threads(2, tmp_path / "store", flow)
+    ends = run_threads(2, tmp_path / "store", flow)
     assert cut.has_begun
     assert saved_steps(ends) == [1, 1]
 
@@ -108,7 +109,7 @@ def test_a_leader_whose_result_cannot_be_posted_finds_its_commit(tmp_path: Path)
         store = with_faults(store, fault) if rank == 0 else store
         return [end_of(lambda step=step: store.save_directory(step, source)) for step in (1, 2)]
 
-    ends = run_ranks_in_threads(2, tmp_path / "store", flow)
+    ends = run_threads(2, tmp_path / "store", flow)
     assert fault.struck == 2
     assert [saved_steps(rank) for rank in ends] == [[1, 2]] * 2
     assert commits(tmp_path / "store") == [1, 2]
@@ -138,7 +139,7 @@ def test_a_commit_of_which_the_storage_told_nothing_is_found(tmp_path: Path, how
             assert left == [0]
             assert [checkpoint.step for checkpoint in store] == [1]
         return
-    ends = run_ranks_in_threads(2, tmp_path / "store", flow)
+    ends = run_threads(2, tmp_path / "store", flow)
     assert left == [0]
     assert saved_steps(ends) == [1, 1]
 
@@ -156,7 +157,7 @@ def test_only_the_leader_deletes_what_a_failed_attempt_wrote(tmp_path: Path) -> 
         store = with_faults(store, watch)
         return end_of(lambda: store.save_directory(1, source))
 
-    ends = run_ranks_in_threads(3, tmp_path / "store", flow)
+    ends = run_threads(3, tmp_path / "store", flow)
     assert [(type(error), error.committed) for error in ends] == [(StorageFull, False)] * 3
     assert deleted[0] > 0
     assert deleted[1] == 0
@@ -181,7 +182,7 @@ def test_a_rank_that_missed_the_agreement_is_in_step_again(tmp_path: Path, kind:
         )
         return [end_of(lambda step=step: save(step)) for step in range(1, 7)]
 
-    ends = run_ranks_in_threads(2, tmp_path / "store", flow, rank_timeout_seconds=2)
+    ends = run_threads(2, tmp_path / "store", flow, rank_timeout_seconds=2)
     assert fault.is_set()
     assert ends[1][0].committed is None
     assert saved_steps(ends[0][-2:]) == [5, 6]
@@ -274,7 +275,7 @@ def test_a_failure_that_one_rank_alone_has_is_raised_on_all(tmp_path: Path) -> N
             ends.append(end_of(lambda: store.save_directory(2, source)))
         return [*ends, end_of(lambda: store.save_directory(3, source))]
 
-    for ends in run_ranks_in_threads(2, tmp_path / "store", flow, rank_timeout_seconds=600):
+    for ends in run_threads(2, tmp_path / "store", flow, rank_timeout_seconds=600):
         assert saved_steps([ends[0], ends[3]]) == [1, 3]
         assert [(type(end), end.message) for end in ends[1:3]] == [
             (StorageError, "of rank 0"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from draining import FILES_OF_A_RANK, Rank, board_at, opened, payload
+from thread_ranks import in_threads
 
 from ckptstore import open_store
 from ckptstore.catalogue import job_of
@@ -57,25 +58,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_ranks(size: int, path: Path, script: Callable[[Rank], Any], **more: Any) -> list[Any]:
     """What the script returns on each rank, or raises."""
-    ends: list[Any] = [None] * size
     board = board_at(path)
 
-    def run(rank: int) -> None:
-        try:
-            with opened(path / "store", path / "disks", rank=rank, size=size, board=board, **more) as job:
-                try:
-                    ends[rank] = script(job)
-                except Exception as error:
-                    ends[rank] = error
-        except Exception as error:
-            ends[rank] = error
+    def run(rank: int) -> Any:
+        with opened(path / "store", path / "disks", rank=rank, size=size, board=board, **more) as job:
+            return script(job)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), f"a rank hangs; so far: {ends}"
+    ends = in_threads(size, run)
     assert not [thread.name for thread in threading.enumerate() if thread.name == "ckptstore-drain"]
     return ends
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,10 +17,11 @@ import forked_ranks
 import pytest
 import torch
 from test_fast_tier import Jobs, of, resume, save, state_of
+from thread_ranks import in_threads
 
 from ckptstore import CheckpointStore, FastTier, StorageError, StorageGroup, open_store
 from ckptstore.catalogue import job_of
-from ckptstore.errors import CkptstoreError, StateMismatch, StorageUnavailable, StoreFenced
+from ckptstore.errors import CkptstoreError, InvalidInput, StateMismatch, StorageUnavailable, StoreFenced
 from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.guest import guest_of
@@ -239,15 +239,11 @@ def test_a_rank_without_a_tier_is_told(jobs: Jobs) -> None:
         fast = FastTier(jobs.disk("a"), node="a") if number else None
         group = StorageGroup(number, 2, token)
         with open_store(jobs.root / "store", group=group, fast=fast, rank_timeout_seconds=20) as store:
-            try:
-                return resume(store, number)
-            except CkptstoreError as error:
-                return type(error).__name__, str(error)
+            return resume(store, number)
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(rank, range(2))
-    assert first == second
-    assert first[0] == "InvalidInput"
+    first, second = in_threads(2, rank)
+    assert type(first) is type(second) is InvalidInput
+    assert str(first) == str(second)
 
 
 _EVENTS = {
@@ -378,8 +374,7 @@ def test_a_job_resumes_from_its_own_saves(jobs: Jobs) -> None:
 def test_two_jobs_that_start_at_once_take_the_same_or_are_fenced(jobs: Jobs) -> None:
     jobs.run("ab", save(1, 2), copies=2)
     for _ in range(2):
-        with ThreadPoolExecutor(2) as pool:
-            both = list(pool.map(lambda _: jobs.run("ab", resume, copies=2), range(2)))
+        both = in_threads(2, lambda _: jobs.run("ab", resume, copies=2))
         assert of(2, 0, 1) in both
         for found in both:
             assert found == of(2, 0, 1) or [type(error) for error in found] == [StoreFenced] * 2

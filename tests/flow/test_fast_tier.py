@@ -12,7 +12,6 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from thread_ranks import in_threads
 
 from ckptstore import (
     CheckpointStore,
@@ -80,15 +80,11 @@ class Jobs:
         token = uuid4().hex
 
         def rank(number: int) -> Any:
-            try:
-                with self.open(number, nodes, token, **{**NO_DRAIN, **tier}) as store:
-                    store._deadline.set(0.0)
-                    return flow(store, number)
-            except CkptstoreError as error:
-                return error
+            with self.open(number, nodes, token, **{**NO_DRAIN, **tier}) as store:
+                store._deadline.set(0.0)
+                return flow(store, number)
 
-        with ThreadPoolExecutor(len(nodes)) as pool:
-            return list(pool.map(rank, range(len(nodes))))
+        return in_threads(len(nodes), rank)
 
 
 @pytest.fixture
@@ -225,20 +221,12 @@ class Zombies:
         self._stores = [jobs.open(rank, nodes, token, **NO_DRAIN) for rank in range(len(nodes))]
         for store in self._stores:
             store._deadline.set(0.0)
-        self._pool = ThreadPoolExecutor(len(nodes))
 
     def all(self, flow: Flow) -> list[Any]:
-        def run(rank: int) -> Any:
-            try:
-                return flow(self._stores[rank], rank)
-            except CkptstoreError as error:
-                return error
-
-        return list(self._pool.map(run, range(len(self._stores))))
+        return in_threads(len(self._stores), lambda rank: flow(self._stores[rank], rank))
 
     def close(self) -> None:
         self.all(lambda store, _rank: store.close())
-        self._pool.shutdown()
 
 
 def test_a_zombie_on_the_same_nodes_is_fenced_without_a_request(jobs: Jobs) -> None:
@@ -478,13 +466,9 @@ def test_ranks_that_do_not_fit_together_are_refused(jobs: Jobs) -> None:
         def rank(number: int) -> Any:
             tier = FastTier(jobs.root / paths[number], node="a", keep=keeps[number])
             with open_store(jobs.root / "store", group=StorageGroup(number, 2, token + paths[1]), fast=tier) as store:
-                try:
-                    return save(1)(store, number)
-                except CkptstoreError as error:
-                    return error
+                return save(1)(store, number)
 
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(rank, range(2)))
+        return in_threads(2, rank)
 
     assert ["different directories" in str(error) for error in run(["one", "two"], [2, 2])] == [True, True]
     assert ["Only path and node may differ" in str(error) for error in run(["one", "one"], [2, 3])] == [True, True]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from threaded_ranks import run_ranks_in_threads
+from thread_ranks import run_threads
 from torch import nn
 
 from ckptstore import CheckpointStore, InvalidInput, open_store
@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> Path:
         big = torch.ones(1_000_000, 2, dtype=torch.bfloat16)
         store.save(1, {"model": tied, "big": big, "own": own, "epoch": 1, "mine": rank}, metrics={"<loss>": 0.5})
 
-    assert run_ranks_in_threads(2, tmp_path / "store", flow) == [None, None]
+    assert run_threads(2, tmp_path / "store", flow) == [None, None]
     return tmp_path / "store"
 
 

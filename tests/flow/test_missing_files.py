@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from missing_worker import load_after_a_loss
-from threaded_ranks import run_ranks_in_threads
+from thread_ranks import run_threads
 
 from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, open_store
 from ckptstore.errors import CacheError, StorageUnavailable
@@ -71,7 +71,7 @@ def test_all_ranks_go_on_together(tmp_path: Path) -> None:
         taken = store.load(found)
         return taken and (taken.step, found["epoch"])
 
-    assert run_ranks_in_threads(2, tmp_path / "store", flow) == [(1, 1)] * 2
+    assert run_threads(2, tmp_path / "store", flow) == [(1, 1)] * 2
 
 
 def test_all_ranks_go_on_together_where_one_reads_for_all(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from threaded_ranks import run_ranks_in_threads
+from thread_ranks import run_threads
 
 from ckptstore import CheckpointStore, InvalidInput, InvalidState, StateMismatch, open_store
 from ckptstore.state import per_rank
@@ -34,7 +34,7 @@ def saved(root: Path, *, num_ranks: int, state: Any) -> None:
         for step in (1, 2):
             store.save(step, state(rank))
 
-    assert run_ranks_in_threads(num_ranks, root, flow) == [None] * num_ranks
+    assert run_threads(num_ranks, root, flow) == [None] * num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -51,7 +51,7 @@ def test_what_is_marked_is_kept_for_each_rank_though_alike(tmp_path: Path, num_r
         store.load(state)
         return loader.position, state["in"]["n"].item, state["in"]["plain"]
 
-    assert run_ranks_in_threads(num_ranks, tmp_path, flow) == [(7, 5, 6)] * num_ranks
+    assert run_threads(num_ranks, tmp_path, flow) == [(7, 5, 6)] * num_ranks
     with open_store(tmp_path) as store:
         for checkpoint in store:
             assert checkpoint.per_rank("in.n") == [5] * num_ranks
@@ -68,7 +68,7 @@ def test_what_is_marked_is_kept_for_each_rank_though_alike(tmp_path: Path, num_r
             store.load(state, per_rank={"loader": "first", "in.m": "skip"})
         assert '{"in.n": "skip"}' in str(caught.value)
 
-    assert run_ranks_in_threads(3, tmp_path, on_others) == [None] * 3
+    assert run_threads(3, tmp_path, on_others) == [None] * 3
 
 
 def test_a_loader_that_was_not_marked_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -81,9 +81,7 @@ def test_a_loader_that_was_not_marked_is_warned_of(tmp_path: Path, caplog: pytes
         (record,) = caplog.records
         assert "StatefulLoader at 'loader' gets back the state that all 2 ranks had alike" in record.getMessage()
     caplog.clear()
-    assert (
-        run_ranks_in_threads(2, tmp_path, lambda store, rank: store.load({"loader": StatefulLoader(0)}).step) == [2] * 2
-    )
+    assert run_threads(2, tmp_path, lambda store, rank: store.load({"loader": StatefulLoader(0)}).step) == [2] * 2
     assert not caplog.records  # as many as there were
 
 

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 import torch
-from threaded_ranks import make_tree
+from trees import make_tree
 
 from ckptstore import (
     Checkpoint,

@@ -8,7 +8,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from threaded_ranks import make_tree, read_tree, run_ranks_in_threads
+from thread_ranks import run_threads
+from trees import make_tree, read_tree
 
 import ckptstore
 from ckptstore import Checkpoint, CheckpointStore, open_store
@@ -136,7 +137,7 @@ def test_names_agreed_by_ranks(tmp_path: Path) -> None:
         directory = None if rank == 2 else make_tree(tmp_path / f"rank{rank}", files)
         return store.save_directory(5, directory, shared=["config.json"])
 
-    results = run_ranks_in_threads(3, tmp_path / "store", flow)
+    results = run_threads(3, tmp_path / "store", flow)
     assert results[0] == results[1] == results[2]
     with results[0].as_directory() as path:
         assert read_tree(path) == {
@@ -171,7 +172,7 @@ def test_one_ranks_failure_is_everybodys_and_leaves_nothing(tmp_path: Path) -> N
             (directory / "pipe").unlink()
         return first, store.save_directory(5, directory).step
 
-    results = run_ranks_in_threads(2, tmp_path / "store", flow)
+    results = run_threads(2, tmp_path / "store", flow)
     for error, step in results:
         assert (error.rank, error.committed, step) == (1, False, 5)
         assert "pipe" in str(error)
@@ -192,7 +193,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     def flow(store: CheckpointStore, rank: int) -> None:
         store.save_directory(5, make_tree(tmp_path / f"rank{rank}", {"f0": b"0", "f1": b"1" * 5000}))
 
-    results = run_ranks_in_threads(2, tmp_path / "store", flow)
+    results = run_threads(2, tmp_path / "store", flow)
     assert all(isinstance(error, SourceChanged) and error.committed is False for error in results)
     assert "f1" in str(results[0])
     assert_nothing_left(tmp_path / "store")
@@ -202,7 +203,7 @@ def test_shared_files_must_be_equal(tmp_path: Path) -> None:
     def flow(store: CheckpointStore, rank: int) -> None:
         store.save_directory(5, make_tree(tmp_path / f"rank{rank}", {"c": b"%d" % rank}), shared=["c"])
 
-    results = run_ranks_in_threads(2, tmp_path / "store", flow)
+    results = run_threads(2, tmp_path / "store", flow)
     assert all(isinstance(error, InvalidSource) and error.file == "c" for error in results)
 
 
@@ -210,7 +211,7 @@ def test_different_steps_are_an_error_that_names_both(tmp_path: Path) -> None:
     def flow(store: CheckpointStore, rank: int) -> None:
         store.save_directory(5 + rank, None)
 
-    results = run_ranks_in_threads(2, tmp_path / "store", flow)
+    results = run_threads(2, tmp_path / "store", flow)
     assert all(isinstance(error, InvalidStep) for error in results)
     assert "step 6" in str(results[0])
     assert "step 5" in str(results[0])

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from threaded_ranks import make_tree, run_ranks_in_threads
+from thread_ranks import run_threads
 from timed_ranks import save_files
+from trees import make_tree
 
 from ckptstore import Checkpoint, CheckpointStore, KeepLatest, open_store
 from ckptstore.dcp import StoreWriter
@@ -171,7 +172,7 @@ def test_no_message_between_ranks_and_no_request_more(tmp_path: Path, monkeypatc
             source = make_tree(tmp_path / "source" / str(rank), {f"{rank}.pt": bytes(1000)})
             return store.save_directory(1, source).timings is not None
 
-        found = run_ranks_in_threads(3, root, flow)
+        found = run_threads(3, root, flow)
         has_timings.append(found == [True, True, True])
         calls = [call for call in counted.calls if "life." not in call.key]
         return Counter((call.verb, call.key.partition("/")[0]) for call in calls if call.verb in written)

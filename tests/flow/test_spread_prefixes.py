@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from threaded_ranks import run_ranks_in_threads
+from thread_ranks import run_threads
 
 from ckptstore import CheckpointStore, InvalidInput, KeepLatest, open_store
 from ckptstore.format.naming import spread_directory
@@ -49,7 +49,7 @@ def test_save_load_prune_and_stock_readers(tmp_path: Path) -> None:
 
     root = tmp_path / "store"
     options: dict[str, Any] = {"retention": KeepLatest(1), "grace_seconds": 0, "durable": False}
-    names, _ = run_ranks_in_threads(2, root, save, num_prefixes=NUM_PREFIXES, **options)
+    names, _ = run_threads(2, root, save, num_prefixes=NUM_PREFIXES, **options)
     assert {name.partition("/")[0] for name in names if name.endswith(".distcp")} == {"00", "10"}
     with open_store(root, grace_seconds=0) as store:
         checkpoint = store[2]

@@ -9,7 +9,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from threaded_ranks import make_tree, read_tree, run_ranks_in_threads
+from thread_ranks import run_threads
+from trees import make_tree, read_tree
 
 from ckptstore import (
     Checkpoint,
@@ -252,7 +253,7 @@ def test_a_crash_with_four_ranks_and_a_restart_with_two_mix_nothing(tmp_path: Pa
         finally:
             given_up.set()
 
-    results = run_ranks_in_threads(4, root, crash, rank_timeout_seconds=3)
+    results = run_threads(4, root, crash, rank_timeout_seconds=3)
     assert all(isinstance(error, RankTimeout) for error in results[:3])
     assert results[0].ranks == (3,)
 
@@ -261,7 +262,7 @@ def test_a_crash_with_four_ranks_and_a_restart_with_two_mix_nothing(tmp_path: Pa
         directory = make_tree(tmp_path / f"two{rank}", {"model.pt": b"two-%d" % rank})
         return resumed, store.save_directory(8, directory)
 
-    results = run_ranks_in_threads(2, root, restart)
+    results = run_threads(2, root, restart)
     assert [resumed for resumed, _ in results] == [None, None]
     with results[0][1].as_directory() as path:
         assert read_tree(path) == {"model-rank=00000.pt": b"two-0", "model-rank=00001.pt": b"two-1"}
@@ -354,7 +355,7 @@ def full_disk(tmp_path: Path, root: Path) -> None:
             return error
         return None
 
-    for error in run_ranks_in_threads(2, root, flow):
+    for error in run_threads(2, root, flow):
         assert error.committed is False
         assert "4000000 bytes" in str(error)
         assert "free" in str(error)

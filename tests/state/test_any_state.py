@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from meshes import distributed, mesh_for, new_uri, outlined
 from saving import bits
-from threads import distributed, mesh_for, new_uri, outlined, run_threads
+from thread_ranks import run_threads
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from threads import distributed, mesh_for, new_uri, outlined, run_threads
+from meshes import distributed, mesh_for, new_uri, outlined
+from thread_ranks import run_threads
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from meshes import distributed, mesh_for
 from saving import bits
-from threads import distributed, mesh_for, run_threads
+from thread_ranks import run_threads
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore

@@ -15,6 +15,7 @@ import pytest
 from exchanging import exchange
 from hypothesis import given
 from hypothesis import strategies as st
+from thread_ranks import in_threads
 
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import (
@@ -40,25 +41,6 @@ from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing import CountCalls, FailAt, wrap
 
 RETRY = RetryConfig(retry_attempts=3, retry_wait_initial_seconds=0.01)
-
-
-def in_threads(n: int, function: Callable[[int], Any]) -> list[Any]:
-    """What the function returns for each rank, or the exception that it raises."""
-    ends: list[Any] = [None] * n
-
-    def run(rank: int) -> None:
-        try:
-            ends[rank] = function(rank)
-        except BaseException as error:
-            ends[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), f"a rank hangs; so far: {ends}"
-    return ends
 
 
 def opened(storage: Storage, rank: int, size: int, *, timeout_seconds: float = 60, token: str = "start") -> BoardGroup:

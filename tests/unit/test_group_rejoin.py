@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from exchanging import exchange
-from test_group import RETRY, in_threads, joined, opened, together
+from test_group import RETRY, joined, opened, together
+from thread_ranks import in_threads
 
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageUnavailable
 from ckptstore.group import BoardGroup
