@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckptstore.job import Job
 from ckptstore.loading import restoring, story
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
+from ckptstore.log.reader import LogReader
 from ckptstore.saving import transaction
 from ckptstore.saving.commit import decide as decide_in_commit
 from ckptstore.store import CheckpointStore
@@ -62,6 +64,18 @@ def one_restores_what_a_job_prunes(seed: int) -> Plan:
     restores = tuple(Action("restore", after_seconds=0.05) for _ in range(30))
     actors = (Actor("job1", saves), Actor("admin", restores, ranks=0))
     return Plan(seed, policy="latest 1", grace_seconds=0.0, actors=actors)
+
+
+def somebody_rolls_back_and_breaks_rules(seed: int) -> Plan:
+    job = Actor("job1", tuple(Action("directory", step=step, after_seconds=0.5) for step in range(6)))
+    commands = tuple(Action(kind, after_seconds=0.3) for kind in ("pin", "break a rule", "roll back") * 4)
+    admin = Actor("admin", commands, ranks=0, begins="when saved")
+    return Plan(seed, policy="latest 2", actors=(job, admin))
+
+
+def the_hint_is_torn_before_a_look(seed: int) -> Plan:
+    looks = Action("tear the hint"), Action("latest"), Action("tear the hint"), Action("latest")
+    return Plan(seed, actors=(Actor("job1", SAVES), Actor("reader", looks, ranks=0, begins="after job1")))
 
 
 def somebody_copies_a_checkpoint(seed: int) -> Plan:
@@ -129,6 +143,23 @@ def a_restore_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(changes, "_check_in_trash", lambda state, numbers: None)
 
 
+def what_is_removed_may_be_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(changes, "_check_removable", lambda *_: None)
+
+
+def a_restore_forgets_the_pin(patch: pytest.MonkeyPatch) -> None:
+    real = changes._restore
+    patch.setattr(changes, "_restore", lambda state, change: real(state, replace(change, pin=False)))
+
+
+def a_roll_back_voids_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(changes, "with_void", lambda voids, _: tuple(voids))
+
+
+def the_hint_is_believed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LogReader, "_gallop", lambda self, known: known)
+
+
 def create_replaces_what_is_there(patch: pytest.MonkeyPatch) -> None:
     def create(self: Any, key: str, data: bytes) -> bool:
         self.space.put(key, bytes(data), is_durable=True)
@@ -191,6 +222,7 @@ def a_name_that_looks_free_is_taken_where_ray_keeps(patch: pytest.MonkeyPatch) -
     patch.setattr(ray_keeps, "_marked", lambda name: name if looks_free.is_so else marked(name))
 
 
+FOLLOWS = "a state follows from the changes"
 NOTHING_LOST = "nothing committed loses a byte"
 NOT_COMMITTED = "committed=False never becomes visible"
 CALLS_SUCCEED = "a call that nothing disturbs succeeds"
@@ -212,6 +244,14 @@ CALLS_SUCCEED = "a call that nothing disturbs succeeds"
             {CALLS_SUCCEED, "what is committed is whole"},
         ),
         (a_restore_does_not_look_again, one_restores_what_a_job_prunes, {"what is deleted never comes back"}),
+        (
+            what_is_removed_may_be_kept,
+            somebody_rolls_back_and_breaks_rules,
+            {"what is pinned stays", "a change names what is there"},
+        ),
+        (a_restore_forgets_the_pin, one_restores_what_a_job_prunes, {FOLLOWS}),
+        (a_roll_back_voids_nothing, somebody_rolls_back_and_breaks_rules, {FOLLOWS}),
+        (the_hint_is_believed, the_hint_is_torn_before_a_look, {"latest is not older than the call"}),
         (create_replaces_what_is_there, two_jobs_at_once, {"a record never changes"}),
         (
             nobody_looks_whether_a_checkpoint_is_whole,

@@ -1,4 +1,4 @@
-"""Seeds 500 to 999. Four files, because tests are dealt to processes by file."""
+"""Seeds 400 to 799. Two files, because tests are dealt to processes by file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from seed_items import items, run_seeds
 from ckptstore.testing.simulation import Simulation
 
 
-@items(500, 500)
+@items(400, 400)
 def test_every_promise_holds(simulation: Simulation, first: int) -> None:
     run_seeds(simulation, first)

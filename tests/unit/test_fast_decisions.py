@@ -1,4 +1,4 @@
-"""What is decided on fast checkpoints: why one cannot be resumed from, and who sends what. Histories test the rest."""
+"""What is decided on fast checkpoints: why one cannot be resumed from, and who sends what. The rest is simulated."""
 
 from __future__ import annotations
 
@@ -153,3 +153,18 @@ def test_the_newest_always_stays(keep: int) -> None:
     view = SweepView(newest=CLAIM, committed=[], claims={}, store_id=STORE_ID, epoch=1, has_resumed=True)
     with pytest.raises(InvalidInput, match="always stays"):
         sweep({Attempt(1, 1, "0123abcd"): None}, view, keep=keep)
+
+
+def test_a_job_that_was_fenced_deletes_nothing() -> None:
+    records = log_of(Claim("token", 2), Claim("token", 2))
+    view = SweepView(newest=records[1], committed=[], claims={}, store_id=STORE_ID, epoch=1, has_resumed=True)
+    found: dict[Attempt, Certificate | None] = {Attempt(1, 0, "0123abcd"): None}
+    assert sweep(found, view, keep=1) == []
+    assert [each.attempt for each in sweep(found, replace(view, epoch=2), keep=1)] == [*found]
+
+
+def test_a_save_without_a_certificate_stays_while_it_may_go_on() -> None:
+    records = log_of(Claim("token", 2))
+    view = SweepView(newest=records[0], committed=[], claims={}, store_id=STORE_ID, epoch=1, has_resumed=True)
+    assert sweep({Attempt(1, 1, "0123abcd"): None}, view, keep=1) == []
+    assert sweep({Attempt(1, 0, "0123abcd"): None}, replace(view, has_resumed=False), keep=1) == []

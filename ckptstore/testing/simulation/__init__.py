@@ -14,7 +14,7 @@ from ckptstore.runtime.extras import needs
 
 needs("torch")
 
-from ckptstore.testing.simulation.model import Violation  # noqa: E402
+from ckptstore.testing.simulation.ledger import Violation  # noqa: E402
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble, draw  # noqa: E402
 from ckptstore.testing.simulation.simulator import Outcome, Simulation, report, shrink  # noqa: E402
 from ckptstore.testing.simulation.virtual.scheduler import Deadlock, Stuck  # noqa: E402

@@ -16,11 +16,15 @@ from ckptstore.errors import (
     StoreFenced,
     StoreMissing,
 )
+from ckptstore.format.changes import Change, Pin, Remove, Restore, Unpin
+from ckptstore.format.layout import HINT_KEY
+from ckptstore.format.record import Record
 from ckptstore.group import StorageGroup
 from ckptstore.interchange.copying import copy_store
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepLatest
-from ckptstore.testing.simulation.model import Violation, calls_in
+from ckptstore.testing.simulation.ledger import Violation
+from ckptstore.testing.simulation.model import calls_in
 from ckptstore.testing.simulation.plan import POLICIES, Action
 from ckptstore.testing.simulation.virtual.clocks import sleep
 from ckptstore.testing.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
@@ -114,6 +118,10 @@ def _alone(world: World, member: Member, index: int, action: Action) -> None:
             _restore(world, member, index, store)
         elif action.kind == "retain":
             store.retain(KeepLatest(1))
+        elif action.kind == "break a rule":
+            _break_a_rule(world, f"{member.process.name}/{index}", store)
+        elif action.kind == "tear the hint":
+            _tear_hint(world, index)
         elif action.kind == "clean the cache":
             _clean_cache(world, index)
         elif action.kind == "cp":
@@ -136,6 +144,37 @@ def _restore(world: World, member: Member, index: int, store: Any) -> None:
         found = store.restore(saved.step, number=number, pin=world.plan.chance("pin", where) < 0.5)
         if found.number != number:
             world.fail("what is asked for is restored", f"{where}: {found.number} in place of {number}")
+
+
+def _break_a_rule(world: World, where: str, store: Any) -> None:
+    """Ask the log for a change that no rule allows."""
+
+    def change(newest: Record | None) -> Change | None:
+        if newest is None:
+            return None
+        state, unknown = newest.state, newest.number + 1
+        wrong: list[Change] = [Pin((unknown,)), Remove(trash=(unknown,)), Remove(drop=(unknown,)), Restore((unknown,))]
+        for number in state.live:
+            wrong += [Remove(drop=(number,)), Restore((number,))]
+        for number in state.trash:
+            wrong += [Pin((number,)), Unpin((number,)), Remove(trash=(number,))]
+        for number in {*state.pinned, state.resume_from or unknown} - {state.latest}:
+            wrong += [Remove(trash=(number,)), Remove(drop=(number,))]
+        if len(state.live) > 2:
+            wrong.append(Remove(trash=(state.live.highest or 0, min(state.live))))
+        return wrong[int(world.plan.chance("rule", where) * len(wrong))]
+
+    if job_of(store).log.append(change) is not None:
+        world.fail("a change that breaks a rule is refused", where)
+
+
+def _tear_hint(world: World, index: int) -> None:
+    """Lose the hint or a part of it, as something else than ckptstore may."""
+    space = world.spaces[STORE_URI]
+    if (hint := space.files.get(HINT_KEY)) is not None:
+        space.remove(HINT_KEY)
+        if (left := int(world.plan.chance("hint", index) * 2 * len(hint.data))) < len(hint.data):
+            space.put(HINT_KEY, hint.data[:left], is_durable=True)
 
 
 def _clean_cache(world: World, index: int) -> None:

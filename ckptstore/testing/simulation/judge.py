@@ -18,7 +18,7 @@ from ckptstore.errors import (
     StoreMissing,
 )
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt
-from ckptstore.testing.simulation.model import Violation
+from ckptstore.testing.simulation.ledger import Violation
 from ckptstore.testing.simulation.plan import Action, Actor
 from ckptstore.testing.simulation.world import LONGEST_CALL_SECONDS, Attempted, Member, World, kind_of
 

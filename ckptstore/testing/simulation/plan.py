@@ -133,14 +133,18 @@ RAY_KEEPS_RATE = 0.125
 CUT_OFF_RATE = 0.15
 LYING_RATE = 0.25
 VANISH_RATE = 0.03
+COMMANDS_RATE = 0.08
 THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "damage", "flaky")
 """The subjects of a run's other processes and troubles. Rare ones would coincide by chance too seldom."""
 
 
 def draw(seed: int, *, num_jobs: int | None = None, **fixed: Any) -> Plan:
     """Draw the plan of a seed; `fixed` overrides fields, and `num_jobs` the number of jobs."""
-    if not fixed and num_jobs is None and Plan(seed).chance("vanish") < VANISH_RATE:
-        return draw_vanishing(seed)
+    if not fixed and num_jobs is None:
+        if Plan(seed).chance("vanish") < VANISH_RATE:
+            return draw_vanishing(seed)
+        if Plan(seed).chance("commands") < COMMANDS_RATE:
+            return draw_commands(seed)
     rng = Random(f"plan {seed}")
     storage = rng.choice(["objects", "objects", "disk", "disk", "plain objects"])
     calm = rng.random()
@@ -191,6 +195,32 @@ def draw_vanishing(seed: int) -> Plan:
     trouble = Trouble("vanish", "job1.0", at_call=rng.randrange(10, 150), what=what)
     board = rng.choice(["storage", "torch"])
     return Plan(seed, storage=storage, board=board, rank_timeout_seconds=12.0, actors=(job,), troubles=(trouble,))
+
+
+def draw_commands(seed: int) -> Plan:
+    """Jobs that save at short intervals, while people at the command line change what is kept."""
+    rng = Random(f"commands {seed}")
+    jobs = []
+    for index in range(2):
+        steps = [rng.choice([10 * number, 10 * number, 10]) for number in range(1, 7)]
+        saves = tuple(Action("directory", step=step, after_seconds=0.5 * rng.random()) for step in steps)
+        begins = "at once" if index == 0 else rng.choice(["when saved", "after job1"])
+        jobs.append(Actor(f"job{index + 1}", saves, ranks=rng.choice([1, 1, 2]), begins=begins))
+    admins = []
+    for index in range(2):
+        kinds = [rng.choice(_CHANGES) for _ in range(15)]
+        commands = tuple(Action(kind, after_seconds=0.5 * rng.random()) for kind in kinds)
+        admins.append(Actor(f"admin{index + 1}", commands, ranks=0, begins="when saved"))
+    return Plan(
+        seed,
+        storage=rng.choice(["objects", "disk"]),
+        policy=rng.choice(["all", "latest 1", "latest 2"]),
+        grace_seconds=rng.choice([0.0, 60.0]),
+        rank_timeout_seconds=12.0,
+        error_rate=rng.choice([0.0, 0.01, 0.05]),
+        late_rate=rng.choice([0.0, 0.3]),
+        actors=(*jobs, *admins),
+    )
 
 
 def _cut_off(plan: Plan, jobs: list[Actor]) -> list[Trouble]:
@@ -328,6 +358,9 @@ def _others_for(rng: Random, plan: Plan, theme: str) -> list[Actor]:
 
 
 RESTORE_RATE = 0.25
+HARM_RATE = 0.2
+_HARMS = ("break a rule", "tear the hint")
+_CHANGES = ("pin", "unpin", "roll back", "restore", "restore", "prune", "retain", "break a rule", "tear the hint")
 _COMMANDS = ("pin", "unpin", "roll back", "prune", "retain", "gc", "gc", "gc --claim", "cp", "cp", "gc of the copy")
 
 
@@ -354,11 +387,14 @@ def _others(rng: Random, plan: Plan) -> list[Actor]:
 
 
 def _restoring(plan: Plan, actor: Actor) -> Actor:
-    """Replace some commands of a process by a restore."""
+    """Replace some commands of a process by a restore, or by harm."""
 
     def changed(index: int, action: Action) -> Action:
-        is_so = action.kind in _COMMANDS and plan.chance("restore", actor.name, index) < RESTORE_RATE
-        return replace(action, kind="restore") if is_so else action
+        if action.kind in _COMMANDS and plan.chance("restore", actor.name, index) < RESTORE_RATE:
+            return replace(action, kind="restore")
+        if action.kind in _COMMANDS and (harm := plan.chance("harm", actor.name, index)) < HARM_RATE:
+            return replace(action, kind=_HARMS[int(harm / HARM_RATE * len(_HARMS))])
+        return action
 
     return replace(actor, actions=tuple(changed(index, action) for index, action in enumerate(actor.actions)))
 

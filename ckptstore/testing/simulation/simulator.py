@@ -18,7 +18,7 @@ from ckptstore.storage import open as opening
 from ckptstore.storage.base import Storage
 from ckptstore.testing.simulation import alone, programs
 from ckptstore.testing.simulation.fast_tier import fast_jobs, node_disks
-from ckptstore.testing.simulation.model import Violation
+from ckptstore.testing.simulation.ledger import Violation
 from ckptstore.testing.simulation.plan import Actor, Plan, draw
 from ckptstore.testing.simulation.virtual.patches import ModuleState, load, patched
 from ckptstore.testing.simulation.virtual.scheduler import Deadlock, Scheduler, Stuck, running

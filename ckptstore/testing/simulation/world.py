@@ -13,7 +13,8 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.testing.simulation.fast_tier.node_disks import NodeDisks
-from ckptstore.testing.simulation.model import Model, Tag, Violation
+from ckptstore.testing.simulation.ledger import Violation
+from ckptstore.testing.simulation.model import Model, Tag
 from ckptstore.testing.simulation.network import Network, Outage
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble
 from ckptstore.testing.simulation.ray_model import RayModel

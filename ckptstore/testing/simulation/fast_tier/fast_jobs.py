@@ -10,7 +10,7 @@ from ckptstore.checkpoint import files_behind
 from ckptstore.errors import CkptstoreError, NoUsableCheckpoint, StoreFenced
 from ckptstore.fast.fast_files import FastFiles
 from ckptstore.testing.simulation.alone import open_for
-from ckptstore.testing.simulation.model import Violation
+from ckptstore.testing.simulation.ledger import Violation
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble
 from ckptstore.testing.simulation.virtual.clocks import sleep
 from ckptstore.testing.simulation.world import LONGEST_CALL_SECONDS, Member, World, kind_of
@@ -63,9 +63,18 @@ def draw_fast(seed: int) -> Plan:
         policy=rng.choice(["all", "latest 2"]),
         rank_timeout_seconds=rng.choice([6.0, 24.0]),
         fast_copies=copies,
-        actors=tuple(jobs),
+        actors=(*jobs, *_others(Random(f"fast admin {seed}"))),
         troubles=tuple(troubles),
     )
+
+
+def _others(rng: Random) -> list[Actor]:
+    """Somebody at the command line, in some runs."""
+    if rng.random() > 0.25:
+        return []
+    kinds = [rng.choice(["roll back", "roll back", "pin", "prune"]) for _ in range(rng.choice([1, 2, 4]))]
+    actions = tuple(Action(kind, after_seconds=rng.choice([1.0, 30.0]) * rng.random()) for kind in kinds)
+    return [Actor("admin", actions, ranks=0, begins="when saved")]
 
 
 def _trouble(rng: Random, job: Actor) -> Trouble:
@@ -200,7 +209,7 @@ def _resume(world: World, member: Member, where: str) -> Any:
 def _is_left_alone(plan: Plan) -> bool:
     """True if only the resuming job changes the nodes' contents."""
     harms = {"node lost", "node full", "node damage"}
-    is_concurrent = any(actor.begins == "at once" for actor in plan.actors[1:])
+    is_concurrent = any(actor.begins == "at once" or not actor.ranks for actor in plan.actors[1:])
     return not is_concurrent and harms.isdisjoint(trouble.kind for trouble in plan.troubles)
 
 

@@ -17,7 +17,8 @@ from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
 from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.retention import KeepEvery
-from ckptstore.testing.simulation.model import Model, Tag, Violation, calls_in
+from ckptstore.testing.simulation.ledger import Violation
+from ckptstore.testing.simulation.model import Model, Tag, calls_in
 from ckptstore.testing.simulation.network import Network
 from ckptstore.testing.simulation.plan import Actor, Plan
 from ckptstore.testing.simulation.virtual import storages

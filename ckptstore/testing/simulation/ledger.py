@@ -1,0 +1,132 @@
+"""A second account of a log, in plain sets, written without a look at `ckptstore.format.changes.apply`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NoReturn
+
+from ckptstore.format.changes import Claim, Commit, Pin, Remove, Restore, Resumed, StoreState, Unpin
+from ckptstore.format.order import MAX_VOIDS, SaveOrder, void_of
+from ckptstore.format.record import Record
+
+
+class Violation(AssertionError):
+    """A promise does not hold."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"{rule}: {text}")
+        self.rule = rule
+
+
+@dataclass
+class Ledger:
+    """What a store holds after each of its records."""
+
+    epoch: int = 0
+    source: int | None = None
+    """What the last claim found to be the latest checkpoint."""
+    live: set[int] = field(default_factory=set)
+    pinned: set[int] = field(default_factory=set)
+    trash: set[int] = field(default_factory=set)
+    users: dict[int, set[int]] = field(default_factory=dict)
+    """By base the checkpoints that refer to its files."""
+    last_save: int = 0
+    left: list[tuple[SaveOrder, SaveOrder]] = field(default_factory=list)
+    """Between which saves nobody may go on."""
+
+    def take(self, record: Record) -> None:
+        """Follow one record. Raise Violation when its change is not legal, or the state in it is another one."""
+        change = record.change
+        epoch = change.entry.epoch if isinstance(change, Commit) else getattr(change, "epoch", None)
+        if epoch not in (None, self.epoch):
+            self._fail("a fenced job changes nothing", record)
+        match change:
+            case Claim():
+                self.epoch = max(self.epoch, change.above_epoch) + 1
+                self.source, self.last_save = max(self.live, default=None), 0
+            case Commit():
+                self._commit(record, change)
+            case Remove():
+                self._remove(record, change)
+            case Pin() | Unpin():
+                self._require(self.live, change.numbers, record)
+                self.pinned -= {*change.numbers}
+                self.pinned |= {*change.numbers} if isinstance(change, Pin) else set()
+            case Restore():
+                self._require(self.trash, change.numbers, record, rule="what is deleted never comes back")
+                self.trash -= {*change.numbers}
+                self.live |= {*change.numbers}
+                self.pinned |= {*change.numbers} if change.pin else set()
+            case Resumed():
+                self.left.append((change.source or SaveOrder(0, 0), SaveOrder(change.epoch, change.next_save)))
+        if not self._is(record.state):
+            self._fail("a state follows from the changes", record, f"it says {record.state}, it should say {self}")
+
+    def _commit(self, record: Record, change: Commit) -> None:
+        entry = change.entry
+        if 0 < entry.save_number <= self.last_save:
+            self._fail("one order of saves", record)
+        self.last_save = entry.save_number or self.last_save
+        self._require(self.live, (*entry.bases, *change.replaces, *change.drops), record)
+        self._check_kept(record, change.drops)
+        gone = {*change.replaces, *change.drops} - self.pinned
+        self.live = self.live - gone | {record.number}
+        self.trash |= gone
+        for base in entry.bases:
+            self.users.setdefault(base, set()).add(record.number)
+
+    def _remove(self, record: Record, change: Remove) -> None:
+        trash, drop = {*change.trash}, {*change.drop}
+        self._require(self.live, trash, record)
+        self._require(self.trash, drop, record)
+        self._check_kept(record, drop)
+        if max(self.live, default=0) in trash:
+            stays = max(self.live - trash, default=0)
+            if trash & self.pinned:
+                self._fail("what is pinned stays", record)
+            if trash != {number for number in self.live if number > stays > 0}:
+                self._fail("the latest goes in a roll back alone", record)
+        else:
+            self._check_kept(record, trash)
+        if any(not self.users.get(number, set()) <= drop for number in drop):
+            self._fail("what others refer to stays", record)
+        if change.voids is not None:
+            self.left.append((change.voids.after, change.voids.before))
+        self.live -= trash
+        self.trash = self.trash - drop | trash
+        self.users = {base: users - drop for base, users in self.users.items() if base not in drop and users - drop}
+
+    def _check_kept(self, record: Record, gone: Collection[int]) -> None:
+        if not self.pinned.isdisjoint(gone):
+            self._fail("what is pinned stays", record)
+        if self.source in gone:
+            self._fail("the resume source stays", record)
+
+    def _require(
+        self, there: set[int], numbers: Collection[int], record: Record, *, rule: str = "a change names what is there"
+    ) -> None:
+        if not there.issuperset(numbers):
+            self._fail(rule, record)
+
+    def _is(self, state: StoreState) -> bool:
+        return (
+            (state.epoch, state.resume_from, state.latest) == (self.epoch, self.source, max(self.live, default=None))
+            and ({*state.live}, {*state.pinned}, {*state.trash}) == (self.live, self.pinned, self.trash)
+            and {base: {*users} for base, users in state.bases.items()} == self.users
+            and self._is_void_as(state)
+        )
+
+    def _is_void_as(self, state: StoreState) -> bool:
+        edges = {*chain(*self.left), *chain(*((void.after, void.before) for void in state.void))}
+        for epoch, number in edges:
+            for order in (SaveOrder(epoch, number - 1), SaveOrder(epoch, number), SaveOrder(epoch, number + 1)):
+                is_left = any(low < order < high for low, high in self.left)
+                is_void = void_of(state.void, order) is not None
+                if is_left > is_void or (is_void > is_left and len(self.left) <= MAX_VOIDS):
+                    return False
+        return True
+
+    def _fail(self, rule: str, record: Record, text: str = "") -> NoReturn:
+        raise Violation(rule, f"record {record.number} is {record.change}{text and '; '}{text}")

@@ -1,0 +1,22 @@
+"""People at the command line change what is kept while jobs save: the log reaches every kind of record."""
+
+from __future__ import annotations
+
+from ckptstore.testing.simulation import Simulation, report
+from ckptstore.testing.simulation.plan import draw_commands
+from ckptstore.testing.simulation.world import World
+
+KINDS = {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Noop"}
+"""All but `Resumed`, which jobs with a fast tier write."""
+
+
+def test_every_kind_of_change_is_met(simulation: Simulation) -> None:
+    met: set[str] = set()
+    for seed in range(50):
+        worlds: list[World] = []
+        outcome = simulation.run(draw_commands(seed), prepare=worlds.append)
+        assert outcome.ok, report(outcome)
+        met |= {type(record.change).__name__ for record in worlds[0].model.records.values()}
+        if seed > 10 and met == KINDS:
+            return
+    raise AssertionError(f"only {met} were met")
