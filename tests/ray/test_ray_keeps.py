@@ -234,6 +234,10 @@ def test_on_s3_every_byte_is_checked(tmp_path: Path) -> None:
         assert ours.verify().ok
         with ours.as_directory() as path:
             assert names(path) == ["ckptstore.json", "model-rank=00000.pt", "model-rank=00001.pt"]
+        before = len(server.log)
+        with ckptstore.ray.wrap(checkpoint).as_directory() as again:
+            assert again == path, "one copy on the node for all readers"
+        assert not [item.path for item in server.log[before:] if item.method == "GET" and ".pt" in item.path]
         left = {key for key in server.objects.buckets["test"] if "checkpoint_1" not in key and not key.endswith("/")}
         assert left == {"runs/run/.validate_storage_marker", "runs/run/store.json"}
         with system.open_output_stream(f"{checkpoint.path}/model-rank=00001.pt") as file:

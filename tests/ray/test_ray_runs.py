@@ -134,18 +134,6 @@ def test_a_run_outlives_trouble_that_hits_rays_snapshot(cluster: RayCluster, s3:
         assert sorted(path.name for path in Path(directory).iterdir()) == ["model-0.pt", "model-1.pt"]
 
 
-@pytest.mark.slow
-def test_without_it_the_run_ends(cluster: RayCluster, s3: S3Server) -> None:
-    with trouble_from_a_snapshot_on(s3), pytest.raises(Exception, match=r"HTTP status 503|SLOW_DOWN"):
-        fit(
-            reporting.report_in_every_way,
-            storage_path="test/runs",
-            name="ends",
-            storage_filesystem=arrow_s3(s3),
-            max_failures=3,
-        )
-
-
 RUNS = [
     ("fsdp", "state", "s3"),
     *(
