@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from fast_worker import train
-
-from ckptstore.testing import run_ranks
+from forked_ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import run_ranks
 from missing_worker import load_after_a_loss
 from thread_ranks import run_threads
 
@@ -15,7 +16,7 @@ from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsab
 from ckptstore.errors import CacheError, StorageUnavailable
 from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.loading.story import NodeCopies
-from ckptstore.testing import FailAt, run_ranks, with_faults
+from ckptstore.testing import FailAt, with_faults
 
 FILES = ["tensors.index", "*.distcp", "ckptstore.json"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from forked_ranks import run_ranks
 from own_parts_worker import load_in_other_layouts, load_own_parts, train_with_own_parts
 from test_state_parallel import assert_same_curves
 
 from ckptstore.state.index.index_file import INDEX_NAME
-from ckptstore.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 ALL = [0, 1, 2, 3]

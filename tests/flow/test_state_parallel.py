@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from forked_ranks import run_ranks
 from state_worker import load_as, save_as, shares_values_and_samples, train_and_resume
-
-from ckptstore.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 

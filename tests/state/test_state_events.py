@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from forked_ranks import run_ranks
 
 from ckptstore import StorageGroup, open_store
 from ckptstore.dcp import StoreWriter
 from ckptstore.events import CheckpointCommitted, Event, FileStored, SaveStarted, listening
 from ckptstore.saving.transaction import _slowest
-from ckptstore.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 
