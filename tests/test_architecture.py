@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -160,6 +160,25 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
+def of_each(names: Iterable[str]) -> Callable[[Callable[[str], None]], Callable[[], None]]:
+    """Make of a test of one module a test of all of them, which shows each fault: thousands of tests take long."""
+
+    def decorate(test: Callable[[str], None]) -> Callable[[], None]:
+        def test_all() -> None:
+            faults = []
+            for name in names:
+                try:
+                    test(name)
+                except AssertionError as error:
+                    faults.append(str(error))
+            assert not faults, "\n".join(faults)
+
+        test_all.__name__, test_all.__doc__ = test.__name__, test.__doc__
+        return test_all
+
+    return decorate
+
+
 def imports_of(name: str) -> Iterator[str]:
     """Every module that a module imports, also inside functions and for type checkers, as an absolute name."""
     for node in ast.walk(TREES[name]):
@@ -202,7 +221,7 @@ def is_inside(name: str, places: set[str]) -> bool:
     return any(name == place or name.startswith(f"{place}.") for place in places)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@of_each(MODULES)
 def test_a_module_imports_only_from_lower_rooms(name: str) -> None:
     for other in own_imports(name):
         if name == "":
@@ -216,7 +235,7 @@ def test_a_module_imports_only_from_lower_rooms(name: str) -> None:
             assert None in (mine, others) or others <= mine, f"ckptstore.{name} imports {other}, which is not below it"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name and name.split(".")[0] not in WINGS])
+@of_each(name for name in MODULES if name and name.split(".")[0] not in WINGS)
 def test_the_core_imports_no_wing(name: str) -> None:
     """Not even inside a function or by name: it is whole without them. `ckptstore.ray` is a name of the surface, ""."""
     assert {other for other in own_imports(name) if other.split(".")[0] in WINGS} == set()
@@ -248,7 +267,7 @@ def test_there_is_no_cycle_even_through_imports_inside_functions() -> None:
         raise AssertionError(f"import cycle: {' -> '.join(error.args[1])}") from None
 
 
-@pytest.mark.parametrize("name", MODULES)
+@of_each(MODULES)
 def test_a_third_party_has_one_importer(name: str) -> None:
     third_parties = {item.split(".")[0] for item in imports_of(name)} - sys.stdlib_module_names - {"ckptstore"}
     for third_party in third_parties:
@@ -269,7 +288,7 @@ def test_the_test_sees_imports_inside_functions() -> None:
     assert "errors" in own_imports("format.layout")
 
 
-@pytest.mark.parametrize("name", MODULES)
+@of_each(MODULES)
 def test_files_and_functions_fit(name: str) -> None:
     file_lines = len(MODULES[name].read_text().splitlines())
     assert file_lines <= MAX_FILE_LINES, f"{MODULES[name]} is too long"
@@ -290,13 +309,13 @@ def _is_command(decorator: ast.expr) -> bool:
     return isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("command")
 
 
-@pytest.mark.parametrize("name", MODULES)
+@of_each(MODULES)
 def test_every_module_says_what_it_is_for(name: str) -> None:
     if MODULES[name].read_text().strip():
         assert ast.get_docstring(TREES[name]), f"{MODULES[name]} has no docstring"
 
 
-@pytest.mark.parametrize("name", MODULES)
+@of_each(MODULES)
 def test_the_environment_is_read_in_one_place(name: str) -> None:
     """Our own variables in `config`; those of launchers and of cloud SDKs where they are meant for."""
     if is_inside(name, READS_ENVIRONMENT):
@@ -373,7 +392,7 @@ FOREIGN_NAMES = {"_replace", "_threads", "_value"}
 PRIVATE_NAMES = {name: private_names_of(name) for name in MODULES}
 
 
-@pytest.mark.parametrize("name", MODULES)
+@of_each(MODULES)
 def test_nobody_reaches_into_a_class_of_another_module(name: str) -> None:
     """A class that is needed elsewhere has a public method for that, or its module has a function."""
     others = set().union(*PRIVATE_NAMES.values()) - PRIVATE_NAMES[name] - FOREIGN_NAMES
