@@ -51,7 +51,7 @@ def test_checks(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("extension")
 def test_seeds_of_states() -> None:
-    run_pytest(str(HERE / "checks_states.py"), STAND_IN_SEEDS="500")
+    run_pytest(str(HERE / "checks_states.py"), STAND_IN_SEEDS="150")
 
 
 SUITES = {

@@ -1,4 +1,4 @@
-"""Runs of a hundred thousand steps: one store for months, with one job after another."""
+"""Runs of fifty thousand steps: one store for weeks, with one job after another."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from ckptstore.testing.simulation import Simulation, draw, report
 
-STEPS = 100_000
+STEPS = 50_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_hundred_thousand_steps(simulation: Simulation) -> None:
+def test_fifty_thousand_steps(simulation: Simulation) -> None:
     done, seed = 0, 1_000_000
     while done < STEPS:
         outcome = simulation.run(draw(seed, num_jobs=12))

@@ -13,7 +13,7 @@ def test_three_hundred_seeds() -> None:
 
 
 def test_seeds_on_two_ranks() -> None:
-    check(range(120), num_ranks=2)
+    check(range(60), num_ranks=2)
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.reason[:40])
