@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -157,7 +158,12 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    """Return the syntax of a module."""
+    return ast.parse(MODULES[name].read_text())
 
 
 def of_each(names: Iterable[str]) -> Callable[[Callable[[str], None]], Callable[[], None]]:
@@ -181,7 +187,7 @@ def of_each(names: Iterable[str]) -> Callable[[Callable[[str], None]], Callable[
 
 def imports_of(name: str) -> Iterator[str]:
     """Every module that a module imports, also inside functions and for type checkers, as an absolute name."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -239,7 +245,7 @@ def test_a_module_imports_only_from_lower_rooms(name: str) -> None:
 def test_the_core_imports_no_wing(name: str) -> None:
     """Not even inside a function or by name: it is whole without them. `ckptstore.ray` is a name of the surface, ""."""
     assert {other for other in own_imports(name) if other.split(".")[0] in WINGS} == set()
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             wings = {f"ckptstore.{wing}" for wing in WINGS}
             assert not any(node.value == wing or node.value.startswith(f"{wing}.") for wing in wings), node.lineno
@@ -294,7 +300,7 @@ def test_files_and_functions_fit(name: str) -> None:
     assert file_lines <= MAX_FILE_LINES, f"{MODULES[name]} is too long"
     if file_lines > LONG_FILE_LINES:
         warnings.warn(f"ckptstore.{name} has {file_lines} lines: is it one thing?", stacklevel=1)
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert num_lines <= MAX_FUNCTION_LINES, f"{name}.{node.name} has {num_lines} lines"
@@ -312,7 +318,7 @@ def _is_command(decorator: ast.expr) -> bool:
 @of_each(MODULES)
 def test_every_module_says_what_it_is_for(name: str) -> None:
     if MODULES[name].read_text().strip():
-        assert ast.get_docstring(TREES[name]), f"{MODULES[name]} has no docstring"
+        assert ast.get_docstring(tree_of(name)), f"{MODULES[name]} has no docstring"
 
 
 @of_each(MODULES)
@@ -320,7 +326,7 @@ def test_the_environment_is_read_in_one_place(name: str) -> None:
     """Our own variables in `config`; those of launchers and of cloud SDKs where they are meant for."""
     if is_inside(name, READS_ENVIRONMENT):
         return
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         assert ast.unparse(node) not in ("os.environ", "os.getenv"), f"ckptstore.{name} reads the environment"
 
 
@@ -337,7 +343,7 @@ what was received, options, what exists and what is next to something have names
 
 def docstrings_of(name: str) -> Iterator[str]:
     """Yield the docstrings of a module, those below fields and constants included."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield text
@@ -345,7 +351,7 @@ def docstrings_of(name: str) -> Iterator[str]:
 
 def defined_names_of(name: str) -> Iterator[str]:
     """Yield each name that a module defines or assigns, each time that it does."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         match node:
             case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) | ast.ClassDef(name=found):
                 yield found
@@ -370,10 +376,11 @@ def test_names_are_plain_words() -> None:
     assert len(found) <= MOST_INVENTED_NAMES, f"{len(found)} names have an invented word, such as\n{shown}"
 
 
+@cache
 def private_names_of(name: str) -> set[str]:
     """What the classes of a module keep to themselves: methods, class attributes, and what is set on `self`."""
     found = set()
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.ClassDef):
             found |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
             found |= {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
@@ -389,14 +396,12 @@ def _is_own(value: ast.expr) -> bool:
 FOREIGN_NAMES = {"_replace", "_threads", "_value"}
 """Those of classes that are not ours: of a named tuple, a thread pool and a semaphore."""
 
-PRIVATE_NAMES = {name: private_names_of(name) for name in MODULES}
-
 
 @of_each(MODULES)
 def test_nobody_reaches_into_a_class_of_another_module(name: str) -> None:
     """A class that is needed elsewhere has a public method for that, or its module has a function."""
-    others = set().union(*PRIVATE_NAMES.values()) - PRIVATE_NAMES[name] - FOREIGN_NAMES
-    for node in ast.walk(TREES[name]):
+    others = set().union(*map(private_names_of, MODULES)) - private_names_of(name) - FOREIGN_NAMES
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Attribute) and node.attr in others:
             assert _is_own(node.value), f"line {node.lineno} of ckptstore.{name} reaches for {ast.unparse(node)}"
 
