@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from uuid import uuid4
 import forked_ranks
 import pytest
 import torch
+from small_disks import mounted
 
 from ckptstore import CheckpointStore, FastTier, KeepEvery, StorageGroup, open_store
 from ckptstore.config import RetryConfig
@@ -263,14 +263,8 @@ def play_one_of(jobs: list[tuple[str, str]], root: Path, copies: int) -> list[An
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MiB, which is that of node a."""
-    place = tmp_path / "disk-a"
-    place.mkdir(mode=0o700)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=700", "tmpfs", place], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode()}")
-    yield place
-    subprocess.run(["umount", place], check=True)
+    with mounted(tmp_path / "disk-a", "3m") as place:
+        yield place
 
 
 @copies_of_each

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +15,13 @@ from uuid import uuid4
 import forked_ranks
 import pytest
 import torch
+from small_disks import mounted
 from test_fast_tier import Jobs, of, resume, save, state_of
 from thread_ranks import in_threads
 
 from ckptstore import CheckpointStore, FastTier, StorageError, StorageGroup, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput, StateMismatch, StorageUnavailable, StoreFenced
-from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.guest import guest_of
 from ckptstore.fast.nodes.node_server import NodeClient
@@ -39,18 +38,6 @@ from ckptstore.transfer import Transfer
 def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
     return Jobs(tmp_path)
-
-
-@pytest.fixture
-def skipped() -> Iterator[list[str]]:
-    told: list[str] = []
-
-    def hear(event: Event) -> None:
-        assert isinstance(event, CheckpointSkipped)
-        told.append(event.reason)
-
-    with listening(hear, CheckpointSkipped):
-        yield told
 
 
 def flip(path: Path) -> None:
@@ -184,14 +171,8 @@ def test_a_claim_that_cannot_be_asked_for_now_refuses_nothing(jobs: Jobs, monkey
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MiB."""
-    place = tmp_path / "disk-a"
-    place.mkdir(mode=0o700)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=700", "tmpfs", place], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode()}")
-    yield place
-    subprocess.run(["umount", place], check=True)
+    with mounted(tmp_path / "disk-a", "3m") as place:
+        yield place
 
 
 def test_a_job_resumes_on_a_full_disk(jobs: Jobs, small_disk: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from small_disks import mounted
 from thread_ranks import in_threads
 
 from ckptstore import (
@@ -37,7 +37,7 @@ from ckptstore import (
 )
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError
-from ckptstore.events import CheckpointResumed, CheckpointSkipped, FastBypassed, listening
+from ckptstore.events import CheckpointResumed, FastBypassed, listening
 from ckptstore.fast.guest import guest_of
 from ckptstore.testing.s3_server import s3_server
 
@@ -128,13 +128,6 @@ def resume(store: CheckpointStore, rank: int) -> tuple[int, float, float] | None
 def of(step: int, *ranks: int) -> list[tuple[int, float, float]]:
     """What `resume` gives where each rank has its own."""
     return [(step, float(step), float(100 * step + rank)) for rank in ranks]
-
-
-@pytest.fixture
-def skipped() -> Iterator[list[str]]:
-    told: list[str] = []
-    with listening(lambda event: told.append(event.reason), CheckpointSkipped):
-        yield told
 
 
 def test_a_job_goes_on_from_the_disks_of_its_nodes(jobs: Jobs, skipped: list[str]) -> None:
@@ -360,14 +353,8 @@ def test_a_save_that_fails_leaves_nothing(jobs: Jobs) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    place = tmp_path / "disk-a"
-    place.mkdir(mode=0o700)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", place], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode()}")
-    yield place
-    subprocess.run(["umount", place], check=True)
+    with mounted(tmp_path / "disk-a", "2m") as place:
+        yield place
 
 
 def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk: Path) -> None:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,12 @@ from ckptstore import (
     StorageError,
     open_store,
 )
-from ckptstore.events import CheckpointSkipped, Event, listening
 
 
 @pytest.fixture
 def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
     return Jobs(tmp_path)
-
-
-@pytest.fixture
-def skipped() -> Iterator[list[str]]:
-    told: list[str] = []
-
-    def hear(event: Event) -> None:
-        assert isinstance(event, CheckpointSkipped)
-        told.append(event.reason)
-
-    with listening(hear, CheckpointSkipped):
-        yield told
 
 
 BIG = 4_000_000

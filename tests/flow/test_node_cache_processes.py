@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import node_cache_ranks as ranks
 import pytest
+from small_disks import mounted
 
 from ckptstore.testing.ranks import run_ranks
 
@@ -105,17 +105,8 @@ def test_a_forked_worker_keeps_the_copy(root: Path, log: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small tmpfs")
-    mounted = tmp_path / "small"
-    mounted.mkdir()
-    tried = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(mounted)], capture_output=True, text=True, check=False
-    )
-    if tried.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted here: {tried.stderr.strip()}")
-    yield mounted
-    subprocess.run(["umount", str(mounted)], check=True)
+    with mounted(tmp_path / "small", "80m") as place:
+        yield place
 
 
 def test_a_full_disk(small_disk: Path, log: Path) -> None:

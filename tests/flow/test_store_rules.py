@@ -9,6 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from small_disks import mounted
 from thread_ranks import run_threads
 from trees import make_tree, read_tree
 
@@ -334,14 +335,8 @@ def test_a_reader_of_the_real_path_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=3m none {mount} 2>/dev/null") != 0:
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
+    with mounted(tmp_path / "small", "3m") as mount:
         full_disk(tmp_path, mount / "store")
-    finally:
-        os.system(f"umount {mount}")
 
 
 def full_disk(tmp_path: Path, root: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from moving import DATA, MIB, make_storage, transfer_over, wanted
+from small_disks import mounted
 
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, StorageError, StorageFull
 from ckptstore.storage.disk.local import LocalStorage
@@ -164,15 +164,8 @@ def test_nothing_is_overwritten(storage: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"a small disk needs the right to mount: {done.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
+    with mounted(tmp_path / "disk", "8m") as place:
+        yield place
 
 
 def test_a_full_disk_ends_a_download(storage: Any, small_disk: Path) -> None:
