@@ -69,6 +69,7 @@ def test_a_save_is_measured_beside_a_peer_and_the_limit_and_leaves_nothing(tmp_p
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_fast_tier_is_measured_and_asks_the_bucket_for_nothing_before_a_checkpoint_is_complete(
     tmp_path: Path,
 ) -> None:
