@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from forked_ranks import run_ranks
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 from otel_collecting import Collected, collecting, rank_saves_and_loads
@@ -23,7 +24,6 @@ from ckptstore.errors import AccessDenied, InvalidInput, StepExists, StoreMissin
 from ckptstore.events import listeners
 from ckptstore.integrations.otel import instrument
 from ckptstore.runtime import tracing
-from ckptstore.testing import run_ranks
 from ckptstore.testing.s3_server import Fault, s3_server
 
 SYNC = ["agree", "upload", "wait", "commit"]

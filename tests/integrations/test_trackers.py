@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import run_ranks
 
 from ckptstore import Checkpoint, CkptstoreError, FastTier, InvalidInput, KeepEvery, StorageGroup, open_store
 from ckptstore.integrations.trackers import Reference, choose, follow, following
 from ckptstore.interchange.copying import copy_store
-from ckptstore.testing import run_ranks
 from ckptstore.transfer.opened import open_place
 
 ROOT = Path(__file__).parents[2]
