@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import Manifest
 from ckptstore.testing.simulation.ledger import Violation
-from ckptstore.testing.simulation.model import Call, Tag, held_files, calls_in, calls_of
+from ckptstore.testing.simulation.model import Call, Tag, calls_in, calls_of, held_files
 from ckptstore.testing.simulation.virtual.storages import File, Space
 
 DIRECTORY_PREFIX = "checkpoint_"

@@ -17,6 +17,7 @@ from ckptstore.fast.upkeep.node_view import FastOnNode, view_node
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
 from ckptstore.node_cache.place import filesystem_of, is_network
+from ckptstore.runtime.file_locks import locks_work
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
