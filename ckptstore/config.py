@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckptstore.errors import InvalidInput
+from ckptstore.format.digest import ALGORITHMS, DEFAULT
 
 
 def shows_full_tracebacks() -> bool:
@@ -69,6 +70,8 @@ class TransferConfig(_Config):
     """Make everything on a disk durable before a checkpoint is committed."""
     direct_io: bool = True
     """Write large durable files past the page cache, on ext4 and XFS."""
+    digest: str = DEFAULT
+    """The algorithm of the digests of what is written. Files with digests by any other are read as well."""
 
     check_copies: str = "sample"
     """Compare a part of what `save_async` has copied with the tensors before it returns: a "sample" of a few
@@ -78,6 +81,8 @@ class TransferConfig(_Config):
         self._check_positive("num_threads", "num_requests", "memory_budget_bytes")
         if self.check_copies not in ("sample", "all"):
             raise InvalidInput(f"check_copies is {self.check_copies!r}, it is 'sample' or 'all'")
+        if self.digest not in ALGORITHMS:
+            raise InvalidInput(f"digest is {self.digest!r}, it is one of: {', '.join(ALGORITHMS)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,12 @@ def crc(data):
     return google_crc32c.value(bytes(data))
 
 
+def fits(data, digest):
+    """Whether bytes have a digest, given as text."""
+    need(digest.startswith("crc32c:"), f"this reader has no algorithm for {digest}")
+    return f"crc32c:{crc(data):08x}" == digest
+
+
 def need(holds, otherwise):
     if not holds:
         raise ValueError(otherwise)
@@ -89,6 +95,7 @@ def read_part(data):
     """One rank's part of a tensor index."""
     magic, version, rank, t, c, f, s, d, flags = struct.unpack_from("<8s8I", data)
     need(magic == b"CKPTTIX1" and version == 1, "this is no part of an index")
+    need(flags >> 8 == 0, "this reader has no algorithm for the digests of blocks")
     lengths, (n,), at = struct.unpack_from("<8Q", data, 40), struct.unpack_from("<Q", data, 104), 112
 
     def column(kind, count):
@@ -149,10 +156,10 @@ def read_outline(data, read):
     need(outline["version"] == 1, "the outline is of another version")
     digits = len(f"{outline['num_prefixes'] - 1:x}")
     parts = []
-    for rank, (size, part_crc) in enumerate(outline["parts"]):
+    for rank, (size, digest) in enumerate(outline["parts"]):
         spread = f"{rank % outline['num_prefixes']:0{digits}x}"[::-1] + "/" if outline["num_prefixes"] > 1 else ""
         part = read(f"{spread}tensors-rank={rank:05d}.index")
-        need(len(part) == size and crc(part) == part_crc, f"the part of rank {rank} is damaged")
+        need(len(part) == size and fits(part, digest), f"the part of rank {rank} is damaged")
         parts.append(read_part(part))
         need(parts[-1][0] == rank, "a part is in another's place")
     return parts
@@ -247,7 +254,7 @@ def read_checkpoint(root, record):
     def read(name):
         file = listed[name]
         content = (places / file.get("attempt", entry["attempt"]) / name).read_bytes()
-        need(len(content) == file["size_bytes"] and f"{crc(content):08x}" == file["crc32c"], f"{name} is damaged")
+        need(len(content) == file["size_bytes"] and fits(content, file["digest"]), f"{name} is damaged")
         return content
 
     for name in listed:

@@ -38,9 +38,17 @@ class DcpShard:
     """What one rank writes of a plan."""
 
     def __init__(
-        self, plan: SavePlan, planner: SavePlanner, *, rank: int, num_files: int, on_disk: bool, allow_pickle: bool
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        *,
+        rank: int,
+        num_files: int,
+        on_disk: bool,
+        algorithm: str,
+        allow_pickle: bool,
     ) -> None:
-        """Raises InvalidState, with the key, for what cannot be read back."""
+        """`algorithm` is that of the digests. Raises InvalidState, with the key, for what cannot be read back."""
         self._assignment: Assignment = plan.storage_data
         self._allow_pickle = allow_pickle
         self._keys = {item.index.fqn for item in plan.items}
@@ -66,7 +74,9 @@ class DcpShard:
         planned = RankPlan(
             tuple(self._writes), empty, self._flags, common=tuple(self._described.values), is_shared=True
         )
-        self.files = ShardFiles(self._described, planned, rank=rank, num_files=num_files, on_disk=on_disk)
+        self.files = ShardFiles(
+            self._described, planned, rank=rank, num_files=num_files, on_disk=on_disk, algorithm=algorithm
+        )
         self.files.add_stock_values(self._frames)
 
     def fingerprints(self) -> list[tuple[str, tuple[int, ...], bytes]]:

@@ -32,7 +32,6 @@ from ckptstore.errors import (
     RankFailed,
     StateMismatch,
 )
-from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest
 from ckptstore.loading.index_read import PartReader
@@ -166,7 +165,7 @@ class StoreReader(StorageReader):
         except FileMissing:  # whoever moves the data files alone
             manifest = None
         for receipt in manifest.files if manifest else ():
-            if receipt.name == DCP_METADATA_NAME and receipt.crc32c not in (None, crc32c(data)):
+            if receipt.name == DCP_METADATA_NAME and receipt.digest and receipt.digest.like(data) != receipt.digest:
                 raise CheckpointDamaged(f"{DCP_METADATA_NAME} is damaged", file=DCP_METADATA_NAME)
         metadata: Metadata = pickle.loads(data) if self._allow_pickle else load_metadata(data)
         return metadata

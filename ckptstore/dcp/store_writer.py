@@ -141,7 +141,7 @@ class StoreWriter(StorageWriter):
         if self._told is None:
             raise InvalidState("the coordinator's answer did not reach this rank: no file can be named")
         deal_id = self._check_assignment(plan)
-        storage, _ = self._target.open()
+        storage, transfer = self._target.open()
         on_disk = isinstance(storage, Disk)
         name = (self._told.prefix or storage.uri).rstrip("/").rpartition("/")[2]
         attempt = Attempt.parse(name)
@@ -152,19 +152,20 @@ class StoreWriter(StorageWriter):
             rank=self._rank,
             num_files=self._num_files,
             on_disk=on_disk,
+            algorithm=transfer.algorithm,
             allow_pickle=self._allow_pickle,
         )
         sources = shard.files.sources()
         with self._clock.part(storage.uri, is_last=False), counted_twice() as traffic:
             stored = self._upload([PlannedFile(self._told.prefix + name, source) for name, source in sources])
-        part = shard.files.index_part([one.block_crcs for one in stored])
+        part = shard.files.index_part([one.block_digests for one in stored])
         self._clock.ended("upload")
         self._report = self._clock.report(traffic, node=this_node())
         told = {
             "timings": self._report,
             "deal": deal_id,
             "receipts": [
-                Receipt(name, one.size_bytes, one.crc32c, self._rank).to_json()
+                Receipt(name, one.size_bytes, one.digest, self._rank).to_json()
                 for (name, _), one in zip(sources, stored, strict=True)
             ],
             "stock": shard.files.stock,
@@ -218,7 +219,7 @@ class StoreWriter(StorageWriter):
             PlannedFile(self._told.prefix + name, MemorySource([memoryview(data)])) for name, data in files.items()
         ]
         receipts += [
-            Receipt(name, one.size_bytes, one.crc32c, self._rank)
+            Receipt(name, one.size_bytes, one.digest, self._rank)
             for name, one in zip(files, self._upload(planned), strict=True)
         ]
         reports = {one["timings"]["rank"]: one["timings"] for one in told if one} | {self._rank: self._report}

@@ -193,7 +193,7 @@ def _check(certificate: Certificate, manifest: Manifest) -> None:
         "the nodes do not hold the ranks, each once or twice": held != set(ranks) or not held,
         "a file is of a rank that there was not": any(receipt.rank not in ranks for receipt in manifest.files),
         "it has files of another checkpoint": bool(manifest.references),
-        "a file has no digest": any(receipt.crc32c is None for receipt in manifest.files),
+        "a file has no digest": any(receipt.digest is None for receipt in manifest.files),
     }
     for fault, is_there in faults.items():
         if is_there:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, RankFailed, StorageUnavailable
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.node_server import NodeClient
-from ckptstore.format.digest import to_hex
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
 from ckptstore.runtime.beat import Beat
 from ckptstore.transfer import Stored
@@ -32,9 +32,10 @@ class DoubledUpload:
         """The job has two copies, and so at least two nodes."""
         self._own = own
         self._partner = place.partner()
+        self._algorithm = place.transfer.algorithm
 
     def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
-        sending = _Sending(self._partner, files)
+        sending = _Sending(self._partner, files, algorithm=self._algorithm)
         try:
             stored = self._own(files, beat=beat)
             copies = sending.result(beat)
@@ -42,24 +43,27 @@ class DoubledUpload:
             sending.give_up()
             raise
         for file, copied in zip(stored, copies, strict=True):
-            if copied != file.crc32c:
+            if copied != file.digest:
                 raise CheckpointDamaged(
-                    f"The copy of {file.key} on {self._partner.node} has CRC32C {to_hex(copied)}, the file has"
-                    f" {to_hex(file.crc32c)}",
+                    f"The copy of {file.key} on {self._partner.node} has {copied.shown}, the file has"
+                    f" {file.digest.hex}",
                     file=file.key,
                 )
         return stored
 
 
-def copy_to_partner(place: FastPlace, attempt: Attempt, crcs: dict[str, int], *, beat: Beat) -> None:
-    """Send files that are on the disk of this node already to the partner. `crcs` has the digests by name."""
+def copy_to_partner(place: FastPlace, attempt: Attempt, digests: dict[str, Digest], *, beat: Beat) -> None:
+    """Send files that are on the disk of this node already to the partner. `digests` has theirs by name."""
     storage = place.disk.storage
-    keys = [attempt.key(name) for name in crcs]
-    files = [PlannedFile(key, FileSource.of(storage.local_path(key))) for key in keys]
+    keys = [attempt.key(name) for name in digests]
+    files = [
+        PlannedFile(key, FileSource.of(storage.local_path(key)), digest.algorithm)
+        for key, digest in zip(keys, digests.values(), strict=True)
+    ]
 
     def stored(files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
-        found = zip(files, crcs.values(), strict=True)
-        return [Stored(file.key, file.source.size_bytes, crc32c) for file, crc32c in found]
+        found = zip(files, digests.values(), strict=True)
+        return [Stored(file.key, file.source.size_bytes, digest) for file, digest in found]
 
     DoubledUpload(place, stored)(files, beat=beat)
 
@@ -70,9 +74,10 @@ class _Sending:
     While one file waits for the disk of the other node, another is on the line.
     """
 
-    def __init__(self, client: NodeClient, files: Sequence[PlannedFile]) -> None:
-        self._client, self._files = client, files
-        self._crcs: dict[int, int] = {}
+    def __init__(self, client: NodeClient, files: Sequence[PlannedFile], *, algorithm: str) -> None:
+        """`algorithm` is that of the digests of files that name none."""
+        self._client, self._files, self._algorithm = client, files, algorithm
+        self._digests: dict[int, Digest] = {}
         self._left = iter(enumerate(files))
         self._error: BaseException | None = None
         self._given_up = threading.Event()
@@ -84,7 +89,7 @@ class _Sending:
         for thread in self._threads:
             thread.start()
 
-    def result(self, beat: Callable[[], None]) -> list[int]:
+    def result(self, beat: Callable[[], None]) -> list[Digest]:
         """The digest of each copy, by the partner."""
         for thread in self._threads:
             while thread.is_alive():
@@ -94,9 +99,9 @@ class _Sending:
             raise self._error
         if self._error is not None:
             raise RankFailed(f"{type(self._error).__name__}: {self._error}") from self._error
-        if len(self._crcs) < len(self._files):
+        if len(self._digests) < len(self._files):
             raise StorageUnavailable(f"Nobody wants these files on {self._client.node} any more")
-        return [self._crcs[number] for number in range(len(self._files))]
+        return [self._digests[number] for number in range(len(self._files))]
 
     def give_up(self) -> None:
         """Nobody wants them any more. Returns when no source is read any more."""
@@ -114,8 +119,14 @@ class _Sending:
             while (found := self._next()) is not None:
                 number, file = found
                 attempt, name = _named(file.key)
-                crc = self._client.write(attempt, name, file.source, scratch, given_up=self._given_up)
-                self._crcs[number] = crc
+                self._digests[number] = self._client.write(
+                    attempt,
+                    name,
+                    file.source,
+                    scratch,
+                    algorithm=file.algorithm or self._algorithm,
+                    given_up=self._given_up,
+                )
         except BaseException as error:
             with self._lock:
                 self._error = self._error or error  # what the others say now follows from it

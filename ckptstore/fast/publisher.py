@@ -73,8 +73,8 @@ class FastPublisher:
         place.disk.storage.persist([attempt.key(name) for name in contents.pending])
         if place.tier.copies == 2 and contents.pending:
             own = {receipt.name: receipt for receipt in contents.receipts}
-            crcs = {name: crc for name in contents.pending if (crc := own[name].crc32c) is not None}
-            copy_to_partner(place, attempt, crcs, beat=beat)
+            digests = {name: digest for name in contents.pending if (digest := own[name].digest) is not None}
+            copy_to_partner(place, attempt, digests, beat=beat)
         beat()
         world_size = len(place.members.nodes)
         manifest = manifest_of(request, attempt, contents, store_id=self._job.store_id(), world_size=world_size)

@@ -1,23 +1,53 @@
-"""CRC32C, of whole files and of blocks of 1 MiB, at memory speed and off the interpreter lock.
+"""Digests: of whole files and of blocks of 1 MiB, at memory speed and off the interpreter lock.
 
-CRC32C (RFC 3720: Castagnoli polynomial, reflected, initial value and final XOR of all ones) finds damage. It never
-decides that two things are equal.
+All that is particular to an algorithm is in this file. A digest finds damage. It never decides that two things are
+equal: that is for a `fingerprint`.
 """
 
 from __future__ import annotations
 
-import sys
-from array import array
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from ckptstore.errors import UnsupportedVersion
 
 BLOCK_BYTES = 1 << 20
 """The size of a block that has a digest of its own; the last block of a payload may be shorter."""
 
 Bytes = bytes | bytearray | memoryview
+
+DEFAULT = "crc32c"
+STRUCTURES = "crc32c"
+"""The algorithm by which structures of the format check themselves, in 4 bytes; that of the files may be another."""
+
+
+class Stream(Protocol):
+    """Takes bytes, and gives the digest of all that it took."""
+
+    def update(self, data: Bytes) -> None:
+        """Take the bytes that follow."""
+
+    def value(self) -> int:
+        """The digest of what came so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """All that the rest of ckptstore must know of an algorithm."""
+
+    title: str
+    """As people write it."""
+    code: int
+    """As columns of digests have it."""
+    size_bytes: int
+    begin: Callable[[], Stream]
+    combine: Callable[[int, int, int], int]
+    """Makes the digest of two stretches one after another from both digests and the size of the second."""
 
 
 @cache
@@ -28,41 +58,156 @@ def _native() -> tuple[Callable[[Bytes, int], int], Callable[[int, int, int], in
     return checksums.crc32c, checksums.combine_crc32c
 
 
-def crc32c(data: Bytes, previous: int = 0) -> int:
-    """The CRC32C of `data`, or of what `previous` is the digest of, followed by `data`."""
-    return _native()[0](data, previous)
+class _Crc32c:
+    """CRC32C (RFC 3720: Castagnoli polynomial, reflected, initial value and final XOR of all ones)."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Bytes) -> None:
+        self._value = _native()[0](data, self._value)
+
+    def value(self) -> int:
+        return self._value
 
 
-def crc32c_of(views: Iterable[Bytes]) -> int:
-    """The CRC32C of the views, one after another."""
-    value = 0
-    for view in views:
-        value = crc32c(view, value)
-    return value
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "crc32c": Algorithm("CRC32C", 0, 4, _Crc32c, lambda first, second, size: _native()[1](first, second, size)),
+}
+"""By the names that the format has for them."""
+
+_TEXT = re.compile("([a-z0-9-]{1,32}):([0-9a-f]{1,128})")
 
 
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC32C of two stretches one after another, from the digest of each and the size of the second."""
-    return _native()[1](first, second, second_bytes)
+def algorithm_of_code(code: int, *, file: str) -> str:
+    """The name of the algorithm of a column. Raises UnsupportedVersion, naming `file`, for one that is not known."""
+    for name, algorithm in ALGORITHMS.items():
+        if algorithm.code == code:
+            return name
+    raise UnsupportedVersion(f"{file} has digests of an unknown kind, {code}", file=file, hint="Upgrade ckptstore")
 
 
-class SegmentDigest(NamedTuple):
-    """The digest of a stretch of a file."""
+class Digest(NamedTuple):
+    """The digest of some bytes. Two are equal if algorithm and value are."""
 
-    offset: int
-    size_bytes: int
-    crc32c: int
+    algorithm: str
+    value: int
+
+    @staticmethod
+    def of(*views: Bytes, algorithm: str = DEFAULT) -> Digest:
+        """The digest of the views, one after another."""
+        stream = ALGORITHMS[algorithm].begin()
+        for view in views:
+            stream.update(view)
+        return Digest(algorithm, stream.value())
+
+    def like(self, *views: Bytes) -> Digest:
+        """The digest of other bytes by the same algorithm."""
+        return Digest.of(*views, algorithm=self.algorithm)
+
+    def followed_by(self, second: Digest, size_bytes: int) -> Digest:
+        """The digest of two stretches one after another; the second one has that size."""
+        combined = ALGORITHMS[self.algorithm].combine(self.value, second.value, size_bytes)
+        return Digest(self.algorithm, combined)
+
+    @property
+    def hex(self) -> str:
+        """The value in lower-case hexadecimal digits, as many as the algorithm has."""
+        return f"{self.value:0{2 * ALGORITHMS[self.algorithm].size_bytes}x}"
+
+    @property
+    def title(self) -> str:
+        """The name of the algorithm as people write it."""
+        return ALGORITHMS[self.algorithm].title
+
+    @property
+    def shown(self) -> str:
+        """As messages have it."""
+        return f"{self.title} {self.hex}"
+
+    def __str__(self) -> str:
+        """As the format writes it in JSON."""
+        return f"{self.algorithm}:{self.hex}"
+
+    @staticmethod
+    def parse(text: Any) -> Digest:
+        """Read the text of a digest. Raises ValueError, and UnsupportedVersion for an algorithm that is not known."""
+        found = _TEXT.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise ValueError("a digest is not the name of an algorithm and lower-case hexadecimal digits")
+        algorithm = ALGORITHMS.get(found[1])
+        if algorithm is None:
+            raise UnsupportedVersion(
+                f"There are digests by {found[1]}, which this ckptstore does not know", hint="Upgrade ckptstore"
+            )
+        if len(found[2]) != 2 * algorithm.size_bytes:
+            raise ValueError(f"a digest by {found[1]} has {len(found[2])} digits")
+        return Digest(found[1], int(found[2], 16))
 
 
-def join(segments: Iterable[SegmentDigest | tuple[int, int, int]]) -> int:
-    """The digest of the stretch that the segments cover without a gap; 0 for none."""
-    total, end = 0, None
-    for offset, size_bytes, crc in sorted(segments):
-        if end is not None and offset != end:
-            raise ValueError(f"the segments have a gap or overlap at {end}")
-        total = crc if end is None else combine(total, crc, size_bytes)
-        end = offset + size_bytes
-    return total
+def fields_of(digest: Digest | None) -> dict[str, str | None]:
+    """The digest as commands give it in JSON: its text, and by the name that scripts have known from the beginning."""
+    known = digest is not None and digest.algorithm == "crc32c"
+    return {"digest": digest and str(digest), "crc32c": digest.hex if digest and known else None}
+
+
+def unpacked(algorithm: str, column: Bytes, first: int = 0, end: int | None = None) -> list[Digest]:
+    """The digests of a column, in which each is a little-endian number; those from `first` on, below `end`."""
+    size = ALGORITHMS[algorithm].size_bytes
+    starts = range(first * size, len(column) if end is None else end * size, size)
+    return [Digest(algorithm, int.from_bytes(column[start : start + size], "little")) for start in starts]
+
+
+def column_bytes(algorithm: str, size_bytes: int) -> int:
+    """The size of the column of the digests of all blocks of a file."""
+    return ALGORITHMS[algorithm].size_bytes * -(-size_bytes // BLOCK_BYTES)
+
+
+class Hasher:
+    """Takes bytes one after another, and gives their digest."""
+
+    def __init__(self, algorithm: str = DEFAULT) -> None:
+        self._algorithm, self._stream = algorithm, ALGORITHMS[algorithm].begin()
+        self.update = self._stream.update
+
+    def digest(self) -> Digest:
+        """Of all bytes that came so far."""
+        return Digest(self._algorithm, self._stream.value())
+
+
+class Fingerprinter(Protocol):
+    """XXH3-128, in the form of the hashes of `hashlib`."""
+
+    def update(self, data: Bytes) -> None:
+        """Take the bytes that follow."""
+
+    def digest(self) -> bytes:
+        """The fingerprint, 16 bytes."""
+
+    def hexdigest(self) -> str:
+        """The same in hexadecimal."""
+
+    def intdigest(self) -> int:
+        """The same as a number."""
+
+
+@cache
+def _xxh3() -> Callable[[Bytes], Fingerprinter]:
+    import xxhash
+
+    return xxhash.xxh3_128
+
+
+def fingerprinter(data: Bytes = b"") -> Fingerprinter:
+    """A hash of 128 bits, begun with some bytes. Contents are equal if theirs are: nobody here means to collide."""
+    return _xxh3()(data)
+
+
+def fingerprint(data: Bytes) -> bytes:
+    """The fingerprint of some bytes."""
+    return fingerprinter(data).digest()
 
 
 def block_borders(offset: int, size_bytes: int) -> Sequence[int]:
@@ -70,64 +215,67 @@ def block_borders(offset: int, size_bytes: int) -> Sequence[int]:
     return [*range(offset, offset + size_bytes, BLOCK_BYTES), offset + size_bytes] if size_bytes else [offset]
 
 
-def to_hex(value: int) -> str:
-    """A digest as the format writes it: 8 lower-case hexadecimal digits."""
-    return f"{value:08x}"
+_Segment = tuple[int, int, int]
+"""Offset and size of a stretch of a file, and the value of its digest."""
 
 
 class FileDigest:
     """The digests of one file, collected in any order, by several threads, as its bytes pass."""
 
-    def __init__(self, payloads: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, payloads: Sequence[tuple[int, int]] = (), *, algorithm: str = DEFAULT) -> None:
         """`payloads` are the (offset, size_bytes) of the ranges whose blocks get digests; sorted, apart."""
+        self._name, self._algorithm = algorithm, ALGORITHMS[algorithm]
         self._payloads = payloads
         self._cuts = [cut for offset, size in payloads if size for cut in block_borders(offset, size)]
-        self._segments: list[tuple[int, int, int]] = []
+        self._segments: list[_Segment] = []
 
-    def add(self, offset: int, views: Sequence[memoryview]) -> int:
-        """Hash the bytes at `offset`, and return the CRC32C of them. Each byte of the file is added exactly once."""
-        if not self._cuts:
-            total = crc32c_of(views)
-            self._segments.append((offset, sum(map(len, views)), total))
-            return total
-        added: list[tuple[int, int, int]] = []
+    def add(self, offset: int, views: Sequence[memoryview]) -> Digest:
+        """Hash the bytes at `offset`, and return the digest of them. Each byte of the file is added exactly once."""
+        added: list[_Segment] = []
         index = bisect_right(self._cuts, offset)
-        start, total = offset, 0
-        for given in views:
-            view = given
+        start, stream = offset, self._algorithm.begin()
+        for taken in views:
+            view = taken
             while index < len(self._cuts) and len(view) >= (room := self._cuts[index] - offset):
-                total = crc32c(view[:room], total)
+                stream.update(view[:room])
                 view, offset, index = view[room:], offset + room, index + 1
                 if offset > start:
-                    added.append((start, offset - start, total))
-                start, total = offset, 0
-            total, offset = crc32c(view, total), offset + len(view)
+                    added.append((start, offset - start, stream.value()))
+                start, stream = offset, self._algorithm.begin()
+            stream.update(view)
+            offset += len(view)
         if offset > start:
-            added.append((start, offset - start, total))
+            added.append((start, offset - start, stream.value()))
         self._segments += added
-        return join(added)
+        return self._joined(added)
 
-    def crc32c(self) -> int:
+    def digest(self) -> Digest:
         """The digest of the whole file, once all of it was added."""
-        return join(self._segments)
+        return self._joined(self._segments)
 
-    def block_crcs(self) -> tuple[bytes, ...]:
-        """For each payload the digests of its blocks of 1 MiB, as little-endian 32-bit integers."""
-        if not self._payloads:
-            return ()
-        segments = iter(sorted(self._segments))
+    def _joined(self, segments: Iterable[_Segment]) -> Digest:
+        """The digest of the stretch that the segments cover. Raises ValueError where they have a gap."""
+        total, end = self._algorithm.begin().value(), None
+        for offset, size_bytes, value in sorted(segments):
+            if end is not None and offset != end:
+                raise ValueError(f"the segments have a gap or overlap at {end}")
+            total = value if end is None else self._algorithm.combine(total, value, size_bytes)
+            end = offset + size_bytes
+        return Digest(self._name, total)
+
+    def block_digests(self) -> tuple[bytes, ...]:
+        """For each payload the digests of its blocks of 1 MiB, as little-endian integers."""
+        segments = iter(sorted(self._segments)) if self._payloads else iter(())
         found = []
         for offset, size_bytes in self._payloads:
-            crcs = array("I")
+            values = []
             for start, end in pairwise(block_borders(offset, size_bytes)):
                 at, total = start, 0
                 while at < end:
-                    segment_offset, segment_bytes, segment_crc = next(segments)
+                    segment_offset, segment_bytes, value = next(segments)
                     if segment_offset >= start:
-                        total = combine(total, segment_crc, segment_bytes) if at > start else segment_crc
+                        total = self._algorithm.combine(total, value, segment_bytes) if at > start else value
                         at = segment_offset + segment_bytes
-                crcs.append(total)
-            if sys.byteorder == "big":
-                crcs.byteswap()
-            found.append(crcs.tobytes())
+                values.append(total)
+            found.append(b"".join(value.to_bytes(self._algorithm.size_bytes, "little") for value in values))
         return tuple(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,14 +10,12 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, InvalidName
-from ckptstore.format.digest import to_hex
+from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
 from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_collisions, check_name
 from ckptstore.format.timings import Timings
 
 Kind = Literal["directory", "state"]
-
-_DIGEST = re.compile("[0-9a-f]{8}")
 
 
 class Receipt(NamedTuple):
@@ -27,7 +24,7 @@ class Receipt(NamedTuple):
     name: str
     """As it is stored, relative to the checkpoint."""
     size_bytes: int
-    crc32c: int | None
+    digest: Digest | None
     """None for a file that was linked and not read: its size is all that can be checked."""
     rank: int
     """The rank that wrote it."""
@@ -38,9 +35,9 @@ class Receipt(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """The receipt as an entry of the manifest."""
-        name, size_bytes, crc32c, rank, original_name, attempt = self
-        digest = None if crc32c is None else to_hex(crc32c)
-        entry: dict[str, Any] = {"crc32c": digest, "name": name, "rank": rank, "size_bytes": size_bytes}
+        name, size_bytes, digest, rank, original_name, attempt = self
+        text = None if digest is None else str(digest)
+        entry: dict[str, Any] = {"digest": text, "name": name, "rank": rank, "size_bytes": size_bytes}
         if original_name is not None:
             entry["original_name"] = original_name
         if attempt is not None:
@@ -49,19 +46,18 @@ class Receipt(NamedTuple):
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Receipt:
-        """The receipt of an entry; raises KeyError, TypeError or ValueError when it is not one."""
-        size_bytes, rank, digest = entry["size_bytes"], entry["rank"], entry["crc32c"]
+        """The receipt of an entry; raises KeyError, TypeError or ValueError when it is not one, and
+        UnsupportedVersion for a digest that this version does not know."""
+        size_bytes, rank, text = entry["size_bytes"], entry["rank"], entry["digest"]
         original, attempt = entry.get("original_name"), entry.get("attempt")
         if type(size_bytes) is not int or type(rank) is not int or size_bytes < 0 or rank < 0:
             raise ValueError("a size or a rank is not a number of at least 0")
-        if digest is not None and not _DIGEST.fullmatch(digest):
-            raise ValueError("a digest is not 8 lower-case hexadecimal digits")
         if original is not None:
             check_name(original)
-        crc32c = None if digest is None else int(digest, 16)
+        digest = None if text is None else Digest.parse(text)
         if attempt is not None and Attempt.parse(attempt) is None:
             raise ValueError("an attempt is not the name of a directory")
-        return Receipt(check_name(entry["name"]), size_bytes, crc32c, rank, original, attempt)
+        return Receipt(check_name(entry["name"]), size_bytes, digest, rank, original, attempt)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ckptstore.checkpoint import Checkpoint, files_behind
-from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.digest import BLOCK_BYTES, Digest
 from ckptstore.loading.load_state import open_any
 from ckptstore.loading.tensor_view import StoredTensor
 from ckptstore.state.read.stored import StoredState
@@ -38,7 +38,7 @@ class TensorDifference:
 def tensor_differences(a: Checkpoint, b: Checkpoint, *, values: bool = False) -> tuple[list[TensorDifference], int]:
     """Return the tensors that differ, by key, and the number of equal ones.
 
-    Equal means that all blocks have the same CRC32C. A tensor below 1 MiB shares its blocks with others, so it is read
+    Equal means that all blocks have the same digest. A tensor below 1 MiB shares its blocks with others, so it is read
     where those differ. A larger tensor is "unknown" if the ranks divided it differently, or if torch's DCP wrote it
     without digests. With `values`, read such tensors and all changed ones, in pieces.
 
@@ -99,7 +99,7 @@ def _compared(
     return "changed", next(filter(math.isnan, known), max(known)) if values else None
 
 
-_Digests = dict[tuple[Box, int, int], tuple[int, ...]]
+_Digests = dict[tuple[Box, int, int], tuple[Digest, ...]]
 
 
 def _digests(side: Any, key: str, rank: int) -> _Digests | None:
@@ -109,10 +109,8 @@ def _digests(side: Any, key: str, rank: int) -> _Digests | None:
     index, found = side.index, {}
     for chunk in index.chunks(key, rank):
         size_bytes = int(index.regions.size_bytes[chunk.region])
-        first = int(index.regions.first_block[chunk.region])
-        crcs = index.crcs[first : first + -(-size_bytes // BLOCK_BYTES)].tolist()
         place = chunk.offset - int(index.regions.offset[chunk.region])
-        found[chunk.box, place, size_bytes] = tuple(crcs)
+        found[chunk.box, place, size_bytes] = tuple(index.digests(chunk.region))
     return found
 
 

@@ -23,6 +23,7 @@ from ckptstore.catalogue import Catalogue, job_of
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, StoreMissing
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Pin
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.record import Record
@@ -318,9 +319,9 @@ def _refuse_other_contents(
 
 
 def _intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
-    wanted = [CheckpointFiles.wanted_at(prefix, receipt) for receipt in receipts if receipt.crc32c is not None]
+    wanted = [CheckpointFiles.wanted_at(prefix, receipt) for receipt in receipts if receipt.digest is not None]
     checked = target.transfer.check(wanted)
-    good = {item.wanted.key for item in checked if item.crc32c == item.wanted.crc32c}
+    good = {item.wanted.key for item in checked if item.digest == item.wanted.digest}
     return {receipt.name for receipt in receipts if prefix + receipt.name in good}
 
 
@@ -344,7 +345,7 @@ def _take_over(
     taken = []
     for receipt in receipts:
         key, size_bytes = tried.get(receipt.name, ("", -1))
-        if size_bytes == receipt.size_bytes and receipt.crc32c is not None:
+        if size_bytes == receipt.size_bytes and receipt.digest is not None:
             # Copied, not linked: the try may still be writing them.
             with contextlib.suppress(FileMissing):  # it is garbage, and may be collected meanwhile
                 storage.copy(key, prefix + receipt.name)
@@ -370,7 +371,7 @@ def _copy_inside(
     def copy(receipt: Receipt) -> bool:
         return storage.copy_from(files.storage, sources[receipt.name], prefix + receipt.name)
 
-    known = [receipt for receipt in receipts if receipt.crc32c is not None]
+    known = [receipt for receipt in receipts if receipt.digest is not None]
     if not known or not copy(known[0]):
         return set()
     mapped(copy, known[1:], num_threads=target.transfer.num_tasks, name="ckptstore-copy")
@@ -390,13 +391,13 @@ def _copy_files(
             files.storage.doubt(sources[receipt.name])
         still = _streamed(files, sources, target, prefix, [*wrong])
         for receipt in wrong.keys() - still.keys():
-            tell(files.storage, sources[receipt.name], "its CRC32C was another one")
+            tell(files.storage, sources[receipt.name], f"its {wrong[receipt].title} was another one")
         wrong = still
     for receipt, found in wrong.items():
         target.storage.delete([prefix + receipt.name])
         raise CheckpointDamaged(
-            f"{receipt.name} is damaged at the source: its CRC32C is {found:08x}, the manifest says "
-            f"{receipt.crc32c:08x}",
+            f"{receipt.name} is damaged at the source: its {found.title} is {found.hex}, the manifest says "
+            f"{receipt.digest and receipt.digest.hex}",
             rank=receipt.rank,
             file=receipt.name,
         )
@@ -408,21 +409,25 @@ def _streamed(
     target: OpenedPlace,
     prefix: str,
     receipts: Sequence[Receipt],
-) -> dict[Receipt, int]:
+) -> dict[Receipt, Digest]:
     """Copy files, and return those whose digest was wrong, with the digest found."""
     planned = [
-        PlannedFile(prefix + receipt.name, StorageSource(files.storage, sources[receipt.name], receipt.size_bytes))
+        PlannedFile(
+            prefix + receipt.name,
+            StorageSource(files.storage, sources[receipt.name], receipt.size_bytes),
+            receipt.digest and receipt.digest.algorithm,
+        )
         for receipt in receipts
     ]
     found = zip(receipts, target.transfer.upload(planned), strict=True)
     return {
-        receipt: stored.crc32c
+        receipt: stored.digest
         for receipt, stored in found
-        if receipt.crc32c is not None and stored.crc32c != receipt.crc32c
+        if receipt.digest is not None and stored.digest != receipt.digest
     }
 
 
 def _check_arrived(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> None:
-    missing = {receipt.name for receipt in receipts if receipt.crc32c is not None} - _intact(target, prefix, receipts)
+    missing = {receipt.name for receipt in receipts if receipt.digest is not None} - _intact(target, prefix, receipts)
     if missing:
         raise CheckpointDamaged(f"{len(missing)} files did not arrive whole, for instance {min(missing)}")

@@ -98,7 +98,7 @@ def _commit(flat: FlatState, store: CheckpointStore, options: Mapping[str, Any],
             memo=SaveMemo(),
             storage=job.storage,
             upload=job.transfer.upload,
-            options=StateOptions(allow_pickle=allow_pickle),
+            options=StateOptions(allow_pickle=allow_pickle, algorithm=job.transfer.algorithm),
         )
         return Request.of(kind="state", **options), shard
 

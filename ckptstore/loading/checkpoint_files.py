@@ -185,17 +185,17 @@ class CheckpointFiles:
 
     def wanted(self, receipt: Receipt) -> Wanted:
         """Return what the transfer is to fetch or check for a receipt."""
-        return Wanted(self.key_of(receipt), receipt.size_bytes, receipt.crc32c)
+        return Wanted(self.key_of(receipt), receipt.size_bytes, receipt.digest)
 
     @staticmethod
     def wanted_at(prefix: str, receipt: Receipt) -> Wanted:
         """Return the same for a copy whose keys begin with `prefix`."""
-        return Wanted(prefix + receipt.name, receipt.size_bytes, receipt.crc32c)
+        return Wanted(prefix + receipt.name, receipt.size_bytes, receipt.digest)
 
     def read_file(self, receipt: Receipt) -> bytes:
         """Return a whole file, checked. For files that fit in memory many times over."""
         data = bytearray(receipt.size_bytes)
-        checks = () if receipt.crc32c is None else ((receipt.size_bytes, receipt.crc32c),)
+        checks = () if receipt.digest is None else ((receipt.size_bytes, receipt.digest),)
         self.read([RangeRead(self.key_of(receipt), 0, (memoryview(data),), checks)])
         return bytes(data)
 

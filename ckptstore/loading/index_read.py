@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.digest import Digest
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.state.index.index_file import ENTRY_BYTES, FOOTER_BYTES, INDEX_NAME, places
@@ -38,7 +39,7 @@ def read_own_parts(files: CheckpointFiles, receipt: Receipt, *, rank: int, world
         return None
     chosen = {number: place for number, place in enumerate(found) if number == rank or place.is_shared}
     parts = {number: memoryview(bytearray(place.size_bytes)) for number, place in chosen.items()}
-    checks = {number: ((place.size_bytes, place.crc32c),) for number, place in chosen.items()}
+    checks = {number: ((place.size_bytes, place.digest),) for number, place in chosen.items()}
     _read(files, receipt, [(chosen[number].offset, parts[number], checks[number]) for number in chosen])
     return TensorIndex.of_parts(parts, world_size=world_size, file=receipt.name)
 
@@ -81,7 +82,7 @@ class PartReader:
         names = [outline.part_name(rank) for rank in new]
         self._read(
             [
-                RangeRead(f"{self._prefix}{name}", 0, (view,), ((place.size_bytes, place.crc32c),))
+                RangeRead(f"{self._prefix}{name}", 0, (view,), ((place.size_bytes, place.digest),))
                 for name, view, place in zip(names, views, places, strict=True)
             ]
         )
@@ -94,7 +95,7 @@ class PartReader:
 
 
 def _read(
-    files: CheckpointFiles, receipt: Receipt, ranges: Sequence[tuple[int, memoryview, tuple[tuple[int, int], ...]]]
+    files: CheckpointFiles, receipt: Receipt, ranges: Sequence[tuple[int, memoryview, tuple[tuple[int, Digest], ...]]]
 ) -> None:
     """Fill memory from these offsets of the file."""
     key = files.key_of(receipt)

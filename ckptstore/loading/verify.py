@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Literal
 
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName
-from ckptstore.format.digest import to_hex
 from ckptstore.format.layout import MANIFEST_NAME, UNLISTED_NAMES
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -94,14 +93,14 @@ def _verify(files: CheckpointFiles, share: float | None, beat: Beat, executor: E
         )
     stored = files.stored_sizes(manifest)
     receipts = files.receipts_here(manifest)
-    if MANIFEST_NAME not in stored and all(receipt.crc32c is None for receipt in manifest.files):
+    if MANIFEST_NAME not in stored and all(receipt.digest is None for receipt in manifest.files):
         hint = "Copy it with its manifest, or import it into a store"
         raise InvalidInput(f"{files.uri} has no manifest, and so no digests to check", hint=hint)
     if MANIFEST_NAME not in stored:
         raise CheckpointGone(f"Step {manifest.step} was removed while it was verified", step=manifest.step)
     problems = check_sizes(receipts, stored)
     bad = {problem.file for problem in problems}
-    whole = [receipt for receipt in receipts if receipt.name not in bad and receipt.crc32c is not None]
+    whole = [receipt for receipt in receipts if receipt.name not in bad and receipt.digest is not None]
     chosen = whole if share is None else random.sample(whole, min(len(whole), max(1, round(share * len(whole)))))
     problems += _digests(files, chosen, receipts, executor, beat)
     return VerifyReport(
@@ -109,7 +108,7 @@ def _verify(files: CheckpointFiles, share: float | None, beat: Beat, executor: E
         num_files=len(receipts),
         num_read=len(chosen),
         read_bytes=sum(receipt.size_bytes for receipt in chosen),
-        num_without_digest=sum(receipt.crc32c is None for receipt in receipts),
+        num_without_digest=sum(receipt.digest is None for receipt in receipts),
         problems=tuple(sorted(problems, key=lambda problem: problem.file)),
     )
 
@@ -155,24 +154,24 @@ def check_sizes(receipts: Sequence[Receipt], stored: Mapping[str, int]) -> list[
 def _digests(
     files: CheckpointFiles, chosen: Sequence[Receipt], receipts: Sequence[Receipt], executor: Executor, beat: Beat
 ) -> list[Problem]:
-    owners = {(receipt.size_bytes, receipt.crc32c): receipt.name for receipt in receipts}
+    owners = {(receipt.size_bytes, receipt.digest): receipt.name for receipt in receipts}
     by_key = {files.key_of(receipt): receipt for receipt in chosen}
     problems = []
     shares = executor.run(partial(_check, files.alone()), chosen, size_bytes=lambda item: item.size_bytes, beat=beat)
     for checked in chain.from_iterable(shares):
         receipt = by_key[checked.wanted.key]
-        if checked.crc32c == receipt.crc32c:
+        if checked.digest == receipt.digest:
             continue
-        other = None if checked.crc32c is None else owners.get((receipt.size_bytes, checked.crc32c))
+        other = None if checked.digest is None else owners.get((receipt.size_bytes, checked.digest))
         problems.append(
             Problem(
                 file=receipt.name,
-                fault="missing" if checked.crc32c is None else "swapped" if other else "flipped",
+                fault="missing" if checked.digest is None else "swapped" if other else "flipped",
                 rank=receipt.rank,
-                expected=f"CRC32C {to_hex(receipt.crc32c or 0)}",
+                expected=receipt.digest.shown if receipt.digest else "",
                 found="nothing"
-                if checked.crc32c is None
-                else f"CRC32C {to_hex(checked.crc32c)}" + (f", the bytes of {other}" if other else ""),
+                if checked.digest is None
+                else checked.digest.shown + (f", the bytes of {other}" if other else ""),
             )
         )
     return problems

@@ -70,11 +70,11 @@ class DirectoryShard:
         for receipt in receipts:
             del names[receipt.original_name or receipt.name]
         receipts += self._send(attempt, names, beat)
-        return json.dumps(receipts).encode()
+        return json.dumps([receipt.to_json() for receipt in receipts]).encode()
 
     def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
         assert self._agreement is not None  # the leader agreed before
-        receipts = [Receipt(*fields) for text in stored for fields in json.loads(text)]
+        receipts = [Receipt.from_json(entry) for text in stored for entry in json.loads(text)]
         beat()
         return Contents(receipts, self._agreement.directories)
 
@@ -102,7 +102,7 @@ class DirectoryShard:
         )
         done = self._upload(files, beat=beat)
         return [
-            Receipt(stored, file.size_bytes, file.crc32c, rank, name if name != stored else None)
+            Receipt(stored, file.size_bytes, file.digest, rank, name if name != stored else None)
             for (name, stored), file in zip(names.items(), done, strict=True)
         ]
 

@@ -214,6 +214,7 @@ class StateSaver:
         job = self.job
         options = replace(
             options,
+            algorithm=job.config.transfer.digest,
             num_prefixes=job.config.num_prefixes,
             compare_every=job.config.compare_every if compares_replicas else 0,
         )

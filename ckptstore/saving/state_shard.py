@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ckptstore.errors import StorageError
 from ckptstore.events import SaveStarted, emit
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import DEFAULT, Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.runtime.beat import Beat
@@ -59,6 +59,8 @@ class StateOptions:
     the new one, or only referred to."""
     num_files: int = 4
     """How many files a rank writes at once when there is much to write."""
+    algorithm: str = DEFAULT
+    """Of the digests of all files and of their blocks."""
     num_prefixes: int = 1
     """Over how many directories the files of all ranks are spread."""
     compare_every: int = 16
@@ -176,6 +178,7 @@ class StateShard:
             before=self._before,
             num_prefixes=options.num_prefixes,
             on_disk=isinstance(self._storage, Disk),
+            algorithm=options.algorithm,
         )
         if options.stock_readable and not agreement.is_outlined:
             self._add_stock_values(agreement, [*plan.common, *plan.own])
@@ -214,7 +217,7 @@ class StateShard:
         assert self._files is not None
         self.launched.wait()  # threads of the upload copy beside the stream of the caller
         receipts = self._take_over(attempt, self._files.kept)
-        files = [PlannedFile(attempt.key(name), source) for name, source in self.sources]
+        files = [PlannedFile(attempt.key(name), source, self._options.algorithm) for name, source in self.sources]
         emit(
             SaveStarted(
                 step=attempt.step,
@@ -226,7 +229,7 @@ class StateShard:
         )
         stored = self._upload(files, beat=beat)
         receipts += [
-            Receipt(name, one.size_bytes, one.crc32c, self._rank)
+            Receipt(name, one.size_bytes, one.digest, self._rank)
             for (name, _), one in zip(self.sources, stored, strict=True)
         ]
         if self._options.incremental:
@@ -234,7 +237,7 @@ class StateShard:
             self.kept = self._files.kept_after(str(attempt), stored, linked=linked)
             receipts += self._add({kept_file_name(self._rank): self.kept.encode()}, attempt, beat)
         with collector_paused():
-            part = self._files.index_part([one.block_crcs for one in stored])
+            part = self._files.index_part([one.block_digests for one in stored])
         return self._told(receipts, part, attempt, beat)
 
     def _told(self, receipts: list[Receipt], part: bytes, attempt: Attempt, beat: Beat) -> bytes:
@@ -273,7 +276,8 @@ class StateShard:
             return Contents([*receipts, *self._add(written, attempt, beat)])
         for name, data in written.items():
             self._storage.write(attempt.key(name), [memoryview(data)])
-            receipts.append(Receipt(name, len(data), crc32c(data), self._rank))
+            digest = Digest.of(data, algorithm=self._options.algorithm)
+            receipts.append(Receipt(name, len(data), digest, self._rank))
         return Contents(receipts, pending=list(written))
 
     def _listed(
@@ -303,7 +307,7 @@ class StateShard:
         """Files of the checkpoint before, under a second name or copied inside the storage. Nothing is read here."""
         storage, rank = self._storage, self._rank
         if self._options.incremental == "reference":
-            return [Receipt(file.name, file.size_bytes, file.crc32c, rank, attempt=file.attempt) for file in kept]
+            return [Receipt(file.name, file.size_bytes, file.digest, rank, attempt=file.attempt) for file in kept]
         moves = [(f"{CHECKPOINT_PREFIX}{file.attempt}/{file.name}", attempt.key(file.name)) for file in kept]
         linked: Sequence[bool] = [False] * len(moves)
         if isinstance(storage, Disk):
@@ -314,13 +318,16 @@ class StateShard:
             elif not is_linked:
                 raise StorageError(f"{source} cannot be linked to the next checkpoint", file=file.name)
         storage.persist([attempt.key(file.name) for file in kept])
-        return [Receipt(file.name, file.size_bytes, file.crc32c, rank) for file in kept]
+        return [Receipt(file.name, file.size_bytes, file.digest, rank) for file in kept]
 
     def _add(self, written: Mapping[str, bytes], attempt: Attempt, beat: Beat) -> list[Receipt]:
         """Write some small files."""
-        files = [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in written.items()]
+        files = [
+            PlannedFile(attempt.key(name), MemorySource([memoryview(data)]), self._options.algorithm)
+            for name, data in written.items()
+        ]
         return [
-            Receipt(name, one.size_bytes, one.crc32c, self._rank)
+            Receipt(name, one.size_bytes, one.digest, self._rank)
             for name, one in zip(written, self._upload(files, beat=beat), strict=True)
         ]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptstore.errors import StorageError
+from ckptstore.format.digest import Digest
 
 
 class StoredFile(NamedTuple):
@@ -126,10 +127,10 @@ class CreatesExclusively(Protocol):
 class PartWriter(Protocol):
     """A file that is being written in parts, from several threads, in any order."""
 
-    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         """Write one part. Parts start at multiples of the storage's `part_bytes` and have that size, but the last.
 
-        `crc32c` is the CRC32C of the views, where it is known: a storage that sends one along need not compute it.
+        `digest` is that of the views, where it is known: a storage that sends one along need not compute it.
         """
 
     def finish(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StorageError
+from ckptstore.format.digest import Digest
 from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
 from ckptstore.storage.uri import parse_uri
 
@@ -177,7 +178,7 @@ class _MemoryParts:
         self._lock = threading.Lock()
         self._parts: dict[int, bytes] | None = {}
 
-    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         data = b"".join(views)
         expected_bytes = min(_PART_BYTES, self._size_bytes - offset)
         if offset % _PART_BYTES or len(data) != expected_bytes:

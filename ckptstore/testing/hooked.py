@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ckptstore.errors import StorageError
+from ckptstore.format.digest import Digest
 from ckptstore.storage import base
 from ckptstore.storage.base import PartWriter, Storage, StoredFile
 
@@ -138,7 +139,7 @@ class _WrappedWriter:
         self._key = key
         self._inner = inner
 
-    def write_part(self, offset: int, views: Views, crc32c: int | None = None) -> None:
+    def write_part(self, offset: int, views: Views, digest: Digest | None = None) -> None:
         def half() -> None:
             try:
                 self._inner.write_part(offset, _half(views))
@@ -146,7 +147,7 @@ class _WrappedWriter:
                 """Parts of this storage are whole or not at all."""
 
         call = _call("write_part", self._key, size_bytes=_size(views))
-        self._storage.run(call, lambda: self._inner.write_part(offset, views, crc32c), half)
+        self._storage.run(call, lambda: self._inner.write_part(offset, views, digest), half)
 
     def finish(self) -> None:
         self._storage.run(_call("finish", self._key), self._inner.finish)

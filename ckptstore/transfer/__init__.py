@@ -66,6 +66,11 @@ class Transfer:
             self._engine = replace(self._engine, rank=rank)
 
     @property
+    def algorithm(self) -> str:
+        """Of the digests of what it writes, unless a file says otherwise."""
+        return self._engine.config.digest
+
+    @property
     def num_tasks(self) -> int:
         """How many files or parts it moves at once."""
         return self._engine.pool.num_threads

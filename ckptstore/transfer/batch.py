@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
-from ckptstore.format.digest import FileDigest, combine, crc32c, to_hex
+from ckptstore.format.digest import Digest, FileDigest
 from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, write_new
 from ckptstore.transfer.engine import STEP_BYTES, Engine
 from ckptstore.transfer.moves import Checked, PlannedFile, Stored, Wanted
@@ -25,7 +25,7 @@ def write_batch(engine: Engine, files: Sequence[PlannedFile], run: Operation) ->
         for file in files:
             run.check()
             try:
-                result, views = _read(file, scratch[used_bytes:])
+                result, views = _read(file, engine.algorithm(file), scratch[used_bytes:])
             except CkptstoreError as error:
                 raise error.at(file=file.key) from None
             stored.append(result)
@@ -36,15 +36,15 @@ def write_batch(engine: Engine, files: Sequence[PlannedFile], run: Operation) ->
     return stored, time.monotonic() - began
 
 
-def _read(file: PlannedFile, scratch: memoryview) -> tuple[Stored, Sequence[memoryview]]:
+def _read(file: PlannedFile, algorithm: str, scratch: memoryview) -> tuple[Stored, Sequence[memoryview]]:
     source = file.source
     if type(source) is FileSource and source.size_bytes <= STEP_BYTES and not source.payloads:
         view = source.load(scratch)
-        return Stored(file.key, source.size_bytes, crc32c(view)), (view,)
-    digest = FileDigest(source.payloads)
+        return Stored(file.key, source.size_bytes, Digest.of(view, algorithm=algorithm)), (view,)
+    digest = FileDigest(source.payloads, algorithm=algorithm)
     with source.open() as read:
         views, _ = read_hashed(read, digest, offset=0, size_bytes=source.size_bytes, scratch=scratch)
-    return Stored(file.key, source.size_bytes, digest.crc32c(), digest.block_crcs()), views
+    return Stored(file.key, source.size_bytes, digest.digest(), digest.block_digests()), views
 
 
 def _write(engine: Engine, ready: Sequence[tuple[str, Sequence[memoryview]]], run: Operation) -> None:
@@ -60,18 +60,20 @@ def _write(engine: Engine, ready: Sequence[tuple[str, Sequence[memoryview]]], ru
 
 def read_hashed(
     read: Read, digest: FileDigest, *, offset: int, size_bytes: int, scratch: memoryview
-) -> tuple[Sequence[memoryview], int]:
-    """Read a part in steps, and hash each while it is in the processor's cache; the CRC32C is that of the part."""
+) -> tuple[Sequence[memoryview], Digest]:
+    """Read a part in steps, and hash each while it is in the processor's cache; the digest is that of the part."""
     if size_bytes <= STEP_BYTES:
         views = read(offset, size_bytes, scratch)
         return views, digest.add(offset, views)
     found: list[memoryview] = []
-    total = 0
+    total: Digest | None = None
     for start in range(0, size_bytes, STEP_BYTES):
         size = min(STEP_BYTES, size_bytes - start)
         views = read(offset + start, size, scratch[start : start + size])
-        total = combine(total, digest.add(offset + start, views), size)
+        added = digest.add(offset + start, views)
+        total = added if total is None else total.followed_by(added, size)
         found += views
+    assert total is not None  # the part has more than one step
     return found, total
 
 
@@ -106,7 +108,7 @@ def _read_checked(engine: Engine, item: Wanted, view: memoryview, whole: bool, r
             engine.read(run, key, request)
     except (CheckpointDamaged, FileMissing) as error:
         return Checked(item, None, error)
-    found = crc32c(view)
+    found = Digest.of(view, algorithm=item.algorithm)
     return Checked(item, found, fault_of(item, found))
 
 
@@ -123,9 +125,9 @@ def version_of(engine: Engine, item: Wanted, run: Operation) -> str | None:
     return engine.read(run, item.key, look)
 
 
-def fault_of(item: Wanted, found: int) -> CheckpointDamaged | None:
+def fault_of(item: Wanted, found: Digest) -> CheckpointDamaged | None:
     """What is wrong with a file whose bytes have the digest `found`; None if nothing, or if no digest is known."""
-    if item.crc32c is None or found == item.crc32c:
+    if item.digest is None or found == item.digest:
         return None
-    text = f"{item.key} is damaged: CRC32C {to_hex(item.crc32c)} is expected, {to_hex(found)} is found"
+    text = f"{item.key} is damaged: {item.digest.shown} is expected, {found.hex} is found"
     return CheckpointDamaged(text, file=item.key)

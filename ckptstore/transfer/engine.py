@@ -15,6 +15,7 @@ from ckptstore.storage.base import Disk, Doubts, Storage, WritesParts
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer.flow import Flow
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.pool import Operation, Pool
 from ckptstore.transfer.scratch import Scratch
 
@@ -62,6 +63,10 @@ class Engine:
     def request_bytes(self) -> int:
         """The most that one read asks for."""
         return TASK_BYTES if self.disk else _REQUEST_BYTES
+
+    def algorithm(self, file: PlannedFile) -> str:
+        """The algorithm of the digests of a file that is written."""
+        return file.algorithm or self.config.digest
 
     def part_bytes(self, size_bytes: int) -> int | None:
         """The part size of a file of that size; None where it is written in one call."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
-from ckptstore.format.digest import FileDigest
+from ckptstore.format.digest import Digest, FileDigest
 from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, NewFile, make_durable
 from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
@@ -108,7 +108,7 @@ def _fetch(
     finally:
         engine.scratch.trim()
     for index, fetch in fetches.items():
-        found[index] = Checked(fetch.wanted, fetch.found_crc32c, fetch.damage)
+        found[index] = Checked(fetch.wanted, fetch.found_digest, fetch.damage)
     return [checked for checked in found if checked is not None]
 
 
@@ -134,9 +134,9 @@ class _Fetch:
     def __init__(self, engine: Engine, wanted: Wanted) -> None:
         self.wanted = wanted
         self.damage: Damage | None = None
-        self.found_crc32c: int | None = None
+        self.found_digest: Digest | None = None
         self._engine = engine
-        self._digest = FileDigest()
+        self._digest = FileDigest(algorithm=wanted.algorithm)
         self._lock = threading.Lock()
         self._left_bytes = wanted.size_bytes
         self._version: str | None = None
@@ -198,8 +198,8 @@ class _Fetch:
 
     def _compare(self) -> None:
         if not self.damage:
-            self.found_crc32c = self._digest.crc32c()
-            self.damage = fault_of(self.wanted, self.found_crc32c)
+            self.found_digest = self._digest.digest()
+            self.damage = fault_of(self.wanted, self.found_digest)
 
 
 class _ToNowhere(_Fetch):

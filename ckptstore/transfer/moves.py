@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ckptstore.errors import CheckpointDamaged, FileMissing
+from ckptstore.format.digest import DEFAULT, Digest
 from ckptstore.runtime.beat import Beat
 from ckptstore.transfer.sources import Source
 
@@ -16,6 +17,8 @@ class PlannedFile(NamedTuple):
 
     key: str
     source: Source
+    algorithm: str | None = None
+    """The algorithm of its digests; None for that of the configuration."""
 
     def __str__(self) -> str:
         return f"{self.key} <- {self.source.size_bytes} bytes"
@@ -26,9 +29,9 @@ class Stored(NamedTuple):
 
     key: str
     size_bytes: int
-    crc32c: int
-    block_crcs: tuple[bytes, ...] = ()
-    """For each payload of the source the CRC32C of each block of 1 MiB, as little-endian 32-bit integers."""
+    digest: Digest
+    block_digests: tuple[bytes, ...] = ()
+    """For each payload of the source the digest of each block of 1 MiB, as little-endian integers."""
 
 
 class Upload(Protocol):
@@ -43,15 +46,20 @@ class Wanted(NamedTuple):
 
     key: str
     size_bytes: int
-    crc32c: int | None
+    digest: Digest | None
     """None where no digest is known, so that the size is all that can be compared."""
+
+    @property
+    def algorithm(self) -> str:
+        """By which its bytes are hashed."""
+        return self.digest.algorithm if self.digest else DEFAULT
 
 
 class Checked(NamedTuple):
     """What was found where a file was wanted."""
 
     wanted: Wanted
-    crc32c: int | None
+    digest: Digest | None
     """Of the bytes found; None where they could not be read to the end."""
     damage: CheckpointDamaged | FileMissing | None
     """What is wrong, None if nothing."""
@@ -65,8 +73,8 @@ class RangeRead:
     offset: int
     views: tuple[memoryview, ...]
     """Contiguous and writable, of bytes (format "B"); filled one after another."""
-    checks: tuple[tuple[int, int], ...] = ()
-    """(size_bytes, crc32c) of consecutive stretches that cover the range together; empty for a read unchecked."""
+    checks: tuple[tuple[int, Digest], ...] = ()
+    """(size_bytes, digest) of consecutive stretches that cover the range together; empty for a read unchecked."""
 
     @property
     def size_bytes(self) -> int:

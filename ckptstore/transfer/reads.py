@@ -7,7 +7,6 @@ from functools import partial
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import BytesMoved, emit, is_heard
-from ckptstore.format.digest import crc32c_of, to_hex
 from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import TASK_BYTES, Engine
@@ -138,13 +137,13 @@ class _Check:
         if not self._piece.checks:
             return True
         size_bytes, expected = self._piece.checks[number]
-        found = crc32c_of(self._steps[number])
+        found = expected.like(*self._steps[number])
         if found == expected:
             return True
         offset = self._piece.offset + sum(size for size, _ in self._piece.checks[:number])
         wrong = (
-            f"{self._piece.key} is damaged in the {size_bytes:,} bytes from {offset:,} on: CRC32C {to_hex(expected)} "
-            f"is expected, {to_hex(found)} is found"
+            f"{self._piece.key} is damaged in the {size_bytes:,} bytes from {offset:,} on: {expected.shown} is "
+            f"expected, {found.hex} is found"
         )
         if self.was_wrong is None:
             self.was_wrong = wrong

@@ -148,7 +148,7 @@ class _Upload:
 
     def done(self, index: int, digest: FileDigest, *, seconds: float) -> None:
         file = self._files[index]
-        result = Stored(file.key, file.source.size_bytes, digest.crc32c(), digest.block_crcs())
+        result = Stored(file.key, file.source.size_bytes, digest.digest(), digest.block_digests())
         self._stored[index] = result
         with self._lock:
             self._written.append(file.key)
@@ -180,7 +180,8 @@ class _InParts:
         self._key = upload_._files[index].key
         self._source = upload_._files[index].source
         self._part_bytes = part_bytes
-        self._digest = FileDigest(self._source.payloads)
+        algorithm = self._engine.algorithm(upload_._files[index])
+        self._digest = FileDigest(self._source.payloads, algorithm=algorithm)
         self._lock = threading.Lock()
         self._writer: PartWriter | None = None
         self._left_bytes = self._source.size_bytes
@@ -208,10 +209,12 @@ class _InParts:
                     with ExitStack() as until_sent:
                         with self._engine.reading:
                             scratch = until_sent.enter_context(self._engine.scratch.take(scratch_bytes, run))
-                            views, crc = read_hashed(
+                            views, part_digest = read_hashed(
                                 read, self._digest, offset=offset, size_bytes=size, scratch=scratch
                             )
-                        self._engine.request(run, f"write {self._key}", partial(writer.write_part, offset, views, crc))
+                        self._engine.request(
+                            run, f"write {self._key}", partial(writer.write_part, offset, views, part_digest)
+                        )
                     run.moved(size)
             self._upload.moved(self._key, end - start)
             with self._lock:

@@ -15,7 +15,7 @@ from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain import Drain, Drainer
 from ckptstore.fast.guest import guest_of
 from ckptstore.fast.partner import DoubledUpload
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.group import BoardGroup, SoloGroup, StorageGroup
@@ -63,7 +63,7 @@ class Rank:
             [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in own.items()],
             beat=no_beat,
         )
-        receipts = [Receipt(name, len(data), crc32c(data), rank) for name, (rank, data) in contents.items()]
+        receipts = [Receipt(name, len(data), Digest.of(data), rank) for name, (rank, data) in contents.items()]
         manifest = Manifest(
             store_id=job.store_id(),
             step=step,

@@ -231,14 +231,14 @@ def fills_the_disk(root: Path, log: Path) -> str:
 def downloads_from(storage_root: Path, root: Path, call: int, when: str) -> int:
     """Download through the transfer engine, and die at one of its storage calls."""
     from ckptstore.config import RetryConfig, TransferConfig
-    from ckptstore.format.digest import crc32c
+    from ckptstore.format.digest import Digest
     from ckptstore.storage.disk.local import LocalStorage
     from ckptstore.testing.faults import CountCalls, KillAt, combine, wrap
     from ckptstore.transfer import Transfer, Wanted
 
     count = CountCalls()
     storage = wrap(LocalStorage(storage_root), combine(count, KillAt(call, when=when)))  # type: ignore[arg-type]
-    wanted = [Wanted(f"file-{index}", FILE_BYTES, crc32c(content(index))) for index in range(NUM_FILES)]
+    wanted = [Wanted(f"file-{index}", FILE_BYTES, Digest.of(content(index))) for index in range(NUM_FILES)]
     transfer = Transfer(storage, config=TransferConfig(num_threads=1), retry=RetryConfig())
 
     def download(path: Path) -> None:

@@ -34,6 +34,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidState, StorageFull, from_wire
 from ckptstore.fast.certificate import Certificate
+from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import load_json
 from ckptstore.format.layout import USER_METADATA_NAME, Attempt, check_name, parse_lease_key, parse_record_key
 from ckptstore.format.manifest import Manifest, sha256_of
@@ -293,8 +294,14 @@ def _outlines() -> list[bytes]:
         Outlined("c", "float32", (5, 3), 1),
     )
     rest = {"tied": {"c": "a"}, "own": {"b": 2, "value": 0}, "common": (0,), "spans": (Span(1, 0, 2), Span(3, 1, 1))}
-    full = Outline(tuple(PartFile(100 + rank, rank) for rank in range(4)), tensors, layouts, **rest, num_prefixes=16)
-    return [full.encode(), Outline((PartFile(1, 1),), ()).encode()]
+    full = Outline(
+        tuple(PartFile(100 + rank, Digest("crc32c", rank)) for rank in range(4)),
+        tensors,
+        layouts,
+        **rest,
+        num_prefixes=16,
+    )
+    return [full.encode(), Outline((PartFile(1, Digest("crc32c", 1)),), ()).encode()]
 
 
 def _decode_outline(data: bytes) -> object:

@@ -13,7 +13,7 @@ import pytest
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import AccessDenied, CheckpointDamaged, StorageUnavailable
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import Digest
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 from ckptstore.transfer import RangeRead, Transfer, Wanted
@@ -55,7 +55,7 @@ def planned(paths: list[Path]) -> list[PlannedFile]:
 
 def up_and_down(transfer: Transfer, paths: list[Path], target: Path) -> None:
     stored = transfer.upload(planned(paths))
-    wanted = [Wanted(file.key, file.size_bytes, file.crc32c) for file in stored]
+    wanted = [Wanted(file.key, file.size_bytes, file.digest) for file in stored]
     transfer.download([(item, target / Path(item.key).name) for item in wanted])
     for path in paths:
         assert (target / path.name).read_bytes() == path.read_bytes()
@@ -141,7 +141,7 @@ def test_bytes_that_rot_in_the_store_are_found(
     pieces = objects[name].pieces
     assert pieces is not None
     pieces[0][12345] ^= 1
-    wanted = Wanted(stored.key, stored.size_bytes, stored.crc32c)
+    wanted = Wanted(stored.key, stored.size_bytes, stored.digest)
     with pytest.raises(CheckpointDamaged, match="CRC32C"):
         transfer.download([(wanted, tmp_path / "rotten")])
     assert not (tmp_path / "rotten").exists()
@@ -159,7 +159,7 @@ def test_ranges_go_straight_into_memory(transfer: Transfer) -> None:
                 "state",
                 start,
                 (found[start : start + step],),
-                checks=((len(payload[start : start + step]), crc32c(payload[start : start + step])),),
+                checks=((len(payload[start : start + step]), Digest.of(payload[start : start + step])),),
             )
             for start in range(0, len(payload), step)
         ]
@@ -184,8 +184,8 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 config = TransferConfig(num_threads=8, memory_budget_bytes=int(budget), durable=False)
 transfer = Transfer(storage, config=config, retry=RetryConfig())
 (stored,) = transfer.upload([PlannedFile("f", FileSource.of(Path(path)))])
-transfer.download([(Wanted("f", stored.size_bytes, stored.crc32c), Path(target))])
-print(stored.crc32c, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+transfer.download([(Wanted("f", stored.size_bytes, stored.digest), Path(target))])
+print(stored.digest, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
 
 

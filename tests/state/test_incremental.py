@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckptstore import Checkpoint, CheckpointStore, InvalidInput, KeepLatest, StorageGroup, open_store
 from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.digest import Digest
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.write.incremental import Kept, KeptChunk, KeptFile
 from ckptstore.testing import CountCalls
@@ -221,7 +222,7 @@ def test_other_words_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_stored_of_chunks_comes_back() -> None:
     chunk = KeptChunk("a.b", Box((0, 2), (3, 4)), 704, 48, "ab" * 16, b"\x01\x02\x03\x04")
-    kept = Kept("x", (KeptFile("state-rank=00000-00.distcp", "x", 9000, 77, 512, b"1234", (chunk,)),))
+    kept = Kept("x", (KeptFile("state-rank=00000-00.distcp", "x", 9000, Digest("crc32c", 77), 512, b"1234", (chunk,)),))
     assert Kept.decode(kept.encode(), attempt="x", file="digests") == kept
     for text in (b"{", b'{"version":1}', b'{"version":1,"files":[{"name":"../x"}]}'):
         with pytest.raises(CheckpointDamaged):

@@ -310,7 +310,7 @@ def test_any_box_of_any_boxes_is_read(boxed):
     plan = RankPlan(tuple(Write(0, 0, box) for box in boxes))
     files = ShardFiles(described, plan, rank=0)
     stored = transfer.upload([PlannedFile(name, source) for name, source in files.sources()])
-    index = TensorIndex.decode(join_parts([files.index_part([one.block_crcs for one in stored])]))
+    index = TensorIndex.decode(join_parts([files.index_part([one.block_digests for one in stored])]))
     index.check_complete()
 
     @settings(max_examples=60)

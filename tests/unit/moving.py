@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.format.digest import BLOCK_BYTES, crc32c
+from ckptstore.format.digest import BLOCK_BYTES, Digest
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import RangeRead, Transfer, Wanted
@@ -48,17 +47,17 @@ def from_file(key: str, path: Path, data: bytes) -> PlannedFile:
 
 def wanted(key: str, data: bytes) -> Wanted:
     """The file as it should be."""
-    return Wanted(key, len(data), crc32c(data))
+    return Wanted(key, len(data), Digest.of(data))
 
 
-def block_crcs(data: bytes, payloads: Sequence[tuple[int, int]]) -> tuple[bytes, ...]:
+def block_digests(data: bytes, payloads: Sequence[tuple[int, int]]) -> tuple[bytes, ...]:
     """The digests of all blocks, computed block by block."""
     view = memoryview(data)
     return tuple(
-        array(
-            "I",
-            [crc32c(view[at : min(at + BLOCK_BYTES, start + size)]) for at in range(start, start + size, BLOCK_BYTES)],
-        ).tobytes()
+        b"".join(
+            Digest.of(view[at : min(at + BLOCK_BYTES, start + size)]).value.to_bytes(4, "little")
+            for at in range(start, start + size, BLOCK_BYTES)
+        )
         for start, size in payloads
     )
 
@@ -70,7 +69,7 @@ def checked_range(key: str, data: bytes, offset: int, size_bytes: int, *, num_vi
     checks = tuple(
         (
             min(BLOCK_BYTES, size_bytes - at),
-            crc32c(memoryview(data)[offset + at : offset + min(at + BLOCK_BYTES, size_bytes)]),
+            Digest.of(memoryview(data)[offset + at : offset + min(at + BLOCK_BYTES, size_bytes)]),
         )
         for at in range(0, size_bytes, BLOCK_BYTES)
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
 from ckptstore.fast.certificate import Certificate, held_by
+from ckptstore.format.digest import Digest
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -27,9 +28,10 @@ def certificates(draw: st.DrawFn) -> Certificate:
     step = draw(st.integers(0, 10**10 - 1))
     ranks = st.integers(0, world_size - 1)
     numbers = st.integers(0, 99)
-    receipts = st.builds(Receipt, st.just("x"), numbers, numbers, ranks, st.none(), st.none())
+    digests = st.builds(Digest, st.just("crc32c"), numbers)
+    receipts = st.builds(Receipt, st.just("x"), numbers, digests, ranks, st.none(), st.none())
     files = draw(st.lists(receipts, max_size=6))
-    named = [Receipt(f"{index}.pt", each.size_bytes, each.crc32c, each.rank) for index, each in enumerate(files)]
+    named = [Receipt(f"{index}.pt", each.size_bytes, each.digest, each.rank) for index, each in enumerate(files)]
     manifest = Manifest(
         store_id=draw(st.uuids()).hex,
         step=step,
@@ -127,7 +129,7 @@ FALSE: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "a rank on three nodes": lambda inner, _: inner.update(holders=dict.fromkeys("abc", "0 1")),
     "a node with a bad name": lambda inner, _: inner.update(holders={"a\n": "0 1"}),
     "a node with a long name": lambda inner, _: inner.update(holders={"a" * 256: "0 1"}),
-    "a file without digest": lambda _, manifest: manifest["files"][0].update(crc32c=None),
+    "a file without digest": lambda _, manifest: manifest["files"][0].update(digest=None),
     "a file of no rank": lambda _, manifest: manifest["files"][0].update(rank=2),
     "a file elsewhere": lambda _, manifest: manifest["files"][0].update(attempt="step-0000000200-e0001-0123abcd"),
     "a file with a hostile name": lambda _, manifest: manifest["files"][0].update(name="../x"),

@@ -16,6 +16,7 @@ from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.members import Members
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.fast.tier import FastTier
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt
 
@@ -31,7 +32,7 @@ def certificate(number: int) -> Certificate:
         kind="directory",
         world_size=1,
         created_at=1.5,
-        files=(Receipt("a", 1, 7, 0),),
+        files=(Receipt("a", 1, Digest("crc32c", 7), 0),),
     )
     return Certificate(manifest.encode(), number, 1, "ab" * 32, held_by({"a": [0]}))
 

@@ -11,6 +11,7 @@ from ckptstore.fast.candidates import Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate, held_by
 from ckptstore.fast.upkeep.sweep import SweepView, sweep
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Remove, Resumed
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.order import SaveOrder
@@ -41,7 +42,10 @@ def certificate(save_number: int, *, size_bytes: int = 1) -> Certificate:
         kind="state",
         world_size=2,
         created_at=0.0,
-        files=(Receipt("0.pt", size_bytes, 7, 0), Receipt("1.pt", size_bytes, 7, 1)),
+        files=(
+            Receipt("0.pt", size_bytes, Digest("crc32c", 7), 0),
+            Receipt("1.pt", size_bytes, Digest("crc32c", 7), 1),
+        ),
     )
     return Certificate(manifest.encode(), save_number, 1, CLAIM.sha256, held_by({"a": [0], "b": [1]}))
 

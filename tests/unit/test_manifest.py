@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, InvalidName, UnsupportedVersion
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt, check_collisions
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 
@@ -25,7 +26,7 @@ RECEIPT = st.builds(
     Receipt,
     name=NAME,
     size_bytes=st.integers(0, 2**60),
-    crc32c=st.integers(0, 2**32 - 1),
+    digest=st.builds(Digest, st.just("crc32c"), st.integers(0, 2**32 - 1)),
     rank=st.integers(0, 100_000),
     original_name=st.none() | NAME,
     attempt=st.none() | st.just("step-0000000011-e0003-0123abcd"),
@@ -69,7 +70,10 @@ def test_a_manifest_comes_back_and_has_one_encoding(manifest: Manifest) -> None:
 
 
 def example() -> Manifest:
-    files = (Receipt("a.pt", 10, 0xDEADBEEF, 0), Receipt("model-rank=00001.pt", 5, 7, 1, "model.pt"))
+    files = (
+        Receipt("a.pt", 10, Digest("crc32c", 0xDEADBEEF), 0),
+        Receipt("model-rank=00001.pt", 5, Digest("crc32c", 7), 1, "model.pt"),
+    )
     return Manifest(
         store_id="00ff" * 8,
         step=12,
@@ -98,11 +102,11 @@ def test_the_encoding_of_version_1_does_not_change() -> None:
         "metrics": {"loss": {"$t": "float", "v": "Infinity"}},
         "metadata": {"note": "höher"},
         "files": [
-            {"name": "a.pt", "size_bytes": 10, "crc32c": "deadbeef", "rank": 0},
+            {"name": "a.pt", "size_bytes": 10, "digest": "crc32c:deadbeef", "rank": 0},
             {
                 "name": "model-rank=00001.pt",
                 "size_bytes": 5,
-                "crc32c": "00000007",
+                "digest": "crc32c:00000007",
                 "rank": 1,
                 "original_name": "model.pt",
             },
@@ -123,7 +127,7 @@ def changed(**fields: Any) -> bytes:
 
 
 def file_entry(**fields: Any) -> list[dict[str, Any]]:
-    return [{"name": "a", "size_bytes": 1, "crc32c": "00000000", "rank": 0, **fields}]
+    return [{"name": "a", "size_bytes": 1, "digest": "crc32c:00000000", "rank": 0, **fields}]
 
 
 @pytest.mark.parametrize(
@@ -147,12 +151,12 @@ def file_entry(**fields: Any) -> list[dict[str, Any]]:
         changed(files=file_entry(size_bytes=-1)),
         changed(files=file_entry(size_bytes="1")),
         changed(files=file_entry(size_bytes=True)),
-        changed(files=file_entry(crc32c="123")),
-        changed(files=file_entry(crc32c="0x123456")),
-        changed(files=file_entry(crc32c="+1234567")),
-        changed(files=file_entry(crc32c="1234_678")),
-        changed(files=file_entry(crc32c=12345678)),
-        changed(files=file_entry(crc32c="zzzzzzzz")),
+        changed(files=file_entry(digest="crc32c:123")),
+        changed(files=file_entry(digest="crc32c:0x123456")),
+        changed(files=file_entry(digest="crc32c:+1234567")),
+        changed(files=file_entry(digest="crc32c:1234_678")),
+        changed(files=file_entry(digest=12345678)),
+        changed(files=file_entry(digest="crc32c:zzzzzzzz")),
         changed(files=file_entry(rank=-1)),
         changed(files=file_entry(name=7)),
         changed(files=file_entry(original_name=7)),

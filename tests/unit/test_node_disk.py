@@ -14,6 +14,7 @@ import pytest
 from ckptstore.errors import CheckpointDamaged, InvalidInput
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate, held_by
 from ckptstore.fast.nodes.node_disk import NodeDisk
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.testing.ranks import run_ranks
@@ -34,7 +35,9 @@ def certificate(attempt: Attempt = ATTEMPT) -> Certificate:
         kind="directory",
         world_size=3,
         created_at=1.5,
-        files=tuple(Receipt(name, len(data), 7, rank) for name, (rank, data) in sorted(FILES.items())),
+        files=tuple(
+            Receipt(name, len(data), Digest("crc32c", 7), rank) for name, (rank, data) in sorted(FILES.items())
+        ),
     )
     return Certificate(manifest.encode(), 3, 5, "ab" * 32, held_by({"a": HERE, "b": [2]}))
 

@@ -20,7 +20,7 @@ from ckptstore.fast.nodes import node_server
 from ckptstore.fast.nodes.node_channel import NodeKeys, greet
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.fast.nodes.node_server import NodeClient, NodeServer, own_addresses
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.transfer.sources import MemorySource
 
@@ -70,9 +70,9 @@ def client(disk: NodeDisk) -> Iterator[NodeClient]:
         yield client
 
 
-def write(client: NodeClient, name: str, data: bytes, *, scratch_bytes: int = 1 << 20) -> int:
-    source = MemorySource([memoryview(data)])
-    return client.write(ATTEMPT, name, source, memoryview(bytearray(scratch_bytes)), given_up=NEVER)
+def write(client: NodeClient, name: str, data: bytes, *, scratch_bytes: int = 1 << 20) -> Digest:
+    source, scratch = MemorySource([memoryview(data)]), memoryview(bytearray(scratch_bytes))
+    return client.write(ATTEMPT, name, source, scratch, algorithm="crc32c", given_up=NEVER)
 
 
 def read(client: NodeClient, name: str, offset: int, size_bytes: int) -> bytes:
@@ -85,7 +85,7 @@ def read(client: NodeClient, name: str, offset: int, size_bytes: int) -> bytes:
 @pytest.mark.parametrize("size_bytes", [0, 1, 1000, (1 << 20) + 1, 20_000_001])
 def test_what_is_sent_is_what_is_there(disk: NodeDisk, client: NodeClient, size_bytes: int) -> None:
     data = random.Random(size_bytes).randbytes(size_bytes)
-    assert write(client, "a/b", data) == crc32c(data)
+    assert write(client, "a/b", data) == Digest.of(data)
     assert disk.storage.read(ATTEMPT.key("a/b")) == data
     assert read(client, "a/b", size_bytes // 3, size_bytes // 2) == data[size_bytes // 3 :][: size_bytes // 2]
 
@@ -198,7 +198,7 @@ def test_no_key_is_sent_and_what_is_overheard_opens_nothing(disk: NodeDisk) -> N
 
 
 @pytest.mark.parametrize("who", ["request", "answer"])
-@pytest.mark.parametrize("what", [b"data", b'"size_bytes": 4', b'"crc32c"', b"other"])
+@pytest.mark.parametrize("what", [b"data", b'"size_bytes": 4', b'"digest"', b"other"])
 def test_what_is_changed_on_the_line_is_found(disk: NodeDisk, who: str, what: bytes) -> None:
     def change(data: bytes, is_request: bool) -> bytes:
         return data.replace(what, what[:-1] + b"9") if is_request == (who == "request") else data
@@ -213,7 +213,7 @@ def test_what_is_changed_on_the_line_is_found(disk: NodeDisk, who: str, what: by
                     outcomes.append(ask())
                 except StorageUnavailable:
                     outcomes.append(None)
-    assert outcomes[0] in (None, crc32c(b"data"))
+    assert outcomes[0] in (None, Digest.of(b"data"))
     assert outcomes[1] in (None, b"other")
     if outcomes[0] is not None:
         assert disk.storage.read(ATTEMPT.key("a")) == b"data"
@@ -228,7 +228,7 @@ def test_a_server_that_is_no_server_of_the_job_is_not_believed() -> None:
             connection, _ = listener.accept()
             with connection:
                 connection.recv(1 << 16)
-                said = b'{"nonce": "00", "proof": "00", "crc32c": 0}'
+                said = b'{"nonce": "00", "proof": "00", "digest": "crc32c:00000000"}'
                 connection.sendall(len(said).to_bytes(4, "little") + said)
                 connection.recv(1 << 16)
 
@@ -257,7 +257,7 @@ def test_a_stranger_more_takes_the_place_of_the_first(disk: NodeDisk, monkeypatc
         strangers[-1].settimeout(0.3)
         assert not is_sent_away(strangers[-1])
         with reached(server) as client:
-            assert write(client, "a", b"data") == crc32c(b"data")
+            assert write(client, "a", b"data") == Digest.of(b"data")
         for stranger in strangers:
             stranger.close()
 
@@ -331,7 +331,7 @@ def test_a_connection_that_was_closed_while_it_was_idle_is_made_anew(disk: NodeD
         write(client, "a", b"data")
         for connection in list(server._open):
             connection.shutdown(socket.SHUT_RDWR)
-        assert write(client, "b", b"more") == crc32c(b"more")
+        assert write(client, "b", b"more") == Digest.of(b"more")
         for connection in list(server._open):
             connection.shutdown(socket.SHUT_RDWR)
         assert read(client, "b", 0, 4) == b"more"
@@ -399,7 +399,7 @@ def test_what_is_given_up_is_not_read_any_more(disk: NodeDisk, monkeypatch: pyte
     monkeypatch.setattr(type(disk.storage), "open_parts", lambda *_: Nowhere())
     with served(disk) as server, reached(server) as client:
         source = Slow()
-        sending = _Sending(client, [PlannedFile(ATTEMPT.key("a"), source)])
+        sending = _Sending(client, [PlannedFile(ATTEMPT.key("a"), source)], algorithm="crc32c")
         sending.give_up()
         reads = source.reads
         time.sleep(0.1)
@@ -433,8 +433,8 @@ def test_two_files_are_on_their_way_to_the_partner_at_once(client: NodeClient) -
 
     barrier = threading.Barrier(2)
     files = [PlannedFile(ATTEMPT.key(name), Meeting(barrier)) for name in "abcd"]
-    assert _Sending(client, files).result(lambda: None) == [crc32c(b"x" * 5000)] * 4
-    assert _Sending(client, []).result(lambda: None) == []
+    assert _Sending(client, files, algorithm="crc32c").result(lambda: None) == [Digest.of(b"x" * 5000)] * 4
+    assert _Sending(client, [], algorithm="crc32c").result(lambda: None) == []
 
 
 def test_the_first_error_ends_what_else_is_on_its_way(disk: NodeDisk, client: NodeClient) -> None:
@@ -457,7 +457,9 @@ def test_the_first_error_ends_what_else_is_on_its_way(disk: NodeDisk, client: No
     endless = Slow()
     endless.size_bytes = 1 << 30
     sources = {"a": endless, "b": Broken(), "c": Slow()}
-    sending = _Sending(client, [PlannedFile(ATTEMPT.key(name), source) for name, source in sources.items()])
+    sending = _Sending(
+        client, [PlannedFile(ATTEMPT.key(name), source) for name, source in sources.items()], algorithm="crc32c"
+    )
     with pytest.raises(InvalidInput, match="the source is broken"):
         sending.result(lambda: None)
     assert endless.reads > 0

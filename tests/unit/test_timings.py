@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, InvalidMetadata
+from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import dump_json, load_json
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.timings import MAX_RANKS, PHASES, RankTimings, Spread, Timings, clean_node
@@ -171,7 +172,7 @@ def example() -> Manifest:
         kind="directory",
         world_size=2,
         created_at=1_700_000_000.5,
-        files=(Receipt("a.pt", 10, 0xDEADBEEF, 0),),
+        files=(Receipt("a.pt", 10, Digest("crc32c", 0xDEADBEEF), 0),),
     )
 
 

@@ -12,6 +12,7 @@ from moving import DATA, MIB, make_storage, transfer_over, wanted
 from small_disks import mounted
 
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, StorageError, StorageFull
+from ckptstore.format.digest import Digest
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import Wanted
@@ -124,10 +125,10 @@ def test_a_bit_that_flips_on_its_way_is_fetched_again(storage: Any, tmp_path: Pa
 def test_a_missing_or_short_file_is_named(storage: Any, tmp_path: Path) -> None:
     transfer = transfer_over(storage)
     with pytest.raises(FileMissing) as caught:
-        transfer.download([(Wanted("gone", 10, 0), tmp_path / "a/gone")])
+        transfer.download([(Wanted("gone", 10, Digest.of()), tmp_path / "a/gone")])
     assert caught.value.file == "gone"
     with pytest.raises(CheckpointDamaged, match="d/4096"):
-        transfer.download([(Wanted("d/4096", 5 * MIB, 0), tmp_path / "b/short")])
+        transfer.download([(Wanted("d/4096", 5 * MIB, Digest.of()), tmp_path / "b/short")])
     transfer.close()
     assert files_below(tmp_path / "a") == files_below(tmp_path / "b") == set()
 
@@ -198,7 +199,7 @@ def test_a_full_disk_ends_an_upload(small_disk: Path, tmp_path: Path) -> None:
 def test_a_check_names_every_bad_file(storage: Any) -> None:
     transfer = transfer_over(storage)
     assert [found.damage for found in transfer.check(ALL)] == [None] * len(ALL)
-    assert [found.crc32c for found in transfer.check(ALL)] == [item.crc32c for item in ALL]
+    assert [found.digest for found in transfer.check(ALL)] == [item.digest for item in ALL]
     damage(storage, f"d/{len(DATA)}", 20 * MIB)
     damage(storage, "many/2/7", 3)
     storage.write("d/4096", [memoryview(DATA)[:4095]])
@@ -217,7 +218,7 @@ def test_a_check_without_a_digest_compares_the_size(storage: Any) -> None:
     good, bad = transfer.check([Wanted("d/4096", 4096, None), Wanted("d/1", 5, None)])
     transfer.close()
     assert good.damage is None
-    assert good.crc32c == wanted("d/4096", DATA[:4096]).crc32c
+    assert good.digest == wanted("d/4096", DATA[:4096]).digest
     assert isinstance(bad.damage, CheckpointDamaged)
 
 

@@ -15,7 +15,7 @@ from moving import DATA, MIB, QUICK_RETRY, checked_range, make_storage, transfer
 from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing
 from ckptstore.events import BytesMoved, Event, listening
-from ckptstore.format.digest import crc32c, to_hex
+from ckptstore.format.digest import Digest
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import RangeRead
 from ckptstore.transfer.reads import split
@@ -90,8 +90,8 @@ def test_one_flipped_bit_is_found_and_named(storage: Any, offset: int) -> None:
     transfer = transfer_over(storage)
     with pytest.raises(CheckpointDamaged) as caught:
         transfer.read([checked_range("big", DATA, 0, len(DATA))])
-    expected, found = crc32c(DATA[start : start + size]), crc32c(damaged[start : start + size])
-    for text in ("big", f"{start:,}", to_hex(expected), to_hex(found)):
+    expected, found = Digest.of(DATA[start : start + size]), Digest.of(damaged[start : start + size])
+    for text in ("big", f"{start:,}", expected.hex, found.hex):
         assert text in str(caught.value)
     transfer.read([checked_range("big", DATA, start + size, len(DATA) - start - size)])
     transfer.close()

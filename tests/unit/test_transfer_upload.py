@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moving import DATA, MIB, block_crcs, from_file, from_memory, make_storage, transfer_over
+from moving import DATA, MIB, block_digests, from_file, from_memory, make_storage, transfer_over
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, SourceChanged, StorageError, StorageFull, StorageUnavailable
 from ckptstore.events import BytesMoved, Event, FileStored, RequestRetried, listening
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import Digest
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
@@ -91,7 +91,7 @@ def test_files_of_all_sizes_from_memory_and_disk(storage: Any, tmp_path: Path) -
     for item, size in zip(stored, SIZES * 2, strict=True):
         data = storage.read(item.key)
         assert data == (DATA[:size] if item.key.startswith("memory") else DATA[-size:] if size else b"")
-        assert (item.size_bytes, item.crc32c) == (size, crc32c(data))
+        assert (item.size_bytes, item.digest) == (size, Digest.of(data))
     assert {file.key for file in storage.list("")} == {file.key for file in files}
 
 
@@ -108,7 +108,7 @@ def test_thousands_of_small_files(storage: Any, tmp_path: Path) -> None:
     transfer.close()
     for n, (item, size) in enumerate(zip(stored, sizes, strict=True)):
         data = DATA[n : n + size]
-        assert (item.key, item.size_bytes, item.crc32c) == (f"d{n % 7}/{n}", size, crc32c(data))
+        assert (item.key, item.size_bytes, item.digest) == (f"d{n % 7}/{n}", size, Digest.of(data))
         assert storage.read(item.key) == data
 
 
@@ -126,8 +126,8 @@ def test_blocks_get_digests_wherever_a_payload_begins(storage: Any, payloads: tu
     transfer = transfer_over(storage)
     (stored,) = transfer.upload([from_memory("key", DATA, payloads)])
     transfer.close()
-    assert stored.crc32c == crc32c(DATA)
-    assert stored.block_crcs == block_crcs(DATA, payloads)
+    assert stored.digest == Digest.of(DATA)
+    assert stored.block_digests == block_digests(DATA, payloads)
 
 
 @given(
@@ -379,7 +379,7 @@ def test_after_a_failed_fsync_a_large_file_is_written_anew_once(
     transfer = transfer_over(storage)
     (stored,) = transfer.upload([from_memory("big", DATA)])
     assert storage.read("big") == DATA
-    assert stored.crc32c == crc32c(DATA)
+    assert stored.digest == Digest.of(DATA)
     failures_left[0] = 2
     with pytest.raises(StorageError, match="Input/output error") as caught:
         transfer.upload([from_memory("other/big", DATA)])
@@ -435,7 +435,7 @@ def test_a_file_source_of_an_odd_kind_goes_through_open(storage: Any, tmp_path: 
     transfer = transfer_over(storage)
     (stored,) = transfer.upload([planned])
     transfer.close()
-    assert stored.block_crcs == block_crcs(DATA, [(100, 4000)])
+    assert stored.block_digests == block_digests(DATA, [(100, 4000)])
 
 
 class FarAway(MemoryStorage):
@@ -515,7 +515,7 @@ def test_paced_sources_give_the_same_bytes_and_no_more_of_them_than_allowed(tmp_
     with closing(transfer_over(storage)) as transfer:
         stored = transfer.upload([PlannedFile(file.key, PacedSource(file.source, wait)) for file in plain])
     assert time.monotonic() - began >= (len(large) + len(small)) / rate
-    assert [(item.crc32c, storage.read(item.key)) for item in stored] == [(crc32c(d), d) for d in (large, small)]
+    assert [(item.digest, storage.read(item.key)) for item in stored] == [(Digest.of(d), d) for d in (large, small)]
     assert told  # who waits gives signs of life
 
 

@@ -12,7 +12,6 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidSource, S
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.node_server import NodeClient
-from ckptstore.format.digest import to_hex
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.runtime.beat import Beat
@@ -78,7 +77,10 @@ class OwnFiles:
             paced = sources
             if pacer is not None:
                 paced = [PacedSource(source, lambda size: pacer.wait(size, waiting)) for source in sources]
-            files = [PlannedFile(self._attempt.key(r.name), s) for r, s in zip(receipts, paced, strict=True)]
+            files = [
+                PlannedFile(self._attempt.key(receipt.name), source, receipt.digest and receipt.digest.algorithm)
+                for receipt, source in zip(receipts, paced, strict=True)
+            ]
             return transfer.upload(files, beat=beat, check=check)
 
         for group in _in_groups([receipt for receipt in self._receipts if receipt.name not in self._sent]):
@@ -124,11 +126,11 @@ class OwnFiles:
     def _compare(self, group: Sequence[Receipt], stored: Sequence[Stored], damaged: dict[str, str]) -> None:
         for receipt, found in zip(group, stored, strict=True):
             self.sent_bytes += found.size_bytes
-            if found.crc32c == receipt.crc32c:
+            if found.digest == receipt.digest:
                 self._sent.add(receipt.name)
             else:
-                assert receipt.crc32c is not None  # a certificate has all digests
-                damaged[receipt.name] = f"its CRC32C is {to_hex(found.crc32c)}, and was {to_hex(receipt.crc32c)}"
+                assert receipt.digest is not None  # a certificate has all digests
+                damaged[receipt.name] = f"its {found.digest.title} is {found.digest.hex}, and was {receipt.digest.hex}"
 
     def _source(self, receipt: Receipt) -> FileSource:
         """The file on the disk of this node. Raises InvalidSource where it is not there with its size."""

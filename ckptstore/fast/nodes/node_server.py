@@ -2,7 +2,7 @@
 
     read      a header: node, attempt, name, offset, size_bytes
               the answer: a header, {} or the error; then the bytes
-    write     a header: node, attempt, name, size_bytes, is_written; then the bytes
+    write     a header: node, attempt, name, size_bytes, is_written, algorithm; then the bytes
               the answer, when the file is durable: a header, the digest of what was written, or the error
 
 A connection begins with a proof in both directions, and then carries one request after another: see `node_channel`.
@@ -29,7 +29,7 @@ from ckptstore.errors import CkptstoreError, InvalidInput, StorageUnavailable, f
 from ckptstore.fast.certificate import CERTIFICATE_NAME
 from ckptstore.fast.nodes.node_channel import AUTHENTICATED_BYTES, Channel, NodeKeys, greet, receive_into, welcome
 from ckptstore.fast.nodes.node_disk import NodeDisk
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import Digest, Hasher
 from ckptstore.format.layout import Attempt
 from ckptstore.storage.disk import posix
 from ckptstore.transfer.sources import Source
@@ -183,11 +183,12 @@ class NodeServer:
     def _take(self, channel: Channel, asked: Mapping[str, Any]) -> None:
         """Write a file. After an error what the other side still sends is not read: the connection ends."""
         try:
-            crc = _written(self._disk, self._new_key(asked), int(asked["size_bytes"]), channel)
+            hasher = Hasher(asked["algorithm"])
+            _write(self._disk, self._new_key(asked), int(asked["size_bytes"]), channel, hasher)
         except CkptstoreError as error:
             channel.send({"error": error.to_wire()})
             raise ConnectionAbortedError from error
-        channel.send({"crc32c": crc})
+        channel.send({"digest": str(hasher.digest())})
 
     def _give(self, channel: Channel, asked: Mapping[str, Any]) -> None:
         try:
@@ -218,10 +219,10 @@ class NodeServer:
             raise posix.translate(error, what="Reading", file=key, directory=str(path)) from error
 
 
-def _written(disk: NodeDisk, key: str, size_bytes: int, channel: Channel) -> int:
-    """Write what comes as a file, durable, and return its CRC32C. Raises StorageError; OSError of the connection."""
+def _write(disk: NodeDisk, key: str, size_bytes: int, channel: Channel, hasher: Hasher) -> None:
+    """Write what comes as a file, durable, and hash it. Raises StorageError; OSError of the connection."""
     connection = channel.line
-    storage, crc = disk.storage, 0
+    storage = disk.storage
     part_bytes = min(storage.part_bytes(size_bytes), size_bytes)
     block = _memory(part_bytes)
     if size_bytes == part_bytes:
@@ -229,21 +230,20 @@ def _written(disk: NodeDisk, key: str, size_bytes: int, channel: Channel) -> int
         if size_bytes <= AUTHENTICATED_BYTES:
             channel.check([block])
         storage.write(key, [block])
-        crc = crc32c(block)
+        hasher.update(block)
     else:
         writer = storage.open_parts(key, size_bytes)
         try:
             for offset in range(0, size_bytes, part_bytes):
                 view = block[: min(part_bytes, size_bytes - offset)]
                 receive_into(connection, view)
-                crc = crc32c(view, crc)
+                hasher.update(view)
                 writer.write_part(offset, [view])
             writer.finish()
         except BaseException:
             writer.abort()
             raise
     storage.persist([key])
-    return crc
 
 
 def _memory(size_bytes: int) -> memoryview:
@@ -292,14 +292,21 @@ class NodeClient:
         self._talk(name, talk)
 
     def write(
-        self, attempt: Attempt, name: str, source: Source, scratch: memoryview, *, given_up: threading.Event
-    ) -> int:
-        """Send a file, and return the CRC32C of what the node has written, when that is durable.
+        self,
+        attempt: Attempt,
+        name: str,
+        source: Source,
+        scratch: memoryview,
+        *,
+        algorithm: str,
+        given_up: threading.Event,
+    ) -> Digest:
+        """Send a file, and return the digest of what the node has written, when that is durable.
 
         Raises StorageUnavailable when the node does not answer and when it is given up, what the node says
         (StorageFull, StorageError), and what the source raises.
         """
-        asked = self._asked(attempt, name, size_bytes=source.size_bytes, is_written=True)
+        asked = self._asked(attempt, name, size_bytes=source.size_bytes, is_written=True, algorithm=algorithm)
 
         def talk(channel: Channel) -> dict[str, Any]:
             with self._breakable(channel.line):
@@ -319,7 +326,7 @@ class NodeClient:
                     channel.prove([])
                 return channel.receive()
 
-        return int(self._talk(name, talk)["crc32c"])
+        return Digest.parse(self._talk(name, talk)["digest"])
 
     def _asked(self, attempt: Attempt, name: str, **more: Any) -> dict[str, Any]:
         return {"node": self.node, "attempt": str(attempt), "name": name, **more}

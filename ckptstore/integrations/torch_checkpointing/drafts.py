@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import base64
 import json
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from urllib.parse import quote, unquote
 
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.digest import column_bytes, unpacked
 from ckptstore.format.layout import GROUP_PREFIX, Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
@@ -44,8 +43,8 @@ class DraftFile:
 
 
 def encoded_blocks(stored: Stored) -> str:
-    """Return the digest of each block of 1 MiB: little-endian 32-bit integers in base64."""
-    return base64.b64encode(b"".join(stored.block_crcs)).decode()
+    """Return the digest of each block of 1 MiB: little-endian integers in base64."""
+    return base64.b64encode(b"".join(stored.block_digests)).decode()
 
 
 def checked_file(prefix: str, receipt: Receipt, blocks: str) -> CheckedFile:
@@ -54,10 +53,10 @@ def checked_file(prefix: str, receipt: Receipt, blocks: str) -> CheckedFile:
         data = base64.b64decode(blocks, validate=True)
     except ValueError:
         data = b"?"
-    if len(data) != 4 * -(-receipt.size_bytes // BLOCK_BYTES):
+    if receipt.digest is None or len(data) != column_bytes(receipt.digest.algorithm, receipt.size_bytes):
         raise CheckpointDamaged(f"The digests of the blocks of {receipt.name} are damaged", file=receipt.name)
-    crcs = array("I", (int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)))
-    return CheckedFile(prefix + receipt.name, receipt.size_bytes, crcs)
+    digests = unpacked(receipt.digest.algorithm, data)
+    return CheckedFile(prefix + receipt.name, receipt.size_bytes, digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class Draft:
         size_bytes = sum(map(len, views))
         source = MemorySource(views, payloads=((0, size_bytes),) if size_bytes else ())
         stored = transfer.upload([PlannedFile(attempt.key(name), source)])[0]
-        receipt = Receipt(name, size_bytes, stored.crc32c, rank)
+        receipt = Receipt(name, size_bytes, stored.digest, rank)
         value = {"attempt": str(attempt), "receipt": receipt.to_json(), "blocks": encoded_blocks(stored)}
         self._put(self._file(name), json.dumps(value).encode())
 

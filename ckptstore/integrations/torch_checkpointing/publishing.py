@@ -82,4 +82,4 @@ def _write_blocks(job: Job, attempt: Attempt, files: list[DraftFile], *, rank: i
     value = {"version": 1, "block_bytes": BLOCK_BYTES, "files": {file.receipt.name: file.blocks for file in files}}
     source = MemorySource([memoryview(json.dumps(value).encode())])
     stored = job.transfer.upload([PlannedFile(attempt.key(BLOCKS_NAME), source)])[0]
-    return Receipt(BLOCKS_NAME, stored.size_bytes, stored.crc32c, rank)
+    return Receipt(BLOCKS_NAME, stored.size_bytes, stored.digest, rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.digest import BLOCK_BYTES, Digest
 from ckptstore.transfer import RangeRead, Transfer
 
 _OWN_CHUNK_BYTES = 1 << 20
@@ -130,7 +129,7 @@ class CheckedFile:
 
     key: str
     size_bytes: int
-    block_crcs: array[int]
+    block_digests: Sequence[Digest]
 
     def read_into(self, transfer: Transfer, offset: int, view: memoryview) -> None:
         """Fill the view from the start of a block, up to the end of one or of the file. Raises CheckpointDamaged."""
@@ -138,7 +137,7 @@ class CheckedFile:
             return
         first = offset // BLOCK_BYTES
         sizes = [min(BLOCK_BYTES, len(view) - at) for at in range(0, len(view), BLOCK_BYTES)]
-        checks = tuple((size, self.block_crcs[first + index]) for index, size in enumerate(sizes))
+        checks = tuple((size, self.block_digests[first + index]) for index, size in enumerate(sizes))
         transfer.read([RangeRead(self.key, offset, (view,), checks)])
 
     def read(self, transfer: Transfer) -> bytearray:

@@ -1,4 +1,4 @@
-"""The file of the tensor index: the parts of all ranks, a directory of where each lies with its CRC32C, and a footer.
+"""The file of the tensor index: the parts of all ranks, a directory of where each lies with its digest, and a footer.
 
 So a rank can read the footer, the directory and its own part alone. Pure.
 """
@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import STRUCTURES, Digest
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.state.index.part import is_shared
 
 INDEX_NAME = "tensors.index"
 """The name of the file; one for each checkpoint."""
 
-_ENTRY = np.dtype([("offset", "<u8"), ("size_bytes", "<u8"), ("crc32c", "<u4"), ("is_shared", "<u4")])
+_ENTRY = np.dtype([("offset", "<u8"), ("size_bytes", "<u8"), ("digest", "<u4"), ("is_shared", "<u4")])
 _FOOTER = struct.Struct("<8s4I")
 _FOOTER_MAGIC = b"CKPTTIXE"
 FOOTER_BYTES = _FOOTER.size
@@ -33,9 +33,14 @@ def join_parts(parts: Sequence[bytes]) -> bytes:
     sizes = [len(part) for part in parts]
     entries["offset"] = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     entries["size_bytes"], entries["is_shared"] = sizes, [is_shared(part) for part in parts]
-    entries["crc32c"] = [crc32c(part) for part in parts]
+    entries["digest"] = [_digest(part).value for part in parts]
     directory = entries.tobytes()
-    return b"".join([*parts, directory, _FOOTER.pack(_FOOTER_MAGIC, FORMAT_VERSION, len(parts), crc32c(directory), 0)])
+    footer = _FOOTER.pack(_FOOTER_MAGIC, FORMAT_VERSION, len(parts), _digest(directory).value, 0)
+    return b"".join([*parts, directory, footer])
+
+
+def _digest(data: bytes | memoryview) -> Digest:
+    return Digest.of(data, algorithm=STRUCTURES)
 
 
 class PartPlace(NamedTuple):
@@ -43,7 +48,7 @@ class PartPlace(NamedTuple):
 
     offset: int
     size_bytes: int
-    crc32c: int
+    digest: Digest
     is_shared: bool
     """Whether it has plain values that are for all ranks, or tensors that other ranks may have too."""
 
@@ -60,7 +65,7 @@ def directory_bytes(footer: bytes | memoryview, *, file: str = INDEX_NAME) -> in
 
 def places(directory: bytes | memoryview, footer: bytes | memoryview, size_bytes: int, *, file: str) -> list[PartPlace]:
     """Where each rank's part lies in an index of that size."""
-    if len(directory) != directory_bytes(footer, file=file) or crc32c(directory) != _FOOTER.unpack(footer)[3]:
+    if len(directory) != directory_bytes(footer, file=file) or _digest(directory).value != _FOOTER.unpack(footer)[3]:
         raise CheckpointDamaged(f"{file} has a damaged directory", file=file)
     entries = np.frombuffer(directory, _ENTRY)
     ends = np.cumsum(entries["size_bytes"])
@@ -68,7 +73,10 @@ def places(directory: bytes | memoryview, footer: bytes | memoryview, size_bytes
     total = int(ends[-1]) if len(ends) else 0
     if (entries["offset"] != starts).any() or total + len(directory) + FOOTER_BYTES != size_bytes:
         raise CheckpointDamaged(f"{file} has a directory that does not fit its parts", file=file)
-    return [PartPlace(offset, size, crc, bool(shared)) for offset, size, crc, shared in entries.tolist()]
+    return [
+        PartPlace(offset, size, Digest(STRUCTURES, digest), bool(shared))
+        for offset, size, digest, shared in entries.tolist()
+    ]
 
 
 def split_parts(data: bytes | memoryview, *, file: str = INDEX_NAME) -> list[memoryview]:
@@ -80,7 +88,7 @@ def split_parts(data: bytes | memoryview, *, file: str = INDEX_NAME) -> list[mem
     parts = []
     for rank, place in enumerate(places(directory, footer, len(view), file=file)):
         part = view[place.offset : place.offset + place.size_bytes]
-        if crc32c(part) != place.crc32c:
+        if _digest(part) != place.digest:
             raise CheckpointDamaged(f"{file} has a damaged part of rank {rank}", file=file)
         parts.append(part)
     return parts

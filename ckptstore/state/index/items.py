@@ -63,7 +63,7 @@ class Item(NamedTuple):
     member: int = -1
     """What torch's number of this rank is, where it has a layout; -1 for a rank outside of the mesh."""
     digest: bytes = b""
-    """COMPARE and VALUE: XXH3-128 of what it holds. The last field, for `without_digests`."""
+    """COMPARE and VALUE: fingerprint of what it holds. The last field, for `without_digests`."""
 
     @property
     def size_bytes(self) -> int:

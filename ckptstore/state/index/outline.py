@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
+from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.naming import spread_directory
 from ckptstore.state.index.part import DTYPES, MAX_ELEMENTS
@@ -48,10 +49,10 @@ class Outlined(NamedTuple):
 
 
 class PartFile(NamedTuple):
-    """A rank's part of the index: the size and CRC32C of its file."""
+    """A rank's part of the index: the size and digest of its file."""
 
     size_bytes: int
-    crc32c: int
+    digest: Digest
 
 
 class Span(NamedTuple):
@@ -141,7 +142,7 @@ class Outline:
         content = {
             "version": FORMAT_VERSION,
             "num_prefixes": self.num_prefixes,
-            "parts": self.parts,
+            "parts": [(part.size_bytes, str(part.digest)) for part in self.parts],
             "layouts": [layout.to_json() for layout in self.layouts],
             "tensors": self.tensors,
             "tied": dict(sorted(self.tied.items())),
@@ -177,7 +178,7 @@ def _inflated(data: bytes | memoryview) -> bytes:
 
 
 def _checked(content: Mapping[str, Any]) -> Outline:
-    parts = tuple(PartFile(_number(size, 1, 1 << 62), _number(crc, 0, 1 << 32)) for size, crc in content["parts"])
+    parts = tuple(PartFile(_number(size, 1, 1 << 62), Digest.parse(text)) for size, text in content["parts"])
     num_prefixes, world_size = _number(content["num_prefixes"], 1, 1 << 31), len(parts)
     layouts = tuple(MeshLayout.from_json(value, num_ranks=world_size) for value in content["layouts"])
     tensors = tuple(_outlined(row, len(layouts)) for row in content["tensors"])

@@ -5,7 +5,7 @@ values); format-v1, "Tensor index", has it byte by byte. A chunk costs 16 bytes 
 equal boxes are kept once. Chunks are in the order of files and offsets.
 
 Digests are of regions: a payload of at least 1 MiB is a region of its own; smaller ones lie in slabs, stretches of a
-file that hold many frames. Each block of 1 MiB of a region, counted from where the region begins, has a CRC32C.
+file that hold many frames. Each block of 1 MiB of a region, counted from where the region begins, has one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckptstore.errors import CheckpointDamaged, InvalidState, UnsupportedVersion
-from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.digest import ALGORITHMS, BLOCK_BYTES, DEFAULT, algorithm_of_code
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.layout import check_name
 from ckptstore.state.tensors.boxes import Box
@@ -50,6 +50,9 @@ _WIDE = 1
 _SHARED = 2
 """Flag of the header: other ranks need the part in order to load what they have saved."""
 
+_ALGORITHM_SHIFT = 8
+"""Above so many bits of the flags is the code of the algorithm of the digests."""
+
 _MAGIC = b"CKPTTIX1"
 _HEADER = struct.Struct("<8s8I8Q")
 MAX_ELEMENTS = 1 << 56
@@ -59,8 +62,10 @@ _MAX_TEXT_RATIO = 1100
 class PartBuilder:
     """Collects what one rank wrote. Files, and chunks within a file, are added in their order."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, algorithm: str = DEFAULT) -> None:
+        """`algorithm` is that of all digests of blocks."""
         self.rank = rank
+        self._algorithm = ALGORITHMS[algorithm]
         self._names: dict[str, int] = {}
         self._rows: list[tuple[int, int, int, int]] = []
         self._boxes: dict[tuple[int, ...], int] = {}
@@ -68,7 +73,7 @@ class PartBuilder:
         self._chunks: list[tuple[int, int, int]] = []
         self._files: list[tuple[str, int]] = []
         self._slabs: list[tuple[int, int, int]] = []
-        self._crcs: list[bytes] = []
+        self._digests: list[bytes] = []
 
     def add_tensor(self, fqn: str, dtype: str, shape: tuple[int, ...], flags: int = 0) -> int:
         """The row of a tensor, made if there is none."""
@@ -83,10 +88,10 @@ class PartBuilder:
             self._rows.append((DTYPES[dtype][0], len(shape), flags, at))
         return row
 
-    def add_file(self, name: str, block_crcs: Sequence[bytes]) -> None:
-        """Begin a file; `block_crcs` has the digests of each of its regions in turn."""
+    def add_file(self, name: str, block_digests: Sequence[bytes]) -> None:
+        """Begin a file; `block_digests` has the digests of each of its regions in turn."""
         self._files.append((name, len(self._chunks)))
-        self._crcs.extend(block_crcs)
+        self._digests.extend(block_digests)
 
     def add_slab(self, offset: int, size_bytes: int) -> None:
         """A slab of the file that was added last."""
@@ -109,7 +114,7 @@ class PartBuilder:
         `is_shared` says that other ranks may have some of the tensors too.
         """
         bounds = [first for _, first in self._files] + [len(self._chunks)]
-        crcs = b"".join(self._crcs)
+        digests = b"".join(self._digests)
         texts = ["\0".join(self._names), "\0".join(name for name, _ in self._files)]
         raw = [text.encode("utf-8", "surrogatepass") for text in texts] + [common, own]
         deflated = [zlib.compress(text, 1) for text in raw]
@@ -118,12 +123,13 @@ class PartBuilder:
         slabs = np.array(self._slabs, np.int64).reshape(-1, 3)
         wide = max(self._numbers, default=0) >= 1 << 32
         flags = (_WIDE if wide else 0) | (_SHARED if is_shared or common else 0)
+        flags |= self._algorithm.code << _ALGORITHM_SHIFT
         columns = [
             chunks[:, 0].astype("<u8"),
             slabs[:, 1].astype("<u8"),
             slabs[:, 2].astype("<u8"),
             np.array(self._numbers, "<u8" if wide else "<u4"),
-            np.frombuffer(crcs, "<u4"),
+            np.frombuffer(digests, "<u4"),
             chunks[:, 1].astype("<u4"),
             chunks[:, 2].astype("<u4"),
             rows[:, 3].astype("<u4"),
@@ -138,7 +144,7 @@ class PartBuilder:
             len(chunks),
             len(self._files),
             len(slabs),
-            len(crcs) // 4,
+            len(digests) // self._algorithm.size_bytes,
             flags,
         )
         lengths = [number for pair in zip(map(len, deflated), map(len, raw), strict=True) for number in pair]
@@ -160,7 +166,7 @@ class Regions:
     offset: np.ndarray[Any, Any]
     size_bytes: np.ndarray[Any, Any]
     first_block: np.ndarray[Any, Any]
-    """Where in the digests a region's blocks begin."""
+    """Where in the digests of its part a region's blocks begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +190,9 @@ class Part:
     """Where in `numbers` a chunk's offsets and sizes begin."""
     chunk_region: np.ndarray[Any, Any]
     regions: Regions
-    crcs: np.ndarray[Any, Any]
+    algorithm: str
+    digests: memoryview
+    """Of all blocks, by that algorithm."""
     _values: tuple[bytes, bytes] = field(repr=False)
 
     @property
@@ -258,7 +266,9 @@ def _decode(data: memoryview, file: str) -> Part:
 
     chunk_offset, slab_offset, slab_bytes = column("<i8", chunks), column("<i8", slabs), column("<i8", slabs)
     numbers = column("<i8" if header_flags & _WIDE else "<u4", numbers_count)
-    crcs, chunk_tensor, chunk_box = column("<u4", blocks), column("<u4", chunks), column("<u4", chunks)
+    algorithm = algorithm_of_code(header_flags >> _ALGORITHM_SHIFT, file=file)
+    digests = column("u1", ALGORITHMS[algorithm].size_bytes * blocks)
+    chunk_tensor, chunk_box = column("<u4", chunks), column("<u4", chunks)
     shape_at, file_chunks, slab_file = column("<u4", tensors), column("<u4", files), column("<u4", slabs)
     dtype, ndim, flags = column("u1", 3 * tensors).reshape(3, -1)
     texts: list[bytes] = []
@@ -295,7 +305,8 @@ def _decode(data: memoryview, file: str) -> Part:
         chunk_box=chunk_box,
         chunk_region=_region_of_chunks(regions, chunk_file, chunk_offset, chunk_bytes),
         regions=regions,
-        crcs=crcs,
+        algorithm=algorithm,
+        digests=digests.data,
         _values=values,
     )
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.digest import BLOCK_BYTES, Digest, fingerprinter, unpacked
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.index_file import INDEX_NAME, split_parts
 from ckptstore.state.index.items import total_bytes
@@ -135,7 +136,7 @@ class TensorIndex:
 
     def _join_columns(self, rows_of_parts: list[np.ndarray[Any, Any]]) -> None:
         number_of = {name: number for number, name in enumerate(self.files)}
-        files, numbers, chunks, regions, crcs, region_base, block_base = [], [], [], [], [], 0, 0
+        files, numbers, chunks, regions, first_regions, region_base = [], [], [], [], list[int](), 0
         number_base = 0
         for part, rows in zip(self.parts, rows_of_parts, strict=True):
             file_numbers = np.array([number_of[name] for name in part.files] or [0], np.int64)
@@ -145,12 +146,10 @@ class TensorIndex:
             chunks.append((*columns, *places, part.chunk_bytes))
             numbers.append(part.numbers.astype(np.int64))
             held = part.regions
-            regions.append(
-                (file_numbers[held.file], held.offset, held.size_bytes, held.first_block.astype(np.int64) + block_base)
-            )
-            crcs.append(part.crcs)
+            regions.append((file_numbers[held.file], held.offset, held.size_bytes, held.first_block))
+            first_regions.append(region_base)
             files.append(len(part.files))
-            region_base, block_base = region_base + len(held.offset), block_base + len(part.crcs)
+            region_base += len(held.offset)
             number_base += len(part.numbers)
         self._numbers = _joined(numbers)
         row, file, offset, box, region, size = (_joined([columns[i] for columns in chunks]) for i in range(6))
@@ -162,7 +161,7 @@ class TensorIndex:
         self._stored_bytes = np.bincount(row[order], size[order], len(self._entries)).astype(np.int64)
         self._limits: list[int] = self._bounds.tolist()
         self.regions = Regions(*(_joined([columns[i] for columns in regions]) for i in range(4)))
-        self.crcs = _joined(crcs).astype(np.uint32)
+        self._first_regions = first_regions
 
     def _first_copies(self, row: Any, box: Any, size: Any, owner: Any) -> np.ndarray[Any, Any]:
         """Which chunks, in the order of rows, are not a lower rank's box once more.
@@ -203,12 +202,20 @@ class TensorIndex:
 
     def layout_digest(self) -> bytes:
         """Equal for two indices that differ in digests of blocks and plain values alone."""
-        digest = xxhash.xxh3_128()
+        digest = fingerprinter()
         for part in self.parts:
             for column in part.layout():
                 digest.update(struct.pack("<Q", len(column)))
                 digest.update(column)
         return digest.digest()
+
+    def digests(self, region: int, low: int = 0, high: int | None = None) -> list[Digest]:
+        """The digests of the blocks of a region from the number `low` on, below `high`."""
+        part = self.parts[bisect_right(self._first_regions, region) - 1]
+        if high is None:
+            high = -(-int(self.regions.size_bytes[region]) // BLOCK_BYTES)
+        first = int(self.regions.first_block[region])
+        return unpacked(part.algorithm, part.digests, first + low, first + high)
 
     @property
     def num_chunks(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.digest import BLOCK_BYTES, Digest
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.runtime.new_memory import HUGE_BYTES, new_memory
 from ckptstore.state.index.tensor_index import Chunk, TensorIndex
@@ -66,7 +66,7 @@ class Step:
     key: str
     offset: int
     size_bytes: int
-    checks: tuple[tuple[int, int], ...]
+    checks: tuple[tuple[int, Digest], ...]
     direct: memoryview | None = None
     """The memory that takes the middle of the stretch directly."""
     direct_offset: int = 0
@@ -223,17 +223,17 @@ class ReadPlan:
 
     def _step(self, region: int, start: int, stop: int) -> Step:
         """A stretch of a region, widened to the borders of its blocks."""
-        file, begin, size_bytes, first_block = (column[region] for column in self._regions)
+        file, begin, size_bytes = (column[region] for column in self._regions)
         key = self._prefix + self._index.files[file]
         if not self._checked:
             return Step(key, start, stop - start, ())
         low = (start - begin) // BLOCK_BYTES
         high = -(-(stop - begin) // BLOCK_BYTES)
         end = min(high * BLOCK_BYTES, size_bytes)
-        crcs = self._index.crcs[first_block + low : first_block + high].tolist()
+        digests = self._index.digests(region, low, high)
         sizes = [BLOCK_BYTES] * (high - low)
         sizes[-1] = end - (high - 1) * BLOCK_BYTES
-        return Step(key, begin + low * BLOCK_BYTES, end - low * BLOCK_BYTES, tuple(zip(sizes, crcs, strict=True)))
+        return Step(key, begin + low * BLOCK_BYTES, end - low * BLOCK_BYTES, tuple(zip(sizes, digests, strict=True)))
 
     def steps(self) -> Iterator[Step]:
         """Everything to be read, in the order of files and offsets."""
@@ -247,8 +247,8 @@ class ReadPlan:
         yield from self._steps
 
 
-def _region_columns(index: TensorIndex) -> tuple[Any, Any, Any, Any]:
-    return index.regions.file, index.regions.offset, index.regions.size_bytes, index.regions.first_block
+def _region_columns(index: TensorIndex) -> tuple[Any, Any, Any]:
+    return index.regions.file, index.regions.offset, index.regions.size_bytes
 
 
 def _groups(copies: Sequence[Copy], begin: int) -> Iterator[list[Copy]]:

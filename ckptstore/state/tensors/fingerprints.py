@@ -1,4 +1,4 @@
-"""128 bits of a tensor's numbers, taken where they lie: by XXH3 in host memory, by integer arithmetic on a device."""
+"""128 bits of a tensor's numbers, taken where they lie: by a hash in host memory, by integer arithmetic on a device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from os import sched_getaffinity
 
 import torch
-import xxhash
 
+from ckptstore.format.digest import fingerprint, fingerprinter
 from ckptstore.runtime.parallel import mapped
 from ckptstore.state.tensors.segments import as_bytes
 from ckptstore.state.tensors.tensor_memory import bytes_of, is_plain_memory
@@ -24,13 +24,13 @@ _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x00AE502812AA7333, -0x3B314601E5
 
 
 def digest_of_host(tensor: torch.Tensor) -> bytes:
-    """The XXH3-128 of a tensor's bytes in the order of its elements, wherever they lie; 16 bytes.
+    """The fingerprint of a tensor's bytes in the order of its elements, wherever they lie; 16 bytes.
 
     A strided tensor, and one on a device, is copied 16 MiB at a time.
     """
     if is_plain_memory(tensor):
-        return xxhash.xxh3_128_digest(bytes_of(tensor))
-    hasher = xxhash.xxh3_128()
+        return fingerprint(bytes_of(tensor))
+    hasher = fingerprinter()
     for piece in _pieces(tensor.detach()):
         hasher.update(bytes_of(piece))
     return hasher.digest()
@@ -67,9 +67,7 @@ def fingerprints_of(tensors: Mapping[str, tuple[torch.Tensor, ...]]) -> dict[str
         rows = torch.stack(list(results.values())).cpu().numpy()
         found.update((place, row.tobytes()) for place, row in zip(results, rows, strict=True))
     return {
-        key: found[key, 0]
-        if len(held) == 1
-        else xxhash.xxh3_128_digest(b"".join(found[key, n] for n in range(len(held))))
+        key: found[key, 0] if len(held) == 1 else fingerprint(b"".join(found[key, n] for n in range(len(held))))
         for key, held in tensors.items()
     }
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ckptstore.errors import InvalidState
+from ckptstore.format.digest import fingerprinter
 from ckptstore.state.tensors.placement import PLAIN_TYPES
 
 
@@ -113,9 +113,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview | bytes:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """The XXH3-128 of a tensor's dtype, shape and bytes, as they are stored."""
+    """The fingerprint of a tensor's dtype, shape and bytes, as they are stored."""
     if not is_plain_memory(tensor):
         tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    hasher = fingerprinter(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     hasher.update(view_of(tensor))
     return hasher.hexdigest()

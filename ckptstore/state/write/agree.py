@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from ckptstore.errors import InvalidState
+from ckptstore.format.digest import fingerprint, fingerprinter
 from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure, total_bytes
 from ckptstore.state.index.outline import Outline
 from ckptstore.state.write.coverage import Expected
@@ -177,7 +177,7 @@ class Negotiator:
         structure = Structure.of(items).encode()
         digests = {item.key: item.digest for item in items if item.mode in (Mode.COMPARE, Mode.VALUE)}
         member = next((item.member for item in items if item.member != _NOBODY), _NOBODY)
-        self._mine = _Mine(structure, xxhash.xxh3_128_digest(structure), digests, member, rank, replicas, own)
+        self._mine = _Mine(structure, fingerprint(structure), digests, member, rank, replicas, own)
         self._asked = None
 
     def describe(self) -> bytes:
@@ -191,7 +191,7 @@ class Negotiator:
             deflated = zlib.compress(mine.structure, 1) if mine.rank in examples else b""
             head = FULL_POST_HEAD.pack(mine.member, len(deflated), len(answer))
             return b"".join([mine.identity, head, deflated, answer, *mine.digests.values()])
-        stable = xxhash.xxh3_128(b"".join(mine.digests[key] for key in mine.digests if key not in self._differed))
+        stable = fingerprinter(b"".join(mine.digests[key] for key in mine.digests if key not in self._differed))
         apart = [mine.digests[key] for key in mine.digests if key in self._differed]
         return b"".join([mine.identity, stable.digest(), *apart])
 
@@ -240,7 +240,7 @@ class Negotiator:
         """The agreement, if all ranks have the structure of the last save, only differ where they did then, and it is
         not the time to compare replicas."""
         identities = [post[:DIGEST_BYTES] for post in posts]
-        self._posted = xxhash.xxh3_128_digest(b"".join(identities))
+        self._posted = fingerprint(b"".join(identities))
         last, since = self._compared_last
         is_due = compare_every > 0 and (self._posted != last or since + 1 >= compare_every)
         question = Question(one_by_one=len(set(identities)) > 1) if is_due else None

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 
 from ckptstore.errors import InvalidState
+from ckptstore.format.digest import fingerprint, fingerprinter
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode
 from ckptstore.state.index.part import DTYPES
@@ -113,11 +113,11 @@ def _fill_value_digests(found: Described) -> None:
     beside: dict[str, list[bytes]] = {}
     for item in found.items:
         if item.mode is Mode.BESIDE:
-            beside.setdefault(item.owner, []).append(xxhash.xxh3_128_digest(bytes_of(found.memory[item.key][0])))
+            beside.setdefault(item.owner, []).append(fingerprint(bytes_of(found.memory[item.key][0])))
     for index, item in enumerate(found.items):
         if item.mode is Mode.VALUE:
             content = b"".join([found.values[item.key].encode(), *beside.get(item.key, ())])
-            digest = _unlike_any() if item.key in found.own else xxhash.xxh3_128_digest(content)
+            digest = _unlike_any() if item.key in found.own else fingerprint(content)
             found.items[index] = Item(item.key, Mode.VALUE, digest=digest)
 
 
@@ -172,7 +172,7 @@ def _distributed(key: str, tensor: Any, dtype: str, shape: tuple[int, ...], boxe
 
 
 def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:
-    digest = xxhash.xxh3_128(f"{dtype}{shape}".encode())
+    digest = fingerprinter(f"{dtype}{shape}".encode())
     for piece in pieces:
         digest.update(bytes_of(piece.tensor))
     return digest.digest()

@@ -1,8 +1,8 @@
 """Saving only what has changed: files of the checkpoint before are taken over whole while most of them still holds.
 
-A chunk is unchanged when its XXH3-128 is that of the same box of the same tensor in the checkpoint before. A file most
-of whose bytes are unchanged chunks is linked, or copied inside the storage, and the rest of it is not referred to any
-more; everything else is written into new files. So the checkpoint stays whole, and stock readers need nothing new.
+A chunk is unchanged when its fingerprint is that of the same box of the same tensor in the checkpoint before. A file
+most of whose bytes are unchanged chunks is linked, or copied inside the storage, and the rest of it is not referred to
+any more; everything else is written into new files. So the checkpoint stays whole, and stock readers need nothing new.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import FORMAT_VERSION, load_object, shortened
 from ckptstore.format.layout import check_name
 from ckptstore.state.tensors.boxes import Box
@@ -38,8 +39,8 @@ class KeptChunk:
     """Of the payload."""
     size_bytes: int
     digest: str
-    """XXH3-128 of the payload with dtype and shape, hexadecimal."""
-    block_crcs: bytes
+    """Fingerprint of the payload with dtype and shape, hexadecimal."""
+    block_digests: bytes
     """Of a payload that is a region of its own; empty in a slab."""
 
 
@@ -51,16 +52,17 @@ class KeptFile:
     attempt: str
     """The directory in which it lies."""
     size_bytes: int
-    crc32c: int
+    digest: Digest
+    """Its algorithm is that of the digests of blocks too."""
     slab_bytes: int
-    slab_crcs: bytes
+    slab_digests: bytes
     chunks: tuple[KeptChunk, ...]
 
     @property
-    def region_crcs(self) -> list[bytes]:
+    def region_digests(self) -> list[bytes]:
         """The digests of the regions that are referred to, in their order."""
-        slab = [self.slab_crcs] if self.slab_bytes else []
-        return [*slab, *(chunk.block_crcs for chunk in self.chunks if chunk.block_crcs)]
+        slab = [self.slab_digests] if self.slab_bytes else []
+        return [*slab, *(chunk.block_digests for chunk in self.chunks if chunk.block_digests)]
 
     def current(self, digests: dict[Place, str]) -> KeptFile:
         """The same file with the chunks that still hold."""
@@ -81,11 +83,12 @@ class Kept:
     """The directory of that checkpoint."""
     files: tuple[KeptFile, ...]
 
-    def still_good(self, digests: dict[Place, str]) -> list[KeptFile]:
-        """The files to take over; no chunk is in two of them."""
+    def still_good(self, digests: dict[Place, str], *, algorithm: str) -> list[KeptFile]:
+        """The files to take over; no chunk is in two of them. All digests of an index are by one algorithm."""
         found, taken = [], set[Place]()
         for file in (file.current(digests) for file in self.files):
-            if file.is_worth_keeping and not any((chunk.key, chunk.box) in taken for chunk in file.chunks):
+            is_alike = file.digest.algorithm == algorithm
+            if is_alike and file.is_worth_keeping and not any((chunk.key, chunk.box) in taken for chunk in file.chunks):
                 found.append(file)
                 taken |= {(chunk.key, chunk.box) for chunk in file.chunks}
         return found
@@ -97,11 +100,11 @@ class Kept:
                 "name": file.name,
                 "attempt": file.attempt,
                 "size_bytes": file.size_bytes,
-                "crc32c": file.crc32c,
+                "digest": str(file.digest),
                 "slab_bytes": file.slab_bytes,
-                "slab_crcs": base64.b64encode(file.slab_crcs).decode(),
+                "slab_digests": base64.b64encode(file.slab_digests).decode(),
                 "chunks": [
-                    [c.key, *c.box, c.offset, c.size_bytes, c.digest, base64.b64encode(c.block_crcs).decode()]
+                    [c.key, *c.box, c.offset, c.size_bytes, c.digest, base64.b64encode(c.block_digests).decode()]
                     for c in file.chunks
                 ],
             }
@@ -128,9 +131,9 @@ def _file_from_json(entry: dict[str, Any]) -> KeptFile:
         check_name(entry["name"]),
         check_name(entry["attempt"]),
         _number(entry["size_bytes"]),
-        _number(entry["crc32c"]),
+        Digest.parse(entry["digest"]),
         _number(entry["slab_bytes"]),
-        base64.b64decode(entry["slab_crcs"]),
+        base64.b64decode(entry["slab_digests"]),
         tuple(
             KeptChunk(
                 str(key),
@@ -138,9 +141,9 @@ def _file_from_json(entry: dict[str, Any]) -> KeptFile:
                 _number(at),
                 _number(size_bytes),
                 str(digest),
-                base64.b64decode(crcs),
+                base64.b64decode(blocks),
             )
-            for key, offsets, sizes, at, size_bytes, digest, crcs in entry["chunks"]
+            for key, offsets, sizes, at, size_bytes, digest, blocks in entry["chunks"]
         ),
     )
 
@@ -152,7 +155,7 @@ def _number(value: Any) -> int:
 
 
 def digests_of(chunks: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[Place, str]:
-    """The XXH3-128 of each chunk's bytes, dtype and whole shape of the box."""
+    """The fingerprint of each chunk's bytes, dtype and whole shape of the box."""
     return {(key, box): digest_of(tensor) for key, box, tensor in chunks}
 
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ckptstore.errors import InvalidState
+from ckptstore.format.digest import Digest
 from ckptstore.group.base import spoken
 from ckptstore.state.index.items import Mode, Row, Structure, total_bytes
 from ckptstore.state.index.outline import Outline, Outlined, PartFile, Span
@@ -29,8 +30,8 @@ class RankTold(NamedTuple):
     """How many it has written for itself alone."""
     spans: Sequence[Sequence[int]]
     """`RankPlan.spans`."""
-    part: Sequence[int]
-    """`PartFile` of its part of the index."""
+    part: tuple[int, str]
+    """Size and digest of the file of its part of the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class _Outliner:
                 if row.tied_to and key not in self._untied:
                     tied[key] = row.tied_to
         common = tuple(rank for rank, one in enumerate(told) if one.num_common)
-        parts = tuple(PartFile(*one.part) for one in told)
+        parts = tuple(PartFile(size_bytes, Digest.parse(text)) for size_bytes, text in (one.part for one in told))
         spans = self._spans(tensors, told)
         return Outline(parts, tuple(tensors), tuple(layouts), tied, own, common, spans, num_prefixes)
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 
 from ckptstore.errors import InvalidState
+from ckptstore.format.digest import fingerprint
 from ckptstore.group.base import spoken
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode, Structure, total_bytes
@@ -52,14 +52,14 @@ class Replicas:
         names = {
             name: [name_of(item.key, item.mode, item.group, item.boxes) for item in groups[name]] for name in groups
         }
-        claims = {xxhash.xxh3_128_digest(b"".join(names[name])): name for name in groups}
+        claims = {fingerprint(b"".join(names[name])): name for name in groups}
         if question.names:
             wanted = [claims[name] for text in question.names if (name := bytes.fromhex(text)) in claims]
             return json.dumps([self._detail(item) for name in wanted for item in groups[name]]).encode()
         digests = fingerprints_of({_memory_of(item): self._memory[item.key] for item in self._dealt})
         parts = []
         for claim, name in claims.items():
-            parts += [claim, xxhash.xxh3_128_digest(b"".join([digests[_memory_of(item)] for item in groups[name]]))]
+            parts += [claim, fingerprint(b"".join([digests[_memory_of(item)] for item in groups[name]]))]
         return b"".join(parts)
 
     def _groups(self, one_by_one: bool) -> dict[Any, list[Item]]:
@@ -73,7 +73,7 @@ class Replicas:
     def _detail(self, item: Item) -> list[Any]:
         digests = b"".join([digest_of_host(tensor) for tensor in self._memory[item.key]])
         name = name_of(item.key, item.mode, item.group, item.boxes)
-        return [item.key, int(item.mode), name.hex(), xxhash.xxh3_128_hexdigest(digests)]
+        return [item.key, int(item.mode), name.hex(), fingerprint(digests).hex()]
 
 
 Answer = Callable[[Question], bytes]
@@ -88,13 +88,13 @@ def _memory_of(item: Item) -> str:
 def name_of(key: str, mode: int, group: int, boxes: Iterable[Box]) -> bytes:
     """What a tensor is called among the ranks that have the same boxes of it."""
     boxed = [(box.offsets, box.sizes) for box in boxes]
-    return xxhash.xxh3_128_digest(json.dumps([key, int(mode), group, boxed]).encode())
+    return fingerprint(json.dumps([key, int(mode), group, boxed]).encode())
 
 
 def unshared(structures: Sequence[Structure], differs: Collection[str]) -> frozenset[bytes]:
     """The names of tensors that are not dealt out after all, because ranks have something else under their keys."""
     rows = (row for structure in structures for row in structure.rows if row.mode == Mode.SPLIT and row.key in differs)
-    return frozenset(xxhash.xxh3_128_digest(name_of(row.key, row.mode, row.group, [whole(row.shape)])) for row in rows)
+    return frozenset(fingerprint(name_of(row.key, row.mode, row.group, [whole(row.shape)])) for row in rows)
 
 
 def differing(answers: Sequence[bytes]) -> list[bytes]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.digest import BLOCK_BYTES, DEFAULT
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import spread_directory
 from ckptstore.runtime.collector import collector_paused
@@ -102,14 +102,17 @@ class ShardFiles:
         before: Kept | None = None,
         num_prefixes: int = 1,
         on_disk: bool = False,
+        algorithm: str = DEFAULT,
     ) -> None:
         """`num_files` is how many files may be written at once. With `incremental` the chunks get digests, and files
-        of the checkpoint `before` are taken over. `num_prefixes` directories share the files of all ranks."""
+        of the checkpoint `before` are taken over. `num_prefixes` directories share the files of all ranks.
+        `algorithm` is that of the digests."""
         self._described = described
         self._plan = plan
         self._rank = rank
         self._directory = spread_directory(rank, num_prefixes)
         self._incremental = incremental
+        self._algorithm = algorithm
         self._before = before
         self._digests: dict[Place, str] = {}
         self.kept: list[KeptFile] = []
@@ -140,7 +143,7 @@ class ShardFiles:
         frames = list(self._frames())
         if self._incremental:
             self._digests = digests_of((key, box, tensor) for key, box, _, tensor in frames)
-            self.kept = self._before.still_good(self._digests) if self._before else []
+            self.kept = self._before.still_good(self._digests, algorithm=self._algorithm) if self._before else []
         held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
         for frame in frames:
             if not held or (frame[0], frame[1]) not in held:
@@ -191,10 +194,10 @@ class ShardFiles:
         return CopyCheck(large, small, turn=turn, every=every)
 
     @collector_paused()
-    def index_part(self, block_crcs: Sequence[Sequence[bytes]]) -> bytes:
+    def index_part(self, block_digests: Sequence[Sequence[bytes]]) -> bytes:
         """This rank's part of the tensor index, from the digests of each file's regions."""
         described, plan = self._described, self._plan
-        builder = PartBuilder(self._rank)
+        builder = PartBuilder(self._rank, algorithm=self._algorithm)
         items = {item.key: item for item in described.items}
 
         def rows_of(key: str) -> list[int]:
@@ -205,14 +208,14 @@ class ShardFiles:
             return found
 
         for kept in self.kept:
-            builder.add_file(kept.name, kept.region_crcs)
+            builder.add_file(kept.name, kept.region_digests)
             if kept.slab_bytes:
                 builder.add_slab(0, kept.slab_bytes)
             for chunk in kept.chunks:
                 for row in rows_of(chunk.key):
                     builder.add_chunk(row, chunk.offset, chunk.box)
-        for file, crcs in zip(self.files, block_crcs, strict=True):
-            builder.add_file(file.name, crcs)
+        for file, digests in zip(self.files, block_digests, strict=True):
+            builder.add_file(file.name, digests)
             if file.slab_bytes:
                 builder.add_slab(0, file.slab_bytes)
             for placed in file.placed:
@@ -225,10 +228,10 @@ class ShardFiles:
 
     def told(self, part: Receipt) -> RankTold:
         """What the leader has to know in place of the part of the index, which is stored."""
-        assert part.crc32c is not None  # it was written
+        size_and_digest = part.size_bytes, str(part.digest)
         items, plan = self._described.items, self._plan
         size_bytes = sum(write.box.volume * DTYPES[items[write.item].dtype][1] for write in plan.writes)
-        return RankTold(size_bytes, len(plan.common), len(plan.own), plan.spans, (part.size_bytes, part.crc32c))
+        return RankTold(size_bytes, len(plan.common), len(plan.own), plan.spans, size_and_digest)
 
     def kept_after(self, attempt: str, stored: Sequence[Stored], *, linked: bool) -> Kept:
         """What the next save may take over: the files of this one, once they are stored in that directory.
@@ -240,15 +243,15 @@ class ShardFiles:
         return Kept(attempt, (*taken, *written))
 
     def _kept_file(self, file: ShardFile, attempt: str, stored: Stored) -> KeptFile:
-        regions = iter(stored.block_crcs)
-        slab_crcs = next(regions) if file.slab_bytes else b""
+        regions = iter(stored.block_digests)
+        slab_digests = next(regions) if file.slab_bytes else b""
         chunks = []
         for placed in file.placed:
-            crcs = b"" if placed.offset < file.slab_bytes else next(regions)
+            blocks = b"" if placed.offset < file.slab_bytes else next(regions)
             digest = self._digests[placed.key, placed.box]
-            chunks.append(KeptChunk(placed.key, placed.box, placed.offset, placed.payload_bytes, digest, crcs))
-        sizes = stored.size_bytes, stored.crc32c, file.slab_bytes
-        return KeptFile(file.name, attempt, *sizes, slab_crcs, tuple(chunks))
+            chunks.append(KeptChunk(placed.key, placed.box, placed.offset, placed.payload_bytes, digest, blocks))
+        sizes = stored.size_bytes, stored.digest, file.slab_bytes
+        return KeptFile(file.name, attempt, *sizes, slab_digests, tuple(chunks))
 
     def _values(self, keys: Sequence[str]) -> bytes:
         """The JSON object of some plain values; their texts are JSON already."""

@@ -1,7 +1,7 @@
 """S3 through botocore: what the fsspec engine is on S3, and of the obstore engine the parts, and over plain HTTP the
 large reads.
 
-The body of an upload carries its CRC32C, which the server checks, and is not signed as well (SHA-256 would cost more
+The body of an upload carries a checksum, which the server checks, and is not signed as well (SHA-256 would cost more
 than the transfer); without that checksum it is signed over plain HTTP.
 """
 
@@ -13,12 +13,21 @@ from contextlib import suppress
 from typing import Any
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
-from ckptstore.format import digest
+from ckptstore.format.digest import Digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import foreign
 from ckptstore.storage.cloud.answers import AnswerHead, complete
 from ckptstore.storage.cloud.aws_client import AwsConnection
-from ckptstore.storage.cloud.bodies import PIECE_BYTES, Filling, ViewsBody, crc32c_header, part_bytes, total_bytes
+from ckptstore.storage.cloud.bodies import (
+    CHECKSUM_TITLE,
+    PIECE_BYTES,
+    Filling,
+    ViewsBody,
+    checksum_of,
+    checksum_text,
+    part_bytes,
+    total_bytes,
+)
 from ckptstore.storage.cloud.lazy_client import CloudFiles
 from ckptstore.storage.cloud.plain_http import HttpAnswer
 from ckptstore.storage.uri import Location
@@ -73,11 +82,11 @@ class S3Files(CloudFiles[AwsConnection]):
             **condition,
         )
 
-    def checksum(self, views: Sequence[memoryview], crc32c: int | None = None) -> dict[str, str]:
-        """The digest that goes with a body; `crc32c` where it is known."""
+    def checksum(self, views: Sequence[memoryview], digest: Digest | None = None) -> dict[str, str]:
+        """The checksum that goes with a body; `digest` is one that is known of it."""
         if not self._connection.sends_checksum:
             return {}
-        return {"ChecksumCRC32C": crc32c_header(digest.crc32c_of(views) if crc32c is None else crc32c)}
+        return {f"Checksum{CHECKSUM_TITLE}": checksum_text(checksum_of(views, digest))}
 
     def read(self, key: str) -> bytes:
         answer = self.call("get_object", file=key, Key=self.full(key))
@@ -200,7 +209,7 @@ class S3Files(CloudFiles[AwsConnection]):
 
     def rules(self) -> dict[str, str]:
         """See `Bucket`. Each of them needs a permission of its own; what may not be asked is left out."""
-        found = {"upload checksum": "CRC32C" if self._connection.sends_checksum else ""}
+        found = {"upload checksum": CHECKSUM_TITLE if self._connection.sends_checksum else ""}
         with suppress(AccessDenied):
             status = self.call("get_bucket_versioning", file="").get("Status", "")
             found["versioning"] = "" if status in ("", "Suspended") else str(status)
@@ -238,14 +247,14 @@ class _Upload:
         self._parts: dict[int, dict[str, Any]] = {}
         self._lock = threading.Lock()
         self._finishing = False
-        options = {"ChecksumAlgorithm": "CRC32C"} if checksum else {}
+        options = {"ChecksumAlgorithm": CHECKSUM_TITLE} if checksum else {}
         answer = files.call("create_multipart_upload", file=key, Key=files.full(key), **options, **files.put_options)
         with complete(key):
             self._at = {"Key": files.full(key), "UploadId": answer["UploadId"]}
 
-    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         number = offset // self._part_bytes + 1
-        checksum = self._files.checksum(views, crc32c)
+        checksum = self._files.checksum(views, digest)
         answer = self._files.call(
             "upload_part",
             file=self._key,

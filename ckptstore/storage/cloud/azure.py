@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, FileMissing, StorageUnavailable
+from ckptstore.format.digest import Digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.answers import AnswerHead
@@ -228,7 +229,7 @@ class _Blocks:
         self._writer_id = uuid.uuid4().hex[:16]
         self._block_ids: dict[int, str] = {}
 
-    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         number = offset // self._part_bytes
         block_id = base64.b64encode(f"{self._writer_id}-{number:06d}".encode()).decode()
         with self._files.seam("write", self._key):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
-import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, StorageUnavailable
+from ckptstore.format.digest import Digest
 
 PIECE_BYTES = 1 << 20
 """What goes to or comes from a socket in one call: large enough to cost nothing, small enough for the cache."""
@@ -136,6 +136,17 @@ class Filling:
         raise StorageUnavailable(f"The answer broke off, {self.missing_bytes} bytes are missing", file=self._key)
 
 
-def crc32c_header(value: int) -> str:
-    """A CRC32C as S3 and Google write it."""
-    return base64.b64encode(struct.pack(">I", value)).decode()
+CHECKSUM = "crc32c"
+"""The digest by which S3 and Google check a body that arrives, whatever the digests of the files are."""
+CHECKSUM_TITLE = CHECKSUM.upper()
+
+
+def checksum_of(views: Sequence[memoryview], digest: Digest | None) -> Digest:
+    """The digest that goes with a body; `digest` is one that is known of it."""
+    known = digest is not None and digest.algorithm == CHECKSUM
+    return digest if digest and known else Digest.of(*views, algorithm=CHECKSUM)
+
+
+def checksum_text(checksum: Digest) -> str:
+    """A checksum as S3 and Google write it."""
+    return base64.b64encode(bytes.fromhex(checksum.hex)).decode()

@@ -1,7 +1,7 @@
 """Google Cloud Storage over its JSON API: what the fsspec engine is on GCS, and the parts of the obstore engine.
 
 The only importer of google-auth (beside `chains`) and of requests, SDKs of gcsfs. Requests run on the calling thread,
-not on gcsfs' one event loop. Each upload carries its CRC32C, which GCS checks before it makes the object visible.
+not on gcsfs' one event loop. Each upload carries a checksum, which GCS checks before it makes the object visible.
 
 GCS has no parts in its JSON API: a large file goes up as temporary objects beside it (".part-..."), which are composed
 and deleted. A process that is killed meanwhile leaves them in the attempt's directory, which `gc` removes whole.
@@ -18,11 +18,19 @@ from typing import Any
 from urllib.parse import quote
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageUnavailable
-from ckptstore.format import digest
+from ckptstore.format.digest import Digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.answers import AnswerHead, complete, wrong
-from ckptstore.storage.cloud.bodies import Filling, ViewsBody, crc32c_header, total_bytes
+from ckptstore.storage.cloud.bodies import (
+    CHECKSUM,
+    CHECKSUM_TITLE,
+    Filling,
+    ViewsBody,
+    checksum_of,
+    checksum_text,
+    total_bytes,
+)
 from ckptstore.storage.cloud.client_options import (
     GOOGLE,
     gcs_endpoint,
@@ -149,7 +157,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
         try:
             answer = self.call("GET", self._bucket, what="rules", key="", params={"fields": fields})
         except AccessDenied:  # takes storage.buckets.get, which nothing else here needs
-            return {"upload checksum": "CRC32C"}
+            return {"upload checksum": CHECKSUM_TITLE}
         soft = int(answer.get("softDeletePolicy", {}).get("retentionDurationSeconds") or 0)
         kept = int(answer.get("retentionPolicy", {}).get("retentionPeriod") or 0)
         return {
@@ -157,7 +165,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
             "soft delete": f"kept for {soft} s" if soft else "",
             "object lock": f"kept for {kept} s" if kept else "",
             "unfinished uploads": "none are left",
-            "upload checksum": "CRC32C",
+            "upload checksum": CHECKSUM_TITLE,
         }
 
     def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
@@ -181,10 +189,10 @@ class GcsFiles(CloudFiles[GcsConnection]):
             return False
         return True
 
-    def put(self, key: str, views: Sequence[memoryview], *, crc32c: int | None = None, **condition: str) -> int:
-        """Upload an object in one request; returns its CRC32C."""
-        value = digest.crc32c_of(views) if crc32c is None else crc32c
-        resource = {"name": self._location.full_key(key), "crc32c": crc32c_header(value)}
+    def put(self, key: str, views: Sequence[memoryview], *, digest: Digest | None = None, **condition: str) -> Digest:
+        """Upload an object in one request; returns its checksum."""
+        checksum = checksum_of(views, digest)
+        resource = {"name": self._location.full_key(key), CHECKSUM: checksum_text(checksum)}
         border = uuid.uuid4().hex
         head = (
             f"--{border}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(resource)}\r\n"
@@ -196,16 +204,18 @@ class GcsFiles(CloudFiles[GcsConnection]):
             f"/upload/storage/v1{self._bucket}/o",
             what="write",
             key=key,
-            params={"uploadType": "multipart", "fields": "size,crc32c", **condition},
+            params={"uploadType": "multipart", "fields": f"size,{CHECKSUM}", **condition},
             data=body,
             headers={"Content-Type": f"multipart/related; boundary={border}"},
         ) as answer:
-            self._check(self._json(answer, what="write", key=key), key=key, size_bytes=total_bytes(views), crc32c=value)
-        return value
+            stored = self._json(answer, what="write", key=key)
+            self._check(stored, key=key, size_bytes=total_bytes(views), checksum=checksum)
+        return checksum
 
-    def _check(self, stored: Mapping[str, Any], *, key: str, size_bytes: int, crc32c: int) -> None:
+    def _check(self, stored: Mapping[str, Any], *, key: str, size_bytes: int, checksum: Digest) -> None:
+        expected = checksum_text(checksum)
         with complete(key):
-            is_same = stored.get("crc32c", crc32c_header(crc32c)) == crc32c_header(crc32c)
+            is_same = stored.get(CHECKSUM, expected) == expected
             is_same = is_same and int(stored["size"]) == size_bytes
         if not is_same:
             raise StorageUnavailable("The bytes arrived damaged", file=key)
@@ -292,14 +302,18 @@ class GcsFiles(CloudFiles[GcsConnection]):
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
         return _Composition(self, key, size_bytes)
 
-    def compose(self, sources: Sequence[str], key: str, *, size_bytes: int, crc32c: int) -> None:
+    def compose(self, sources: Sequence[str], key: str, *, size_bytes: int, checksum: Digest) -> None:
         """Make an object of up to 32 others."""
         body = {
             "sourceObjects": [{"name": self._location.full_key(source)} for source in sources],
             "destination": {"contentType": "application/octet-stream"},
         }
         answer = self.call("POST", f"{self.object(key)}/compose", what="compose", key=key, json=body)
-        self._check(answer, key=key, size_bytes=size_bytes, crc32c=crc32c)
+        self._check(answer, key=key, size_bytes=size_bytes, checksum=checksum)
+
+
+_Part = tuple[str, int, Digest]
+"""Key, size and checksum of a temporary object."""
 
 
 class _Composition:
@@ -311,13 +325,12 @@ class _Composition:
         self._part_bytes = files.part_bytes(size_bytes)
         directory, slash, _ = key.rpartition("/")
         self._name = f"{directory}{slash}.part-{uuid.uuid4().hex[:16]}"
-        self._parts: dict[int, tuple[str, digest.SegmentDigest]] = {}
+        self._parts: dict[int, _Part] = {}
         self._joined: list[str] = []
 
-    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         name = f"{self._name}-{offset // self._part_bytes:05d}"
-        crc32c = self._files.put(name, views, crc32c=crc32c)
-        self._parts[offset] = (name, digest.SegmentDigest(offset, total_bytes(views), crc32c))
+        self._parts[offset] = name, total_bytes(views), self._files.put(name, views, digest=digest)
 
     def finish(self) -> None:
         """May be called again after an error: the parts stay until the file is whole."""
@@ -325,21 +338,21 @@ class _Composition:
         while len(parts) > _MAX_COMPOSED:
             groups = [parts[start : start + _MAX_COMPOSED] for start in range(0, len(parts), _MAX_COMPOSED)]
             parts = [self._join(group, f"{self._name}-joined-{index:05d}") for index, group in enumerate(groups)]
-            self._joined += [name for name, _ in parts]
+            self._joined += [name for name, _, _ in parts]
         self._join(parts, self._key)
         self.abort()
 
-    def _join(self, parts: Sequence[tuple[str, digest.SegmentDigest]], key: str) -> tuple[str, digest.SegmentDigest]:
-        segments = [segment for _, segment in parts]
-        size_bytes = sum(segment.size_bytes for segment in segments)
-        crc32c = digest.join(segments)
-        self._files.compose([name for name, _ in parts], key, size_bytes=size_bytes, crc32c=crc32c)
-        return key, digest.SegmentDigest(segments[0].offset, size_bytes, crc32c)
+    def _join(self, parts: Sequence[_Part], key: str) -> _Part:
+        (_, total_bytes, checksum), *others = parts
+        for _, size_bytes, other in others:
+            total_bytes, checksum = total_bytes + size_bytes, checksum.followed_by(other, size_bytes)
+        self._files.compose([name for name, _, _ in parts], key, size_bytes=total_bytes, checksum=checksum)
+        return key, total_bytes, checksum
 
     def abort(self) -> None:
         """Remove the temporary objects."""
         with suppress(CkptstoreError):
-            self._files.delete([*(name for name, _ in self._parts.values()), *self._joined])
+            self._files.delete([*(name for name, _, _ in self._parts.values()), *self._joined])
 
 
 def connect(names: Mapping[str, Any], environ: Environment) -> GcsConnection:

@@ -377,7 +377,7 @@ class FastBucketStorage(FastStorage):
 
 
 class FastGcsStorage(FastBucketStorage):
-    """GCS, where uploads and listings go over the JSON API: there an upload carries a CRC32C, and a listing versions.
+    """GCS, where uploads and listings go over the JSON API: there an upload carries a checksum, and a listing versions.
     obstore speaks the XML API, and has neither."""
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from ckptstore.errors import StorageError
+from ckptstore.format.digest import Digest
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.direct import DirectFile
 
@@ -52,7 +53,7 @@ class NewFile:
         if is_direct:
             self._direct = DirectFile(self._descriptor)
 
-    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         """Write the views one after another. Raises StorageError."""
         try:
             if self._direct:

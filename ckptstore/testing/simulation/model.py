@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckptstore.format.changes import Claim, Commit, Remove, Restore
-from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import (
     CHECKPOINT_PREFIX,
     HINT_KEY,
@@ -320,7 +319,7 @@ def held_files(
             file = files.get(receipt.name)
             if file is None or len(file.data) != receipt.size_bytes:
                 raise Violation("what is committed is whole", f"{where}: {receipt.name} is missing or torn")
-            if receipt.crc32c is not None and crc32c(memoryview(file.data)) != receipt.crc32c:
+            if receipt.digest is not None and receipt.digest.like(file.data) != receipt.digest:
                 raise Violation("what is committed is whole", f"{where}: {receipt.name} has other bytes")
             if not file.is_durable and not is_copy:
                 raise Violation("what is committed is durable", f"{where}: {receipt.name}")

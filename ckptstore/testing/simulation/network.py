@@ -17,6 +17,7 @@ from ckptstore.errors import (
     StorageThrottled,
     StorageUnavailable,
 )
+from ckptstore.format.digest import Digest
 from ckptstore.storage import base
 from ckptstore.testing.simulation.plan import Plan
 from ckptstore.testing.simulation.virtual.scheduler import Killed, Process, Scheduler
@@ -362,9 +363,9 @@ class _ConnectedWriter:
         self._key = key
         self._inner = inner
 
-    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         data = [memoryview(b"".join(views))]
-        self._network.request("write_part", self._key, lambda: self._inner.write_part(offset, data, crc32c))
+        self._network.request("write_part", self._key, lambda: self._inner.write_part(offset, data, digest))
 
     def finish(self) -> None:
         self._network.request("finish", self._key, self._storage.mirrored([self._key], self._inner.finish))

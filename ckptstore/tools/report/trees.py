@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from ckptstore.checkpoint import Checkpoint, files_behind
-from ckptstore.format.digest import BLOCK_BYTES, crc32c
+from ckptstore.format.digest import BLOCK_BYTES, Digest
 from ckptstore.format.manifest import Manifest
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.runtime.collector import collector_paused
@@ -127,8 +127,6 @@ class _Marks:
         self._offset: list[int] = regions.offset.tolist()
         self._size: list[int] = regions.size_bytes.tolist()
         self._file: list[int] = regions.file.tolist()
-        self._first_block: list[int] = regions.first_block.tolist()
-        self._crcs: list[int] = index.crcs.tolist()
         self._held: dict[int, memoryview] = {}
 
     def has_its_own(self, chunks: Sequence[Any], size_bytes: int) -> bool:
@@ -160,7 +158,7 @@ class _Marks:
                 if is_own:
                     start = chunk.offset - self._offset[chunk.region]
                     place.update(repr(("blocks", chunk.box, start, self._size[chunk.region])).encode())
-                    content.update(repr(self._blocks(chunk.region)).encode())
+                    content.update(repr([digest.value for digest in self._blocks(chunk.region)]).encode())
                     continue
                 held = self._held.get(chunk.region)
                 if held is None:
@@ -168,12 +166,12 @@ class _Marks:
                 start = chunk.offset - self._offset[chunk.region]
                 data = held[start : start + prod(chunk.box.sizes) * item_bytes]
                 place.update(repr(("bytes", chunk.box)).encode())
-                content.update(crc32c(data).to_bytes(4, "big"))
+                content.update(Digest.of(data).value.to_bytes(4, "big"))
         return f"{_short(place.digest())}/{_short(content.digest())}"
 
-    def _blocks(self, region: int) -> list[int]:
-        first = self._first_block[region]
-        return self._crcs[first : first + -(-self._size[region] // BLOCK_BYTES)]
+    def _blocks(self, region: int) -> list[Digest]:
+        found: list[Digest] = self._index.digests(region)
+        return found
 
 
 def _short(digest: bytes) -> str:

@@ -209,7 +209,7 @@ class _Reporter:
             memo=self._memo,
             storage=self.run.storage,
             upload=self.run.transfer.upload,
-            options=StateOptions(compare_every=self.run.config.compare_every),
+            options=StateOptions(algorithm=self.run.transfer.algorithm, compare_every=self.run.config.compare_every),
         )
 
 

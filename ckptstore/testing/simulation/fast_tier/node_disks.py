@@ -13,7 +13,7 @@ from ckptstore.errors import StorageError, StorageUnavailable
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
 from ckptstore.fast.nodes import node_disk, node_server
 from ckptstore.fast.tier import FastTier
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
 from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.retention import KeepEvery
@@ -213,7 +213,7 @@ class NodeDisks:
             file = files.get(certificate.attempt.key(receipt.name))
             if file is None or len(file.data) != receipt.size_bytes:
                 return False
-            if receipt.crc32c is not None and crc32c(memoryview(file.data)) != receipt.crc32c:
+            if receipt.digest is not None and receipt.digest.like(file.data) != receipt.digest:
                 return False
         return True
 
@@ -274,7 +274,9 @@ class SimulatedClient:
         self._reached().read_into(attempt.key(name), offset, views)
         self._reached()
 
-    def write(self, attempt: Attempt, name: str, source: Any, scratch: memoryview, *, given_up: Any) -> int:
+    def write(
+        self, attempt: Attempt, name: str, source: Any, scratch: memoryview, *, algorithm: str, given_up: Any
+    ) -> Digest:
         """See `NodeClient.write`."""
         if given_up.is_set():
             raise StorageUnavailable(f"Nobody wants {name} on {self.node} any more")
@@ -287,7 +289,7 @@ class SimulatedClient:
         self._reached().write(key, [memoryview(bytes(data))])
         self._reached().persist([key])
         self._reached()
-        return crc32c(memoryview(data))
+        return Digest.of(data, algorithm=algorithm)
 
     def interrupt(self) -> None:
         """Do nothing: a simulated write ends by itself."""

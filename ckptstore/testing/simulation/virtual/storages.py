@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, FileMissing, StorageError
+from ckptstore.format.digest import Digest
 from ckptstore.storage.base import PartWriter, Storage, StoredFile
 from ckptstore.testing.simulation.virtual.scheduler import START_OF_TIME, Scheduler
 
@@ -198,7 +199,7 @@ class _Writer:
         self._id = f"upload-{space.num_writes}"
         space.uploads[self._id] = key
 
-    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         self._open()[offset] = b"".join(views)
 
     def finish(self) -> None:

@@ -21,7 +21,7 @@ class Orbax(Contender):
     name, family = "Orbax", "orbax"
     modules = ("orbax.checkpoint", "jax")
     packages = ("orbax-checkpoint", "jax", "tensorstore")
-    checks = "CRC32C of its index; nothing of the data"
+    checks = "a checksum of its index; nothing of the data"
     warmed = ("save",)
 
     @classmethod

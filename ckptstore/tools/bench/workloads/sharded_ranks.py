@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptstore.catalogue import job_of
 from ckptstore.errors import InvalidInput
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.job import Job
@@ -90,14 +90,14 @@ class _Case:
             builder.add_chunk(row, number * _FRAME_BYTES + 1024, self.box(rank))
         return builder.encode()
 
-    def report(self, rank: int, part_bytes: int, part_crc32c: int) -> bytes:
+    def report(self, rank: int, part_bytes: int, part_digest: Digest) -> bytes:
         """Return a rank's report to the leader after storing."""
         receipts = [
-            Receipt(_file_name(rank), self.file_bytes, rank, rank),
-            Receipt(part_name(rank, 1), part_bytes, part_crc32c, rank),
+            Receipt(_file_name(rank), self.file_bytes, Digest.of(b""), rank),
+            Receipt(part_name(rank, 1), part_bytes, part_digest, rank),
         ]
         head = {
-            "told": [self.num_tensors * _CHUNK_BYTES, 0, 0, [], [part_bytes, part_crc32c]],
+            "told": [self.num_tensors * _CHUNK_BYTES, 0, 0, [], [part_bytes, str(part_digest)]],
             "receipts": [receipt.to_json() for receipt in receipts],
         }
         packed = zlib.compress(json.dumps(head).encode(), 1)
@@ -114,10 +114,10 @@ def commit_of_sharded(directory: str, num_ranks: int, num_tensors: int) -> dict[
     with _timed() as agree:
         agreement, agreed_bytes = case.agree(leader)
     parts = {rank: case.part(rank) for rank in range(num_ranks - 4, num_ranks)}  # those that are read below
-    digests = {rank: crc32c(part) for rank, part in parts.items()}
+    digests = {rank: Digest.of(part) for rank, part in parts.items()}
     some_bytes = len(parts[num_ranks - 1])
     reports = [
-        case.report(rank, some_bytes, digests.get(rank) or int.from_bytes(os.urandom(4), "little"))
+        case.report(rank, some_bytes, digests.get(rank) or Digest.of(os.urandom(4)))
         for rank in range(num_ranks)
     ]
     try:

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptstore.config import StoreConfig
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, ranked_name
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import Offer
@@ -61,8 +61,8 @@ def receipts(rank: int) -> Any:
     """Return a rank's report after storing its file: its timings, and its receipt."""
     seconds = {"agree": 0.1, "upload": 0.1}
     took = RankTimings(rank, f"node-{rank // 8}", seconds, len(_DATA), 1, 0, stalled_seconds=0.0)
-    receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), crc32c(_DATA), rank, _FILE)
-    return {**took.to_json(), "stalls": True}, json.dumps([receipt]).encode()
+    receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), Digest.of(_DATA), rank, _FILE)
+    return {**took.to_json(), "stalls": True}, json.dumps([receipt.to_json()]).encode()
 
 
 @dataclass(frozen=True)

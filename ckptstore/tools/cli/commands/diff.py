@@ -50,7 +50,7 @@ class FileDifference:
 def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_json: bool) -> None:
     """Compare two checkpoints: files, tensors, metrics, metadata. A and B are TARGETs, of one store or of two.
 
-    Files and tensors are compared by size and CRC32C. Tensors below 1 MiB share their digests with others, so they may
+    Files and tensors are compared by size and digest. Tensors below 1 MiB share their digests with others, so they may
     be read. Without --values a larger tensor without digests, or that was divided otherwise, is "unknown".
     """
     with opened_checkpoint(a, storage_options) as first, opened_checkpoint(b, storage_options) as second:
@@ -89,7 +89,7 @@ def file_differences(first: Checkpoint, second: Checkpoint) -> list[FileDifferen
     found = []
     for name in sorted(ours.keys() | theirs.keys()):
         one, other = ours.get(name), theirs.get(name)
-        if one and other and (one.size_bytes, one.crc32c) == (other.size_bytes, other.crc32c):
+        if one and other and (one.size_bytes, one.digest) == (other.size_bytes, other.digest):
             continue
         change = "added" if one is None else "removed" if other is None else "changed"
         found.append(

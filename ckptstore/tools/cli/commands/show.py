@@ -12,7 +12,7 @@ import click
 
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import InvalidInput
-from ckptstore.format.digest import to_hex
+from ckptstore.format.digest import fields_of
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.timings import Timings
 from ckptstore.runtime.near import meant, nearest_key
@@ -118,7 +118,7 @@ def _to_json(receipt: Receipt, on_node: frozenset[Receipt] | None) -> dict[str, 
         "original_name": receipt.original_name or receipt.name,
         "rank": receipt.rank,
         "size_bytes": receipt.size_bytes,
-        "crc32c": _digest(receipt) or None,
+        **fields_of(receipt.digest),
         "is_here": on_node is None or receipt in on_node,
     }
 
@@ -153,14 +153,14 @@ def _echo_files(checkpoint: Checkpoint) -> None:
             receipt.name,
             str(receipt.rank),
             show_size(receipt.size_bytes),
-            _digest(receipt) or "none",
+            str(receipt.digest or "none"),
             *([] if on_node is None else ["yes" if receipt in on_node else "no"]),
         )
         for receipt in checkpoint.files
     ]
     if rows:
         click.echo()
-        echo_table(("file", "rank", "size", "crc32c", *([] if on_node is None else ["here"])), rows)
+        echo_table(("file", "rank", "size", "digest", *([] if on_node is None else ["here"])), rows)
 
 
 def _echo_tensors(tensors: list[StoredTensor]) -> None:
@@ -232,10 +232,6 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _digest(receipt: Receipt) -> str:
-    return "" if receipt.crc32c is None else to_hex(receipt.crc32c)
 
 
 def _shortened(value: Any) -> str:

@@ -22,7 +22,7 @@ from ckptstore.errors import (
     StorageError,
     StorageFull,
 )
-from ckptstore.format.digest import crc32c
+from ckptstore.format.digest import Hasher
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import download_files
 from ckptstore.tools.run.folders.candidate import Beside, Prospect, fingerprint
@@ -306,13 +306,13 @@ def _copied_or_linked(source: Path, target: Path) -> None:
 
 def _has(path: Path, receipt: Receipt) -> bool:
     """Return True if a file has the bytes of a receipt: its size and its digest."""
-    if receipt.crc32c is None or path.is_symlink() or not path.is_file() or path.stat().st_size != receipt.size_bytes:
+    if receipt.digest is None or path.is_symlink() or not path.is_file() or path.stat().st_size != receipt.size_bytes:
         return False
-    found = 0
+    hasher = Hasher(receipt.digest.algorithm)
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
-            found = crc32c(block, found)
-    return found == receipt.crc32c
+            hasher.update(block)
+    return hasher.digest() == receipt.digest
 
 
 def _replace(folder: Folder, partial: Path, target: Path) -> None:
