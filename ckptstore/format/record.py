@@ -9,7 +9,7 @@ period is over. Nothing breaks above that; the records are larger.
 
 from __future__ import annotations
 
-import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +33,7 @@ from ckptstore.format.changes import (
 )
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
 from ckptstore.format.layout import MAX_NUMBER, record_key
+from ckptstore.format.manifest import sha256_of
 from ckptstore.format.order import MAX_VOIDS, SaveOrder, Void, with_void
 from ckptstore.format.ranges import MAX_LISTED, Numbers, decode_sequence, encode_sequence
 
@@ -108,7 +109,7 @@ class Record:
     @cached_property
     def sha256(self) -> str:
         """Of the exact bytes, hexadecimal: what the next record carries as `previous`."""
-        return hashlib.sha256(self.encode()).hexdigest()
+        return sha256_of(self.encode())
 
     def encode(self) -> bytes:
         """The record as bytes: those it was read from, if it was read."""
@@ -117,7 +118,7 @@ class Record:
     @cached_property
     def _encoded(self) -> bytes:
         kind = next(name for name, cls in _KINDS.items() if isinstance(self.change, cls))
-        return dump_json(
+        text = dump_json(
             {
                 **self.extra,
                 "version": FORMAT_VERSION,
@@ -131,6 +132,7 @@ class Record:
             },
             what="record",
         )
+        return sealed(text)
 
     @staticmethod
     def decode(data: bytes, number: int) -> Record:
@@ -139,9 +141,13 @@ class Record:
         Raises CheckpointDamaged when it is torn or not that record, UnsupportedVersion when it is from a newer version
         or carries a change that this version does not know.
         """
+        seal = _SEAL.match(data)
+        if seal is None or sha256_of(data[seal.end() :]) != seal[1].decode():
+            _damaged(number, ValueError("its bytes are not those that were written"))
         value = load_object(data, file=record_key(number))
         try:
             value.pop("version")
+            value.pop(_SEAL_FIELD)
             if _integer(value.pop("number")) != number or not 1 <= number <= MAX_NUMBER:
                 raise ValueError("it carries another number")
             kind, encoded_state = _text(value.pop("kind")), value.pop("state")
@@ -165,6 +171,16 @@ class Record:
             raise
         except _NOT_A_RECORD as error:
             _damaged(number, error)
+
+
+_SEAL_FIELD = "body_sha256"
+_SEAL = re.compile(rb'\{"body_sha256":"([0-9a-f]{64})",')
+
+
+def sealed(text: bytes) -> bytes:
+    """The text of a JSON object as a record: its first field is the SHA-256 of all bytes behind it."""
+    body = text[1:]
+    return b'{"%s":"%s",%s' % (_SEAL_FIELD.encode(), sha256_of(body).encode(), body)
 
 
 _NOT_A_RECORD = (KeyError, TypeError, ValueError, AttributeError, CkptstoreError)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckptstore.format.layout import record_key
+from ckptstore.format.record import sealed
 
 
 def files_below(root: Path) -> set[str]:
@@ -59,7 +60,7 @@ def test_a_read_only_directory(run_json: Any, tmp_path: Path) -> None:
 def test_a_broken_log_is_found(run: Any, run_json: Any, store: Path) -> None:
     record = store / record_key(2)
     record.chmod(0o600)
-    record.write_bytes(record.read_bytes().replace(b'"epoch"', b'"epoch" '))
+    record.write_bytes(sealed(record.read_bytes().replace(b'"epoch"', b'"epoch" ')))
     found = run_json("doctor", store, code=12)
     assert statuses(found)["log"] == "failed"
     assert record_key(3) in run("doctor", store, code=12).stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.errors import UnsupportedVersion
-from ckptstore.format.record import Record
+from ckptstore.format.record import Record, sealed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference/format-v1.md").read_text()
@@ -51,7 +51,7 @@ def test_every_kind_of_record_is_described_and_no_other_is_read() -> None:
         if "kind" in value and "number" in value:
             kinds.discard(value["kind"])
             with pytest.raises(UnsupportedVersion):
-                Record.decode(json.dumps({**value, "kind": f"no-{path.stem}"}).encode(), value["number"])
+                Record.decode(sealed(json.dumps({**value, "kind": f"no-{path.stem}"}).encode()), value["number"])
     assert kinds == set()
 
 

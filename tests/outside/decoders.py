@@ -38,7 +38,7 @@ from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import load_json
 from ckptstore.format.layout import USER_METADATA_NAME, Attempt, check_name, parse_lease_key, parse_record_key
 from ckptstore.format.manifest import Manifest, sha256_of
-from ckptstore.format.record import Record
+from ckptstore.format.record import Record, sealed
 from ckptstore.group.message import Message, first_error
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log.identity import StoreIdentity
@@ -84,6 +84,7 @@ def records() -> list[bytes]:
 
 
 def decode_record(data: bytes) -> object:
+    """Its digest would stop every mutation, so it is made to fit: somebody may mean harm."""
     number = 4
     try:
         number = int(json.loads(data)["number"])
@@ -91,7 +92,7 @@ def decode_record(data: bytes) -> object:
         """It is read as number 4."""
     if not 0 < number < 10**10:  # a key has no room for others
         number = 4
-    record = Record.decode(data, number)
+    record = Record.decode(sealed(data), number)
     return record.state.latest, record.sha256, record.encode()
 
 
@@ -336,7 +337,9 @@ def _decode_kept(data: bytes) -> object:
     from ckptstore.state.write.incremental import Kept
 
     kept = Kept.decode(data, attempt="step-0000000001-e0001-0123abcd", file="digests")
-    return kept.still_good({(c.key, c.box): c.digest for f in kept.files for c in f.chunks}), kept.encode()
+    return kept.still_good(
+        {(c.key, c.box): c.digest for f in kept.files for c in f.chunks}, algorithm="crc32c"
+    ), kept.encode()
 
 
 def _value_texts() -> list[bytes]:

@@ -15,7 +15,7 @@ from mutations import mutated
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, RankFailed, from_wire
 from ckptstore.format.layout import Attempt, parse_lease_key, parse_record_key
 from ckptstore.format.manifest import Manifest
-from ckptstore.format.record import Record
+from ckptstore.format.record import Record, sealed
 from ckptstore.group.message import Message
 from ckptstore.log.reader import Hint
 
@@ -52,7 +52,7 @@ def record_with(number: int, **state: object) -> bytes:
     value = json.loads((GOLDEN / "log-v1" / "0000000001.json").read_bytes())
     value["number"] = number
     value["state"] |= state
-    return json.dumps(value).encode()
+    return sealed(json.dumps(value).encode())
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_is_no_time_is_refused(time: str) -> None:
     assert record.count('"created_at":') == 1
     head, _, rest = record.partition('"created_at":')
     with pytest.raises(CheckpointDamaged, match="not a time"):
-        Record.decode(f'{head}"created_at":{time},{rest.partition(",")[2]}'.encode(), 1)
+        Record.decode(sealed(f'{head}"created_at":{time},{rest.partition(",")[2]}'.encode()), 1)
     manifest = json.loads((GOLDEN / "manifest-v1" / "directory.json").read_bytes())
     text = json.dumps(manifest | {"created_at": "HERE"}).replace('"HERE"', time)
     with pytest.raises(CheckpointDamaged, match=r"not a time|created_at is a"):
@@ -93,7 +93,7 @@ def test_what_is_no_time_is_refused(time: str) -> None:
 def test_an_error_shows_the_beginning_of_a_text_of_any_length() -> None:
     value = json.loads((GOLDEN / "log-v1" / "0000000001.json").read_bytes())
     with pytest.raises(CheckpointDamaged) as caught:
-        Record.decode(json.dumps(value | {"write_id": ["x" * 10**6]}).encode(), 1)
+        Record.decode(sealed(json.dumps(value | {"write_id": ["x" * 10**6]}).encode()), 1)
     assert len(str(caught.value)) < 1000
 
 

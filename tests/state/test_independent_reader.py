@@ -45,6 +45,15 @@ def test_it_reads_the_golden_log() -> None:
     assert json.loads(hint["newest"]) == records[-1]
 
 
+def test_it_sees_every_changed_byte_of_a_record(tmp_path: Path) -> None:
+    data = (GOLDEN / "log-v1" / "0000000001.json").read_bytes()
+    record = tmp_path / "0000000001.json"
+    for place in range(len(data)):
+        record.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        with pytest.raises(ValueError, match="is damaged"):
+            reader.read_log(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["directory.json", "with-unknown-fields.json"])
 def test_it_reads_the_golden_manifests(name: str) -> None:
     manifest = json.loads((GOLDEN / "manifest-v1" / name).read_text())

@@ -24,7 +24,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Noop, Pin, Remove
 from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
-from ckptstore.format.record import Record
+from ckptstore.format.record import Record, sealed
 from ckptstore.log import Log
 from ckptstore.log.identity import (
     KEPT_BY_RAY,
@@ -341,7 +341,7 @@ def test_a_newest_record_of_a_newer_version_is_refused() -> None:
     storage = new_storage()
     fill(storage, 3)
     value = json.loads(storage.read(record_key(3)))
-    storage.write(record_key(3), [memoryview(json.dumps({**value, "version": 2}).encode())])
+    storage.write(record_key(3), [memoryview(sealed(json.dumps({**value, "version": 2}).encode()))])
     storage.delete([HINT_KEY])
     for use in (lambda log: log.newest(), lambda log: log.append(lambda _: Noop())):
         with pytest.raises(UnsupportedVersion, match="Upgrade"):
@@ -666,7 +666,7 @@ def test_on_a_disk_a_record_that_landed_with_an_error_is_made_durable(failures: 
 def change_record(storage: Storage, number: int) -> None:
     """Give a record other bytes, still a valid record."""
     value = json.loads(storage.read(record_key(number)))
-    storage.write(record_key(number), [memoryview(json.dumps({**value, "created_at": 7.0}).encode())])
+    storage.write(record_key(number), [memoryview(sealed(json.dumps({**value, "created_at": 7.0}).encode()))])
 
 
 @pytest.mark.parametrize("number", [1, 4, 8])
@@ -721,7 +721,7 @@ def test_a_first_record_that_follows_on_another_is_a_fork() -> None:
     storage, other = new_storage(), new_storage()
     fill(other, 2)
     value = json.loads(other.read(record_key(2)))
-    storage.write(record_key(1), [memoryview(json.dumps({**value, "number": 1}).encode())])
+    storage.write(record_key(1), [memoryview(sealed(json.dumps({**value, "number": 1}).encode()))])
     with pytest.raises(StoreForked):
         Log(storage, retry=ONCE).append(lambda _: Noop())
 
@@ -743,14 +743,14 @@ def test_the_chain_check_also_follows_the_rules() -> None:
     assert newest
     value = json.loads(Record.following(newest, Noop(), write_id="x", created_at=0.0).encode())
     value["state"]["live"] = "2"
-    assert storage.create(record_key(4), json.dumps(value).encode())
+    assert storage.create(record_key(4), sealed(json.dumps(value).encode()))
     assert Log(storage, retry=ONCE).verify_chain() == [
         "log/0000000004.json has a state that its change does not lead to"
     ]
     log.append(lambda _: Noop())
     bad = json.loads(storage.read(record_key(5)))
     bad |= {"kind": "pin", "change": {"numbers": "3", "epoch": None}}
-    storage.write(record_key(5), [memoryview(json.dumps(bad).encode())])
+    storage.write(record_key(5), [memoryview(sealed(json.dumps(bad).encode()))])
     assert "breaks a rule" in Log(storage, retry=ONCE).verify_chain()[1]
 
 

@@ -36,7 +36,7 @@ from ckptstore.format.changes import (
 )
 from ckptstore.format.order import MAX_VOIDS, SaveOrder, Void, void_of, with_void
 from ckptstore.format.ranges import Numbers, decode_sequence, encode_sequence
-from ckptstore.format.record import Record
+from ckptstore.format.record import Record, sealed
 
 CLAIM = Claim("token", 2)
 
@@ -472,7 +472,7 @@ def test_a_state_whose_voids_make_no_sense_is_damage(fields: dict[str, object]) 
     value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
     value["state"].update(fields)
     with pytest.raises(CheckpointDamaged, match="not a record of the log"):
-        _ = Record.decode(json.dumps(value).encode(), 1).state
+        _ = Record.decode(sealed(json.dumps(value).encode()), 1).state
 
 
 def metrics_of(change: Change) -> list[float]:
@@ -564,7 +564,7 @@ def test_many_irregular_live_numbers_are_packed() -> None:
 def test_a_record_keeps_its_exact_bytes() -> None:
     record = Record.following(None, Claim("täglich", 2), write_id="00" * 16, created_at=1.0)
     data = record.encode()
-    spaced = json.dumps(json.loads(data), indent=2).encode()
+    spaced = sealed(json.dumps(json.loads(data), indent=2).encode())
     again = Record.decode(spaced, 1)
     assert again.encode() == spaced
     assert again.sha256 != record.sha256
@@ -575,7 +575,7 @@ def test_unknown_fields_are_kept_and_carried_on() -> None:
     value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
     value["later"] = {"a": 1}
     value["state"]["quota"] = 5
-    record = Record.decode(json.dumps(value).encode(), 1)
+    record = Record.decode(sealed(json.dumps(value).encode()), 1)
     assert record.extra == {"later": {"a": 1}}
     after = Record.following(record, Commit(entry()), write_id="00" * 16, created_at=1.0)
     assert json.loads(after.encode())["state"]["quota"] == 5
@@ -585,7 +585,7 @@ def test_newer_versions_and_unknown_kinds_are_refused_with_a_hint() -> None:
     value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
     for change in ({"version": 2}, {"kind": "merge"}):
         with pytest.raises(UnsupportedVersion, match="Upgrade"):
-            Record.decode(json.dumps({**value, **change}).encode(), 1)
+            Record.decode(sealed(json.dumps({**value, **change}).encode()), 1)
 
 
 @pytest.mark.parametrize(
@@ -609,7 +609,7 @@ def test_newer_versions_and_unknown_kinds_are_refused_with_a_hint() -> None:
 def test_a_record_that_is_not_one_is_damaged(change: dict[str, object]) -> None:
     value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
     with pytest.raises(CheckpointDamaged, match=r"log/0000000001\.json"):
-        Record.decode(json.dumps({**value, **change}).encode(), 1)
+        Record.decode(sealed(json.dumps({**value, **change}).encode()), 1)
 
 
 @pytest.mark.parametrize(
@@ -628,7 +628,7 @@ def test_a_record_that_is_not_one_is_damaged(change: dict[str, object]) -> None:
 )
 def test_a_state_that_is_not_one_is_damaged(state: dict[str, object]) -> None:
     value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
-    record = Record.decode(json.dumps({**value, "state": state}).encode(), 1)
+    record = Record.decode(sealed(json.dumps({**value, "state": state}).encode()), 1)
     with pytest.raises(CheckpointDamaged, match=r"log/0000000001\.json"):
         _ = record.state
 
@@ -645,6 +645,28 @@ def test_a_torn_record_is_damaged(cut: int) -> None:
     if cut < len(data):
         with pytest.raises(CheckpointDamaged):
             Record.decode(data[:cut], 1)
+
+
+def test_every_flipped_bit_of_a_record_is_damage() -> None:
+    first = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0)
+    data = Record.following(first, Commit(entry(metrics={"loss": 0.5})), write_id="01" * 16, created_at=2.0).encode()
+    for place in range(len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << bit
+            with pytest.raises(
+                CheckpointDamaged, match=r"log/0000000002\.json is not a record of the log: .*its bytes"
+            ):
+                Record.decode(bytes(flipped), 2)
+
+
+@pytest.mark.parametrize("more", [b"", b" ", b"x"])
+def test_a_record_without_its_digest_and_one_with_more_behind_it_are_damaged(more: bytes) -> None:
+    data = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode()
+    value = {name: field for name, field in json.loads(data).items() if name != "body_sha256"}
+    for changed in (json.dumps(value).encode() + more, data + (more or b"}"), b" " + data, json.dumps(value, indent=1)):
+        with pytest.raises(CheckpointDamaged):
+            Record.decode(changed if isinstance(changed, bytes) else changed.encode(), 1)
 
 
 def test_metrics_that_are_not_finite_survive() -> None:
