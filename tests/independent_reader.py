@@ -14,6 +14,7 @@ from pathlib import Path
 
 import google_crc32c
 import numpy as np
+import xxhash
 
 BLOCK = 1 << 20
 SIZES = [1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1, 1]
@@ -28,7 +29,7 @@ def crc(data):
 
 def fits(data, digest):
     """Whether bytes have a digest, given as text."""
-    return digest == f"crc32c:{crc(data):08x}"
+    return digest in (f"crc32c:{crc(data):08x}", f"xxh3-128:{xxhash.xxh3_128_hexdigest(data)}")
 
 
 def need(holds, otherwise):
@@ -95,7 +96,7 @@ def read_log(directory):
 def read_part(data):
     """One rank's part of a tensor index."""
     magic, version, rank, t, c, f, s, d, flags = struct.unpack_from("<8s8I", data)
-    need(magic == b"CKPTTIX1" and version == 1 and flags < 256, "this is no part of an index that this reader knows")
+    need(magic == b"CKPTTIX1" and version == 1 and flags < 512, "this is no part of an index that this reader knows")
     lengths, (n,), at = struct.unpack_from("<8Q", data, 40), struct.unpack_from("<Q", data, 104), 112
 
     def column(kind, count):
@@ -105,7 +106,9 @@ def read_part(data):
         return found.tolist()
 
     offsets, slab_offsets, slab_sizes = column("<u8", c), column("<u8", s), column("<u8", s)
-    pool, crcs = column("<u8" if flags & 1 else "<u4", n), column("<u4", d)
+    pool, digest_bytes = column("<u8" if flags & 1 else "<u4", n), 16 if flags >= 256 else 4
+    blocks = iter([data[at + i * digest_bytes : at + (i + 1) * digest_bytes][::-1].hex() for i in range(d)])
+    at += d * digest_bytes
     chunk_tensor, chunk_box, shape_at = column("<u4", c), column("<u4", c), column("<u4", t)
     per_file, slab_files = column("<u4", f), column("<u4", s)
     dtypes, dims, tensor_flags = column("u1", t), column("u1", t), column("u1", t)
@@ -130,9 +133,9 @@ def read_part(data):
     digests = []
     for file, offset, size in sorted(regions):
         count = -(-size // BLOCK)
-        digests.append((files[file], offset, size, crcs[:count]))
-        crcs = crcs[count:]
-    need(not crcs, "more digests than blocks")
+        kind = "xxh3-128:" if flags >= 256 else "crc32c:"
+        digests.append((files[file], offset, size, [kind + digest for digest in islice(blocks, count)]))
+    need(not list(blocks), "more digests than blocks")
     return rank, tensors, chunks, digests, *(json.loads(text or b"{}") for text in texts[2:])
 
 
@@ -173,13 +176,11 @@ def read_state(read, names):
     files = {name: read(name) for name in sorted({chunk[1] for part in parts for chunk in part[2]})}
     tensors, values, filled = {}, {}, {}
     for rank, held, chunks, digests, common, own in parts:
-        for name, offset, size, crcs in digests:
-            for number, digest in enumerate(crcs):
+        for name, offset, size, blocks in digests:
+            for number, digest in enumerate(blocks):
                 stop = min(size, (number + 1) * BLOCK)
                 block = files[name][offset + number * BLOCK : offset + stop]
-                need(
-                    crc(block) == digest and len(block) == stop - number * BLOCK, f"block {number} of {name} is damaged"
-                )
+                need(fits(block, digest) and len(block) == stop - number * BLOCK, f"block {number}, {name} is damaged")
         names = {key: (key, rank) if flags & 1 else key for key, (_, _, flags) in held.items()}
         for key, (dtype, shape, _) in held.items():
             item = np.zeros((*shape, SIZES[NAMES.index(dtype)]), np.uint8)

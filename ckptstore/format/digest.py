@@ -46,8 +46,9 @@ class Algorithm:
     """As columns of digests have it."""
     size_bytes: int
     begin: Callable[[], Stream]
-    combine: Callable[[int, int, int], int]
-    """Makes the digest of two stretches one after another from both digests and the size of the second."""
+    combine: Callable[[int, int, int], int] | None = None
+    """Makes the digest of two stretches one after another from both digests and the size of the second; None where
+    nothing can."""
 
 
 @cache
@@ -73,8 +74,22 @@ class _Crc32c:
         return self._value
 
 
+class _Xxh3:
+    """XXH3-128."""
+
+    __slots__ = ("_state", "update")
+
+    def __init__(self) -> None:
+        self._state = fingerprinter()
+        self.update = self._state.update
+
+    def value(self) -> int:
+        return self._state.intdigest()
+
+
 ALGORITHMS: Mapping[str, Algorithm] = {
     "crc32c": Algorithm("CRC32C", 0, 4, _Crc32c, lambda first, second, size: _native()[1](first, second, size)),
+    "xxh3-128": Algorithm("XXH3-128", 1, 16, _Xxh3),
 }
 """By the names that the format has for them."""
 
@@ -109,8 +124,7 @@ class Digest(NamedTuple):
 
     def followed_by(self, second: Digest, size_bytes: int) -> Digest:
         """The digest of two stretches one after another; the second one has that size."""
-        combined = ALGORITHMS[self.algorithm].combine(self.value, second.value, size_bytes)
-        return Digest(self.algorithm, combined)
+        return Digest(self.algorithm, _combined(self.algorithm, self.value, second.value, size_bytes))
 
     @property
     def hex(self) -> str:
@@ -145,6 +159,13 @@ class Digest(NamedTuple):
         if len(found[2]) != 2 * algorithm.size_bytes:
             raise ValueError(f"a digest by {found[1]} has {len(found[2])} digits")
         return Digest(found[1], int(found[2], 16))
+
+
+def _combined(algorithm: str, first: int, second: int, size_bytes: int) -> int:
+    combine = ALGORITHMS[algorithm].combine
+    if combine is None:
+        raise ValueError(f"digests by {algorithm} cannot be combined")
+    return combine(first, second, size_bytes)
 
 
 def fields_of(digest: Digest | None) -> dict[str, str | None]:
@@ -222,6 +243,9 @@ _Segment = tuple[int, int, int]
 class FileDigest:
     """The digests of one file, collected in any order, by several threads, as its bytes pass."""
 
+    needs_order = False
+    """True if the bytes must come in the order of the file, from one thread at a time."""
+
     def __init__(self, payloads: Sequence[tuple[int, int]] = (), *, algorithm: str = DEFAULT) -> None:
         """`payloads` are the (offset, size_bytes) of the ranges whose blocks get digests; sorted, apart."""
         self._name, self._algorithm = algorithm, ALGORITHMS[algorithm]
@@ -229,8 +253,9 @@ class FileDigest:
         self._cuts = [cut for offset, size in payloads if size for cut in block_borders(offset, size)]
         self._segments: list[_Segment] = []
 
-    def add(self, offset: int, views: Sequence[memoryview]) -> Digest:
-        """Hash the bytes at `offset`, and return the digest of them. Each byte of the file is added exactly once."""
+    def add(self, offset: int, views: Sequence[memoryview]) -> Digest | None:
+        """Hash the bytes at `offset`, and return the digest of them, None where it is not known. Each byte of the file
+        is added exactly once."""
         added: list[_Segment] = []
         index = bisect_right(self._cuts, offset)
         start, stream = offset, self._algorithm.begin()
@@ -259,7 +284,7 @@ class FileDigest:
         for offset, size_bytes, value in sorted(segments):
             if end is not None and offset != end:
                 raise ValueError(f"the segments have a gap or overlap at {end}")
-            total = value if end is None else self._algorithm.combine(total, value, size_bytes)
+            total = value if end is None else _combined(self._name, total, value, size_bytes)
             end = offset + size_bytes
         return Digest(self._name, total)
 
@@ -274,8 +299,47 @@ class FileDigest:
                 while at < end:
                     segment_offset, segment_bytes, value = next(segments)
                     if segment_offset >= start:
-                        total = self._algorithm.combine(total, value, segment_bytes) if at > start else value
+                        total = _combined(self._name, total, value, segment_bytes) if at > start else value
                         at = segment_offset + segment_bytes
                 values.append(total)
             found.append(b"".join(value.to_bytes(self._algorithm.size_bytes, "little") for value in values))
         return tuple(found)
+
+
+class _OrderedFileDigest(FileDigest):
+    """The same for an algorithm whose digests do not combine."""
+
+    needs_order = True
+
+    def __init__(self, payloads: Sequence[tuple[int, int]], *, algorithm: str) -> None:
+        super().__init__(payloads, algorithm=algorithm)
+        self._whole, self._block = self._algorithm.begin(), self._algorithm.begin()
+        self._block_offset = self._end_offset = 0
+
+    def add(self, offset: int, views: Sequence[memoryview]) -> None:
+        if offset != self._end_offset:
+            raise ValueError(f"the bytes at {offset} come after those up to {self._end_offset}")
+        index = bisect_right(self._cuts, offset)
+        for taken in views:
+            view = taken
+            self._whole.update(view)
+            while index < len(self._cuts) and len(view) >= (room := self._cuts[index] - self._end_offset):
+                self._block.update(view[:room])
+                view, index = view[room:], index + 1
+                self._end_offset += room
+                if self._end_offset > self._block_offset:
+                    size_bytes = self._end_offset - self._block_offset
+                    self._segments.append((self._block_offset, size_bytes, self._block.value()))
+                self._block_offset, self._block = self._end_offset, self._algorithm.begin()
+            if index < len(self._cuts):
+                self._block.update(view)
+            self._end_offset += len(view)
+
+    def digest(self) -> Digest:
+        return Digest(self._name, self._whole.value())
+
+
+def file_digest(payloads: Sequence[tuple[int, int]] = (), *, algorithm: str = DEFAULT) -> FileDigest:
+    """What collects the digests of a file and of the blocks of its payloads, by that algorithm."""
+    kind = _OrderedFileDigest if ALGORITHMS[algorithm].combine is None else FileDigest
+    return kind(payloads, algorithm=algorithm)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
-from ckptstore.format.digest import Digest, FileDigest
+from ckptstore.format.digest import Digest, FileDigest, file_digest
 from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, write_new
 from ckptstore.transfer.engine import STEP_BYTES, Engine
 from ckptstore.transfer.moves import Checked, PlannedFile, Stored, Wanted
@@ -41,7 +41,7 @@ def _read(file: PlannedFile, algorithm: str, scratch: memoryview) -> tuple[Store
     if type(source) is FileSource and source.size_bytes <= STEP_BYTES and not source.payloads:
         view = source.load(scratch)
         return Stored(file.key, source.size_bytes, Digest.of(view, algorithm=algorithm)), (view,)
-    digest = FileDigest(source.payloads, algorithm=algorithm)
+    digest = file_digest(source.payloads, algorithm=algorithm)
     with source.open() as read:
         views, _ = read_hashed(read, digest, offset=0, size_bytes=source.size_bytes, scratch=scratch)
     return Stored(file.key, source.size_bytes, digest.digest(), digest.block_digests()), views
@@ -60,8 +60,9 @@ def _write(engine: Engine, ready: Sequence[tuple[str, Sequence[memoryview]]], ru
 
 def read_hashed(
     read: Read, digest: FileDigest, *, offset: int, size_bytes: int, scratch: memoryview
-) -> tuple[Sequence[memoryview], Digest]:
-    """Read a part in steps, and hash each while it is in the processor's cache; the digest is that of the part."""
+) -> tuple[Sequence[memoryview], Digest | None]:
+    """Read a part in steps, and hash each while it is in the processor's cache; the digest is that of the part, None
+    where it is not known."""
     if size_bytes <= STEP_BYTES:
         views = read(offset, size_bytes, scratch)
         return views, digest.add(offset, views)
@@ -71,9 +72,8 @@ def read_hashed(
         size = min(STEP_BYTES, size_bytes - start)
         views = read(offset + start, size, scratch[start : start + size])
         added = digest.add(offset + start, views)
-        total = added if total is None else total.followed_by(added, size)
+        total = added if total is None or added is None else total.followed_by(added, size)
         found += views
-    assert total is not None  # the part has more than one step
     return found, total
 
 

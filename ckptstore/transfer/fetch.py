@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
-from ckptstore.format.digest import Digest, FileDigest
+from ckptstore.format.digest import Digest, file_digest
 from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, NewFile, make_durable
 from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
@@ -87,7 +87,7 @@ def _fetch(
     tasks: list[Task] = [
         partial(_fetch_stretch, fetch, start, total_bytes)
         for fetch in fetches.values()
-        for start in range(0, fetch.wanted.size_bytes, TASK_BYTES)
+        for start in range(0, fetch.wanted.size_bytes, fetch.task_bytes)
     ]
     small = [index for index, (item, _) in enumerate(places) if item.size_bytes <= STEP_BYTES]
 
@@ -118,8 +118,9 @@ def _fetch_of(engine: Engine, place: tuple[Wanted, str | None], kept: _Kept) -> 
 
 
 def _fetch_stretch(fetch: _Fetch, start: int, total_bytes: int, run: Operation) -> None:
-    fetch.move(start, min(start + TASK_BYTES, fetch.wanted.size_bytes), run)
-    _tell(fetch.wanted.key, min(TASK_BYTES, fetch.wanted.size_bytes - start), total_bytes)
+    end = min(start + fetch.task_bytes, fetch.wanted.size_bytes)
+    fetch.move(start, end, run)
+    _tell(fetch.wanted.key, end - start, total_bytes)
 
 
 def _tell(key: str, size_bytes: int, total_bytes: int) -> None:
@@ -136,7 +137,8 @@ class _Fetch:
         self.damage: Damage | None = None
         self.found_digest: Digest | None = None
         self._engine = engine
-        self._digest = FileDigest(algorithm=wanted.algorithm)
+        self._digest = file_digest(algorithm=wanted.algorithm)
+        self.task_bytes = wanted.size_bytes if self._digest.needs_order else TASK_BYTES
         self._lock = threading.Lock()
         self._left_bytes = wanted.size_bytes
         self._version: str | None = None

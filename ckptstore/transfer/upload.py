@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import BytesMoved, FileStored, emit, is_heard
-from ckptstore.format.digest import FileDigest
+from ckptstore.format.digest import FileDigest, file_digest
 from ckptstore.storage.base import PartWriter
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.batch import read_hashed, write_batch
@@ -181,15 +181,16 @@ class _InParts:
         self._source = upload_._files[index].source
         self._part_bytes = part_bytes
         algorithm = self._engine.algorithm(upload_._files[index])
-        self._digest = FileDigest(self._source.payloads, algorithm=algorithm)
+        self._digest = file_digest(self._source.payloads, algorithm=algorithm)
+        many = max(1, TASK_BYTES // part_bytes) * part_bytes
+        self._task_bytes = self._source.size_bytes if self._digest.needs_order else many
         self._lock = threading.Lock()
         self._writer: PartWriter | None = None
         self._left_bytes = self._source.size_bytes
         self._began = 0.0
 
     def tasks(self) -> list[Task]:
-        task_bytes = max(1, TASK_BYTES // self._part_bytes) * self._part_bytes
-        return [partial(self._write, start) for start in range(0, self._source.size_bytes, task_bytes)]
+        return [partial(self._write, start) for start in range(0, self._source.size_bytes, self._task_bytes)]
 
     def abort(self) -> None:
         """Drop what was written of an unfinished file. Called when no task is running."""
@@ -198,7 +199,7 @@ class _InParts:
 
     def _write(self, start: int, run: Operation) -> None:
         """Write the parts of one task, and finish the file after its last part."""
-        end = min(start + max(1, TASK_BYTES // self._part_bytes) * self._part_bytes, self._source.size_bytes)
+        end = min(start + self._task_bytes, self._source.size_bytes)
         scratch_bytes = 0 if self._source.in_memory else self._part_bytes
         try:
             writer = self._opened(run)

@@ -18,8 +18,24 @@ from ckptstore.format.digest import (
     Hasher,
     algorithm_of_code,
     block_borders,
+    file_digest,
     unpacked,
 )
+
+SIZES = st.sampled_from([0, 1, 5, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12_345])
+DATA = random.Random(1).randbytes(12 * BLOCK_BYTES)
+
+
+def placed(gaps_and_sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Payloads one after another, as offsets and sizes."""
+    found, end = [], 0
+    for gap, size in gaps_and_sizes:
+        found.append((end + gap, size))
+        end += gap + size
+    return found
+
+
+PAYLOADS = st.lists(st.tuples(st.sampled_from([0, 1, 100, 4096, 70_000]), SIZES), max_size=4).map(placed)
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
@@ -34,7 +50,8 @@ def reference_crc32c(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
-def test_the_check_value_of_the_algorithm() -> None:
+def test_the_check_values_of_the_algorithms() -> None:
+    assert str(Digest.of(algorithm="xxh3-128")) == "xxh3-128:99aa06d3014798d86001c324468d497f"  # of the reference
     assert str(Digest.of(b"123456789")) == "crc32c:e3069283"
     assert str(Digest.of()) == "crc32c:00000000"
     assert str(Digest.of(bytes(32))) == "crc32c:8a9136aa"  # RFC 3720, B.4
@@ -89,6 +106,30 @@ def test_the_text_of_a_digest_is_read_strictly(algorithm: str) -> None:
             Digest.parse(text)
 
 
+@given(payloads=PAYLOADS, tail_bytes=st.integers(0, 5000), step_bytes=st.sampled_from([50_000, 1 << 20, 3_000_007]))
+def test_a_file_is_digested_in_its_order_where_digests_do_not_combine(
+    payloads: list[tuple[int, int]], tail_bytes: int, step_bytes: int
+) -> None:
+    data = memoryview(DATA)[: (sum(payloads[-1]) if payloads else 0) + tail_bytes]
+    digest = file_digest(payloads, algorithm="xxh3-128")
+    assert digest.needs_order
+    for start in range(0, len(data), step_bytes):
+        step = data[start : start + step_bytes]
+        assert digest.add(start, [step[:7], step[7:]]) is None
+    assert digest.digest() == Digest.of(data, algorithm="xxh3-128")
+    assert [unpacked("xxh3-128", blocks) for blocks in digest.block_digests()] == [
+        [
+            Digest.of(data[at : min(at + BLOCK_BYTES, offset + size)], algorithm="xxh3-128")
+            for at in range(offset, offset + size, BLOCK_BYTES)
+        ]
+        for offset, size in payloads
+    ]
+    with pytest.raises(ValueError, match="come after"):
+        digest.add(len(data) + 1, [data[:1]])
+    with pytest.raises(ValueError, match="cannot be combined"):
+        digest.digest().followed_by(digest.digest(), 1)
+
+
 def test_an_unknown_algorithm_is_said_to_be_of_a_later_version() -> None:
     with pytest.raises(UnsupportedVersion, match="sha-9"):
         Digest.parse("sha-9:00")
@@ -107,30 +148,21 @@ def test_block_borders_begin_at_the_payload() -> None:
     assert list(block_borders(7, 0)) == [7]
 
 
-SIZES = st.sampled_from([0, 1, 5, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12_345])
-DATA = random.Random(1).randbytes(12 * BLOCK_BYTES)
-
-
 @given(
-    gaps_and_sizes=st.lists(st.tuples(st.sampled_from([0, 1, 100, 4096, 70_000]), SIZES), max_size=4),
+    payloads=PAYLOADS,
     tail_bytes=st.sampled_from([0, 1, 50_000]),
     step_bytes=st.sampled_from([50_000, 1 << 18, BLOCK_BYTES, 3 * BLOCK_BYTES + 11]),
     view_bytes=st.sampled_from([30_000, 1 << 20, 1 << 30]),
     order=st.randoms(use_true_random=False),
 )
 def test_a_file_is_digested_in_any_order_of_steps(
-    gaps_and_sizes: list[tuple[int, int]],
+    payloads: list[tuple[int, int]],
     tail_bytes: int,
     step_bytes: int,
     view_bytes: int,
     order: random.Random,
 ) -> None:
-    payloads: list[tuple[int, int]] = []
-    end = 0
-    for gap, size in gaps_and_sizes:
-        payloads.append((end + gap, size))
-        end += gap + size
-    data = memoryview(DATA)[: end + tail_bytes]
+    data = memoryview(DATA)[: (sum(payloads[-1]) if payloads else 0) + tail_bytes]
     digest = FileDigest(payloads)
     steps = [(start, data[start : start + step_bytes]) for start in range(0, len(data), step_bytes)]
     order.shuffle(steps)

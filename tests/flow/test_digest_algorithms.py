@@ -1,0 +1,180 @@
+"""Each algorithm of digests through everything that writes and checks files, and stores that have several of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import independent_reader
+import pytest
+import torch
+
+import ckptstore
+from ckptstore import CheckpointDamaged, CheckpointStore, FastTier, open_store
+from ckptstore.format.digest import ALGORITHMS, DEFAULT
+from ckptstore.interchange.exporting import export
+
+OTHER = next(name for name in ALGORITHMS if name != DEFAULT)
+SIZE = 3 << 20
+
+Use = Callable[[str], None]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Use:
+    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    return lambda name: monkeypatch.setenv("CKPTSTORE_DIGEST", name)
+
+
+@pytest.fixture(params=ALGORITHMS)
+def algorithm(request: pytest.FixtureRequest, use: Use) -> str:
+    use(request.param)
+    return str(request.param)
+
+
+def state_of(number: float) -> dict[str, Any]:
+    return {"large": torch.full((SIZE,), number), "small": torch.full((10,), number), "number": number}
+
+
+def opened(root: Path, **options: Any) -> CheckpointStore:
+    return open_store(root / "store", durable=False, **options)
+
+
+def algorithms_of(checkpoint: ckptstore.Checkpoint) -> set[str]:
+    return {receipt.digest.algorithm for receipt in checkpoint.files if receipt.digest}
+
+
+def loads(checkpoint: ckptstore.Checkpoint, number: float) -> None:
+    state = state_of(-1.0)
+    checkpoint.load(state)
+    assert (state["number"], state["small"].unique().tolist()) == (number, [number])
+    assert torch.equal(state["large"], torch.full((SIZE,), number))
+    assert checkpoint.verify().ok
+    with checkpoint.as_directory() as path:
+        assert {file.name for file in path.rglob("*") if file.is_file()} >= {file.name for file in checkpoint.files}
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+def test_a_state_is_saved_and_every_damaged_file_is_found(tmp_path: Path, algorithm: str) -> None:
+    with opened(tmp_path) as store:
+        checkpoint = store.save(1, state_of(1.0))
+        assert algorithms_of(checkpoint) == {algorithm}
+        loads(checkpoint, 1.0)
+        log = independent_reader.read_log(tmp_path / "store/log")
+        tensors, _ = independent_reader.read_checkpoint(tmp_path / "store", log[-1])
+        assert tensors["small"][2] == torch.full((10,), 1.0).numpy().tobytes()
+        (directory,) = (tmp_path / "store/checkpoints").iterdir()
+        for receipt in checkpoint.files:
+            for place in (0, receipt.size_bytes // 2, receipt.size_bytes - 1):
+                flip(directory / receipt.name, place)
+                (problem,) = checkpoint.verify().problems
+                assert (problem.file, problem.fault) == (receipt.name, "flipped")
+                assert ALGORITHMS[algorithm].title in problem.expected
+                with pytest.raises(ValueError, match="damaged"):
+                    independent_reader.read_checkpoint(tmp_path / "store", log[-1])
+                flip(directory / receipt.name, place)
+        export(checkpoint, tmp_path / "exported", to="torch")
+        exported = torch.load(tmp_path / "exported/state.pt", weights_only=True)
+        assert torch.equal(exported["large"], torch.full((SIZE,), 1.0))
+        (file,) = (receipt for receipt in checkpoint.files if receipt.name.endswith(".distcp"))
+        flip(directory / file.name, file.size_bytes // 2)
+        with pytest.raises(CheckpointDamaged):
+            export(checkpoint, tmp_path / "again", to="torch")
+        with pytest.raises(CheckpointDamaged, match=ALGORITHMS[algorithm].title):
+            checkpoint.load(state_of(-1.0))
+
+
+def test_files_of_any_size_are_saved_and_copied(tmp_path: Path, algorithm: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for size in (0, 1, 1 << 20, (1 << 20) + 1, 40 << 20):
+        (source / str(size)).write_bytes(bytes(range(251)) * (size // 251) + bytes(size % 251))
+    with opened(tmp_path) as store:
+        store.save_directory(1, source)
+        checkpoint = store.latest()
+        assert checkpoint is not None
+        assert algorithms_of(checkpoint) == {algorithm}
+        assert checkpoint.verify().ok
+    command = [sys.executable, "-m", "ckptstore.tools.cli", "cp", str(tmp_path / "store"), str(tmp_path / "copy")]
+    subprocess.run(command, check=True, capture_output=True)
+    with open_store(tmp_path / "copy") as store:
+        copied = store.latest()
+        assert copied is not None
+        assert {file.name: file.digest for file in copied.files} == {
+            file.name: file.digest for file in checkpoint.files
+        }
+        assert copied.verify().ok
+
+
+@pytest.mark.parametrize("incremental", [True, "reference"])
+def test_a_store_has_both_and_incremental_saves_take_over_their_own_alone(
+    tmp_path: Path, use: Use, incremental: Any
+) -> None:
+    names = [DEFAULT, DEFAULT, OTHER, OTHER, DEFAULT]
+    written = []
+    for step, name in enumerate(names, 1):
+        use(name)
+        with opened(tmp_path, retention=ckptstore.KeepAll()) as store:
+            state = state_of(1.0) | {"number": float(step)}
+            checkpoint = store.save(step, state, incremental=incremental)
+            assert algorithms_of(checkpoint) == {name}
+            written.append({file.stat().st_ino for file in tmp_path.rglob("*.distcp") if file.stat().st_size > SIZE})
+    new = [len(now - before) for before, now in zip([set(), *written], written, strict=False)]
+    assert new == [1, 0, 1, 0, 1]  # a change of the algorithm writes all of it, once
+    with opened(tmp_path) as store:
+        for step, (name, entry) in enumerate(zip(names, store.entries(), strict=True), 1):
+            checkpoint = entry.checkpoint
+            assert algorithms_of(checkpoint) == {name}
+            state = state_of(-1.0)
+            checkpoint.load(state)
+            assert (state["number"], state["large"].unique().tolist()) == (float(step), [1.0])
+            assert checkpoint.verify().ok
+        assert store.verify_log() == []
+
+
+def test_the_fast_tier_and_what_it_brings_into_the_store(tmp_path: Path, algorithm: str) -> None:
+    with opened(tmp_path, fast=FastTier(tmp_path / "disk", node="a")) as store:
+        saved = store.save_async(1, state_of(1.0))
+        assert algorithms_of(saved.result()) == {algorithm}
+        durable = saved.durable()
+        assert algorithms_of(durable) == {algorithm}
+        loads(durable, 1.0)
+
+
+def test_the_name_of_no_algorithm_is_refused(use: Use, tmp_path: Path) -> None:
+    use("md5")
+    with pytest.raises(ckptstore.InvalidInput, match="it is one of: crc32c, xxh3-128"):
+        opened(tmp_path)
+
+
+def test_a_reader_without_the_package_says_which_extra_it_lacks(tmp_path: Path, use: Use) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "file").write_bytes(b"data")
+    use(OTHER)
+    with opened(tmp_path) as store:
+        store.save_directory(1, source)
+    code = """if True:
+        import json, sys
+        sys.modules["xxhash"] = None
+        from ckptstore import open_store
+        with open_store(sys.argv[1]) as store:
+            try:
+                store.latest().verify()
+            except Exception as error:
+                print(json.dumps([type(error).__name__, str(error)]))
+    """
+    command = [sys.executable, "-c", code, str(tmp_path / "store")]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    name, text = json.loads(found.stdout)
+    assert (name, "ckptstore[torch]" in text) == ("InvalidInput", True)
