@@ -147,6 +147,10 @@ WIDE_SIGNATURES |= {"import_state", "export"}
 READS_ENVIRONMENT = {"config", "group.find", "tools.run.nodes", "storage", "testing", "tools.demo"}
 READS_ENVIRONMENT |= {"integrations"}
 
+NAMES_OF_DIGESTS = {"format.digest", "storage.cloud.bodies", "testing.s3.checksums"}
+"""The modules that name an algorithm of digests: the one that knows them all, and the checksums of clouds and of the
+server that stands in for one."""
+
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "waitress", "xxhash"}
 HEAVY |= {"accelerate", "axolotl", "lightning", "mlflow", "opentelemetry", "pydantic", "torch_checkpointing"}
 HEAVY |= {"torchtitan", "transformers", "wandb"}
@@ -281,6 +285,11 @@ def test_a_third_party_has_one_importer(name: str) -> None:
         if name.startswith("testing.") and third_party in {"pytest", "hypothesis"}:
             continue
         assert is_inside(name, IMPORTERS.get(third_party, set())), f"ckptstore.{name} imports {third_party}"
+
+
+def test_few_modules_name_an_algorithm_of_digests() -> None:
+    named = re.compile("crc32c|xxh3", re.IGNORECASE)
+    assert {name for name, path in MODULES.items() if named.search(path.read_text())} == NAMES_OF_DIGESTS
 
 
 def test_an_optional_package_has_an_extra_that_errors_name() -> None:
