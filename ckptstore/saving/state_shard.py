@@ -305,20 +305,20 @@ class StateShard:
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
         """Files of the checkpoint before, under a second name or copied inside the storage. Nothing is read here."""
-        storage, rank = self._storage, self._rank
+        storage, receipts = self._storage, [file.receipt for file in kept]
         if self._options.incremental == "reference":
-            return [Receipt(file.name, file.size_bytes, file.digest, rank, attempt=file.attempt) for file in kept]
-        moves = [(f"{CHECKPOINT_PREFIX}{file.attempt}/{file.name}", attempt.key(file.name)) for file in kept]
+            return receipts
+        moves = [(f"{CHECKPOINT_PREFIX}{one.attempt}/{one.name}", attempt.key(one.name)) for one in receipts]
         linked: Sequence[bool] = [False] * len(moves)
         if isinstance(storage, Disk):
             linked = storage.link([(storage.local_path(source), target) for source, target in moves])
-        for file, (source, target), is_linked in zip(kept, moves, linked, strict=True):
+        for receipt, (source, target), is_linked in zip(receipts, moves, linked, strict=True):
             if not is_linked and isinstance(storage, CopiesInside):
                 storage.copy(source, target)
             elif not is_linked:
-                raise StorageError(f"{source} cannot be linked to the next checkpoint", file=file.name)
-        storage.persist([attempt.key(file.name) for file in kept])
-        return [Receipt(file.name, file.size_bytes, file.digest, rank) for file in kept]
+                raise StorageError(f"{source} cannot be linked to the next checkpoint", file=receipt.name)
+        storage.persist([target for _, target in moves])
+        return [receipt._replace(attempt=None) for receipt in receipts]
 
     def _add(self, written: Mapping[str, bytes], attempt: Attempt, beat: Beat) -> list[Receipt]:
         """Write some small files."""

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from ckptstore import Checkpoint, CheckpointStore, InvalidInput, KeepLatest, StorageGroup, open_store
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import Digest
+from ckptstore.format.manifest import Receipt
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.write.incremental import Kept, KeptChunk, KeptFile
 from ckptstore.testing import CountCalls
@@ -222,8 +223,15 @@ def test_other_words_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_stored_of_chunks_comes_back() -> None:
     chunk = KeptChunk("a.b", Box((0, 2), (3, 4)), 704, 48, "ab" * 16, b"\x01\x02\x03\x04")
-    kept = Kept("x", (KeptFile("state-rank=00000-00.distcp", "x", 9000, Digest("crc32c", 77), 512, b"1234", (chunk,)),))
+    directory = "step-0000000001-e0001-0123abcd"
+    receipt = Receipt("state-rank=00000-00.distcp", 9000, Digest("crc32c", 77), 0, attempt=directory)
+    kept = Kept("x", (KeptFile(receipt, 512, b"1234", (chunk,)),))
     assert Kept.decode(kept.encode(), attempt="x", file="digests") == kept
-    for text in (b"{", b'{"version":1}', b'{"version":1,"files":[{"name":"../x"}]}'):
+    for text in (
+        b"{",
+        b'{"version":1}',
+        kept.encode().replace(directory.encode(), b"../x"),
+        b'{"version":1,"files":[{"name":"../x"}]}',
+    ):
         with pytest.raises(CheckpointDamaged):
             Kept.decode(text, attempt="x", file="digests")

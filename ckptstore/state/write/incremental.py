@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import FORMAT_VERSION, load_object, shortened
-from ckptstore.format.layout import check_name
+from ckptstore.format.manifest import Receipt
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.tensor_memory import digest_of
 
@@ -48,12 +47,8 @@ class KeptChunk:
 class KeptFile:
     """A file of the checkpoint before."""
 
-    name: str
-    attempt: str
-    """The directory in which it lies."""
-    size_bytes: int
-    digest: Digest
-    """Its algorithm is that of the digests of blocks too."""
+    receipt: Receipt
+    """With the directory in which it lies, wherever that is. The algorithm of its digest is that of blocks too."""
     slab_bytes: int
     slab_digests: bytes
     chunks: tuple[KeptChunk, ...]
@@ -69,10 +64,14 @@ class KeptFile:
         chunks = tuple(chunk for chunk in self.chunks if digests.get((chunk.key, chunk.box)) == chunk.digest)
         return replace(self, chunks=chunks)
 
+    def moved_to(self, attempt: str) -> KeptFile:
+        """The same file, linked or copied into another directory."""
+        return replace(self, receipt=self.receipt._replace(attempt=attempt))
+
     @property
     def is_worth_keeping(self) -> bool:
         """Whether most of it is referred to."""
-        return sum(chunk.size_bytes for chunk in self.chunks) >= LEAST_CURRENT * self.size_bytes > 0
+        return sum(chunk.size_bytes for chunk in self.chunks) >= LEAST_CURRENT * self.receipt.size_bytes > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class Kept:
         """The files to take over; no chunk is in two of them. All digests of an index are by one algorithm."""
         found, taken = [], set[Place]()
         for file in (file.current(digests) for file in self.files):
-            is_alike = file.digest.algorithm == algorithm
+            is_alike = file.receipt.digest is not None and file.receipt.digest.algorithm == algorithm
             if is_alike and file.is_worth_keeping and not any((chunk.key, chunk.box) in taken for chunk in file.chunks):
                 found.append(file)
                 taken |= {(chunk.key, chunk.box) for chunk in file.chunks}
@@ -97,10 +96,7 @@ class Kept:
         """The files as JSON, for the next start of the job (format-v1, "Digests of chunks")."""
         files = [
             {
-                "name": file.name,
-                "attempt": file.attempt,
-                "size_bytes": file.size_bytes,
-                "digest": str(file.digest),
+                **file.receipt.to_json(),
                 "slab_bytes": file.slab_bytes,
                 "slab_digests": base64.b64encode(file.slab_digests).decode(),
                 "chunks": [
@@ -114,7 +110,7 @@ class Kept:
 
     def only_in(self, attempts: Collection[str]) -> Kept:
         """The files that lie in one of these directories."""
-        return Kept(self.attempt, tuple(file for file in self.files if file.attempt in attempts))
+        return Kept(self.attempt, tuple(file for file in self.files if file.receipt.attempt in attempts))
 
     @staticmethod
     def decode(data: bytes, *, attempt: str, file: str) -> Kept:
@@ -127,11 +123,11 @@ class Kept:
 
 
 def _file_from_json(entry: dict[str, Any]) -> KeptFile:
+    receipt = Receipt.from_json(entry)
+    if receipt.attempt is None or receipt.digest is None:
+        raise ValueError("a file has no directory or no digest")
     return KeptFile(
-        check_name(entry["name"]),
-        check_name(entry["attempt"]),
-        _number(entry["size_bytes"]),
-        Digest.parse(entry["digest"]),
+        receipt,
         _number(entry["slab_bytes"]),
         base64.b64decode(entry["slab_digests"]),
         tuple(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -135,7 +135,7 @@ class ShardFiles:
             filled += made.size_bytes
 
     def _free_names(self, count: int) -> list[str]:
-        return free_names(self._rank, [file.name for file in self.kept], count, directory=self._directory)
+        return free_names(self._rank, [file.receipt.name for file in self.kept], count, directory=self._directory)
 
     def _sorted_writes(self) -> tuple[list[_Frame], list[_Frame]]:
         small: list[_Frame] = []
@@ -208,7 +208,7 @@ class ShardFiles:
             return found
 
         for kept in self.kept:
-            builder.add_file(kept.name, kept.region_digests)
+            builder.add_file(kept.receipt.name, kept.region_digests)
             if kept.slab_bytes:
                 builder.add_slab(0, kept.slab_bytes)
             for chunk in kept.chunks:
@@ -239,7 +239,7 @@ class ShardFiles:
         `linked` says that those that were taken over lie there too.
         """
         written = [self._kept_file(file, attempt, one) for file, one in zip(self.files, stored, strict=True)]
-        taken = [replace(file, attempt=attempt) if linked else file for file in self.kept]
+        taken = [file.moved_to(attempt) if linked else file for file in self.kept]
         return Kept(attempt, (*taken, *written))
 
     def _kept_file(self, file: ShardFile, attempt: str, stored: Stored) -> KeptFile:
@@ -250,8 +250,8 @@ class ShardFiles:
             blocks = b"" if placed.offset < file.slab_bytes else next(regions)
             digest = self._digests[placed.key, placed.box]
             chunks.append(KeptChunk(placed.key, placed.box, placed.offset, placed.payload_bytes, digest, blocks))
-        sizes = stored.size_bytes, stored.digest, file.slab_bytes
-        return KeptFile(file.name, attempt, *sizes, slab_digests, tuple(chunks))
+        receipt = Receipt(file.name, stored.size_bytes, stored.digest, self._rank, attempt=attempt)
+        return KeptFile(receipt, file.slab_bytes, slab_digests, tuple(chunks))
 
     def _values(self, keys: Sequence[str]) -> bytes:
         """The JSON object of some plain values; their texts are JSON already."""
