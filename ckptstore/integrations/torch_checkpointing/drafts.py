@@ -33,15 +33,6 @@ _SEALED = ".sealed"
 _READERS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class DraftFile:
-    """A file that is stored whole."""
-
-    receipt: Receipt
-    blocks: str
-    """The digests of its blocks, as `encoded_blocks` writes them."""
-
-
 def encoded_blocks(stored: Stored) -> str:
     """Return the digest of each block of 1 MiB: little-endian integers in base64."""
     return base64.b64encode(b"".join(stored.block_digests)).decode()
@@ -102,16 +93,17 @@ class Draft:
         size_bytes = sum(map(len, views))
         source = MemorySource(views, payloads=((0, size_bytes),) if size_bytes else ())
         stored = transfer.upload([PlannedFile(attempt.key(name), source)])[0]
-        receipt = Receipt(name, size_bytes, stored.digest, rank)
-        value = {"attempt": str(attempt), "receipt": receipt.to_json(), "blocks": encoded_blocks(stored)}
+        receipt = Receipt(name, size_bytes, stored.digest, rank, attempt=str(attempt))
+        value = {"receipt": receipt.to_json(), "blocks": encoded_blocks(stored)}
         self._put(self._file(name), json.dumps(value).encode())
 
-    def read(self, name: str) -> tuple[str, DraftFile]:
-        """Return the attempt in which a file lies, and the file. Raises FileMissing."""
+    def read(self, name: str) -> tuple[Receipt, str]:
+        """Return the receipt of a file, with the directory of its bytes, and the digests of its blocks, as
+        `encoded_blocks` writes them. Raises FileMissing."""
         value = json.loads(self.storage.read(f"{self.prefix}/{self._file(name)}"))
-        return value["attempt"], DraftFile(Receipt.from_json(value["receipt"]), value["blocks"])
+        return Receipt.from_json(value["receipt"]), value["blocks"]
 
-    def read_all(self, names: Iterable[str]) -> list[tuple[str, DraftFile]]:
+    def read_all(self, names: Iterable[str]) -> list[tuple[Receipt, str]]:
         """Read many files, several at a time."""
         return mapped(self.read, list(names), num_threads=_READERS, name="ckptstore-drafts")
 

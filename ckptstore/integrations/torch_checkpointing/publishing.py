@@ -12,7 +12,7 @@ from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.integrations.torch_checkpointing.committed import METADATA_KEY
-from ckptstore.integrations.torch_checkpointing.drafts import Draft, DraftFile
+from ckptstore.integrations.torch_checkpointing.drafts import Draft
 from ckptstore.integrations.torch_checkpointing.job_start import JobStart
 from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, StoredPath
 from ckptstore.job import Job
@@ -51,8 +51,10 @@ def publish(job: Job, start: JobStart, writing: Writing, place: StoredPath) -> N
     writing.is_sealed = True
     draft.seal()
     names, directories = draft.entries()
-    files = _of_attempt(draft.read_all(sorted(names)), attempt)
-    receipts = [*(file.receipt for file in files), _write_blocks(job, attempt, files, rank=start.rank)]
+    files = draft.read_all(sorted(names))
+    receipts = [_of_attempt(receipt, attempt) for receipt, _ in files]
+    blocks = {receipt.name: blocks for receipt, blocks in files}
+    receipts.append(_write_blocks(job, attempt, blocks, rank=start.rank))
     occupied = {name[:at] for name in names for at, char in enumerate(name) if char == "/"}
     empty = _leaves(directories - occupied - {""})
     request = Request(step=place.step, kind="directory", metadata={METADATA_KEY: {"name": place.name}})
@@ -65,11 +67,10 @@ def publish(job: Job, start: JobStart, writing: Writing, place: StoredPath) -> N
     publisher.committed(record, Ended(time.monotonic() - began), rank=start.rank)
 
 
-def _of_attempt(read: list[tuple[str, DraftFile]], attempt: Attempt) -> list[DraftFile]:
-    others = {found: file.receipt for found, file in read if found != str(attempt)}
-    for found, receipt in others.items():
-        raise StorageError(f"{receipt.name} was stored in {found}, not in {attempt}", rank=receipt.rank)
-    return [file for _, file in read]
+def _of_attempt(receipt: Receipt, attempt: Attempt) -> Receipt:
+    if receipt.attempt != str(attempt):
+        raise StorageError(f"{receipt.name} was stored in {receipt.attempt}, not in {attempt}", rank=receipt.rank)
+    return receipt._replace(attempt=None)
 
 
 def _leaves(directories: set[str]) -> list[str]:
@@ -77,9 +78,9 @@ def _leaves(directories: set[str]) -> list[str]:
     return sorted(name for name in directories if not any(other.startswith(f"{name}/") for other in directories))
 
 
-def _write_blocks(job: Job, attempt: Attempt, files: list[DraftFile], *, rank: int) -> Receipt:
+def _write_blocks(job: Job, attempt: Attempt, blocks: dict[str, str], *, rank: int) -> Receipt:
     """Write the digests of all blocks as one file of the checkpoint, by which parts of files are checked."""
-    value = {"version": 1, "block_bytes": BLOCK_BYTES, "files": {file.receipt.name: file.blocks for file in files}}
+    value = {"version": 1, "block_bytes": BLOCK_BYTES, "files": blocks}
     source = MemorySource([memoryview(json.dumps(value).encode())])
     stored = job.transfer.upload([PlannedFile(attempt.key(BLOCKS_NAME), source)])[0]
     return Receipt(BLOCKS_NAME, stored.size_bytes, stored.digest, rank)

@@ -163,9 +163,9 @@ class StoreStorage(Storage):
         if not place.is_draft or not place.file:
             self._refuse_change(place)
         draft = self._draft(place.name)
-        attempt, _ = draft.read(place.file)
+        receipt, _ = draft.read(place.file)
         draft.forget(place.file)
-        self._job.storage.delete([f"checkpoints/{attempt}/{place.file}"])
+        self._job.storage.delete([f"checkpoints/{receipt.attempt}/{place.file}"])
 
     def rmdir(self, path: Path) -> None:
         """Remove a temporary directory with all its contents, or put a checkpoint into the trash.
@@ -185,7 +185,7 @@ class StoreStorage(Storage):
             raise FileNotFoundError(errno.ENOENT, f"There is no directory {path}")
         stored = draft.read_all(files)
         draft.remove()
-        self._job.storage.delete([f"checkpoints/{attempt}/{file.receipt.name}" for attempt, file in stored])
+        self._job.storage.delete([f"checkpoints/{receipt.attempt}/{receipt.name}" for receipt, _ in stored])
         with self._lock:
             self._writing.pop(place.name, None)
 
@@ -284,8 +284,8 @@ class StoreStorage(Storage):
     def _checked_file(self, path: str | os.PathLike[str]) -> CheckedFile:
         place = self._paths.place(path)
         if place.is_draft:
-            attempt, file = self._draft(place.name).read(place.file)
-            return checked_file(f"checkpoints/{attempt}/", file.receipt, file.blocks)
+            receipt, blocks = self._draft(place.name).read(place.file)
+            return checked_file(f"checkpoints/{receipt.attempt}/", receipt, blocks)
         return self._committed(place).checked(place.file)
 
     def _remove(self, found: Committed) -> None:

@@ -117,8 +117,7 @@ def commit_of_sharded(directory: str, num_ranks: int, num_tensors: int) -> dict[
     digests = {rank: Digest.of(part) for rank, part in parts.items()}
     some_bytes = len(parts[num_ranks - 1])
     reports = [
-        case.report(rank, some_bytes, digests.get(rank) or Digest.of(os.urandom(4)))
-        for rank in range(num_ranks)
+        case.report(rank, some_bytes, digests.get(rank) or Digest.of(os.urandom(4))) for rank in range(num_ranks)
     ]
     try:
         with open_store(directory) as store:
