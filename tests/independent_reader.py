@@ -139,40 +139,31 @@ def read_part(data):
     return rank, tensors, chunks, digests, *(json.loads(text or b"{}") for text in texts[2:])
 
 
-def read_index(data):
-    magic, version, count, directory_crc, _ = struct.unpack("<8s4I", data[-24:])
-    need(magic == b"CKPTTIXE" and version == 1, "this is no index")
-    directory = data[-24 - 24 * count : -24]
-    need(crc(directory) == directory_crc, "the directory is damaged")
-    parts = []
-    for rank, (offset, size, part_crc, _) in enumerate(struct.iter_unpack("<QQII", directory)):
-        need(crc(data[offset : offset + size]) == part_crc, f"the part of rank {rank} is damaged")
-        parts.append(read_part(data[offset : offset + size]))
-        need(parts[-1][0] == rank, "a part is in another's place")
-    return parts
-
-
-def read_outline(data, read):
-    """The parts of an index that has an outline; `read` gives a file by its name."""
-    need(data[:8] == b"CKPTTIXO", "this is no outline")
-    outline = json.loads(zlib.decompress(data[16:]))
-    need(outline["version"] == 1, "the outline is of another version")
+def read_index(data, read):
+    """The parts of an index, packed into its file or read each by the name of its file."""
+    magic, outline_crc, version, head_bytes, table_bytes = struct.unpack_from("<8sIIQQ", data)
+    need(magic == b"CKPTTIXO" and version == 1, "this is no index")
+    at = 32 + head_bytes + table_bytes
+    need(crc(data[12:at]) == outline_crc, "the outline is damaged")
+    outline = json.loads(zlib.decompress(data[40 : 32 + head_bytes]))
     digits = len(f"{outline['num_prefixes'] - 1:x}")
     parts = []
     for rank, (size, digest) in enumerate(outline["parts"]):
         spread = f"{rank % outline['num_prefixes']:0{digits}x}"[::-1] + "/" if outline["num_prefixes"] > 1 else ""
-        part = read(f"{spread}tensors-rank={rank:05d}.index")
+        packed = outline["packed"]
+        part = data[at : at + size] if packed else read(f"{spread}tensors-rank={rank:05d}.index")
+        at += size if packed else 0
         need(len(part) == size and fits(part, digest), f"the part of rank {rank} is damaged")
         parts.append(read_part(part))
         need(parts[-1][0] == rank, "a part is in another's place")
+    need(at == len(data), "the index has another size")
     return parts
 
 
-def read_state(read, names):
-    """Tensors as {key: (dtype, shape, bytes)} and plain values as stored, `read` giving a file by its name, one of
-    `names`. What ranks have of their own is under (key, rank). Every digest is checked."""
-    outline = "tensors.outline" in names
-    parts = read_outline(read("tensors.outline"), read) if outline else read_index(read("tensors.index"))
+def read_state(read):
+    """Tensors as {key: (dtype, shape, bytes)} and plain values as stored, `read` giving a file by its name. What ranks
+    have of their own is under (key, rank). Every digest is checked."""
+    parts = read_index(read("tensors.index"), read)
     files = {name: read(name) for name in sorted({chunk[1] for part in parts for chunk in part[2]})}
     tensors, values, filled = {}, {}, {}
     for rank, held, chunks, digests, common, own in parts:
@@ -260,7 +251,7 @@ def read_checkpoint(root, record):
 
     for name in listed:
         read(name)
-    return read_state(read, listed)
+    return read_state(read)
 
 
 if __name__ == "__main__":

@@ -71,9 +71,7 @@ class DcpShard:
                 self._take_tensor(item, data, self._assignment.boxes[number])
         self._described.items = self._items
         empty = tuple(number for number, item in enumerate(self._items) if 0 in item.shape)
-        planned = RankPlan(
-            tuple(self._writes), empty, self._flags, common=tuple(self._described.values), is_shared=True
-        )
+        planned = RankPlan(tuple(self._writes), empty, self._flags, common=tuple(self._described.values))
         self.files = ShardFiles(
             self._described, planned, rank=rank, num_files=num_files, on_disk=on_disk, algorithm=algorithm
         )

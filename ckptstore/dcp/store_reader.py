@@ -11,7 +11,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,10 +34,9 @@ from ckptstore.errors import (
 )
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest
-from ckptstore.loading.index_read import PartReader
+from ckptstore.loading.index_read import IndexReader
 from ckptstore.runtime.torch_private import is_wrapper
-from ckptstore.state.index.index_file import INDEX_NAME
-from ckptstore.state.index.outline import OUTLINE_NAME, Outline
+from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.values import Frame
@@ -253,11 +252,11 @@ class StoreReader(StorageReader):
 
 def _index_in(storage: Storage, transfer: Transfer) -> TensorIndex | None:
     """The index in a directory, None where there is none. DCP's planners look at every chunk."""
-    with suppress(FileMissing):
-        return TensorIndex.decode(storage.read(INDEX_NAME))
-    with suppress(FileMissing):
-        return PartReader(Outline.decode(storage.read(OUTLINE_NAME)), transfer.read, "").whole()
-    return None
+    try:
+        size_bytes = storage.stat(INDEX_NAME).size_bytes
+    except FileMissing:
+        return None
+    return IndexReader(transfer.read, "", size_bytes).whole()
 
 
 def _rank_of(kwargs: Mapping[str, Any]) -> int:

@@ -28,13 +28,14 @@ from ckptstore.dcp.stock_deal import Assignment, Told, deal_plans, forget, heard
 from ckptstore.dcp.stock_shard import DcpShard, InnerPlace
 from ckptstore.dcp.target import DcpTarget, DirectoryTarget
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, InvalidState, StorageError
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import DCP_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.group.base import this_node
 from ckptstore.saving.phases import SaveClock, longest_seconds
-from ckptstore.state.index.index_file import INDEX_NAME, join_parts
 from ckptstore.state.index.items import Mode
-from ckptstore.state.index.part import PartBuilder
+from ckptstore.state.index.outline import INDEX_NAME, Outline, Outlined, PartFile, Span, encode_table
+from ckptstore.state.index.part import Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.read.stock_pickles import load_metadata
 from ckptstore.state.write.replicas import check_alike
@@ -211,10 +212,11 @@ class StoreWriter(StorageWriter):
         if len({one["deal"] for one in told if one}) > 1:
             raise InvalidState("the ranks went by plans of different saves", hint="Do not cache plans")
         _check_alike(told)
-        joined = join_parts([one["part"] if one else PartBuilder(rank).encode() for rank, one in enumerate(told)])
+        parts = [one["part"] if one else PartBuilder(rank).encode() for rank, one in enumerate(told)]
+        index = TensorIndex([Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)])
         receipts = [Receipt.from_json(entry) for one in told if one for entry in one["receipts"]]
-        stored = self._stored_metadata(metadata, TensorIndex.decode(joined), [one for one in told if one])
-        files = {INDEX_NAME: joined, DCP_METADATA_NAME: stored}
+        stored = self._stored_metadata(metadata, index, [one for one in told if one])
+        files = {INDEX_NAME: b"".join([_outline_of(index, parts), *parts]), DCP_METADATA_NAME: stored}
         planned = [
             PlannedFile(self._told.prefix + name, MemorySource([memoryview(data)])) for name, data in files.items()
         ]
@@ -292,6 +294,19 @@ class StoreWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Any path or URI may be one."""
         return bool(os.fspath(checkpoint_id))
+
+
+def _outline_of(index: TensorIndex, parts: Sequence[bytes]) -> bytes:
+    """An outline after which each part may have something of every tensor, and values for all ranks."""
+    tensors = [Outlined(key, one.dtype, one.shape) for key, one in index.tensors.items() if not one.beside_value]
+    ranks = range(len(parts))
+    return Outline(
+        tuple(PartFile(len(part), Digest.of(part)) for part in parts),
+        encode_table(sorted(tensors)),
+        common=tuple(ranks),
+        spans=tuple(Span(rank, 0, len(tensors) - 1) for rank in ranks if tensors),
+        is_packed=True,
+    ).encode()
 
 
 def printable(given: str | os.PathLike[str]) -> str | os.PathLike[str]:

@@ -16,7 +16,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.format.timings import Timings
-from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.opened import OpenedPlace, open_place

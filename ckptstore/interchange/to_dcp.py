@@ -141,4 +141,4 @@ def _index(stored: StoredState, names: Mapping[str, list[str]], chunks: list[_Ch
             builder.add_slab(offset, size_bytes)
         for row in rows[key]:
             builder.add_chunk(row, offset, box)
-    return TensorIndex([Part.decode(builder.encode(), file=DCP_METADATA_NAME)])
+    return TensorIndex([Part.decode(builder.encode(), rank=0, file=DCP_METADATA_NAME)])

@@ -9,25 +9,23 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from ckptstore.errors import (
-    CheckpointDamaged,
     InvalidInput,
     StoreMissing,
 )
 from ckptstore.format.layout import DCP_METADATA_NAME
-from ckptstore.format.manifest import Manifest, Receipt
+from ckptstore.format.manifest import Manifest
 from ckptstore.format.record import Record
 from ckptstore.group import Group
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
-from ckptstore.loading.index_read import PartReader, read_own_parts
+from ckptstore.loading.index_read import IndexReader
 from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
 from ckptstore.loading.load_watch import LoadWatch, watched
 from ckptstore.loading.newest import Candidates, Order, first_usable, newest_first, told_resumed
 from ckptstore.loading.story import NodeCopies
 from ckptstore.log.identity import read_identity
 from ckptstore.runtime.beat import beat, no_beat
-from ckptstore.state.index.index_file import INDEX_NAME
-from ckptstore.state.index.outline import OUTLINE_NAME, Outline
+from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
 from ckptstore.state.live.matching import Matching, Mismatch, Saved
@@ -45,7 +43,6 @@ logger = logging.getLogger("ckptstore")
 
 _SPARE_BYTES = 1 << 20
 """By how much the files of a rank may grow from save to save: plain values, names."""
-"""What a rank says that needs more of the index than it has read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +154,8 @@ def _load(
         load.found(files.record.entry.step, files.record)
     with ExitStack() as stack:
         reader = _Reader(files, options, stack)
-        stored, loading, mismatch, manifest = _prepare(group, files, reader, state, options, load)
+        stored, saved, manifest = _open(group, files, reader, state, options, load)
+        loading, mismatch = _match(group, stored, saved, state, options)
         if group.rank == 0 and isinstance(stored, StoredState):
             _warn_of_loaders(stored, state, options)
         load.enter("read")
@@ -183,24 +181,6 @@ def _load(
     return report, manifest
 
 
-def _prepare(
-    group: Group,
-    files: CheckpointFiles,
-    reader: _Reader,
-    state: Mapping[str, Any],
-    options: LoadOptions,
-    load: LoadWatch,
-) -> tuple[StoredState | StockState, Loading, Mismatch, Manifest]:
-    """Find out what is stored, and the place of everything. Of a large index first with the parts alone that this rank
-    needs if the ranks have what they had in the save; with all of it if that is not enough for all of them."""
-    for whole in (False, True):
-        stored, saved, manifest = _open(group, files, reader, state, options, load, whole=whole)
-        found = _match(group, stored, saved, state, options, reader)
-        if found is not None:
-            return stored, *found, manifest
-    raise AssertionError("the whole index is always enough")
-
-
 class _Reader:
     """Reads ranges from where they are nearest: the storage, or copies of whole files on this node."""
 
@@ -214,10 +194,7 @@ class _Reader:
         self._elsewhere: dict[str, str] = {}
         """Keys of files that lie in the directories of other checkpoints."""
         self._sizes_bytes: Mapping[str, int] = {}
-        self._parts: PartReader | None = None
-        """Of an index that has an outline."""
-        self.has_own_parts = False
-        """Whether the index that was opened last is made of the parts that this rank needs for what it has saved."""
+        self._index: IndexReader | None = None
 
     def hold(self) -> None:
         """Keep a prune away until the load is over; see `CheckpointFiles.held`."""
@@ -226,8 +203,8 @@ class _Reader:
             self._is_held = True
 
     def open(self, manifest: Manifest, *, share: bool, rank: int | None = None) -> TensorIndex:
-        """The index; every process of the node gets it from one download where `share` is set. With a `rank`, if the
-        index is large, only the parts that it needs to load what it has saved."""
+        """The index; every process of the node gets it from one download where `share` is set. If it is large, with the
+        parts alone that tell the plain values of a `rank` of the save, or of the lowest that has its own."""
         files = self._files
         if share and self._copies is None and not isinstance(files.storage, Disk):
             self._copies = NodeCopies(files, manifest, self._stack)
@@ -244,22 +221,16 @@ class _Reader:
                 hint="Use as_directory() or to_directory()",
             )
         self._sizes_bytes = {item.name: item.size_bytes for item in manifest.files}
-        outline = manifest.by_name.get(OUTLINE_NAME)
-        if outline is not None:
-            self._parts = PartReader(Outline.decode(self._whole(outline)), files.read, files.prefix)
-            self.has_own_parts = False
-            return self._checked(self._parts.opened(rank=rank))
         receipt = manifest.by_name[INDEX_NAME]
-        index = None if rank is None else read_own_parts(files, receipt, rank=rank, world_size=manifest.world_size)
-        self.has_own_parts = index is not None
-        return self._checked(index or TensorIndex.decode(self._whole(receipt)))
+        self._index = IndexReader(self._read_index, files.prefix, receipt.size_bytes, receipt.digest)
+        return self._checked(self._index.opened(rank=rank))
 
-    def _whole(self, receipt: Receipt) -> bytes:
-        """A file, by way of this node's copies where there are any."""
-        if self._copies is None:
-            return self._files.read_file(receipt)
-        with self._copies.lost_is_told():
-            return self._copies.path(receipt.name).read_bytes()
+    def _read_index(self, ranges: Sequence[RangeRead]) -> None:
+        """Read from the file of the index, by way of this node's copies where there are any; or from others."""
+        if self._copies is not None and ranges and ranges[0].key == f"{self._files.prefix}{INDEX_NAME}":
+            self._read_near(ranges, self._copies)
+        else:
+            self._files.read(ranges, beat=beat)
 
     def _checked(self, index: TensorIndex) -> TensorIndex:
         index.check_files(self._sizes_bytes)
@@ -268,26 +239,30 @@ class _Reader:
     @property
     def more(self) -> Callable[[Iterable[int]], TensorIndex] | None:
         """See `StoredState.more`."""
-        parts = self._parts
-        return None if parts is None else lambda ranks: self._checked(parts.with_parts(ranks))
+        index = self._index
+        return None if index is None else lambda ranks: self._checked(index.with_parts(ranks))
 
     def read(self, ranges: Sequence[RangeRead]) -> None:
         """See `Transfer.read`."""
-        copies, local = self._copies, self._local
-        if not self._is_near or copies is None or local is None:
-            if self._elsewhere:
-                ranges = [replace(item, key=self._elsewhere.get(item.key, item.key)) for item in ranges]
-            self._files.read(ranges, beat=beat)
+        if self._is_near and self._copies is not None:
+            self._read_near(ranges, self._copies)
             return
+        if self._elsewhere:
+            ranges = [replace(item, key=self._elsewhere.get(item.key, item.key)) for item in ranges]
+        self._files.read(ranges, beat=beat)
+
+    def _read_near(self, ranges: Sequence[RangeRead], copies: NodeCopies) -> None:
+        """Read from the copies on this node."""
+        assert self._local is not None  # made with them
         names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
         keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
         with copies.lost_is_told(), counting():  # what was downloaded is counted, and this is no storage
-            local.read([replace(item, key=keys[item.key]) for item in ranges], beat=beat)
+            self._local.read([replace(item, key=keys[item.key]) for item in ranges], beat=beat)
 
 
 def has_state(manifest: Manifest) -> bool:
-    """Whether it has the index of a state, or the outline of one."""
-    return INDEX_NAME in manifest.by_name or OUTLINE_NAME in manifest.by_name
+    """Whether it has the index of a state."""
+    return INDEX_NAME in manifest.by_name
 
 
 def is_stock(manifest: Manifest) -> bool:
@@ -315,8 +290,6 @@ def _open(
     state: Mapping[str, Any],
     options: LoadOptions,
     load: LoadWatch,
-    *,
-    whole: bool,
 ) -> tuple[StoredState | StockState, Saved, Manifest]:
     """The stored state, as this rank sees it, and what it has besides tensors."""
     included = Matching(Saved({}, {}), include=options.include).includes
@@ -338,7 +311,7 @@ def _open(
             share = group.world_size > 1 or options.read_once == "node"
             is_same_size = 1 < group.world_size == manifest.world_size
             stored = StoredState(
-                reader.open(manifest, share=share, rank=group.rank if is_same_size and not whole else None),
+                reader.open(manifest, share=share, rank=group.rank if is_same_size else None),
                 reader.read,
                 files.prefix,
                 rank=group.rank,
@@ -360,51 +333,26 @@ def _match(
     saved: Saved,
     state: Mapping[str, Any],
     options: LoadOptions,
-    reader: _Reader,
-) -> tuple[Loading, Mismatch] | None:
+) -> tuple[Loading, Mismatch]:
     """Find the place of everything, and agree on what does not fit. Reads what has to be compared because it is for the
-    same memory.
-
-    Where only parts of the index were opened, on all ranks, the result is None, the state being as it was, when they
-    are not enough for some rank.
-    """
-    own_parts = stored if isinstance(stored, StoredState) and reader.has_own_parts else None
+    same memory."""
     with ExitStack() as undo:
         with group.meeting("match") as meeting:
-            try:
-                loading = begin_load(
-                    state, saved, include=options.include, device=options.device, casts=options.dtype == "state"
-                )
-                undo.callback(loading.abandon)
-                loading.mismatch.differing.update(unsettled(loading.conflicts, stored.fill_boxes))
-                mismatch = _mismatch(own_parts, loading)
-            except CheckpointDamaged:
-                if own_parts is None:
-                    raise
-                mismatch = None
-            mismatches = meeting.gather(mismatch)
-            joined = meeting.tell(lambda: _judged(mismatches, options, whole=own_parts is None))
-        if joined is None:
-            return None
+            loading = begin_load(
+                state, saved, include=options.include, device=options.device, casts=options.dtype == "state"
+            )
+            undo.callback(loading.abandon)
+            loading.mismatch.differing.update(unsettled(loading.conflicts, stored.fill_boxes))
+            mismatches = meeting.gather(loading.mismatch.to_json())
+            joined = meeting.tell(lambda: _judged(mismatches, options))
         undo.pop_all()
     return loading, Mismatch.from_json(joined)
 
 
-def _mismatch(own_parts: StoredState | None, loading: Loading) -> dict[str, Any] | None:
-    """Return what does not fit on this rank, as JSON; None where more of the index is needed to know."""
-    if own_parts is None:
-        return loading.mismatch.to_json()
-    return Mismatch(unused=loading.mismatch.unused).to_json() if _has_all(own_parts, loading) else None
-
-
-def _judged(parts: list[Any], options: LoadOptions, *, whole: bool) -> dict[str, Any] | None:
-    """Return what does not fit, over all ranks; None when the whole index is needed to know. Warn of names of the state
-    that are left out, and raise what `Mismatch.check` does."""
-    if None in parts:
-        return None
+def _judged(parts: list[Any], options: LoadOptions) -> dict[str, Any]:
+    """Return what does not fit, over all ranks. Warn of names of the state that are left out, and raise what
+    `Mismatch.check` does."""
     joined = Mismatch.joined(map(Mismatch.from_json, parts))
-    if joined.unused and not whole:
-        return None
     joined.check(strict=options.strict)
     for name in sorted(joined.absent):
         logger.warning("the load leaves %r of the state as it is: %s", name, joined.absence(name))
@@ -428,15 +376,6 @@ def _warn_of_loaders(stored: StoredState, state: Mapping[str, Any], options: Loa
                 stored.index.world_size,
                 stored.world_size,
             )
-
-
-def _has_all(stored: StoredState, loading: Loading) -> bool:
-    """Whether everything fits that this rank can know of with its own parts of the index. A key that the checkpoint has
-    and nobody takes is in the part of some rank, which finds it there."""
-    mismatch = loading.mismatch
-    if mismatch.missing or mismatch.differing:
-        return False
-    return stored.has_all(loading.targets, mismatch.unexpected)
 
 
 def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:

@@ -18,8 +18,8 @@ from ckptstore.format.manifest import Receipt
 from ckptstore.runtime.beat import Beat
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.saving.shard import Contents, Decision
-from ckptstore.state.index.index_file import INDEX_NAME, join_parts
-from ckptstore.state.index.outline import OUTLINE_NAME, part_name
+from ckptstore.state.index.outline import INDEX_NAME, part_name
+from ckptstore.state.index.part import Part
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.device import LaunchedWork
@@ -146,7 +146,7 @@ class StateShard:
             return Decision(b"", self._negotiator.size_bytes, may_be_less)
         told = self._negotiator.join(
             descriptions,
-            may_outline=self._options.stock_readable is not True,
+            may_spread=self._options.stock_readable is not True,
             compare_every=self._options.compare_every,
         )
         self._expected = self._negotiator.expected
@@ -180,7 +180,7 @@ class StateShard:
             on_disk=isinstance(self._storage, Disk),
             algorithm=options.algorithm,
         )
-        if options.stock_readable and not agreement.is_outlined:
+        if options.stock_readable and agreement.is_packed:
             self._add_stock_values(agreement, [*plan.common, *plan.own])
         self.sources = [*self._files.sources()]
 
@@ -241,17 +241,16 @@ class StateShard:
         return self._told(receipts, part, attempt, beat)
 
     def _told(self, receipts: list[Receipt], part: bytes, attempt: Attempt, beat: Beat) -> bytes:
-        """What the leader has to know. Where it writes an outline, this rank's part of the index is stored here."""
+        """What the leader has to know. Where it does not pack the parts of the index, this rank's is stored here."""
         assert self._files is not None  # stored before
         assert self._agreement is not None
-        head: dict[str, Any] = {}
-        if self._agreement.is_outlined:
-            name = part_name(self._rank, self._options.num_prefixes)
-            (stored,) = self._add({name: part}, attempt, beat)
-            receipts, head, part = [*receipts, stored], {"told": self._files.told(stored)}, b""
-        else:
+        head: dict[str, Any] = {"told": self._files.told(part)}
+        if self._agreement.is_packed:
             stock = self._files.stock if self._has_stock else None
-            head = {"stock": stock, "paths": self._paths if self._rank else {}}  # the leader has its own
+            head |= {"stock": stock, "paths": self._paths if self._rank else {}}  # the leader has its own
+        else:
+            receipts = [*receipts, *self._add({part_name(self._rank, self._options.num_prefixes): part}, attempt, beat)]
+            part = b""
         with collector_paused():
             head["receipts"] = [receipt.to_json() for receipt in receipts]
             packed = zlib.compress(json.dumps(head).encode(), 1)
@@ -265,12 +264,17 @@ class StateShard:
         heads, parts = zip(*(_unpacked(data) for data in stored), strict=True)
         receipts = [Receipt.from_json(entry) for head in heads for entry in head["receipts"]]
         assert self._agreement is not None  # heard before
-        if self._agreement.is_outlined:
-            told = [RankTold(*head["told"]) for head in heads]
-            outline = self._negotiator.outline(self._agreement, told, num_prefixes=self._options.num_prefixes)
-            written = {OUTLINE_NAME: outline.encode()}
-        else:
-            written = self._listed(heads, parts, receipts)
+        outline = self._memo.outliner(self._agreement).outline(
+            [RankTold(*head["told"]) for head in heads],
+            num_prefixes=self._options.num_prefixes,
+            is_packed=self._agreement.is_packed,
+        )
+        written = {INDEX_NAME: b"".join([outline.encode(), *parts])}
+        if outline.is_packed:
+            index = TensorIndex([Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)])
+            index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
+            self._expected.check(index)
+            written |= self._stock_metadata(heads, index)
         beat()
         if not isinstance(self._storage, Disk):
             return Contents([*receipts, *self._add(written, attempt, beat)])
@@ -280,19 +284,12 @@ class StateShard:
             receipts.append(Receipt(name, len(data), digest, self._rank))
         return Contents(receipts, pending=list(written))
 
-    def _listed(
-        self, heads: Sequence[Mapping[str, Any]], parts: Sequence[bytes], receipts: Sequence[Receipt]
-    ) -> dict[str, bytes]:
-        """The index that has the parts of all ranks, and what stock readers need."""
-        joined = join_parts(parts)
-        index = TensorIndex.decode(joined)
-        index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
-        self._expected.check(index)
-        written = {INDEX_NAME: joined}
+    def _stock_metadata(self, heads: Sequence[Mapping[str, Any]], index: TensorIndex) -> dict[str, bytes]:
+        """What stock readers need, if they are to read it."""
         if self._options.stock_readable is True or (self._options.stock_readable and _is_for_stock(heads, index)):
             places, paths = _stock_parts(heads)
-            written[DCP_METADATA_NAME] = self._memo.stock_metadata(index, places, {**paths, **self._paths})
-        elif self._options.stock_readable and not self._memo.has_warned_of_stock:
+            return {DCP_METADATA_NAME: self._memo.stock_metadata(index, places, {**paths, **self._paths})}
+        if self._options.stock_readable and not self._memo.has_warned_of_stock:
             self._memo.has_warned_of_stock = True
             logger.warning(
                 "torch's own DCP cannot read these checkpoints: they have more than %d chunks and plain values, or a "
@@ -301,7 +298,7 @@ class StateShard:
                 MAX_CHUNKS,
                 MAX_NESTED_VALUES,
             )
-        return written
+        return {}
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
         """Files of the checkpoint before, under a second name or copied inside the storage. Nothing is read here."""

@@ -1,4 +1,4 @@
-"""What the processes of the test of large indexes run, to which every index is large: `WHOLE_BYTES` is none here."""
+"""What the processes of the test of large indexes run, to which every index is large: `HEAD_BYTES` is small here."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptstore import CheckpointDamaged, StateMismatch
-from ckptstore.loading.load_state import _Reader
-from ckptstore.state.index.index_file import FOOTER_BYTES, INDEX_NAME, directory_bytes, places
+from ckptstore.loading.index_read import IndexReader
+from ckptstore.state.index.outline import INDEX_NAME, Outline
 
 ROWS = torch.arange(8 * 12, dtype=torch.float32).reshape(8, 12)
 THIN = torch.arange(3.0)
@@ -26,17 +26,21 @@ THIN = torch.arange(3.0)
 
 @contextmanager
 def parts_opened() -> Iterator[list[list[int]]]:
-    """The ranks whose parts were read, of each index that was opened."""
+    """The ranks whose parts were read, for each index that was opened."""
     opened: list[list[int]] = []
-    open_index = _Reader.open
+    begin, read_parts = IndexReader.__init__, IndexReader.with_parts
 
-    def told(self: _Reader, *args: Any, **keywords: Any) -> Any:
-        index = open_index(self, *args, **keywords)
-        opened.append([part.rank for part in index.parts])
+    def begun(self: IndexReader, *args: Any) -> None:
+        begin(self, *args)
+        opened.append([])
+
+    def read(self: IndexReader, ranks: Any) -> Any:
+        index = read_parts(self, ranks)
+        opened[-1] = [part.rank for part in index.parts]
         return index
 
-    module = "ckptstore.loading.index_read"
-    with patch(f"{module}.WHOLE_BYTES", 0), patch(f"{module}.MOST_SHARE", 1), patch.object(_Reader, "open", told):
+    replaced = patch.multiple(IndexReader, __init__=begun, with_parts=read)
+    with patch("ckptstore.loading.index_read.HEAD_BYTES", 64), replaced:
         yield opened
 
 
@@ -126,10 +130,9 @@ def damage_part(store: Path, *, rank: int) -> None:
     """Change one byte of a rank's part of the only index in the store."""
     (index,) = store.rglob(INDEX_NAME)
     data = bytearray(index.read_bytes())
-    footer = bytes(data[-FOOTER_BYTES:])
-    directory = bytes(data[-FOOTER_BYTES - directory_bytes(footer) : -FOOTER_BYTES])
-    place = places(directory, footer, len(data), file=INDEX_NAME)[rank]
-    data[place.offset + place.size_bytes // 2] ^= 1
+    outline = Outline.decode(data)
+    start = len(data) - outline.packed_bytes + outline.place(rank)[1]
+    data[start + outline.parts[rank].size_bytes // 2] ^= 1
     index.chmod(0o644)
     index.write_bytes(data)
 

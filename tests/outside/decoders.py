@@ -274,63 +274,66 @@ def _stock_state(root: Path) -> dict[str, bytes]:
 def _decode_index(data: bytes) -> object:
     from ckptstore.state.index.tensor_index import TensorIndex
 
-    index = TensorIndex.decode(data)
+    return _looked_at(TensorIndex.decode(data))
+
+
+def _looked_at(index: Any) -> object:
     index.check_complete()
     found = [index.chunks(fqn, 0) for fqn in index.tensors]
     index.check_files(dict.fromkeys(index.files, 1 << 40))
     values = index.common_values(), index.own_values(0), index.value_ranks()
-    return found, values, index.aliases, index.keys_of(0)
+    return found, values, index.aliases
 
 
 def _outlines() -> list[bytes]:
-    from ckptstore.state.index.outline import Outline, Outlined, PartFile, Span
+    """Without header and digest, so that what is behind these has to find what is wrong."""
+    from ckptstore.state.index.outline import Outline, Outlined, PartFile, Span, encode_table
     from ckptstore.state.tensors.cuts import Cut
     from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 
     meshes = Mesh((2, 2), (0, 1, 2, 3)), Mesh((3,), (3, 0, 2))
     layouts = MeshLayout(meshes[0], (Cut(-1), Cut(0))), MeshLayout(meshes[1], (Cut(1, 2),))
-    tensors = (
+    tensors = [
         Outlined("a", "float32", (5, 3), 1),
         Outlined("b", "int8", (4, 700), 2),
         Outlined("c", "float32", (5, 3), 1),
-    )
+    ]
     rest = {"tied": {"c": "a"}, "own": {"b": 2, "value": 0}, "common": (0,), "spans": (Span(1, 0, 2), Span(3, 1, 1))}
-    full = Outline(
-        tuple(PartFile(100 + rank, Digest("crc32c", rank)) for rank in range(4)),
-        tensors,
-        layouts,
-        **rest,
-        num_prefixes=16,
-    )
-    return [full.encode(), Outline((PartFile(1, Digest("crc32c", 1)),), ()).encode()]
+    parts = tuple(PartFile(100 + rank, Digest("crc32c", rank)) for rank in range(4))
+    table = encode_table(tensors, layouts)
+    outlines = Outline(parts, table, **rest, num_prefixes=16), Outline(parts, encode_table([]), is_packed=True)
+    return [outline.encode()[_OUTLINE_AT:] for outline in outlines]
+
+
+_OUTLINE_AT = 12
 
 
 def _decode_outline(data: bytes) -> object:
     from ckptstore.state.index.outline import Outline
     from ckptstore.state.tensors.boxes import whole
 
-    outline = Outline.decode(data)
+    outline = Outline.decode(b"".join([b"CKPTTIXO", Digest.of(data).value.to_bytes(4, "little"), data]))
     held = [outline.holders(tensor.key, 0, whole(tensor.shape)) for tensor in outline.tensors]
-    return held, [outline.part_name(rank) for rank in range(min(9, outline.world_size))]
+    return held, [outline.place(rank) for rank in range(min(9, outline.world_size))]
 
 
 def _parts(indexes: Sequence[bytes]) -> list[bytes]:
-    from ckptstore.state.index.index_file import split_parts
+    from ckptstore.state.index.outline import Outline
 
-    return [bytes(part) for data in indexes for part in split_parts(data)]
+    found = []
+    for data in indexes:
+        outline = Outline.decode(data)
+        behind = data[len(data) - outline.packed_bytes :]
+        found += [behind[outline.place(rank)[1] :][: part.size_bytes] for rank, part in enumerate(outline.parts)]
+    return found
 
 
 def _decode_part(data: bytes) -> object:
     """A part whose digest is right, so that its decoder has to find what is wrong."""
-    import struct
+    from ckptstore.state.index.part import Part
+    from ckptstore.state.index.tensor_index import TensorIndex
 
-    from ckptstore.state.index.index_file import join_parts
-
-    try:
-        joined = join_parts([data])
-    except struct.error:  # it has no header, and a writer has to
-        return None
-    return _decode_index(joined)
+    return _looked_at(TensorIndex([Part.decode(data, rank=0, file="f")]))
 
 
 def _decode_kept(data: bytes) -> object:

@@ -18,7 +18,7 @@ _names = itertools.count()
 
 @contextmanager
 def outlined(always: bool = True) -> Iterator[None]:
-    """Every index has an outline, where that is possible, however few its chunks are."""
+    """No index is packed where its parts can be apart, however few its chunks are."""
     before = outlining.MANY_CHUNKS
     outlining.MANY_CHUNKS = -1 if always else before
     try:

@@ -9,7 +9,7 @@ from ckptstore.group import SoloGroup
 from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.saving.transaction import meet
-from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.read.stored import StoredState

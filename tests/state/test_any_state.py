@@ -229,6 +229,6 @@ def test_a_deal_by_the_place_in_the_mesh_is_found(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(assignment._Planner, "_group", by_place)
     monkeypatch.setattr(Expected, "_lost", lambda *_: [])
-    monkeypatch.setattr(outlining._Outliner, "check", lambda *_: None)
+    monkeypatch.setattr(outlining.Outliner, "check", lambda *_: None)
     with pytest.raises(AssertionError, match="StateMismatch"):
         search()

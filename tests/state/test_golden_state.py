@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from saving import make_transfer
 
-from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.read.stored import StoredState
 

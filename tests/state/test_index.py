@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
-from ckptstore.format.digest import BLOCK_BYTES
-from ckptstore.state.index.index_file import FOOTER_BYTES, directory_bytes, join_parts, places, split_parts
+from ckptstore.format.digest import BLOCK_BYTES, Digest
+from ckptstore.state.index.outline import Outline, PartFile, encode_table
 from ckptstore.state.index.part import BESIDE_VALUE, PER_RANK, Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.tensors import boxes
@@ -92,8 +92,18 @@ def encoded(rank=0, **keywords):
     )
 
 
+def joined(*parts):
+    return TensorIndex([Part.decode(part, rank=rank, file="f") for rank, part in enumerate(parts)])
+
+
+def packed(*parts):
+    """The file that has these parts."""
+    outline = Outline(tuple(PartFile(len(part), Digest.of(part)) for part in parts), encode_table([]), is_packed=True)
+    return b"".join([outline.encode(), *parts])
+
+
 def test_what_was_added_is_found():
-    index = TensorIndex.decode(join_parts([encoded(0), encoded(1)]))
+    index = joined(encoded(0), encoded(1))
     assert index.files == ("state-rank=00000-00.distcp", "state-rank=00001-00.distcp")
     assert list(index.tensors) == ["t0", "t1", "t2", "t3", "t4", "big", "tied"]
     entry = index.tensors["t3"]
@@ -116,7 +126,7 @@ def test_what_was_added_is_found():
 
 
 def test_tensors_that_differ_are_found_by_rank():
-    index = TensorIndex.decode(join_parts([encoded(0, flags=PER_RANK), encoded(1, flags=PER_RANK | BESIDE_VALUE)]))
+    index = joined(encoded(0, flags=PER_RANK), encoded(1, flags=PER_RANK | BESIDE_VALUE))
     assert [chunk.file for chunk in index.chunks("t0", 1)] == [1]
     assert index.chunks("t0", 2) == []
     assert index.ranks_of("t0") == [0, 1]
@@ -125,14 +135,16 @@ def test_tensors_that_differ_are_found_by_rank():
     assert index.entry("t0", 7) is None
 
 
-def test_one_part_is_found_without_the_others():
-    parts = [encoded(rank, tensors=rank + 1) for rank in range(3)]
-    joined = join_parts(parts)
-    footer = joined[-FOOTER_BYTES:]
-    directory = joined[-FOOTER_BYTES - directory_bytes(footer) : -FOOTER_BYTES]
-    place = places(directory, footer, len(joined), file="f")[1]
-    assert joined[place.offset : place.offset + place.size_bytes] == parts[1]
-    assert [bytes(part) for part in split_parts(joined)] == parts
+def test_parts_are_found_in_their_file():
+    parts = [encoded(rank, tensors=rank + 1) for rank in range(2)]
+    data = packed(*parts)
+    index, outline = TensorIndex.decode(data), Outline.decode(data)
+    assert [index.own_values(rank) for rank in range(2)] == [{"rng": 0}, {"rng": 1}]
+    start = len(data) - outline.packed_bytes
+    for rank, part in enumerate(parts):
+        name, offset = outline.place(rank)
+        assert name == "tensors.index"
+        assert data[start + offset :][: len(part)] == part
 
 
 def test_shapes_that_differ_between_ranks_are_damage():
@@ -140,7 +152,7 @@ def test_shapes_that_differ_between_ranks_are_damage():
     builder.add_file("f", [])
     builder.add_tensor("t0", "float32", (8, 17))
     with pytest.raises(CheckpointDamaged, match="ranks 0 and 1 disagree on the tensor t0"):
-        TensorIndex.decode(join_parts([encoded(0), builder.encode()]))
+        joined(encoded(0), builder.encode())
 
 
 @given(st.data())
@@ -160,7 +172,7 @@ def test_holes_and_overlaps_are_found(data):
         row = builder.add_tensor("t", "uint8", shape)
         for number, box in enumerate(data.draw(st.permutations(held))):
             builder.add_chunk(row, number * 50, box)
-        return TensorIndex.decode(join_parts([builder.encode()]))
+        return joined(builder.encode())
 
     index_of(grid).check_complete()
     with pytest.raises(CheckpointDamaged, match="exactly once"):
@@ -179,7 +191,7 @@ def test_flipped_and_torn_parts_are_damage_or_harmless(position, value, torn):
     data[position % len(data)] = value
     for candidate in (bytes(data), bytes(data[: len(data) - torn])):
         try:
-            index = TensorIndex([Part.decode(candidate, file="f")])
+            index = TensorIndex([Part.decode(candidate, rank=1, file="f")])
             index.check_files(dict.fromkeys(index.files, 1 << 30))
             for fqn in index.tensors:
                 index.chunks(fqn, 1)
@@ -189,15 +201,15 @@ def test_flipped_and_torn_parts_are_damage_or_harmless(position, value, torn):
 
 @settings(max_examples=200)
 @given(st.integers(0, 10_000), st.integers(1, 255))
-def test_a_flip_anywhere_in_the_joined_index_is_found(position, mask):
-    data = bytearray(join_parts([encoded(0), encoded(1)]))
-    data[position % (len(data) - 4)] ^= mask  # the last four bytes are reserved
+def test_a_flip_anywhere_in_the_file_is_found(position, mask):
+    data = bytearray(packed(encoded(0), encoded(1)))
+    data[position % len(data)] ^= mask
     with pytest.raises((CheckpointDamaged, UnsupportedVersion)):
         TensorIndex.decode(bytes(data))
 
 
 def test_what_is_larger_than_its_file_is_found():
-    index = TensorIndex.decode(join_parts([encoded(0)]))
+    index = joined(encoded(0))
     with pytest.raises(CheckpointDamaged, match="beyond the end"):
         index.check_files(dict.fromkeys(index.files, 8192))
     with pytest.raises(CheckpointDamaged, match="has not"):
@@ -206,21 +218,29 @@ def test_what_is_larger_than_its_file_is_found():
 
 def test_parts_in_each_others_places_are_damage():
     with pytest.raises(CheckpointDamaged, match="the part of rank 1 in the place of rank 0"):
-        TensorIndex.decode(join_parts([encoded(1), encoded(0)]))
+        TensorIndex.decode(packed(encoded(1), encoded(0)))
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda data: data[:-1], lambda data: data + b"x", lambda data: data[:40], bytes.upper]
+)
+def test_a_file_of_another_size_is_damage(harm):
+    with pytest.raises(CheckpointDamaged):
+        TensorIndex.decode(harm(packed(encoded(0))))
 
 
 def test_a_newer_version_says_so():
     part = bytearray(encoded(0))
     part[8] = 2
     with pytest.raises(UnsupportedVersion):
-        Part.decode(bytes(part), file="f")
+        Part.decode(bytes(part), rank=0, file="f")
 
 
 def test_deflated_bombs_are_refused():
     part = bytearray(encoded(0))
     part[8 + 32 + 40 : 8 + 32 + 48] = (1 << 40).to_bytes(8, "little")
     with pytest.raises(CheckpointDamaged, match="longer than"):
-        Part.decode(bytes(part), file="f")
+        Part.decode(bytes(part), rank=0, file="f")
 
 
 def llama(rank, *, ranks, layers):
@@ -254,7 +274,7 @@ def test_a_chunk_costs_at_most_32_bytes_beside_its_digests():
 
 @pytest.mark.slow
 def test_a_thousand_ranks_are_joined_and_looked_up():
-    index = TensorIndex.decode(join_parts([llama(rank, ranks=1024, layers=200)[0] for rank in range(1024)]))
+    index = joined(*(llama(rank, ranks=1024, layers=200)[0] for rank in range(1024)))
     index.check_complete()
     assert index.num_chunks == 1_024_000
     (chunk,) = index.chunks("model.layers.7.attention.wq.weight", 0, Box((512 * 77, 0), (512, 4096)))

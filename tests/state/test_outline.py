@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 import zlib
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from thread_ranks import run_threads
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
-from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.errors import CheckpointDamaged, InvalidState, UnsupportedVersion
+from ckptstore.format.digest import Digest
 from ckptstore.saving import state_shard
-from ckptstore.state.index.outline import OUTLINE_NAME, Outline, part_name
+from ckptstore.state.index.outline import INDEX_NAME, Outline, part_name
 from ckptstore.state.write import outlining
 from ckptstore.testing import Call, with_faults
 from ckptstore.tools.report.trees import read_tree
@@ -99,8 +101,8 @@ def test_who_has_what_it_saved_reads_its_own_part_and_the_one_with_the_values(sa
 
     for rank, (found, names) in enumerate(read_of(saved, 4, load)):
         assert found == ([], {"at": rank}, 7, float(rank))
-        assert set(names) >= {part_name(rank, 1), OUTLINE_NAME}
-    one = [part_name(0, 1), OUTLINE_NAME]
+        assert set(names) >= {part_name(rank, 1), INDEX_NAME}
+    one = [part_name(0, 1), INDEX_NAME]
 
     def load_one(store: ckptstore.CheckpointStore, rank: int) -> Any:
         mine = {"rows": state_of(rank, 4, zeros=True)["rows"]}
@@ -120,7 +122,7 @@ def test_another_layout_reads_the_parts_that_it_needs(saved: str) -> None:
     needed = [{part_name(0, 1), part_name(1, 1)}, {part_name(0, 1), part_name(1, 1), part_name(2, 1)}]
     told = read_of(saved, 2, load)
     assert [found for found, _ in told] == [True, True]
-    assert [set(names) for _, names in told] == [{*names, OUTLINE_NAME} for names in needed]
+    assert [set(names) for _, names in told] == [{*names, INDEX_NAME} for names in needed]
 
     def load_all(store: ckptstore.CheckpointStore, rank: int) -> Any:
         found = state_of(rank, 2, zeros=True)
@@ -173,7 +175,7 @@ def damage(request: pytest.FixtureRequest) -> Callable[[Path], None]:
         elif request.param == "missing":
             parts[2].unlink()
         else:
-            outline = directory / OUTLINE_NAME
+            outline = directory / INDEX_NAME
             replace_part(outline, outline.read_bytes()[:-1])
 
     return harm
@@ -200,9 +202,17 @@ def test_damage_of_the_index_is_passed_over_by_all_ranks(saved: str, damage: Cal
     assert run_threads(4, saved, resume) == [(1, [])] * 4
 
 
-def forged(outline: dict[str, Any]) -> bytes:
-    text = json.dumps(outline).encode()
-    return b"CKPTTIXO" + len(text).to_bytes(8, "little") + zlib.compress(text)
+def texts_of(outline: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    head_bytes, table_bytes = struct.unpack_from("<QQ", outline, 16)
+    head, table = outline[32:][:head_bytes], outline[32 + head_bytes :][:table_bytes]
+    return json.loads(zlib.decompress(head[8:])), json.loads(zlib.decompress(table[8:]))
+
+
+def forged(*texts: dict[str, Any]) -> bytes:
+    plain = [json.dumps(text).encode() for text in texts]
+    deflated = [len(text).to_bytes(8, "little") + zlib.compress(text) for text in plain]
+    data = struct.pack("<IQQ", 1, *map(len, deflated)) + b"".join(deflated)
+    return b"CKPTTIXO" + Digest.of(data).value.to_bytes(4, "little") + data
 
 
 @pytest.mark.parametrize(
@@ -221,19 +231,27 @@ def forged(outline: dict[str, Any]) -> bytes:
         {"parts": []},
         {"layouts": [{"mesh": {"shape": [8], "first": 0, "steps": [1]}, "cuts": [[0, 1]]}]},
         {"num_prefixes": 0},
-        {"version": "1"},
+        {"packed": 1},
     ],
     ids=str,
 )
 def test_an_outline_that_cannot_be_is_refused(saved: str, change: dict[str, Any]) -> None:
-    data = (directory_of(saved) / OUTLINE_NAME).read_bytes()
-    content = json.loads(zlib.decompress(data[16:]))
-    assert Outline.decode(forged(content)) == Outline.decode(data)
-    with pytest.raises(CheckpointDamaged, match="is not an outline"):
-        Outline.decode(forged(content | change))
+    data = (directory_of(saved) / INDEX_NAME).read_bytes()
+    head, table = texts_of(data)
+    assert Outline.decode(forged(head, table)).tensors == Outline.decode(data).tensors
+    forgery = forged(*({key: change.get(key, value) for key, value in text.items()} for text in (head, table)))
+    with pytest.raises(CheckpointDamaged, match="no outline that can be"):
+        _ = Outline.decode(forgery).tensors
 
 
-def test_what_no_outline_can_say_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_says_so(saved: str) -> None:
+    data = bytearray((directory_of(saved) / INDEX_NAME).read_bytes())
+    data[12] = 2
+    with pytest.raises(UnsupportedVersion):
+        Outline.decode(data)
+
+
+def test_few_chunks_and_what_stock_reads_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outlining, "MANY_CHUNKS", 7)  # three rows, three columns, and the halves of the hybrid
 
     def names_after(**options: Any) -> set[str]:
@@ -241,10 +259,11 @@ def test_what_no_outline_can_say_is_listed(tmp_path: Path, monkeypatch: pytest.M
         assert run_threads(4, uri, lambda store, rank: save(store, rank, **options)) == [None] * 4
         return {path.name for path in directory_of(uri).iterdir()}
 
-    assert OUTLINE_NAME in names_after()
-    assert {".metadata", "tensors.index"} <= names_after(stock_readable=True)
+    parts = {part_name(rank, 1) for rank in range(4)}
+    assert parts <= names_after()
+    assert parts.isdisjoint(names_after(stock_readable=True))
     monkeypatch.setattr(outlining, "MANY_CHUNKS", 8)
-    assert {".metadata", "tensors.index"} <= names_after()
+    assert parts.isdisjoint(names_after())
 
 
 @pytest.mark.parametrize(
@@ -257,8 +276,8 @@ def test_what_a_rank_has_not_written_is_missed(
     def less(outliner: Any, told: Any) -> None:
         check(outliner, [told[0]._replace(**{lost: getattr(told[0], lost) - 1}), *told[1:]])
 
-    check = outlining._Outliner.check
-    monkeypatch.setattr(outlining._Outliner, "check", less)
+    check = outlining.Outliner.check
+    monkeypatch.setattr(outlining.Outliner, "check", less)
     told = run_threads(4, str(tmp_path / "store"), save)
     assert all(isinstance(error, InvalidState) for error in told)
     assert words in str(told[0])

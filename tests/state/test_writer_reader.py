@@ -23,7 +23,7 @@ from saving import (
 from ckptstore.errors import CheckpointDamaged, InvalidState, StateMismatch
 from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.layout import Attempt
-from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.live.flatten import TensorRef
 from ckptstore.state.read.read_plan import BUFFER_BYTES, ReadPlan, run_steps
 from ckptstore.state.tensors.boxes import Box
@@ -300,7 +300,7 @@ def boxed(tmp_path_factory):
 
 
 def test_any_box_of_any_boxes_is_read(boxed):
-    from ckptstore.state.index.index_file import join_parts
+    from ckptstore.state.index.part import Part
     from ckptstore.state.index.tensor_index import TensorIndex
     from ckptstore.state.write.assignment import RankPlan, Write
     from ckptstore.state.write.shard_files import ShardFiles
@@ -310,7 +310,7 @@ def test_any_box_of_any_boxes_is_read(boxed):
     plan = RankPlan(tuple(Write(0, 0, box) for box in boxes))
     files = ShardFiles(described, plan, rank=0)
     stored = transfer.upload([PlannedFile(name, source) for name, source in files.sources()])
-    index = TensorIndex.decode(join_parts([files.index_part([one.block_digests for one in stored])]))
+    index = TensorIndex([Part.decode(files.index_part([one.block_digests for one in stored]), rank=0, file="f")])
     index.check_complete()
 
     @settings(max_examples=60)
@@ -329,15 +329,14 @@ def test_any_box_of_any_boxes_is_read(boxed):
 
 
 def test_a_missing_chunk_is_damage(boxed):
-    from ckptstore.state.index.index_file import join_parts
-    from ckptstore.state.index.part import PartBuilder
+    from ckptstore.state.index.part import Part, PartBuilder
     from ckptstore.state.index.tensor_index import TensorIndex
 
     builder = PartBuilder(0)
     builder.add_file("f", [b"crc!"])
     builder.add_slab(0, 1000)
     builder.add_chunk(builder.add_tensor("t", "float32", (4, 4)), 100, Box((0, 0), (2, 4)))
-    plan = ReadPlan(TensorIndex.decode(join_parts([builder.encode()])), prefix="")
+    plan = ReadPlan(TensorIndex([Part.decode(builder.encode(), rank=0, file="f")]), prefix="")
     with pytest.raises(CheckpointDamaged, match="a chunk is missing"):
         plan.add("t", [Piece(Box((0, 0), (4, 4)), torch.zeros(4, 4))], rank=0)
 

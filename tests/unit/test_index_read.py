@@ -2,64 +2,79 @@
 
 from __future__ import annotations
 
-import functools
 import uuid
 
 import pytest
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.format.manifest import Receipt
-from ckptstore.loading.checkpoint_files import CheckpointFiles
-from ckptstore.loading.index_read import WHOLE_BYTES, read_own_parts
-from ckptstore.state.index.index_file import INDEX_NAME, join_parts
+from ckptstore.format.digest import Digest
+from ckptstore.loading.index_read import HEAD_BYTES, IndexReader
+from ckptstore.state.index.outline import INDEX_NAME, Outline, Outlined, PartFile, encode_table
 from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.storage.memory import MemoryStorage
-from ckptstore.transfer import Transfer
+from ckptstore.transfer import RangeRead, Transfer
 
 RANKS = 8
 
 
-@functools.cache
-def part(rank: int, tensors: int, is_shared: bool) -> bytes:
+def part(rank: int, tensors: int) -> bytes:
     builder = PartBuilder(rank)
     builder.add_file(f"state-rank={rank:05d}-00.distcp", [b"slab"])
     builder.add_slab(0, 1 << 20)
     for number in range(tensors):
-        row = builder.add_tensor(f"t{number}", "uint8", (RANKS,))
+        row = builder.add_tensor(f"t{number:05d}", "uint8", (RANKS,))
         builder.add_chunk(row, number, Box((rank,), (1,)))
-    return builder.encode(is_shared=is_shared)
+    return builder.encode()
 
 
-def index(tensors: int, shared: set[int]) -> bytearray:
-    return bytearray(join_parts([part(rank, tensors, rank in shared) for rank in range(RANKS)]))
+def index_file(tensors: int) -> tuple[bytearray, int]:
+    """An index whose first part has values for all, and where its parts begin."""
+    parts = [part(rank, tensors) for rank in range(RANKS)]
+    table = encode_table([Outlined(f"t{number:05d}", "uint8", (RANKS,)) for number in range(tensors)])
+    files = tuple(PartFile(len(one), Digest.of(one)) for one in parts)
+    outline = Outline(files, table, common=(0,), is_packed=True).encode()
+    return bytearray(b"".join([outline, *parts])), len(outline)
 
 
-def parts_read(data: bytearray, rank: int, world_size: int = RANKS) -> list[int] | None:
-    storage, config = MemoryStorage(f"memory://{uuid.uuid4().hex}"), StoreConfig()
+def opened(data: bytearray, rank: int | None, *, is_checked: bool = False) -> tuple[list[int], int]:
+    """The ranks whose parts were read, and by how many requests."""
+    storage, config, requests = MemoryStorage(f"memory://{uuid.uuid4().hex}"), StoreConfig(), list[RangeRead]()
     storage.write(INDEX_NAME, [memoryview(data)])
     transfer = Transfer(storage, config=config.transfer, retry=config.retry)
-    files = CheckpointFiles(storage=storage, transfer=transfer, config=config)
-    found = read_own_parts(files, Receipt(INDEX_NAME, len(data), None, 0), rank=rank, world_size=world_size)
-    transfer.close()
-    return None if found is None else [one.rank for one in found.parts]
+
+    def read(ranges: list[RangeRead]) -> None:
+        requests.extend(ranges)
+        transfer.read(ranges)
+
+    try:
+        found = IndexReader(read, "", len(data), Digest.of(data) if is_checked else None).opened(rank=rank)
+    finally:
+        transfer.close()
+    return [one.rank for one in found.parts], len(requests)
 
 
-def test_a_large_index_is_read_in_parts_unless_most_of_it_is_needed() -> None:
-    large = index(10_000, {0})
-    assert len(large) > WHOLE_BYTES > len(index(1000, {0}))
-    assert [parts_read(large, rank) for rank in (0, 3)] == [[0], [0, 3]]
-    assert parts_read(index(1000, {0}), 3) is None
-    assert parts_read(index(10_000, {0, 2}), 3) == [0, 2, 3]
-    assert {parts_read(index(10_000, {0, 2, 5, 7}), rank) is None for rank in range(RANKS)} == {True}
+def test_a_small_index_is_read_at_once_and_a_large_one_in_parts() -> None:
+    small, large = index_file(1000)[0], index_file(10_000)[0]
+    assert len(large) > HEAD_BYTES > len(small)
+    assert opened(small, 3, is_checked=True) == (list(range(RANKS)), 1)
+    assert opened(large, 0) == ([0], 1), "it lies within the first bytes"
+    assert opened(large, 7) == ([0, 7], 2)
+    assert opened(large, None) == ([0], 1)
 
 
 def test_damage_is_found_in_what_is_read() -> None:
-    data, size_bytes = index(10_000, {0}), len(part(0, 10_000, True))
-    data[3 * size_bytes + 1000] ^= 1
-    assert parts_read(data, 5) == [0, 5]
+    data, start = index_file(10_000)
+    data[len(data) - 1000] ^= 1
+    assert opened(data, 5)[0] == [0, 5]
     with pytest.raises(CheckpointDamaged, match=INDEX_NAME):
-        parts_read(data, 3)
-    with pytest.raises(CheckpointDamaged, match="damaged directory"):
-        parts_read(index(10_000, {0}), 3, world_size=RANKS - 1)
+        opened(data, 7)
+    for place in (start + 100, start - 100, 20, 9, 1):
+        harmed = index_file(10_000)[0]
+        harmed[place] ^= 1
+        with pytest.raises(CheckpointDamaged, match=INDEX_NAME):
+            opened(harmed, 3)
+    for size_bytes in (len(data) - 1, HEAD_BYTES, 20):
+        with pytest.raises(CheckpointDamaged, match=INDEX_NAME):
+            opened(index_file(10_000)[0][:size_bytes], 3)

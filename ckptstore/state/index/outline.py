@@ -1,7 +1,8 @@
-"""The outline of a state: which tensors there are, and by which rule ranks have them. Pure.
+"""The outline of a state: which tensors there are, by which rule ranks have them, and where the parts of the index lie.
 
-A tensor that is distributed by a rule needs no list of boxes: its layout says which rank has what. Then each rank keeps
-its own part of the index in a file of its own, and the outline says whose parts a reader needs; format-v1, "Outline".
+A tensor that is distributed by a rule needs no list of boxes: its layout says which rank has what. So a reader of the
+outline knows whose parts it needs. They lie behind the outline, packed into one file, or each in a file of its rank;
+format-v1, "Tensor index". Pure.
 """
 
 from __future__ import annotations
@@ -10,31 +11,61 @@ import json
 import struct
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
-from ckptstore.format.digest import Digest
+from ckptstore.format.digest import STRUCTURES, Digest
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.naming import spread_directory
 from ckptstore.state.index.part import DTYPES, MAX_ELEMENTS
 from ckptstore.state.tensors.boxes import Box, Sizes
 from ckptstore.state.tensors.layouts import MeshLayout
 
-OUTLINE_NAME = "tensors.outline"
-"""The name of its file: a checkpoint has this one or `tensors.index`."""
+INDEX_NAME = "tensors.index"
+"""The name of its file; one for each checkpoint."""
 
 _MAGIC = b"CKPTTIXO"
-_HEADER = struct.Struct("<8sQ")
+_HEADER = struct.Struct("<8sIIQQ")
+"""Magic, digest of all that follows it in the outline, version, and the sizes of the two texts."""
+_CHECKED_FROM = 12
+_PLAIN_BYTES = struct.Struct("<Q")
 _MAX_RATIO = 1100
 
 
+class Extent(NamedTuple):
+    """Where the outline ends in its file, and the digest of what lies from `start` to there."""
+
+    start: int
+    stop: int
+    digest: Digest
+
+    @staticmethod
+    def of(data: bytes | memoryview, size_bytes: int, *, file: str = INDEX_NAME) -> Extent:
+        """Read it from the first bytes of a file of that size. Raises CheckpointDamaged, or UnsupportedVersion."""
+        if len(data) < _HEADER.size or bytes(data[:8]) != _MAGIC:
+            raise CheckpointDamaged(f"{file} does not begin with an outline", file=file)
+        _, value, version, head_bytes, table_bytes = _HEADER.unpack_from(data)
+        if version > FORMAT_VERSION:
+            raise UnsupportedVersion(f"{file} has version {version}", file=file, hint="Upgrade ckptstore to read it")
+        stop = _HEADER.size + head_bytes + table_bytes
+        if stop > size_bytes:
+            raise CheckpointDamaged(f"{file} has an outline that goes beyond its end", file=file)
+        return Extent(_CHECKED_FROM, stop, Digest(STRUCTURES, value))
+
+    def is_sound(self, data: bytes | memoryview) -> bool:
+        """Return True if the first bytes of the file hold the outline, as it was written."""
+        held = memoryview(data)[self.start : self.stop]
+        return len(data) >= self.stop and self.digest.like(held) == self.digest
+
+
 def part_name(rank: int, num_prefixes: int) -> str:
-    """The file in which a rank's part of the index lies, where there is an outline."""
+    """The file in which a rank's part of the index lies, where parts are not packed."""
     return f"{spread_directory(rank, num_prefixes)}tensors-rank={rank:05d}.index"
 
 
@@ -49,7 +80,7 @@ class Outlined(NamedTuple):
 
 
 class PartFile(NamedTuple):
-    """A rank's part of the index: the size and digest of its file."""
+    """A rank's part of the index."""
 
     size_bytes: int
     digest: Digest
@@ -65,13 +96,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of a state where each rank keeps its part of the index."""
+    """What is known of a state without the parts of its index."""
 
     parts: tuple[PartFile, ...]
     """For each rank."""
-    tensors: tuple[Outlined, ...]
-    """In the order of keys. Of one that differs between ranks it is the lowest rank's."""
-    layouts: tuple[MeshLayout, ...] = ()
+    table: bytes
+    """The tensors and layouts, as `encode_table` gives them: these stay the same from save to save."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """For a key whose bytes lie where another one's do, that other one."""
     own: Mapping[str, int] = field(default_factory=dict)
@@ -81,15 +111,41 @@ class Outline:
     spans: tuple[Span, ...] = ()
     num_prefixes: int = 1
     """Over how many directories the files of ranks are spread."""
+    is_packed: bool = False
+    """Whether the parts lie behind the outline, in the order of ranks, and not in files of their own."""
 
     @property
     def world_size(self) -> int:
         """How many ranks saved it."""
         return len(self.parts)
 
-    def part_name(self, rank: int) -> str:
-        """The file of a rank's part of the index."""
-        return part_name(rank, self.num_prefixes)
+    def place(self, rank: int) -> tuple[str, int]:
+        """Return the file of a rank's part of the index and the offset in it, of a packed one behind the outline."""
+        return (INDEX_NAME, self._offsets[rank]) if self.is_packed else (part_name(rank, self.num_prefixes), 0)
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return list(accumulate((part.size_bytes for part in self.parts), initial=0))
+
+    @property
+    def packed_bytes(self) -> int:
+        """How many bytes lie behind the outline in its file."""
+        return self._offsets[-1] if self.is_packed else 0
+
+    @property
+    def tensors(self) -> tuple[Outlined, ...]:
+        """In the order of keys. Of one that differs between ranks it is the lowest rank's."""
+        return self._table[0]
+
+    @property
+    def layouts(self) -> tuple[MeshLayout, ...]:
+        """Return the rules by which ranks have tensors."""
+        return self._table[1]
+
+    @cached_property
+    def _table(self) -> tuple[tuple[Outlined, ...], tuple[MeshLayout, ...]]:
+        with _distrusted(INDEX_NAME):
+            return _checked_table(json.loads(_inflated(self.table)), self)
 
     @cached_property
     def places(self) -> Mapping[str, int]:
@@ -138,49 +194,84 @@ class Outline:
         return spans, max((last - first for first, last, _ in spans), default=0)
 
     def encode(self) -> bytes:
-        """The outline as bytes; equal outlines give equal bytes."""
+        """Return the outline as bytes, behind which packed parts follow; equal outlines give equal bytes."""
         content = {
-            "version": FORMAT_VERSION,
+            "packed": self.is_packed,
             "num_prefixes": self.num_prefixes,
             "parts": [(part.size_bytes, str(part.digest)) for part in self.parts],
-            "layouts": [layout.to_json() for layout in self.layouts],
-            "tensors": self.tensors,
             "tied": dict(sorted(self.tied.items())),
             "own": dict(sorted(self.own.items())),
             "common": self.common,
             "spans": self.spans,
         }
-        text = json.dumps(content, separators=(",", ":")).encode()
-        return _HEADER.pack(_MAGIC, len(text)) + zlib.compress(text, 6)
+        head = _deflated(content)
+        header = _HEADER.pack(_MAGIC, 0, FORMAT_VERSION, len(head), len(self.table))
+        checked = b"".join([header[_CHECKED_FROM:], head, self.table])
+        value = Digest.of(checked, algorithm=STRUCTURES).value
+        return b"".join([_MAGIC, value.to_bytes(4, "little"), checked])
 
     @staticmethod
-    def decode(data: bytes | memoryview, *, file: str = OUTLINE_NAME) -> Outline:
-        """Read an outline, and distrust it. Raises CheckpointDamaged, or UnsupportedVersion."""
-        try:
-            content = json.loads(_inflated(data))
-            if _number(content["version"], 1, 1 << 31) > FORMAT_VERSION:
-                raise UnsupportedVersion(f"{file} has another version", file=file, hint="Upgrade ckptstore to read it")
-            return _checked(content)
-        except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
-            raise CheckpointDamaged(f"{file} is not an outline: {str(error)[:200]}", file=file) from None
+    def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> Outline:
+        """Read an outline from the first bytes of its file, and distrust it. The table is looked at when it is needed.
+
+        Raises CheckpointDamaged, or UnsupportedVersion.
+        """
+        extent = Extent.of(data, len(data), file=file)
+        if not extent.is_sound(data):
+            raise CheckpointDamaged(f"{file} has a damaged outline", file=file)
+        head_bytes = _HEADER.unpack_from(data)[3]
+        head, table = data[_HEADER.size :][:head_bytes], data[_HEADER.size + head_bytes : extent.stop]
+        with _distrusted(file):
+            return _checked(json.loads(_inflated(head)), bytes(table))
+
+
+def encode_table(tensors: Sequence[Outlined], layouts: Sequence[MeshLayout] = ()) -> bytes:
+    """Return the `table` of an outline: its tensors, in the order of keys, and the layouts that they have."""
+    return _deflated({"layouts": [layout.to_json() for layout in layouts], "tensors": tensors})
+
+
+@contextmanager
+def _distrusted(file: str) -> Iterator[None]:
+    """Raise CheckpointDamaged for whatever is wrong with an outline."""
+    try:
+        yield
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
+        raise CheckpointDamaged(f"{file} has no outline that can be: {str(error)[:200]}", file=file) from None
+
+
+def _deflated(content: object) -> bytes:
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return _PLAIN_BYTES.pack(len(text)) + zlib.compress(text, 1)
 
 
 def _inflated(data: bytes | memoryview) -> bytes:
-    magic, size_bytes = _HEADER.unpack_from(data)
-    deflated = data[_HEADER.size :]
-    if magic != _MAGIC or size_bytes > len(deflated) * _MAX_RATIO:
-        raise ValueError("its header is wrong")
+    (size_bytes,) = _PLAIN_BYTES.unpack_from(data)
+    deflated = data[_PLAIN_BYTES.size :]
+    if size_bytes > len(deflated) * _MAX_RATIO:
+        raise ValueError("a text is longer than its deflated form allows")
     stream = zlib.decompressobj()
     text = stream.decompress(deflated, size_bytes + 1)
     if len(text) != size_bytes or not stream.eof or stream.unused_data:
-        raise ValueError("its length is wrong")
+        raise ValueError("the length of a text is wrong")
     return text
 
 
-def _checked(content: Mapping[str, Any]) -> Outline:
+def _checked(content: Mapping[str, Any], table: bytes) -> Outline:
     parts = tuple(PartFile(_number(size, 1, 1 << 62), Digest.parse(text)) for size, text in content["parts"])
     num_prefixes, world_size = _number(content["num_prefixes"], 1, 1 << 31), len(parts)
-    layouts = tuple(MeshLayout.from_json(value, num_ranks=world_size) for value in content["layouts"])
+    tied = {_text(key): _text(first) for key, first in content["tied"].items()}
+    if any(first in tied for first in tied.values()):
+        raise ValueError("a key is tied to one that is tied itself")
+    own = {_text(key): _number(rank, 0, world_size) for key, rank in content["own"].items()}
+    common = tuple(_number(rank, 0, world_size) for rank in content["common"])
+    spans = tuple(_span(row, world_size) for row in content["spans"])
+    if type(content["packed"]) is not bool:
+        raise ValueError("it does not say whether its parts are packed")
+    return Outline(parts, table, tied, own, common, spans, num_prefixes, content["packed"])
+
+
+def _checked_table(content: Mapping[str, Any], outline: Outline) -> tuple[tuple[Outlined, ...], tuple[MeshLayout, ...]]:
+    layouts = tuple(MeshLayout.from_json(value, num_ranks=outline.world_size) for value in content["layouts"])
     tensors = tuple(_outlined(row, len(layouts)) for row in content["tensors"])
     keys = [tensor.key for tensor in tensors]
     if any(left >= right for left, right in pairwise(keys)):
@@ -188,18 +279,12 @@ def _checked(content: Mapping[str, Any]) -> Outline:
     for tensor in tensors:
         if tensor.layout and any(cut.dim >= len(tensor.shape) for cut in layouts[tensor.layout - 1].cuts):
             raise ValueError("a layout cuts a dimension that its tensor has not")
-    tied = {_text(key): _text(first) for key, first in content["tied"].items()}
-    _check_tied(tied, {tensor.key: tensor for tensor in tensors})
-    own = {_text(key): _number(rank, 0, world_size) for key, rank in content["own"].items()}
-    common = tuple(_number(rank, 0, world_size) for rank in content["common"])
-    spans = tuple(_span(row, world_size, len(tensors)) for row in content["spans"])
-    return Outline(parts, tensors, layouts, tied, own, common, spans, num_prefixes)
-
-
-def _check_tied(tied: Mapping[str, str], tensors: Mapping[str, Outlined]) -> None:
-    for key, first in tied.items():
-        if first in tied or tensors[key][1:3] != tensors[first][1:3]:
-            raise ValueError("a key is tied to what is not there, or is not alike")
+    by_key = {tensor.key: tensor for tensor in tensors}
+    if any(by_key[key][1:3] != by_key[first][1:3] for key, first in outline.tied.items()):
+        raise ValueError("a key is tied to one that is not alike")
+    if any(span.last >= len(tensors) for span in outline.spans):
+        raise ValueError("a span ends behind the last tensor")
+    return tensors, layouts
 
 
 def _outlined(row: Sequence[Any], num_layouts: int) -> Outlined:
@@ -210,9 +295,9 @@ def _outlined(row: Sequence[Any], num_layouts: int) -> Outlined:
     return Outlined(_text(key), dtype, sizes, _number(layout, 0, num_layouts + 1))
 
 
-def _span(row: Sequence[Any], world_size: int, num_tensors: int) -> Span:
+def _span(row: Sequence[Any], world_size: int) -> Span:
     rank, first, last = row
-    found = Span(_number(rank, 0, world_size), _number(first, 0, num_tensors), _number(last, 0, num_tensors))
+    found = Span(_number(rank, 0, world_size), _number(first, 0, 1 << 31), _number(last, 0, 1 << 31))
     if found.first > found.last:
         raise ValueError("a span ends before it begins")
     return found

@@ -47,8 +47,6 @@ _ELEMENT_BYTES = np.array([size_bytes for _, size_bytes in DTYPES.values()], np.
 
 _WIDE = 1
 """Flag of the header: the pool's numbers have 8 bytes, not 4."""
-_SHARED = 2
-"""Flag of the header: other ranks need the part in order to load what they have saved."""
 
 _ALGORITHM_SHIFT = 8
 """Above so many bits of the flags is the code of the algorithm of the digests."""
@@ -108,11 +106,8 @@ class PartBuilder:
             self._numbers.extend(numbers)
         return at
 
-    def encode(self, *, common: bytes = b"", own: bytes = b"", is_shared: bool = False) -> bytes:
-        """The part as bytes. `common` and `own` are JSON: the values for all ranks, and those of this rank alone.
-
-        `is_shared` says that other ranks may have some of the tensors too.
-        """
+    def encode(self, *, common: bytes = b"", own: bytes = b"") -> bytes:
+        """The part as bytes. `common` and `own` are JSON: the values for all ranks, and those of this rank alone."""
         bounds = [first for _, first in self._files] + [len(self._chunks)]
         digests = b"".join(self._digests)
         texts = ["\0".join(self._names), "\0".join(name for name, _ in self._files)]
@@ -122,8 +117,7 @@ class PartBuilder:
         rows = np.array(self._rows, np.int64).reshape(-1, 4)
         slabs = np.array(self._slabs, np.int64).reshape(-1, 3)
         wide = max(self._numbers, default=0) >= 1 << 32
-        flags = (_WIDE if wide else 0) | (_SHARED if is_shared or common else 0)
-        flags |= self._algorithm.code << _ALGORITHM_SHIFT
+        flags = (_WIDE if wide else 0) | self._algorithm.code << _ALGORITHM_SHIFT
         columns = [
             chunks[:, 0].astype("<u8"),
             slabs[:, 1].astype("<u8"),
@@ -151,11 +145,6 @@ class PartBuilder:
         header = _HEADER.pack(_MAGIC, *counts, *lengths[:8])
         numbers = struct.pack("<Q", len(self._numbers))
         return b"".join([header, numbers, *(column.tobytes() for column in columns), *deflated])
-
-
-def is_shared(part: bytes) -> bool:
-    """Whether a part has values that are for all ranks, or tensors that other ranks may have too."""
-    return bool(_HEADER.unpack_from(part, 0)[8] & _SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +203,15 @@ class Part:
         return named + [column.dtype.str.encode() + column.tobytes() for column in columns]
 
     @staticmethod
-    def decode(data: bytes | memoryview, *, file: str) -> Part:
-        """Read a part, and distrust it. Raises CheckpointDamaged, or UnsupportedVersion."""
+    def decode(data: bytes | memoryview, *, rank: int, file: str) -> Part:
+        """Read the part of a rank, and distrust it. Raises CheckpointDamaged, or UnsupportedVersion."""
         try:
-            return _decode(memoryview(data), file)
+            part = _decode(memoryview(data), file)
         except (struct.error, ValueError, IndexError, zlib.error, OverflowError) as error:
             raise CheckpointDamaged(f"{file} is not a tensor index: {error}", file=file) from None
+        if part.rank != rank:
+            raise CheckpointDamaged(f"{file} has the part of rank {part.rank} in the place of rank {rank}", file=file)
+        return part
 
 
 _name_tables: dict[bytes, tuple[str, ...]] = {}

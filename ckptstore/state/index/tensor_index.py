@@ -1,4 +1,4 @@
-"""The tensor index of a checkpoint: all ranks' parts, joined by putting their bytes one after another. Pure.
+"""The tensor index of a checkpoint: the parts of ranks, joined. Pure.
 
 `TensorIndex` answers which chunks of which file hold a tensor.
 """
@@ -17,9 +17,8 @@ import numpy as np
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import BLOCK_BYTES, Digest, fingerprinter, unpacked
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.index_file import INDEX_NAME, split_parts
 from ckptstore.state.index.items import total_bytes
-from ckptstore.state.index.outline import Outline
+from ckptstore.state.index.outline import INDEX_NAME, Extent, Outline
 from ckptstore.state.index.part import BESIDE_VALUE, DTYPE_NAMES, PER_RANK, Part, Regions
 from ckptstore.state.tensors.boxes import Box, whole
 
@@ -52,43 +51,37 @@ class TensorIndex:
     """The parts of all ranks, or of some."""
 
     @collector_paused()
-    def __init__(self, parts: Iterable[Part], *, world_size: int | None = None, outline: Outline | None = None) -> None:
-        """`world_size` is that of the save, where not all of its parts are given. An outline has the tensors of all."""
+    def __init__(self, parts: Iterable[Part], outline: Outline | None = None) -> None:
+        """`outline` has the tensors whose parts are not there; without one, the parts are those of all ranks."""
         self.parts = tuple(parts)
         self.outline = outline
-        self.world_size = len(self.parts) if world_size is None else world_size
+        self.world_size = len(self.parts) if outline is None else outline.world_size
+        self.is_whole = len(self.parts) == self.world_size
         self.files: tuple[str, ...] = tuple(dict.fromkeys(name for part in self.parts for name in part.files))
         self._row_of: dict[tuple[str, int], int] = {}
         self._entries: list[IndexedTensor] = []
         self._entry_ranks: list[int] = []
         self._boxes: dict[tuple[int, int], Box] = {}
-        if outline is not None:
+        if outline is not None and not self.is_whole:
             self._take(outline)
         rows_of_parts = self._merge_rows()
         self._join_columns(rows_of_parts)
 
     @staticmethod
     def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> TensorIndex:
-        """The index of a whole `tensors.index`. Raises CheckpointDamaged, or UnsupportedVersion."""
-        parts = dict(enumerate(split_parts(data, file=file)))
-        return TensorIndex.of_parts(parts, world_size=len(parts), file=file)
-
-    @staticmethod
-    def of_parts(
-        parts: Mapping[int, bytes | memoryview],
-        *,
-        world_size: int,
-        file: str = INDEX_NAME,
-        outline: Outline | None = None,
-    ) -> TensorIndex:
-        """The index of some ranks' parts, which were checked against their digests."""
-        decoded = [Part.decode(parts[rank], file=file) for rank in sorted(parts)]
-        for rank, part in zip(sorted(parts), decoded, strict=True):
-            if part.rank != rank:
-                raise CheckpointDamaged(
-                    f"{file} has the part of rank {part.rank} in the place of rank {rank}", file=file
-                )
-        return TensorIndex(decoded, world_size=world_size, outline=outline)
+        """The index of a file that packs all parts. Raises CheckpointDamaged, or UnsupportedVersion."""
+        view = memoryview(data)
+        outline = Outline.decode(view, file=file)
+        behind = view[Extent.of(view, len(view), file=file).stop :]
+        if not outline.is_packed or outline.packed_bytes != len(behind):
+            raise CheckpointDamaged(f"{file} has an outline that does not fit its parts", file=file)
+        parts = []
+        for rank, (size_bytes, digest) in enumerate(outline.parts):
+            part = behind[outline.place(rank)[1] :][:size_bytes]
+            if digest.like(part) != digest:
+                raise CheckpointDamaged(f"{file} has a damaged part of rank {rank}", file=file)
+            parts.append(Part.decode(part, rank=rank, file=file))
+        return TensorIndex(parts, outline)
 
     def _take(self, outline: Outline) -> None:
         """Know the tensors of an outline. What parts have of them must be the same."""
@@ -101,7 +94,7 @@ class TensorIndex:
 
     def lacking(self, fqn: str, rank: int, wanted: Box) -> frozenset[int]:
         """The ranks whose parts may have chunks of a box, as that rank sees the tensor, and are not here."""
-        if self.outline is None:
+        if self.outline is None or self.is_whole:
             return frozenset()
         return self.outline.holders(fqn, rank, wanted) - self._ranks
 
@@ -177,12 +170,6 @@ class TensorIndex:
             keep[low:high] = owner[low:high] == owner[low + first[same.reshape(-1)]]
         return keep
 
-    def keys_of(self, rank: int) -> frozenset[str]:
-        """The names of the tensors and values that the part of a rank has."""
-        part = next(part for part in self.parts if part.rank == rank)
-        values = [name for text in (part.common, part.own) if text for name, _ in _values(text)]
-        return frozenset(part.names).union(values)
-
     @cached_property
     def common_keys(self) -> frozenset[str]:
         """The names of the tensors and values that are the same for all ranks."""
@@ -230,23 +217,10 @@ class TensorIndex:
             found.setdefault(fqn, self._entries[row])
         return found
 
-    @cached_property
+    @property
     def aliases(self) -> Mapping[str, str]:
         """For each tensor whose chunks lie where another one's do, that other one."""
-        if self.outline is not None:
-            return self.outline.tied
-        if not self.num_chunks:
-            return {}
-        first_of: dict[tuple[int, int], int] = {}
-        starts = self._bounds[:-1]
-        filled = np.flatnonzero(self._bounds[1:] > starts)
-        places = zip(self._file[starts[filled]].tolist(), self._offset[starts[filled]].tolist(), strict=True)
-        found = {}
-        for row, place in zip(filled.tolist(), places, strict=True):
-            first = first_of.setdefault(place, row)
-            if first != row:
-                found[self._entries[row].fqn] = self._entries[first].fqn
-        return found
+        return {} if self.outline is None else self.outline.tied
 
     def entry(self, fqn: str, rank: int) -> IndexedTensor | None:
         """The tensor as that rank sees it, None when it is not there."""
@@ -265,7 +239,7 @@ class TensorIndex:
         row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
         if row is None:
             return []
-        if self.outline is not None and (lacking := self.lacking(fqn, rank, wanted or whole(self._entries[row].shape))):
+        if not self.is_whole and (lacking := self.lacking(fqn, rank, wanted or whole(self._entries[row].shape))):
             raise RuntimeError(f"the parts of ranks {sorted(lacking)[:5]} of the index are needed, and were not read")
         low, high = self._limits[row], self._limits[row + 1]
         dims = len(self._entries[row].shape)
@@ -346,10 +320,10 @@ class TensorIndex:
         return dict(pair for part in self.parts if part.rank == rank and part.own for pair in _values(part.own))
 
     def value_ranks(self) -> dict[str, list[int]]:
-        """For each plain value that differs between ranks, the ranks that have one; the lowest alone where an outline
-        is known and not all parts are."""
+        """For each plain value that differs between ranks, the ranks that have one; the lowest alone where not all
+        parts are there."""
         found: dict[str, list[int]] = {}
-        if self.outline is not None and len(self.parts) < self.world_size:
+        if self.outline is not None and not self.is_whole:
             known = ((key, rank) for key, rank in self.outline.own.items() if (key, rank) not in self._row_of)
             found.update((key, [rank]) for key, rank in known)
             return found

@@ -184,7 +184,7 @@ class StockState:
             self._add_file(builder, file, [(*item, payload) for item, payload in group if item[2].volume])
         for fqn in self.metadata.state_dict_metadata:
             self._row(builder, fqn)
-        return TensorIndex([Part.decode(builder.encode(), file=DCP_METADATA_NAME)])
+        return TensorIndex([Part.decode(builder.encode(), rank=0, file=DCP_METADATA_NAME)])
 
     def _add_file(
         self, builder: PartBuilder, file: str, chunks: Sequence[tuple[_Frame, str, Box, tuple[int, int] | None]]

@@ -46,7 +46,7 @@ class StoredState:
     asked: Callable[[str], bool] = lambda key: True
     """Which keys somebody wants. The others may differ between ranks, whatever `per_rank` says: they are left out."""
     more: Callable[[Iterable[int]], TensorIndex] | None = None
-    """Where the index has an outline: the index with the parts of these ranks too."""
+    """Where only some parts of the index were read: the index with the parts of these ranks too."""
     _ranks: dict[str, int] = field(default_factory=dict)
     """Whose a key is that differs between ranks."""
 
@@ -199,20 +199,6 @@ class StoredState:
             raise StateMismatch(f"{name} is {wanted_dtype} {shape}, the checkpoint has {has}")
         return source, rank, pieces_of(tensor, name)
 
-    def has_all(self, targets: Mapping[str, tuple[torch.Tensor, str]], unexpected: Iterable[str]) -> bool:
-        """Whether the parts of the index that were read are enough for these targets, and whatever has found no place
-        is some other rank's affair."""
-        if not self.index.keys_of(self.rank).isdisjoint(unexpected):
-            return False
-        try:
-            plan = ReadPlan(self.index, prefix=self.prefix)
-            for name, (tensor, source) in targets.items():
-                key, rank, pieces = self._wanted(name, tensor, source)
-                plan.add(key, pieces, rank=rank)
-        except CheckpointDamaged:
-            return False
-        return True
-
     def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
         """Read boxes of stored tensors, each into memory of its shape and dtype. Raises CheckpointDamaged."""
         self._fill([(key, self.source_rank(key), [Piece(box, memory)]) for key, box, memory in wanted])
@@ -225,7 +211,7 @@ class StoredState:
 
     def _know(self, wanted: Iterable[tuple[str, int, list[Piece]]]) -> None:
         """Read the parts of the index that have chunks of these boxes."""
-        if self.more is None:
+        if self.more is None or self.index.is_whole:
             return
         lacking = {
             holder

@@ -24,9 +24,8 @@ import numpy as np
 from ckptstore.errors import InvalidState
 from ckptstore.format.digest import fingerprint, fingerprinter
 from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure, total_bytes
-from ckptstore.state.index.outline import Outline
 from ckptstore.state.write.coverage import Expected
-from ckptstore.state.write.outlining import Agreed, Outlinable, RankTold, outlinable_of, outline_of
+from ckptstore.state.write.outlining import Structures
 from ckptstore.state.write.replicas import Answer, Question, apart, check_details, differing, unshared
 
 logger = logging.getLogger("ckptstore")
@@ -56,8 +55,8 @@ class Agreement:
     """For distributed tensors of which several sets of ranks have a copy each, these sets by their lowest rank."""
     members: tuple[int, ...] = ()
     """What torch's number of each rank is, where it matters; -1 where nobody needs it."""
-    is_outlined: bool = False
-    """Whether each rank keeps its own part of the index, and the leader writes an outline."""
+    is_packed: bool = True
+    """Whether the leader packs the parts of the index into one file; else each rank writes its own."""
 
     def holders(self, key: str) -> Sequence[int]:
         """The ranks that have the key, in order."""
@@ -71,18 +70,18 @@ class Agreement:
         copies = dict(sorted(self.copies.items()))
         fields = [self.classes, dict(sorted(self.partial.items())), sorted(self.differs), sorted(self.untied), copies]
         members = None if self.members == tuple(range(self.world_size)) else self.members
-        whole = [self.world_size, *fields, members, self.is_outlined]
+        whole = [self.world_size, *fields, members, self.is_packed]
         return zlib.compress(json.dumps(whole).encode(), 1)
 
     @staticmethod
     def decode(data: bytes) -> Agreement:
         """What `encode` made."""
-        world_size, classes, partial, differs, untied, copies, members, is_outlined = json.loads(zlib.decompress(data))
+        world_size, classes, partial, differs, untied, copies, members, is_packed = json.loads(zlib.decompress(data))
         partial = {key: tuple(numbers) for key, numbers in partial.items()}
         copies = {key: tuple(groups) for key, groups in copies.items()}
         whole = tuple(classes), partial, frozenset(differs), frozenset(untied), copies
         numbers = tuple(range(world_size) if members is None else members)
-        return Agreement(world_size, *whole, numbers, is_outlined)
+        return Agreement(world_size, *whole, numbers, is_packed)
 
 
 def is_settled(reply: bytes) -> bool:
@@ -149,8 +148,8 @@ class Negotiator:
     """On the leader: what all ranks have, as they said in the last agreement."""
     size_bytes: int = 0
     """On the leader: the size of the tensors that all ranks together have to write."""
-    outlinable: Outlinable | None = None
-    """On the leader: the structures of the last agreement, if an outline can be made of them."""
+    structures: Structures | None = None
+    """On the leader: those of the last agreement."""
     _mine: _Mine = field(default_factory=lambda: _Mine(b"", b"", {}, _NOBODY, 0, _without_replicas, frozenset()))
     _asked: _Asked | None = None
     """What the leader has asked for, when it has asked again."""
@@ -195,18 +194,18 @@ class Negotiator:
         apart = [mine.digests[key] for key in mine.digests if key in self._differed]
         return b"".join([mine.identity, stable.digest(), *apart])
 
-    def join(self, posts: Sequence[bytes], *, may_outline: bool = False, compare_every: int = 0) -> bytes:
+    def join(self, posts: Sequence[bytes], *, may_spread: bool = False, compare_every: int = 0) -> bytes:
         """Leader: the reply to what all ranks described. Replicas are compared whenever the structures are new and at
         every `compare_every`-th save, never for 0.
 
         Raises InvalidState when a key is something else on another rank, and when replicas differ.
         """
         if self._asked is None:
-            return self._compare_roughly(posts, may_outline, compare_every)
+            return self._compare_roughly(posts, may_spread, compare_every)
         question = self._asked.question
         answers = posts
         if self._asked.examples is not None:
-            self._pending = self._compare(posts, may_outline)
+            self._pending = self._compare(posts, may_spread)
             answers = [_full_post(post)[2] for post in posts]
         if question is None:
             return self._agreed(is_compared=False)
@@ -221,12 +220,6 @@ class Negotiator:
         self._compared_last = (self._posted, 0) if is_compared else (posted, since + 1)
         return self._pending
 
-    def outline(self, agreement: Agreement, told: Sequence[RankTold], *, num_prefixes: int) -> Outline:
-        """Leader: the outline of what all ranks have stored by the last agreement. Raises InvalidState for a hole."""
-        assert self.outlinable is not None  # else nothing is outlined
-        agreed = Agreed(agreement.differs, agreement.untied, agreement.copies)
-        return outline_of(self.outlinable, agreed, told, num_prefixes=num_prefixes)
-
     def hear(self, reply: bytes) -> Agreement | None:
         """What all ranks have agreed on; None when the leader asks again."""
         if reply.startswith(_AGAIN):
@@ -236,7 +229,7 @@ class Negotiator:
         self._differed = agreement.differs
         return agreement
 
-    def _compare_roughly(self, posts: Sequence[bytes], may_outline: bool, compare_every: int) -> bytes:
+    def _compare_roughly(self, posts: Sequence[bytes], may_spread: bool, compare_every: int) -> bytes:
         """The agreement, if all ranks have the structure of the last save, only differ where they did then, and it is
         not the time to compare replicas."""
         identities = [post[:DIGEST_BYTES] for post in posts]
@@ -249,14 +242,15 @@ class Negotiator:
             return _Asked(frozenset(first.values()), question).encode()
         apart = [key for key in self._compared if key in self._differed]
         differs = frozenset(apart[index] for index in _differing([post[_HEAD_BYTES:] for post in posts]))
-        outlined = may_outline and self.outlinable is not None
+        assert self.structures is not None  # of the last save
+        is_packed = not (may_spread and self.structures.can_spread)
         self._unshared = frozenset()
         self._pending = Agreement(
-            len(posts), (), {}, differs, frozenset(), members=self._members, is_outlined=outlined
+            len(posts), (), {}, differs, frozenset(), members=self._members, is_packed=is_packed
         ).encode()  # fmt: skip
         return self._agreed(is_compared=False) if question is None else _Asked(question=question).encode()
 
-    def _compare(self, posts: Sequence[bytes], may_outline: bool) -> bytes:
+    def _compare(self, posts: Sequence[bytes], may_spread: bool) -> bytes:
         numbers: dict[bytes, int] = {}
         classes = tuple(numbers.setdefault(post[:DIGEST_BYTES], len(numbers)) for post in posts)
         examples = [posts[classes.index(number)] for number in range(len(numbers))]
@@ -283,9 +277,9 @@ class Negotiator:
         self._unshared = unshared(structures, differs)
         if is_one:
             self._warn(structures[0], differs)
-        self.outlinable = outlinable_of(structures, classes, members)
-        outlined = may_outline and self.outlinable is not None
-        return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members, outlined).encode()
+        self.structures = Structures.of(structures, classes, members)
+        is_packed = not (may_spread and self.structures.can_spread)
+        return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members, is_packed).encode()
 
     def _warn(self, structure: Structure, differs: Collection[str]) -> None:
         """Once for a store: of ranks that each seem to train a model of their own."""

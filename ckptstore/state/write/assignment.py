@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,11 +41,9 @@ class RankPlan:
     """Values that this rank writes for all."""
     own: tuple[str, ...] = ()
     """Values that this rank writes for itself."""
-    is_shared: bool = False
-    """Whether other ranks may have some of it too, so that they need it in order to load what they have saved."""
     spans: tuple[tuple[int, int], ...] = ()
     """First and last item of each stretch of items in which it writes something that has no rule, or that other ranks
-    have too."""
+    have too. There may be others in a stretch."""
 
 
 @collector_paused()
@@ -82,7 +80,6 @@ class _Planner:
         self._ties: dict[str, list[str]] = {}
         self._common: list[str] = []
         self._own: list[str] = []
-        self._is_shared = False
         self._spans: set[tuple[int, int]] = set()
         self._lists: dict[_Group, list[int]] = {}
         self._positions: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -104,10 +101,10 @@ class _Planner:
         elif is_stored_elsewhere(item, self._agreement):
             return
         elif item.mode is Mode.SHARD:
-            self._is_shared |= key in self._agreement.copies
+            if item.layout is None:
+                self._spans.add((number, number))
             self._write_all(number, item)
         elif item.mode is Mode.MESH:
-            self._is_shared |= key in self._agreement.copies
             self._lists.setdefault(self._group(item), []).append(number)
         elif item.mode is not Mode.BESIDE:
             self._take_alike(number, item)
@@ -119,7 +116,6 @@ class _Planner:
             group = _Group((), self._agreement.partial.get(item.key), count, position)
             self._lists.setdefault(group, []).append(number)
         elif position == 0:
-            self._is_shared |= count > 1
             if item.mode is Mode.VALUE:
                 self._common.append(item.key)
             else:
@@ -145,9 +141,21 @@ class _Planner:
             {key: tuple(others) for key, others in self._ties.items()},
             tuple(self._common),
             tuple(self._own),
-            self._is_shared,
-            tuple(sorted(self._spans)),
+            tuple(self._joined_spans()),
         )
+
+    def _joined_spans(self) -> Iterator[tuple[int, int]]:
+        """The spans, with those joined that have no tensor between them."""
+        first, last = -1, -1
+        for start, stop in sorted(self._spans):
+            if first >= 0 and not any(self._items[number].dtype for number in range(last + 1, start)):
+                last = max(last, stop)
+                continue
+            if first >= 0:
+                yield first, last
+            first, last = start, stop
+        if first >= 0:
+            yield first, last
 
     def _position(self, key: str) -> tuple[int, int]:
         """Which of the holders of a key this rank is, and how many there are."""
@@ -188,7 +196,6 @@ class _Planner:
             number, held = pieces[index]
             item = self._items[number]
             chunks = chunks_of(item.boxes[held], DTYPES[item.dtype][1], start, stop)
-            self._is_shared |= shares > 1
             dealt_numbers.append(number)
             self._writes += [Write(number, held, chunk) for chunk in chunks]
         if dealt_numbers:

@@ -1,10 +1,11 @@
-"""Where each rank keeps its part of the index: when that is possible, and the outline that the leader writes. Pure."""
+"""The outline that the leader writes, and whether the parts of ranks are packed behind it. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,15 +13,15 @@ from ckptstore.errors import InvalidState
 from ckptstore.format.digest import Digest
 from ckptstore.group.base import spoken
 from ckptstore.state.index.items import Mode, Row, Structure, total_bytes
-from ckptstore.state.index.outline import Outline, Outlined, PartFile, Span
+from ckptstore.state.index.outline import Outline, Outlined, PartFile, Span, encode_table
 from ckptstore.state.tensors.layouts import MeshLayout
 
 MANY_CHUNKS = 200_000
-"""An index of more chunks is not listed in one file where an outline can take its place."""
+"""The parts of an index of more chunks are not packed, where each rank can be left to write its own."""
 
 
 class RankTold(NamedTuple):
-    """What a rank tells the leader of what it has stored, in place of its part of the index."""
+    """What a rank tells the leader of what it has stored."""
 
     size_bytes: int
     """Of the tensors that it has written, tied ones once."""
@@ -31,37 +32,31 @@ class RankTold(NamedTuple):
     spans: Sequence[Sequence[int]]
     """`RankPlan.spans`."""
     part: tuple[int, str]
-    """Size and digest of the file of its part of the index."""
+    """Size and digest of its part of the index."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outlinable:
-    """Structures that an outline can be made of."""
+class Structures:
+    """What all ranks have, as an outline needs it."""
 
     structures: Sequence[Structure]
     classes: Sequence[int]
     """For each rank the number of its structure."""
-    layouts: Sequence[Sequence[MeshLayout]]
-    """For each structure its layouts, in the numbers that ranks have in the group."""
+    layouts: Sequence[Sequence[MeshLayout | None]]
+    """For each structure its layouts, in the numbers that ranks have in the group; None for one over other ranks."""
+    can_spread: bool
+    """Whether its index is large, and each rank can write its part of it unseen, because rules say what it has."""
 
-
-def outlinable_of(structures: Sequence[Structure], classes: Sequence[int], members: Sequence[int]) -> Outlinable | None:
-    """The structures, if they are of many chunks and every distributed tensor has a layout; else None.
-
-    `members` has torch's number of each rank.
-    """
-    rank_of = {member: rank for rank, member in enumerate(members) if member >= 0}
-    layouts: list[list[MeshLayout]] = []
-    for structure in structures:
-        found = [layout.renumbered(rank_of) for layout in structure.layouts]
-        if None in found:
-            return None
-        layouts.append([layout for layout in found if layout is not None])
-    described = Outlinable(structures, classes, layouts)
-    distributed = [row for structure in structures for row in structure.rows if _is_distributed(row)]
-    if any(not row.layout for row in distributed) or any(_is_part(row) for one in structures for row in one.rows):
-        return None
-    return described if _num_chunks(described) > MANY_CHUNKS else None
+    @staticmethod
+    def of(structures: Sequence[Structure], classes: Sequence[int], members: Sequence[int]) -> Structures:
+        """`members` has torch's number of each rank."""
+        rank_of = {member: rank for rank, member in enumerate(members) if member >= 0}
+        layouts = [[layout.renumbered(rank_of) for layout in structure.layouts] for structure in structures]
+        rows = [row for structure in structures for row in structure.rows]
+        is_seen = any(layout is None for found in layouts for layout in found) or any(
+            _is_part(row) or (_is_distributed(row) and not row.layout) for row in rows
+        )
+        return Structures(structures, classes, layouts, not is_seen and _num_chunks(structures, layouts) > MANY_CHUNKS)
 
 
 def _is_distributed(row: Row) -> bool:
@@ -74,36 +69,30 @@ def _is_part(row: Row) -> bool:
     return row.mode == Mode.VALUE and "@" in row.key
 
 
-def _num_chunks(described: Outlinable) -> int:
-    """About how many chunks an index would list."""
+def _num_chunks(structures: Sequence[Structure], layouts: Sequence[Sequence[MeshLayout | None]]) -> int:
+    """About how many chunks of distributed tensors there are."""
     found: dict[str, int] = {}
-    for structure, layouts in zip(described.structures, described.layouts, strict=True):
+    for structure, held in zip(structures, layouts, strict=True):
         for row in structure.rows:
-            if row.layout and row.key not in found:
-                found[row.key] = layouts[row.layout - 1].num_boxes(row.shape)
+            if row.layout and row.key not in found and (layout := held[row.layout - 1]) is not None:
+                found[row.key] = layout.num_boxes(row.shape)
     return sum(found.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """What the ranks have agreed on; see `Agreement`."""
+class Outliner:
+    """Makes the outlines of saves whose ranks have the same structures and have agreed on the same."""
 
-    differs: Collection[str]
-    untied: Collection[str]
-    copies: Mapping[str, Sequence[int]]
-
-
-def outline_of(described: Outlinable, agreed: Agreed, told: Sequence[RankTold], *, num_prefixes: int) -> Outline:
-    """The outline of what all ranks have stored. Raises InvalidState, with keys and ranks, for what is missing."""
-    builder = _Outliner(described, agreed)
-    builder.check(told)
-    return builder.outline(told, num_prefixes)
-
-
-class _Outliner:
-    def __init__(self, described: Outlinable, agreed: Agreed) -> None:
+    def __init__(
+        self,
+        described: Structures,
+        *,
+        differs: Collection[str],
+        untied: Collection[str],
+        copies: Mapping[str, Sequence[int]],
+    ) -> None:
+        """`differs`, `untied` and `copies` are those of the `Agreement`."""
         self._described = described
-        self._differs, self._untied = agreed.differs, agreed.untied
+        self._differs, self._untied = differs, untied
         self._sizes = Counter(described.classes)
         self._lowest = [described.classes.index(number) for number in range(len(described.structures))]
         self._rows = [{row.key: row for row in structure.rows} for structure in described.structures]
@@ -111,7 +100,7 @@ class _Outliner:
         """For each key the row of the lowest rank whose copy is stored, and the number of its structure."""
         for number in sorted(range(len(self._rows)), key=self._lowest.__getitem__):
             for key, row in self._rows[number].items():
-                if not _is_distributed(row) or row.group == agreed.copies.get(key, (row.group,))[0]:
+                if not _is_distributed(row) or row.group == copies.get(key, (row.group,))[0]:
                     self._first.setdefault(key, (row, number))
 
     def _is_own(self, row: Row) -> bool:
@@ -119,35 +108,69 @@ class _Outliner:
         others = [row.owner, row.tied_to if row.key not in self._untied else ""]
         return row.key in self._differs or any(other and other in self._differs for other in others)
 
-    def _layout_of(self, row: Row, number: int) -> MeshLayout:
-        return self._described.layouts[number][row.layout - 1]
+    def _layout_of(self, row: Row, number: int) -> MeshLayout | None:
+        return self._described.layouts[number][row.layout - 1] if row.layout else None
 
-    def outline(self, told: Sequence[RankTold], num_prefixes: int) -> Outline:
-        """What the leader writes."""
-        tensors, own, tied = [], dict[str, int](), dict[str, str]()
-        layouts: dict[MeshLayout, int] = {}
-        for key, (row, number) in sorted(self._first.items()):
-            if self._is_own(row) and row.mode != Mode.BESIDE:
-                own[key] = self._lowest[number]
-            if row.dtype and row.mode != Mode.BESIDE:
-                place = layouts.setdefault(self._layout_of(row, number), len(layouts) + 1) if row.layout else 0
-                tensors.append(Outlined(key, row.dtype, row.shape, place))
-                if row.tied_to and key not in self._untied:
-                    tied[key] = row.tied_to
-        common = tuple(rank for rank, one in enumerate(told) if one.num_common)
+    def outline(self, told: Sequence[RankTold], *, num_prefixes: int, is_packed: bool) -> Outline:
+        """What the leader writes. Where the parts are not packed, raises InvalidState, with keys and ranks, for what is
+        missing: nobody has looked into them."""
+        if not is_packed:
+            self.check(told)
         parts = tuple(PartFile(size_bytes, Digest.parse(text)) for size_bytes, text in (one.part for one in told))
-        spans = self._spans(tensors, told)
-        return Outline(parts, tuple(tensors), tuple(layouts), tied, own, common, spans, num_prefixes)
+        common = tuple(rank for rank, one in enumerate(told) if one.num_common)
+        rest = common, self._spans(told), num_prefixes, is_packed
+        return Outline(parts, self._table, self._tied, self._own, *rest)
 
-    def _spans(self, tensors: Sequence[Outlined], told: Sequence[RankTold]) -> tuple[Span, ...]:
-        """The items of each rank's structure as places in the outline."""
-        places = {tensor.key: place for place, tensor in enumerate(tensors)}
+    @cached_property
+    def _tensors(self) -> list[tuple[str, Row, int]]:
+        """The tensors of the outline, in the order of keys, each with the number of its structure."""
+        return [
+            (key, row, number)
+            for key, (row, number) in sorted(self._first.items())
+            if row.dtype and row.mode != Mode.BESIDE
+        ]
+
+    @cached_property
+    def _table(self) -> bytes:
+        places: dict[MeshLayout, int] = {}
+
+        def place(layout: MeshLayout | None) -> int:
+            return 0 if layout is None else places.setdefault(layout, len(places) + 1)
+
+        tensors = [
+            Outlined(key, row.dtype, row.shape, place(self._layout_of(row, number)))
+            for key, row, number in self._tensors
+        ]
+        return encode_table(tensors, tuple(places))
+
+    @cached_property
+    def _tied(self) -> dict[str, str]:
+        return {key: row.tied_to for key, row, _ in self._tensors if row.tied_to and key not in self._untied}
+
+    @cached_property
+    def _own(self) -> dict[str, int]:
+        return {
+            key: self._lowest[number]
+            for key, (row, number) in self._first.items()
+            if row.mode != Mode.BESIDE and self._is_own(row)
+        }
+
+    @cached_property
+    def _places(self) -> tuple[list[list[int]], list[list[int]]]:
+        """For each structure the places of its tensors in the outline, and how many of them are before each item."""
+        places = {key: place for place, (key, _, _) in enumerate(self._tensors)}
         of_items = [[places[key] for key in rows if key in places] for rows in self._rows]
-        before = [list(accumulate((key in places for key in rows), initial=0)) for rows in self._rows]
+        return of_items, [list(accumulate((key in places for key in rows), initial=0)) for rows in self._rows]
+
+    def _spans(self, told: Sequence[RankTold]) -> tuple[Span, ...]:
+        """The spans of each rank's items as places in the outline. A layout that is over ranks of other groups does not
+        say who has what: then each may have anything."""
+        of_items, before = self._places
+        is_unknown = any(layout is None for found in self._described.layouts for layout in found)
         found = []
         for rank, one in enumerate(told):
             number = self._described.classes[rank]
-            for first, last in one.spans:
+            for first, last in [(0, len(before[number]) - 2)] if is_unknown else one.spans:
                 held = of_items[number][before[number][first] : before[number][last + 1]]
                 if held:
                     found.append(Span(rank, held[0], held[-1]))
@@ -157,8 +180,8 @@ class _Outliner:
         """Raise InvalidState unless the layouts cover every tensor, by ranks that have it, and every byte and value was
         written."""
         for key, (row, number) in self._first.items():
-            if row.layout:
-                self._check_layout(key, row, self._layout_of(row, number))
+            if (layout := self._layout_of(row, number)) is not None:
+                self._check_layout(key, row, layout)
         size_bytes = sum(one.size_bytes for one in told)
         if size_bytes != self._expected_bytes() and not self._untied:  # those that are tied differently count twice
             raise _refusal(f"The ranks wrote {size_bytes} bytes of tensors that have {self._expected_bytes()}")

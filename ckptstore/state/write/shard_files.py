@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from ckptstore.format.digest import BLOCK_BYTES, DEFAULT
+from ckptstore.format.digest import BLOCK_BYTES, DEFAULT, Digest
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import spread_directory
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.part import DTYPES, PartBuilder
+from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.tensors.boxes import Box, inside
 from ckptstore.state.tensors.frames import Template, template
 from ckptstore.state.tensors.segments import Bytes, Copied, Segment, SegmentSource, Slab, narrowed, payload_segment
@@ -224,14 +224,14 @@ class ShardFiles:
         for number in plan.empty:
             rows_of(described.items[number].key)
         common, own = self._values(plan.common), self._values(plan.own)
-        return builder.encode(common=common, own=own, is_shared=plan.is_shared)
+        return builder.encode(common=common, own=own)
 
-    def told(self, part: Receipt) -> RankTold:
-        """What the leader has to know in place of the part of the index, which is stored."""
-        size_and_digest = part.size_bytes, str(part.digest)
-        items, plan = self._described.items, self._plan
-        size_bytes = sum(write.box.volume * DTYPES[items[write.item].dtype][1] for write in plan.writes)
-        return RankTold(size_bytes, len(plan.common), len(plan.own), plan.spans, size_and_digest)
+    def told(self, part: bytes) -> RankTold:
+        """What the leader has to know for the outline, besides this part of the index."""
+        plan, digest = self._plan, Digest.of(part, algorithm=self._algorithm)
+        size_bytes = sum(placed.payload_bytes for file in self.files for placed in file.placed)
+        size_bytes += sum(chunk.size_bytes for kept in self.kept for chunk in kept.chunks)
+        return RankTold(size_bytes, len(plan.common), len(plan.own), plan.spans, (len(part), str(digest)))
 
     def kept_after(self, attempt: str, stored: Sequence[Stored], *, linked: bool) -> Kept:
         """What the next save may take over: the files of this one, once they are stored in that directory.

@@ -12,7 +12,7 @@ from ckptstore.format.manifest import Manifest
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.verify import check_sizes
-from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 

@@ -25,13 +25,13 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
-from ckptstore.loading.index_read import PartReader
+from ckptstore.loading.index_read import IndexReader
 from ckptstore.opening import open_store
 from ckptstore.saving.commit import commit
 from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateShard
 from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode
-from ckptstore.state.index.outline import OUTLINE_NAME, Outline, part_name
+from ckptstore.state.index.outline import INDEX_NAME, part_name
 from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.boxes import Box
@@ -72,12 +72,12 @@ class _Case:
             [Item(key, Mode.SHARD, "float32", self.shape, boxes, layout=self.layout, member=0) for key in self.keys], 0
         )
         roughly = [leader.describe()] * self.num_ranks
-        leader.hear(leader.join(roughly, may_outline=True))
+        leader.hear(leader.join(roughly, may_spread=True))
         identity = roughly[0][:DIGEST_BYTES]
         full = [leader.describe(), *(identity + FULL_POST_HEAD.pack(rank, 0, 0) for rank in range(1, self.num_ranks))]
-        agreement = leader.hear(leader.join(full, may_outline=True))
-        if agreement is None or not agreement.is_outlined:
-            raise InvalidInput(f"{self.num_ranks} ranks with {self.num_tensors} tensors are too few for an outline")
+        agreement = leader.hear(leader.join(full, may_spread=True))
+        if agreement is None or agreement.is_packed:
+            raise InvalidInput(f"{self.num_ranks} ranks with {self.num_tensors} tensors have an index that is packed")
         return agreement, sum(map(len, [*roughly, *full]))
 
     def part(self, rank: int) -> bytes:
@@ -191,12 +191,12 @@ def _opened(files: CheckpointFiles, case: _Case) -> dict[str, Any]:
 
     with _timed() as for_manifest:
         manifest = files.read_manifest()[0]
-    receipt = manifest.by_name[OUTLINE_NAME]
+    receipt = manifest.by_name[INDEX_NAME]
     with _timed() as for_own:
-        reader = PartReader(Outline.decode(files.read_file(receipt)), read, files.prefix)
+        reader = IndexReader(read, files.prefix, receipt.size_bytes, receipt.digest)
         index = reader.opened(rank=last)
         lacking = {rank for key in case.keys for rank in index.lacking(key, last, case.box(last))}
-    own_bytes = receipt.size_bytes + read_bytes
+    own_bytes = read_bytes
     assert not lacking
     with _timed() as for_quarter:
         wide = case.box(last - 3, 4)
