@@ -270,7 +270,7 @@ def _with_numbers(state: StoredState, leaf: Any, name: str) -> Any:
     if not isinstance(leaf, TensorRef):
         return leaf
     entry = state.entry(leaf.key)
-    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+    tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
     state.fill({name: (tensor, leaf.key)})
     return tensor
 
@@ -322,7 +322,7 @@ class _Batch:
                 continue
             assert isinstance(self._state, StoredState)  # stock checkpoints have none
             entry = self._state.entry(inner.key)
-            if (getattr(torch, entry.dtype), entry.shape) != (target.dtype, tuple(target.shape)):
+            if (entry.torch_dtype, entry.shape) != (target.dtype, tuple(target.shape)):
                 raise StateMismatch(
                     f"{name} is {target.dtype} {tuple(target.shape)}, the checkpoint has {entry.dtype} {entry.shape}"
                 )
@@ -334,7 +334,7 @@ class _Batch:
             self._want(inner.key, whole(entry.shape), target)
 
     def _want(self, key: str, box: Box, target: torch.Tensor) -> None:
-        dtype, memory = getattr(torch, self._state.index.tensors[key].dtype), target
+        dtype, memory = self._state.index.tensors[key].torch_dtype, target
         is_elsewhere = is_wrapper(target)
         if not is_elsewhere and target.numel():
             if target.data_ptr() in self._addresses:  # a planner may use one piece of memory again and again

@@ -34,7 +34,7 @@ from ckptstore.format.manifest import Receipt
 from ckptstore.group.base import this_node
 from ckptstore.saving.phases import SaveClock, longest_seconds
 from ckptstore.state.index.items import Mode
-from ckptstore.state.index.outline import INDEX_NAME, Outline, Outlined, PartFile, Span, encode_table
+from ckptstore.state.index.outline import INDEX_NAME, Outline, PartFile, Span, encode_table
 from ckptstore.state.index.part import Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.read.stock_pickles import load_metadata
@@ -298,7 +298,7 @@ class StoreWriter(StorageWriter):
 
 def _outline_of(index: TensorIndex, parts: Sequence[bytes]) -> bytes:
     """An outline after which each part may have something of every tensor, and values for all ranks."""
-    tensors = [Outlined(key, one.dtype, one.shape) for key, one in index.tensors.items() if not one.beside_value]
+    tensors = [one for one in index.tensors.values() if not one.beside_value]
     ranks = range(len(parts))
     return Outline(
         tuple(PartFile(len(part), Digest.of(part)) for part in parts),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, InvalidState
-from ckptstore.state.index.items import total_bytes
+from ckptstore.state.index.part import total_bytes
 
 NAMES: Mapping[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",

@@ -10,7 +10,6 @@ from typing import IO
 import torch
 
 from ckptstore.events import BytesMoved, emit, is_heard
-from ckptstore.state.index import items
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.boxes import boxes_of_range
 from ckptstore.state.tensors.placement import Piece
@@ -32,7 +31,7 @@ def stream_tensors(stored: StoredState, keys: Iterable[str]) -> Iterator[tuple[s
     checked as it is read. Raises CheckpointDamaged.
     """
     wanted = list(keys)
-    sizes = [_size_bytes(stored, key) for key in wanted]
+    sizes = [stored.entry(key).size_bytes for key in wanted]
     total_bytes, largest = sum(sizes), max(sizes, default=0)
     batch_bytes = min(BATCH_BYTES, max(_LEAST_BYTES, largest))
     stored.buffer_bytes = batch_bytes
@@ -57,7 +56,7 @@ def _batches(stored: StoredState, keys: Iterable[str], batch_bytes: int) -> Iter
     batch: list[_Stretch] = []
     used = 0
     for key in keys:
-        size_bytes = _size_bytes(stored, key)
+        size_bytes = stored.entry(key).size_bytes
         for start in range(0, max(size_bytes, 1), batch_bytes):
             count = min(batch_bytes, size_bytes - start)
             if batch and used + count > batch_bytes:
@@ -69,15 +68,10 @@ def _batches(stored: StoredState, keys: Iterable[str], batch_bytes: int) -> Iter
         yield batch
 
 
-def _size_bytes(stored: StoredState, key: str) -> int:
-    entry = stored.entry(key)
-    return items.total_bytes(entry.dtype, entry.shape)
-
-
 def boxes_of_stretch(stored: StoredState, key: str, start: int, memory: torch.Tensor) -> list[Piece]:
     """Divide memory for the bytes of a tensor from `start` on into boxes of the tensor."""
     entry = stored.entry(key)
-    dtype = getattr(torch, entry.dtype)
+    dtype = entry.torch_dtype
     elements = memory.view(dtype)
     first = start // dtype.itemsize
     pieces, done = [], 0

@@ -13,7 +13,7 @@ from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.interchange.selection import Paths, Selection
 from ckptstore.interchange.streaming import close_off, stream_tensors
-from ckptstore.state.index.part import DTYPES, Part, PartBuilder
+from ckptstore.state.index.part import Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import (
     FlatState,
@@ -66,9 +66,9 @@ def _write_tensors(stored: StoredState, keys: list[str], file: IO[bytes]) -> lis
     chunks: list[_Chunk] = []
     for key, pieces in groupby(stream_tensors(stored, keys), key=lambda piece: piece[0]):
         entry = stored.entry(key)
-        dtype = getattr(torch, entry.dtype)
+        dtype = entry.torch_dtype
         bytes_in = _Bytes(data for _, data in pieces)
-        for box in chunks_of(whole(tuple(entry.shape)), DTYPES[entry.dtype][1]):
+        for box in chunks_of(whole(entry.shape), dtype.itemsize):
             frame = template(dtype, box.sizes)
             file.write(frame.header)
             chunks.append((key, file.tell(), frame.payload_bytes, box))
@@ -108,7 +108,7 @@ def _value_frames(
     flat = FlatState()
     tensors = {
         # memory that is never touched, but for tuples
-        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+        key: torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
         for value in selection.values.values()
         for key in references_in(value)
         for entry in [stored.entry(key)]
@@ -135,7 +135,7 @@ def _index(stored: StoredState, names: Mapping[str, list[str]], chunks: list[_Ch
     rows = {}
     for source, group in names.items():
         entry = stored.entry(source)
-        rows[source] = [builder.add_tensor(name, entry.dtype, tuple(entry.shape)) for name in group]
+        rows[source] = [builder.add_tensor(name, entry.dtype, entry.shape) for name in group]
     for key, offset, size_bytes, box in chunks:
         if size_bytes < BLOCK_BYTES:
             builder.add_slab(offset, size_bytes)

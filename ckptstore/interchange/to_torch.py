@@ -199,7 +199,7 @@ def _without_tensors(value: Any, key: str) -> tuple[Any, set[str]]:
 
 def _pending(stored: StoredState, source: str, number: int) -> Pending:
     entry = stored.entry(source)
-    return Pending(number, getattr(torch, entry.dtype), tuple(entry.shape))
+    return Pending(number, entry.torch_dtype, entry.shape)
 
 
 def write_torch(stored: StoredState, tree: Tree, directory: Path, *, durable: bool) -> list[str]:

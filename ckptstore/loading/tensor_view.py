@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from ckptstore.format.manifest import Manifest
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_any
 from ckptstore.runtime.near import meant, nearest_key
-from ckptstore.state.index.part import DTYPES
 from ckptstore.state.index.tensor_index import TensorIndex
 
 
@@ -54,7 +52,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
             key=key,
             dtype=entry.dtype,
             shape=entry.shape,
-            size_bytes=prod(entry.shape) * DTYPES[entry.dtype][1],
+            size_bytes=entry.size_bytes,
             ranks=tuple(sorted({manifest.by_name[name].rank for name in names})),
             files=tuple(names),
             is_per_rank=bool(own),

@@ -287,16 +287,17 @@ def _looked_at(index: Any) -> object:
 
 def _outlines() -> list[bytes]:
     """Without header and digest, so that what is behind these has to find what is wrong."""
-    from ckptstore.state.index.outline import Outline, Outlined, PartFile, Span, encode_table
+    from ckptstore.state.index.outline import Outline, PartFile, Span, encode_table
+    from ckptstore.state.index.part import Tensor
     from ckptstore.state.tensors.cuts import Cut
     from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 
     meshes = Mesh((2, 2), (0, 1, 2, 3)), Mesh((3,), (3, 0, 2))
     layouts = MeshLayout(meshes[0], (Cut(-1), Cut(0))), MeshLayout(meshes[1], (Cut(1, 2),))
     tensors = [
-        Outlined("a", "float32", (5, 3), 1),
-        Outlined("b", "int8", (4, 700), 2),
-        Outlined("c", "float32", (5, 3), 1),
+        Tensor("a", "float32", (5, 3), layout=1),
+        Tensor("b", "int8", (4, 700), layout=2),
+        Tensor("c", "float32", (5, 3), layout=1),
     ]
     rest = {"tied": {"c": "a"}, "own": {"b": 2, "value": 0}, "common": (0,), "spans": (Span(1, 0, 2), Span(3, 1, 1))}
     parts = tuple(PartFile(100 + rank, Digest("crc32c", rank)) for rank in range(4))

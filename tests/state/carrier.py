@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.apply import begin_load, collect
 from ckptstore.state.live.flatten import FlatState, TensorRef, map_tensors
-from ckptstore.state.live.matching import Mismatch, Saved, SavedTensor, Target
+from ckptstore.state.live.matching import Mismatch, Saved, Target
+from ckptstore.state.tensors.placement import name_of
 
 
 def apply(
@@ -45,7 +47,7 @@ class Carried:
         self.flat = flat
         self.tensors = {key: entry.tensor.detach().clone() for key, entry in flat.tensors.items()}
         self.saved = Saved(
-            {key: SavedTensor(tensor.dtype, tuple(tensor.shape)) for key, tensor in self.tensors.items()},
+            {key: Tensor(key, name_of(tensor.dtype), tuple(tensor.shape)) for key, tensor in self.tensors.items()},
             values_of(flat),
             dict(flat.aliases),
         )
@@ -82,7 +84,7 @@ def load_with_dcp(state: Mapping[str, Any], directory: Path, **keywords: Any) ->
     metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     own = directory / f"values-{torch.distributed.get_rank()}"
     values, aliases = pickle.loads((own if own.exists() else directory / "values-0").read_bytes())
-    tensors = {key: SavedTensor(item.properties.dtype, tuple(item.size)) for key, item in metadata.items()}
+    tensors = {key: Tensor(key, name_of(item.properties.dtype), tuple(item.size)) for key, item in metadata.items()}
 
     def read(targets: Mapping[str, Target]) -> None:
         waiting = list(targets.values())

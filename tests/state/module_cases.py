@@ -230,10 +230,12 @@ def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
         set_optimizer_state_dict,
     )
 
+    from ckptstore.state.index.part import Tensor
     from ckptstore.state.index.stock_names import stock_names
     from ckptstore.state.live.apply import collect
     from ckptstore.state.live.flatten import join_path, stock_leaves
-    from ckptstore.state.live.matching import Mismatch, Saved, SavedTensor
+    from ckptstore.state.live.matching import Mismatch, Saved
+    from ckptstore.state.tensors.placement import name_of
 
     options = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -273,7 +275,7 @@ def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
     dcp.save(stock(run, progress), checkpoint_id=directory / "stock")
     metadata = dcp.FileSystemReader(directory / "stock").read_metadata().state_dict_metadata
     tensors = {
-        key: SavedTensor(item.properties.dtype, tuple(item.size))
+        key: Tensor(key, name_of(item.properties.dtype), tuple(item.size))
         for key, item in metadata.items()
         if hasattr(item, "size")
     }

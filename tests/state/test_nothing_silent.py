@@ -14,7 +14,8 @@ from torch import nn
 
 import ckptstore
 from ckptstore import InvalidInput, StateMismatch, StoreMissing, open_store
-from ckptstore.state.live.matching import Matching, Mismatch, Saved, SavedTensor
+from ckptstore.state.index.part import Tensor
+from ckptstore.state.live.matching import Matching, Mismatch, Saved
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ _KEYS = st.sets(st.text("ab.-", min_size=1, max_size=4), max_size=8)
 def test_what_belongs_to_a_name_is_its_own_key_and_all_below_it(
     stored: set[str], asked: set[str], names: set[str]
 ) -> None:
-    matching, lacking = Matching(Saved({key: SavedTensor(torch.float32, ()) for key in stored}, {})), asked - stored
+    matching, lacking = Matching(Saved({key: Tensor(key, "float32", ()) for key in stored}, {})), asked - stored
     for key in lacking:
         matching.miss(key, "a tensor")
     matching.close(names)

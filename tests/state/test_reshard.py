@@ -256,7 +256,7 @@ def test_one_rank_loads_it_all(ran, saved_by):
     transfer = make_transfer(ran[0])
     stored = open_stored(ran[0], transfer, attempt=ATTEMPTS[saved_by], per_rank="first")
     saved = stored.saved()
-    targets = {key: torch.zeros(one.shape, dtype=one.dtype) for key, one in saved.tensors.items()}
+    targets = {key: torch.zeros(one.shape, dtype=one.torch_dtype) for key, one in saved.tensors.items()}
     stored.fill({key: (tensor, key) for key, tensor in targets.items()})
     for name in SHAPES:
         for layout in layouts_of(name):

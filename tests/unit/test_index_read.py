@@ -10,8 +10,8 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import Digest
 from ckptstore.loading.index_read import HEAD_BYTES, IndexReader
-from ckptstore.state.index.outline import INDEX_NAME, Outline, Outlined, PartFile, encode_table
-from ckptstore.state.index.part import PartBuilder
+from ckptstore.state.index.outline import INDEX_NAME, Outline, PartFile, encode_table
+from ckptstore.state.index.part import PartBuilder, Tensor
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import RangeRead, Transfer
@@ -32,7 +32,7 @@ def part(rank: int, tensors: int) -> bytes:
 def index_file(tensors: int) -> tuple[bytearray, int]:
     """An index whose first part has values for all, and where its parts begin."""
     parts = [part(rank, tensors) for rank in range(RANKS)]
-    table = encode_table([Outlined(f"t{number:05d}", "uint8", (RANKS,)) for number in range(tensors)])
+    table = encode_table([Tensor(f"t{number:05d}", "uint8", (RANKS,)) for number in range(tensors)])
     files = tuple(PartFile(len(one), Digest.of(one)) for one in parts)
     outline = Outline(files, table, common=(0,), is_packed=True).encode()
     return bytearray(b"".join([outline, *parts])), len(outline)

@@ -6,8 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 from ckptstore.state.index.part import DTYPES
@@ -142,9 +140,3 @@ class Structure:
     def compared(self) -> list[str]:
         """The keys that have digests, in order."""
         return [row.key for row in self.rows if row.mode in (Mode.COMPARE, Mode.VALUE)]
-
-
-@lru_cache(maxsize=65_536)
-def total_bytes(dtype: str, sizes: Sizes) -> int:
-    """The size of a tensor of torch's dtype of that name."""
-    return prod(sizes) * DTYPES[dtype][1]

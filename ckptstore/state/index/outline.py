@@ -11,7 +11,7 @@ import json
 import struct
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +23,7 @@ from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.format.digest import STRUCTURES, Digest
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.naming import spread_directory
-from ckptstore.state.index.part import DTYPES, MAX_ELEMENTS
+from ckptstore.state.index.part import DTYPES, MAX_ELEMENTS, PER_RANK, Tensor
 from ckptstore.state.tensors.boxes import Box, Sizes
 from ckptstore.state.tensors.layouts import MeshLayout
 
@@ -67,16 +67,6 @@ class Extent(NamedTuple):
 def part_name(rank: int, num_prefixes: int) -> str:
     """The file in which a rank's part of the index lies, where parts are not packed."""
     return f"{spread_directory(rank, num_prefixes)}tensors-rank={rank:05d}.index"
-
-
-class Outlined(NamedTuple):
-    """One tensor."""
-
-    key: str
-    dtype: str
-    shape: Sizes
-    layout: int = 0
-    """Its place in the layouts, counted from 1; 0 where it has none: then ranks have all of it, or one does."""
 
 
 class PartFile(NamedTuple):
@@ -133,7 +123,7 @@ class Outline:
         return self._offsets[-1] if self.is_packed else 0
 
     @property
-    def tensors(self) -> tuple[Outlined, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """In the order of keys. Of one that differs between ranks it is the lowest rank's."""
         return self._table[0]
 
@@ -143,7 +133,7 @@ class Outline:
         return self._table[1]
 
     @cached_property
-    def _table(self) -> tuple[tuple[Outlined, ...], tuple[MeshLayout, ...]]:
+    def _table(self) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...]]:
         with _distrusted(INDEX_NAME):
             return _checked_table(json.loads(_inflated(self.table)), self)
 
@@ -166,7 +156,7 @@ class Outline:
         met = self._meeting(tensor, box)
         return met if self.layouts[tensor.layout - 1].num_copies == 1 else met & self._sharing(place)
 
-    def _meeting(self, tensor: Outlined, box: Box) -> frozenset[int]:
+    def _meeting(self, tensor: Tensor, box: Box) -> frozenset[int]:
         """The ranks that have parts of a box; many tensors are alike."""
         asked = tensor.layout, tensor.shape, box
         if asked not in self._met:
@@ -225,9 +215,10 @@ class Outline:
             return _checked(json.loads(_inflated(head)), bytes(table))
 
 
-def encode_table(tensors: Sequence[Outlined], layouts: Sequence[MeshLayout] = ()) -> bytes:
+def encode_table(tensors: Sequence[Tensor], layouts: Sequence[MeshLayout] = ()) -> bytes:
     """Return the `table` of an outline: its tensors, in the order of keys, and the layouts that they have."""
-    return _deflated({"layouts": [layout.to_json() for layout in layouts], "tensors": tensors})
+    rows = [(tensor.key, tensor.dtype, tensor.shape, tensor.layout) for tensor in tensors]
+    return _deflated({"layouts": [layout.to_json() for layout in layouts], "tensors": rows})
 
 
 @contextmanager
@@ -270,9 +261,9 @@ def _checked(content: Mapping[str, Any], table: bytes) -> Outline:
     return Outline(parts, table, tied, own, common, spans, num_prefixes, content["packed"])
 
 
-def _checked_table(content: Mapping[str, Any], outline: Outline) -> tuple[tuple[Outlined, ...], tuple[MeshLayout, ...]]:
+def _checked_table(content: Mapping[str, Any], outline: Outline) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...]]:
     layouts = tuple(MeshLayout.from_json(value, num_ranks=outline.world_size) for value in content["layouts"])
-    tensors = tuple(_outlined(row, len(layouts)) for row in content["tensors"])
+    tensors = tuple(_tensor(row, len(layouts), outline.own) for row in content["tensors"])
     keys = [tensor.key for tensor in tensors]
     if any(left >= right for left, right in pairwise(keys)):
         raise ValueError("its keys are not in order")
@@ -280,19 +271,20 @@ def _checked_table(content: Mapping[str, Any], outline: Outline) -> tuple[tuple[
         if tensor.layout and any(cut.dim >= len(tensor.shape) for cut in layouts[tensor.layout - 1].cuts):
             raise ValueError("a layout cuts a dimension that its tensor has not")
     by_key = {tensor.key: tensor for tensor in tensors}
-    if any(by_key[key][1:3] != by_key[first][1:3] for key, first in outline.tied.items()):
+    if any(by_key[key].form != by_key[first].form for key, first in outline.tied.items()):
         raise ValueError("a key is tied to one that is not alike")
     if any(span.last >= len(tensors) for span in outline.spans):
         raise ValueError("a span ends behind the last tensor")
     return tensors, layouts
 
 
-def _outlined(row: Sequence[Any], num_layouts: int) -> Outlined:
+def _tensor(row: Sequence[Any], num_layouts: int, own: Collection[str]) -> Tensor:
     key, dtype, shape, layout = row
     sizes = tuple(_number(size, 0, MAX_ELEMENTS) for size in shape)
     if _text(dtype) not in DTYPES or len(sizes) > 255 or prod(map(float, sizes)) >= MAX_ELEMENTS:
         raise ValueError("a tensor has a dtype or a shape that cannot be")
-    return Outlined(_text(key), dtype, sizes, _number(layout, 0, num_layouts + 1))
+    flags = PER_RANK if _text(key) in own else 0
+    return Tensor(key, dtype, sizes, flags, _number(layout, 0, num_layouts + 1))
 
 
 def _span(row: Sequence[Any], world_size: int) -> Span:

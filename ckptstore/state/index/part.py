@@ -14,7 +14,9 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +24,10 @@ from ckptstore.errors import CheckpointDamaged, InvalidState, UnsupportedVersion
 from ckptstore.format.digest import ALGORITHMS, BLOCK_BYTES, DEFAULT, algorithm_of_code
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.layout import check_name
-from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.boxes import Box, Sizes
+
+if TYPE_CHECKING:
+    import torch
 
 PER_RANK = 1
 """The tensor differs between ranks: it is this rank's own."""
@@ -44,6 +49,57 @@ DTYPES: Mapping[str, tuple[int, int]] = {
 """The format's code and the element size of each dtype, by torch's name."""
 DTYPE_NAMES = tuple(DTYPES)
 _ELEMENT_BYTES = np.array([size_bytes for _, size_bytes in DTYPES.values()], np.int64)
+
+
+class Tensor(NamedTuple):
+    """A tensor of a state, wherever its bytes are."""
+
+    key: str
+    dtype: str
+    """torch's name without the module: "float32"."""
+    shape: Sizes
+    flags: int = 0
+    layout: int = 0
+    """Its place in the layouts of an outline, counted from 1; 0 where it has none: then ranks have all of it, one rank
+    does, or no rule says who has what."""
+
+    @property
+    def per_rank(self) -> bool:
+        """Return True if it differs between ranks."""
+        return bool(self.flags & PER_RANK)
+
+    @property
+    def beside_value(self) -> bool:
+        """Return True if it belongs to a plain value, and is no key of the state."""
+        return bool(self.flags & BESIDE_VALUE)
+
+    @property
+    def form(self) -> tuple[str, Sizes]:
+        """Return what must be equal for one tensor to be loaded into another."""
+        return self.dtype, self.shape
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype as torch has it."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of all its elements."""
+        return total_bytes(self.dtype, self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@lru_cache(maxsize=65_536)
+def total_bytes(dtype: str, sizes: Sizes) -> int:
+    """The size of a tensor of torch's dtype of that name."""
+    return prod(sizes) * DTYPES[dtype][1]
+
 
 _WIDE = 1
 """Flag of the header: the pool's numbers have 8 bytes, not 4."""

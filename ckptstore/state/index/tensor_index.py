@@ -17,24 +17,12 @@ import numpy as np
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import BLOCK_BYTES, Digest, fingerprinter, unpacked
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.items import total_bytes
 from ckptstore.state.index.outline import INDEX_NAME, Extent, Outline
-from ckptstore.state.index.part import BESIDE_VALUE, DTYPE_NAMES, PER_RANK, Part, Regions
+from ckptstore.state.index.part import DTYPE_NAMES, PER_RANK, Part, Regions, Tensor
 from ckptstore.state.tensors.boxes import Box, whole
 
 _LISTED_CHUNKS = 200_000
 """An index of more chunks stays in columns, to save memory."""
-
-
-class IndexedTensor(NamedTuple):
-    """What is known of a tensor, wherever its bytes are."""
-
-    fqn: str
-    dtype: str
-    """torch's name without the module: "float32"."""
-    shape: tuple[int, ...]
-    per_rank: bool
-    beside_value: bool
 
 
 class Chunk(NamedTuple):
@@ -59,7 +47,7 @@ class TensorIndex:
         self.is_whole = len(self.parts) == self.world_size
         self.files: tuple[str, ...] = tuple(dict.fromkeys(name for part in self.parts for name in part.files))
         self._row_of: dict[tuple[str, int], int] = {}
-        self._entries: list[IndexedTensor] = []
+        self._entries: list[Tensor] = []
         self._entry_ranks: list[int] = []
         self._boxes: dict[tuple[int, int], Box] = {}
         if outline is not None and not self.is_whole:
@@ -86,10 +74,8 @@ class TensorIndex:
     def _take(self, outline: Outline) -> None:
         """Know the tensors of an outline. What parts have of them must be the same."""
         for tensor in outline.tensors:
-            own = outline.own.get(tensor.key)
-            entry = IndexedTensor(tensor.key, tensor.dtype, tensor.shape, own is not None, beside_value=False)
-            self._row_of[tensor.key, -1 if own is None else own] = len(self._entries)
-            self._entries.append(entry)
+            self._row_of[tensor.key, outline.own.get(tensor.key, -1)] = len(self._entries)
+            self._entries.append(tensor)
             self._entry_ranks.append(-1)
 
     def lacking(self, fqn: str, rank: int, wanted: Box) -> frozenset[int]:
@@ -116,15 +102,15 @@ class TensorIndex:
             found.append(rows)
         return found
 
-    def _row(self, rank: int, entry: IndexedTensor) -> int:
-        known = self._row_of.setdefault((entry.fqn, rank if entry.per_rank else -1), len(self._entries))
+    def _row(self, rank: int, entry: Tensor) -> int:
+        known = self._row_of.setdefault((entry.key, rank if entry.per_rank else -1), len(self._entries))
         if known == len(self._entries):
             self._entries.append(entry)
             self._entry_ranks.append(rank)
-        elif self._entries[known] != entry:
+        elif self._entries[known][:4] != entry[:4]:  # only an outline has layouts
             other = self._entry_ranks[known]
             ranks = f"the outline and {rank}" if other < 0 else f"{other} and {rank}"
-            raise CheckpointDamaged(f"ranks {ranks} disagree on the tensor {entry.fqn}")
+            raise CheckpointDamaged(f"ranks {ranks} disagree on the tensor {entry.key}")
         return known
 
     def _join_columns(self, rows_of_parts: list[np.ndarray[Any, Any]]) -> None:
@@ -210,9 +196,9 @@ class TensorIndex:
         return len(self._offset)
 
     @cached_property
-    def tensors(self) -> Mapping[str, IndexedTensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by name; of one that differs between ranks, the lowest rank's."""
-        found: dict[str, IndexedTensor] = {}
+        found: dict[str, Tensor] = {}
         for (fqn, _), row in sorted(self._row_of.items(), key=lambda item: item[0][1]):
             found.setdefault(fqn, self._entries[row])
         return found
@@ -222,7 +208,7 @@ class TensorIndex:
         """For each tensor whose chunks lie where another one's do, that other one."""
         return {} if self.outline is None else self.outline.tied
 
-    def entry(self, fqn: str, rank: int) -> IndexedTensor | None:
+    def entry(self, fqn: str, rank: int) -> Tensor | None:
         """The tensor as that rank sees it, None when it is not there."""
         row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
         return None if row is None else self._entries[row]
@@ -286,7 +272,7 @@ class TensorIndex:
         wrong = self._stored_bytes != self._sizes_bytes
         several = np.flatnonzero(~wrong & (np.diff(self._bounds) > 1) & (self._sizes_bytes > 0))
         wrong[several] = [not self._are_apart(row) for row in several.tolist()]
-        return [self._entries[row].fqn for row in np.flatnonzero(wrong).tolist()]
+        return [self._entries[row].key for row in np.flatnonzero(wrong).tolist()]
 
     def _are_apart(self, row: int) -> bool:
         """Whether no two chunks of a tensor share an element."""
@@ -297,7 +283,7 @@ class TensorIndex:
     @cached_property
     def _sizes_bytes(self) -> np.ndarray[Any, Any]:
         """Of each tensor."""
-        return np.array([total_bytes(entry.dtype, entry.shape) for entry in self._entries], np.int64)
+        return np.array([entry.size_bytes for entry in self._entries], np.int64)
 
     def check_files(self, sizes_bytes: Mapping[str, int]) -> None:
         """Raise CheckpointDamaged when a region lies outside its file, or the file is not known."""
@@ -356,12 +342,12 @@ def _shapes(part: Part) -> bytes:
     return b"".join([part.ndim.tobytes(), *found])
 
 
-def _entries_of(part: Part) -> Iterator[IndexedTensor]:
+def _entries_of(part: Part) -> Iterator[Tensor]:
     columns = (part.dtype, part.ndim, part.flags, part.shape_at)
     numbers = part.numbers.tolist()
-    for fqn, dtype, dims, flags, at in zip(part.names, *(column.tolist() for column in columns), strict=True):
+    for key, dtype, dims, flags, at in zip(part.names, *(column.tolist() for column in columns), strict=True):
         shape = tuple(numbers[at + dims : at + 2 * dims])
-        yield IndexedTensor(fqn, DTYPE_NAMES[dtype], shape, bool(flags & PER_RANK), bool(flags & BESIDE_VALUE))
+        yield Tensor(key, DTYPE_NAMES[dtype], shape, flags)
 
 
 def are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:

@@ -153,7 +153,7 @@ class StoredContents:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or source is None:
             return isinstance(tensor, DTensor) or source is not None
         saved = self._matching.saved.tensors[source]
-        return (tensor.dtype, tuple(tensor.shape)) == (saved.dtype, saved.shape)
+        return (tensor.dtype, tuple(tensor.shape)) == (saved.torch_dtype, saved.shape)
 
 
 class ValueLoad:

@@ -138,7 +138,8 @@ class Hyperparameters:
             path = (*self._unit.path, key.removeprefix(f"{self._unit.key}."))
             return StoredContents(path, current, self._matching, fixed=False, device=None)
         saved = self._matching.saved.tensors[source]
-        if isinstance(current, torch.Tensor) and (current.dtype, tuple(current.shape)) == (saved.dtype, saved.shape):
+        form = saved.torch_dtype, saved.shape
+        if isinstance(current, torch.Tensor) and (current.dtype, tuple(current.shape)) == form:
             self._matching.take_tensor([key], current)
             return current
         return self._matching.make_tensor(key, current.device if isinstance(current, torch.Tensor) else None)

@@ -12,21 +12,12 @@ import torch
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.near import meant, nearest, nearest_key, shown
+from ckptstore.state.index.part import Tensor
 from ckptstore.state.tensors.conflicts import Conflict, PlacedTensor, conflicts_of, local_memory
 from ckptstore.state.tensors.overlap import overlaps_itself
-from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, name_of, wrapped_in
 from ckptstore.state.tensors.tensor_memory import obstacle_of
 from ckptstore.state.tensors.wrapped import Wrapped, check_same
-
-
-class SavedTensor(NamedTuple):
-    """What the index of a checkpoint says of one whole tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +29,7 @@ class Saved:
     those whose values differed between ranks, when the caller asked to skip them.
     """
 
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
     aliases: Mapping[str, str] = field(default_factory=dict)
     skipped: frozenset[str] = frozenset()
@@ -232,7 +223,7 @@ class Matching:
             )
             return False
         places = [
-            PlacedTensor(key, tensor, source, self.saved.tensors[source].dtype, live, may_move)
+            PlacedTensor(key, tensor, source, self.saved.tensors[source].torch_dtype, live, may_move)
             for source, key in wanted.items()
         ]
         fits = [self._take_placed(place, keys[0]) for place in places]
@@ -241,9 +232,9 @@ class Matching:
     def _take_placed(self, place: PlacedTensor, first: str) -> bool:
         """Give a tensor, known as `first`, one of the stored tensors that belong there. The first one fills it."""
         tensor, source = place.tensor, place.source
-        wanted, present = SavedTensor(tensor.dtype, tuple(tensor.shape)), self.saved.tensors[source]
+        wanted, present = Tensor(source, name_of(tensor.dtype), tuple(tensor.shape)), self.saved.tensors[source]
         can_cast = self.may_cast and _can_cast(present, wanted)
-        if wanted != present and not can_cast:
+        if wanted.form != present.form and not can_cast:
             way = ' (dtype="state" casts it)' if _can_cast(present, wanted) else ""
             name = first if first not in self.mismatch.differing and first not in self.targets else place.key
             self.mismatch.differing[name] = f"is {present} in the checkpoint and {wanted} in the state{way}"
@@ -253,7 +244,7 @@ class Matching:
             return True
         filled = tensor
         if can_cast:
-            filled = torch.empty_like(tensor, dtype=present.dtype, requires_grad=False)
+            filled = torch.empty_like(tensor, dtype=present.torch_dtype, requires_grad=False)
             self.casts.append((tensor, filled))
         self.targets[first] = Target(filled, source)
         return True
@@ -322,7 +313,7 @@ class Matching:
         saved = self.saved.tensors[source]
         made = self.targets.get(key)
         if made is None:
-            made = Target(torch.empty(saved.shape, dtype=saved.dtype, device=device or "cpu"), source)
+            made = Target(torch.empty(saved.shape, dtype=saved.torch_dtype, device=device or "cpu"), source)
             self.targets[key] = made
         return made.tensor
 
@@ -394,8 +385,8 @@ def _parts_of(key: str, names: Collection[str]) -> list[str]:
     return found
 
 
-def _can_cast(present: SavedTensor, wanted: SavedTensor) -> bool:
-    both = present.dtype.is_floating_point and wanted.dtype.is_floating_point
+def _can_cast(present: Tensor, wanted: Tensor) -> bool:
+    both = present.torch_dtype.is_floating_point and wanted.torch_dtype.is_floating_point
     return both and present.dtype != wanted.dtype and present.shape == wanted.shape
 
 

@@ -199,9 +199,9 @@ class Fsdp1OptimizerLoad:
             return
         stored = matching.saved.tensors[source]
         if isinstance(like, torch.Tensor) and tuple(like.size()) == stored.shape and stored.shape:
-            self._flat[name] = torch.empty_like(like, dtype=stored.dtype)
+            self._flat[name] = torch.empty_like(like, dtype=stored.torch_dtype)
         elif not stored.shape or not _divides(self._scope.root):
-            self._flat[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+            self._flat[name] = torch.empty(stored.shape, dtype=stored.torch_dtype, device="cpu")
         else:
             matching.refuse(key, StateMismatch(f"it is {stored}, and FSDP1 divides what is like the parameter"))
 

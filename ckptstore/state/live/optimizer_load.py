@@ -15,10 +15,11 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from ckptstore.errors import CkptstoreError, StateMismatch
 from ckptstore.runtime.torch_private import has_state_dict_hooks
+from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.contents import StoredContents
 from ckptstore.state.live.flatten import children, find_tensors, map_tensors
 from ckptstore.state.live.hyperparameters import Hyperparameters
-from ckptstore.state.live.matching import Matching, SavedTensor
+from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.optimizers import (
     GROUPS,
     MORE,
@@ -33,7 +34,7 @@ from ckptstore.state.live.optimizers import (
 )
 from ckptstore.state.live.units import Unit
 from ckptstore.state.live.wrapper_load import made_wrapper
-from ckptstore.state.tensors.placement import PLAIN_TYPES
+from ckptstore.state.tensors.placement import PLAIN_TYPES, name_of
 from ckptstore.state.tensors.wrapped import Wrapped
 
 WHOLE = ""
@@ -182,8 +183,8 @@ class OptimizerLoad:
         if is_wrapped or source is not None:
             if source is not None:
                 saved = matching.saved.tensors[source]
-                if matching.may_cast and saved.dtype.is_floating_point and parameter.is_floating_point():
-                    saved = saved._replace(dtype=saved.dtype if item == "step" else parameter.dtype)
+                if matching.may_cast and saved.torch_dtype.is_floating_point and parameter.is_floating_point():
+                    saved = saved._replace(dtype=saved.dtype if item == "step" else name_of(parameter.dtype))
                 made = _made(parameter, item, saved, self._steps_on_device(parameter))
             else:
                 try:
@@ -294,24 +295,24 @@ def _result(held: Any) -> Any:
     return held.result() if isinstance(held, StoredContents) else held
 
 
-def _made(parameter: torch.Tensor, item: str, saved: SavedTensor, steps_on_device: bool) -> torch.Tensor:
+def _made(parameter: torch.Tensor, item: str, saved: Tensor, steps_on_device: bool) -> torch.Tensor:
     """Memory for a tensor of state that the optimizer does not have yet, where it would make it: with the parameter,
     and divided over the ranks as that is. Counts of steps are whole, and on the host unless the device keeps them."""
     if item == "step" or not saved.shape:
         device = parameter.device if steps_on_device or item != "step" else "cpu"
-        return torch.empty(saved.shape, dtype=saved.dtype, device=device)
+        return torch.empty(saved.shape, dtype=saved.torch_dtype, device=device)
     parameter = parameter.detach()
     if isinstance(parameter, DTensor):
         if saved.shape == tuple(parameter.shape):
-            return torch.empty_like(parameter, dtype=saved.dtype)
+            return torch.empty_like(parameter, dtype=saved.torch_dtype)
         mesh = parameter.device_mesh
         made: torch.Tensor = empty_dtensor(
-            *saved.shape, dtype=saved.dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim
+            *saved.shape, dtype=saved.torch_dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim
         )
         return made
     if saved.shape == tuple(parameter.shape) and type(parameter) in PLAIN_TYPES:
-        return torch.empty_like(parameter, dtype=saved.dtype)
-    return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
+        return torch.empty_like(parameter, dtype=saved.torch_dtype)
+    return torch.empty(saved.shape, dtype=saved.torch_dtype, device=parameter.device)
 
 
 def _agrees(present: Any, ours: Any) -> bool:

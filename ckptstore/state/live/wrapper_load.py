@@ -78,7 +78,7 @@ def _inner(matching: Matching, key: str, saved: Any, device: torch.device, optim
     if isinstance(saved, Wrapped):
         return _made(matching, key, saved, device, optimizer)
     entry = matching.saved.tensors[matching.saved.aliases.get(saved.key, saved.key)]
-    return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    return torch.empty(entry.shape, dtype=entry.torch_dtype, device=device)
 
 
 def _context(label: Label) -> Any:

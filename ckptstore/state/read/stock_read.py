@@ -22,7 +22,7 @@ from ckptstore.format.encoding import shortened
 from ckptstore.format.layout import DCP_METADATA_NAME, check_name
 from ckptstore.state.index.part import DTYPES, Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
-from ckptstore.state.live.matching import Saved, SavedTensor
+from ckptstore.state.live.matching import Saved
 from ckptstore.state.read.read_plan import ReadPlan, RunSteps, run_steps
 from ckptstore.state.read.stock_pickles import is_contiguous_frame, load_metadata
 from ckptstore.state.tensors import frames
@@ -107,17 +107,14 @@ class StockState:
 
         Groups of an optimizer's parameters that are numbered come under the names of their parameters.
         """
-        tensors = {
-            fqn: SavedTensor(getattr(torch, entry.dtype), entry.shape) for fqn, entry in self.index.tensors.items()
-        }
         found = self.values(lambda key: wanted(key) or _GROUP.fullmatch(key) is not None)
-        return Saved(tensors, {key: value for key, value in by_parameter(found).items() if wanted(key)})
+        return Saved(self.index.tensors, {key: value for key, value in by_parameter(found).items() if wanted(key)})
 
     def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]], *, run: RunSteps = run_steps) -> None:
         """Read tensors into memory, as `StoredState.fill` does; nothing is checked against digests."""
         for name, (tensor, source) in targets.items():
             entry, (dtype, shape) = self.index.tensors.get(source), dtype_and_shape(tensor)
-            if entry is None or (getattr(torch, entry.dtype), entry.shape) != (dtype, shape):
+            if entry is None or (entry.torch_dtype, entry.shape) != (dtype, shape):
                 has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
                 raise StateMismatch(f"{name} is {dtype} {shape}, the checkpoint has {has}")
         self._fill([(source, pieces_of(tensor, name)) for name, (tensor, source) in targets.items()], run)

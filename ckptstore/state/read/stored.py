@@ -10,9 +10,10 @@ import torch
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.tensor_index import IndexedTensor, TensorIndex
+from ckptstore.state.index.part import Tensor
+from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
-from ckptstore.state.live.matching import Saved, SavedTensor, above, fits
+from ckptstore.state.live.matching import Saved, above, fits
 from ckptstore.state.live.values import Decoder, references
 from ckptstore.state.read.read_plan import ReadPlan, RunSteps, run_steps
 from ckptstore.state.tensors.boxes import Box
@@ -72,18 +73,18 @@ class StoredState:
         with collector_paused():
             tied, left_out = self.index.aliases, skipped.union(self.index.aliases)
             tensors = {
-                fqn: SavedTensor(getattr(torch, entry.dtype), entry.shape)
-                for fqn, lowest in self.index.tensors.items()
-                if fqn not in left_out and (entry := self._as_taken(lowest)) is not None and not entry.beside_value
+                key: entry
+                for key, lowest in self.index.tensors.items()
+                if key not in left_out and (entry := self._as_taken(lowest)) is not None and not entry.beside_value
             }
         aliases = {key: first for key, first in tied.items() if key not in skipped}
         return Saved(tensors, self.values(wanted), aliases, skipped)
 
-    def _as_taken(self, lowest: IndexedTensor) -> IndexedTensor | None:
+    def _as_taken(self, lowest: Tensor) -> Tensor | None:
         """What this rank knows of a tensor, of which the lowest rank's is given."""
-        return self.index.entry(lowest.fqn, self.source_rank(lowest.fqn)) if lowest.per_rank else lowest
+        return self.index.entry(lowest.key, self.source_rank(lowest.key)) if lowest.per_rank else lowest
 
-    def entry(self, key: str) -> IndexedTensor:
+    def entry(self, key: str) -> Tensor:
         """What this rank knows of a tensor. Raises CheckpointDamaged for one that the index lacks."""
         found = self.index.entry(key, self.source_rank(key))
         if found is None:
@@ -151,7 +152,7 @@ class StoredState:
             entry = self.index.entry(name, rank)
             if entry is None:
                 raise CheckpointDamaged(f"the checkpoint has no tensor {name!r}, to which {key!r} refers")
-            tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+            tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
             self._fill([(name, rank, pieces_of(tensor, name))])
             return tensor
 
@@ -167,7 +168,7 @@ class StoredState:
             for name in references(value):
                 entry = self.index.entry(name, rank)
                 if entry is not None and entry.beside_value:
-                    arrays[name, rank] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+                    arrays[name, rank] = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
         self._fill([(name, rank, pieces_of(tensor, name)) for (name, rank), tensor in arrays.items()])
         found = {}
         for key, (rank, value) in encoded.items():
@@ -194,7 +195,7 @@ class StoredState:
         entry = self.index.entry(source, rank)
         dtype, shape = dtype_and_shape(tensor)
         wanted_dtype = name_of(dtype)
-        if entry is None or (entry.dtype, entry.shape) != (wanted_dtype, shape):
+        if entry is None or entry.form != (wanted_dtype, shape):
             has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
             raise StateMismatch(f"{name} is {wanted_dtype} {shape}, the checkpoint has {has}")
         return source, rank, pieces_of(tensor, name)

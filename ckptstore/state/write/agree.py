@@ -23,7 +23,8 @@ import numpy as np
 
 from ckptstore.errors import InvalidState
 from ckptstore.format.digest import fingerprint, fingerprinter
-from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure, total_bytes
+from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure
+from ckptstore.state.index.part import total_bytes
 from ckptstore.state.write.coverage import Expected
 from ckptstore.state.write.outlining import Structures
 from ckptstore.state.write.replicas import Answer, Question, apart, check_details, differing, unshared

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from ckptstore.errors import InvalidState
 from ckptstore.format.digest import Digest
 from ckptstore.group.base import spoken
-from ckptstore.state.index.items import Mode, Row, Structure, total_bytes
-from ckptstore.state.index.outline import Outline, Outlined, PartFile, Span, encode_table
+from ckptstore.state.index.items import Mode, Row, Structure
+from ckptstore.state.index.outline import Outline, PartFile, Span, encode_table
+from ckptstore.state.index.part import Tensor, total_bytes
 from ckptstore.state.tensors.layouts import MeshLayout
 
 MANY_CHUNKS = 200_000
@@ -138,7 +139,7 @@ class Outliner:
             return 0 if layout is None else places.setdefault(layout, len(places) + 1)
 
         tensors = [
-            Outlined(key, row.dtype, row.shape, place(self._layout_of(row, number)))
+            Tensor(key, row.dtype, row.shape, layout=place(self._layout_of(row, number)))
             for key, row, number in self._tensors
         ]
         return encode_table(tensors, tuple(places))

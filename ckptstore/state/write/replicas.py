@@ -17,7 +17,8 @@ from ckptstore.errors import InvalidState
 from ckptstore.format.digest import fingerprint
 from ckptstore.group.base import spoken
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode, Structure, total_bytes
+from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode, Structure
+from ckptstore.state.index.part import total_bytes
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.fingerprints import digest_of_host, fingerprints_of
 

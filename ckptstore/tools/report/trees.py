@@ -90,7 +90,7 @@ def _tree_of(index: Any, files: CheckpointFiles, manifest: Manifest) -> ReadTree
 
     with collector_paused():
         entries = sorted((key, entry) for key, entry in index.tensors.items() if not entry.beside_value)
-        sizes = tuple(prod(entry.shape) * DTYPES[entry.dtype][1] for _, entry in entries)
+        sizes = tuple(entry.size_bytes for _, entry in entries)
         places = {
             key: [index.chunks(source, rank) for rank in index.ranks_of(source) or [0]]
             for key, _ in entries
