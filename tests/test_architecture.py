@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
     {"storage"},
     {"transfer", "log", "group", "node_cache"},
     {"job", "state"},
+    {"dcp.stock"},
     {"upkeep"},
     {"loading"},
     {"checkpoint"},
@@ -49,7 +50,8 @@ LAYERS: list[set[str]] = [
     {"tools"},
 ]
 """The rooms, lowest first. A room is a folder of the package or of `tools`, or a module at its top; "" is `ckptstore`
-itself. A module imports only from rooms on lower lines, and from its own."""
+itself. `dcp.stock`, the forms of stock DCP that saves and loads ask for, is below the rest of `dcp`. A module imports
+only from rooms on lower lines, and from its own."""
 
 WINGS = {"integrations", "ray", "testing", "tools"}
 """What uses the library from outside. The core, all other rooms, imports nothing of them."""
@@ -211,7 +213,7 @@ def own_imports(name: str) -> set[str]:
 def top(name: str) -> str:
     """The room of a module."""
     first, *rest = name.split(".")
-    return f"tools.{rest[0]}" if first == "tools" and rest else first
+    return f"{first}.{rest[0]}" if rest and (first == "tools" or [first, rest[0]] == ["dcp", "stock"]) else first
 
 
 def level(name: str) -> int:

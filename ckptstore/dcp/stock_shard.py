@@ -75,7 +75,8 @@ class DcpShard:
         self.files = ShardFiles(
             self._described, planned, rank=rank, num_files=num_files, on_disk=on_disk, algorithm=algorithm
         )
-        self.files.add_stock_values(self._frames)
+        self.stock = self.files.add_frames(self._frames)
+        """Where plain values lie for stock readers."""
 
     def fingerprints(self) -> list[tuple[str, tuple[int, ...], bytes]]:
         """Key, offsets and fingerprint of each tensor of which other ranks write parts. Reads them whole."""

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckptstore.dcp.stock.stock_read import StockState, load_metadata
 from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable
 from ckptstore.dcp.view import View, view_of_state
 from ckptstore.errors import (
@@ -40,7 +41,6 @@ from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.values import Frame
-from ckptstore.state.read.stock_read import StockState, load_metadata
 from ckptstore.state.read.stored import PerRank, StoredState
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.wrapped import Wrapped, check_same, unwrap

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptstore.dcp.stock.stock_pickles import load_metadata
+from ckptstore.dcp.stock.stock_write import add_stock_bytes, add_stock_tensors
 from ckptstore.dcp.stock_deal import Assignment, Told, deal_plans, forget, heard, held_boxes
 from ckptstore.dcp.stock_shard import DcpShard, InnerPlace
 from ckptstore.dcp.target import DcpTarget, DirectoryTarget
@@ -37,9 +39,7 @@ from ckptstore.state.index.items import Mode
 from ckptstore.state.index.outline import INDEX_NAME, Outline, PartFile, Span, encode_table
 from ckptstore.state.index.part import Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
-from ckptstore.state.read.stock_pickles import load_metadata
 from ckptstore.state.write.replicas import check_alike
-from ckptstore.state.write.stock_write import add_stock_bytes, add_stock_tensors
 from ckptstore.storage.base import Disk
 from ckptstore.storage.traffic import counted_twice
 from ckptstore.storage.uri import parse_uri, redact
@@ -169,7 +169,7 @@ class StoreWriter(StorageWriter):
                 Receipt(name, one.size_bytes, one.digest, self._rank).to_json()
                 for (name, _), one in zip(sources, stored, strict=True)
             ],
-            "stock": shard.files.stock,
+            "stock": shard.stock,
             "part": part,
             "wrapped": shard.wrapped,
             "shared": shard.fingerprints(),

@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptstore.dcp.stock.stock_names import stock_names
+from ckptstore.dcp.stock.stock_write import add_stock_tensors
 from ckptstore.errors import CheckpointDamaged, InvalidState
-from ckptstore.state.index.stock_names import stock_names
 from ckptstore.state.live.flatten import TensorRef, children, join_path, references_in, stock_leaves
 from ckptstore.state.live.values import needs_code
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart
-from ckptstore.state.write.stock_write import add_stock_tensors
 
 
 class MissingPaths(dict[str, Any]):

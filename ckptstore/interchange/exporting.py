@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptstore.boundary import boundary
 from ckptstore.checkpoint import Checkpoint, files_behind
+from ckptstore.dcp.stock.stock_read import load_metadata
 from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
@@ -29,7 +30,6 @@ from ckptstore.interchange.to_torch import build_tree, write_torch
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
 from ckptstore.state.live.matching import Saved
-from ckptstore.state.read.stock_read import load_metadata
 from ckptstore.state.read.stored import StoredState
 from ckptstore.transfer.executor import Executor, InProcess
 

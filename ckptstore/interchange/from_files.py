@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ckptstore.dcp.stock.stock_read import StockState, load_metadata
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidSource
 from ckptstore.format.layout import check_name
 from ckptstore.interchange.hugging_face.safetensors_layout import INDEX_NAME
@@ -24,7 +25,6 @@ from ckptstore.interchange.intake import Intake, is_optimizer
 from ckptstore.interchange.safetensors_file import SafetensorsEntry, read_header
 from ckptstore.state.live.flatten import FlatState, join_path
 from ckptstore.state.live.optimizers import GROUPS, STATE
-from ckptstore.state.read.stock_read import StockState, load_metadata
 from ckptstore.transfer import RangeRead
 
 _REFUSED_CLASS = re.compile(r"GLOBAL (\w[\w.]*)")

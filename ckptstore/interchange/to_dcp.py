@@ -9,6 +9,7 @@ from typing import IO, Any
 
 import torch
 
+from ckptstore.dcp.stock.stock_write import stock_frames, stock_metadata
 from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.interchange.selection import Paths, Selection
@@ -27,7 +28,6 @@ from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.frames import template
 from ckptstore.state.write.deal import chunks_of
-from ckptstore.state.write.stock_write import stock_frames, stock_metadata
 
 FILE_NAME = "__0_0.distcp"
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from ckptstore.errors import (
     InvalidInput,
@@ -32,12 +32,14 @@ from ckptstore.state.live.matching import Matching, Mismatch, Saved
 from ckptstore.state.live.units import Kind, units_of
 from ckptstore.state.read.settle import unsettled
 from ckptstore.state.read.shared_reads import SharedSteps
-from ckptstore.state.read.stock_read import StockState, load_metadata
 from ckptstore.state.read.stored import PerRank, StoredState
 from ckptstore.storage.base import Disk
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.traffic import counting
 from ckptstore.transfer import RangeRead, Transfer
+
+if TYPE_CHECKING:
+    from ckptstore.dcp.stock.stock_read import StockState
 
 logger = logging.getLogger("ckptstore")
 
@@ -272,6 +274,8 @@ def is_stock(manifest: Manifest) -> bool:
 
 def _open_stock(files: CheckpointFiles, reader: _Reader, manifest: Manifest, options: LoadOptions) -> StockState:
     """The state that torch's DCP wrote; nothing in it is run."""
+    from ckptstore.dcp.stock.stock_read import StockState, load_metadata
+
     metadata = load_metadata(files.read_file(manifest.by_name[DCP_METADATA_NAME]))
     return StockState(
         metadata,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.errors import StorageError
 from ckptstore.events import SaveStarted, emit
@@ -33,12 +32,12 @@ from ckptstore.state.write.memo import SaveMemo
 from ckptstore.state.write.outlining import RankTold
 from ckptstore.state.write.replicas import Replicas
 from ckptstore.state.write.shard_files import ShardFiles
-from ckptstore.state.write.stock_write import MAX_CHUNKS, MAX_NESTED_VALUES, has_many_values, stock_frames
 from ckptstore.storage.base import CopiesInside, Disk, Storage
 from ckptstore.transfer.moves import PlannedFile, Upload
 from ckptstore.transfer.sources import MemorySource, Source
 
-logger = logging.getLogger("ckptstore")
+if TYPE_CHECKING:
+    from ckptstore.dcp.stock.stock_share import StockShare
 
 _LENGTH = struct.Struct("<I")
 
@@ -100,9 +99,8 @@ class StateShard:
         """What a next incremental save may take over, once this one is committed."""
         self._found: Described | None = None
         self._agreement: Agreement | None = None
-        self._paths: dict[str, tuple[str | int, ...]] = {}
-        self._has_stock = True
-        """Whether this rank's plain values are there for stock readers too."""
+        self._stock: StockShare | None = None
+        """Where stock DCP shall be able to read the checkpoint."""
         self._files: ShardFiles | None = None
         self._expected = Expected()
         self.launched = LaunchedWork(())
@@ -181,7 +179,16 @@ class StateShard:
             algorithm=options.algorithm,
         )
         if options.stock_readable and agreement.is_packed:
-            self._add_stock_values(agreement, [*plan.common, *plan.own])
+            from ckptstore.dcp.stock.stock_share import StockShare
+
+            self._stock = StockShare(
+                self._flat,
+                [*plan.common, *plan.own],
+                self._files,
+                agreement,
+                rank=self._rank,
+                at_any_size=options.stock_readable is True,
+            )
         self.sources = [*self._files.sources()]
 
     def stage(
@@ -196,20 +203,6 @@ class StateShard:
         copies = copy(originals, self.launched)
         check.compare([one.views[0] for one in copies])
         self.sources = list(zip(names, copies, strict=True))
-
-    def _add_stock_values(self, agreement: Agreement, keys: Sequence[str]) -> None:
-        """Stock readers know one value for each key: the lowest rank's."""
-        assert self._files is not None
-        rank = self._rank
-        mine = [key for key in keys if agreement.holders(key)[0] == rank]
-        self._has_stock = self._options.stock_readable is True or not has_many_values(self._flat, mine)
-        if not self._has_stock:
-            return
-        frames, paths = stock_frames(self._flat, mine)
-        self._files.add_stock_values(frames)
-        self._paths.update(paths)
-        if rank == 0 or (agreement.classes and agreement.classes.index(agreement.classes[rank]) == rank):
-            self._paths.update(self._flat.paths)
 
     def store(self, attempt: Attempt, beat: Beat) -> bytes:
         """Write this rank's files, and give the leader the receipts and this rank's part of the index."""
@@ -245,10 +238,9 @@ class StateShard:
         assert self._files is not None  # stored before
         assert self._agreement is not None
         head: dict[str, Any] = {"told": self._files.told(part)}
-        if self._agreement.is_packed:
-            stock = self._files.stock if self._has_stock else None
-            head |= {"stock": stock, "paths": self._paths if self._rank else {}}  # the leader has its own
-        else:
+        if self._stock is not None:
+            head["stock"] = self._stock.told()
+        if not self._agreement.is_packed:
             receipts = [*receipts, *self._add({part_name(self._rank, self._options.num_prefixes): part}, attempt, beat)]
             part = b""
         with collector_paused():
@@ -274,7 +266,9 @@ class StateShard:
             index = TensorIndex([Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)])
             index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
             self._expected.check(index)
-            written |= self._stock_metadata(heads, index)
+            if self._stock is not None:
+                metadata = self._stock.metadata([head["stock"] for head in heads], index, self._memo)
+                written |= {} if metadata is None else {DCP_METADATA_NAME: metadata}
         beat()
         if not isinstance(self._storage, Disk):
             return Contents([*receipts, *self._add(written, attempt, beat)])
@@ -283,22 +277,6 @@ class StateShard:
             digest = Digest.of(data, algorithm=self._options.algorithm)
             receipts.append(Receipt(name, len(data), digest, self._rank))
         return Contents(receipts, pending=list(written))
-
-    def _stock_metadata(self, heads: Sequence[Mapping[str, Any]], index: TensorIndex) -> dict[str, bytes]:
-        """What stock readers need, if they are to read it."""
-        if self._options.stock_readable is True or (self._options.stock_readable and _is_for_stock(heads, index)):
-            places, paths = _stock_parts(heads)
-            return {DCP_METADATA_NAME: self._memo.stock_metadata(index, places, {**paths, **self._paths})}
-        if self._options.stock_readable and not self._memo.has_warned_of_stock:
-            self._memo.has_warned_of_stock = True
-            logger.warning(
-                "torch's own DCP cannot read these checkpoints: they have more than %d chunks and plain values, or a "
-                "rank has more than %d plain values in dicts and lists. stock_readable=True writes what DCP needs at "
-                "any size, False never does; ckptstore reads them either way",
-                MAX_CHUNKS,
-                MAX_NESTED_VALUES,
-            )
-        return {}
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
         """Files of the checkpoint before, under a second name or copied inside the storage. Nothing is read here."""
@@ -334,21 +312,3 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
     (length,) = _LENGTH.unpack_from(data)
     head: dict[str, Any] = json.loads(zlib.decompress(data[_LENGTH.size : _LENGTH.size + length]))
     return head, data[_LENGTH.size + length :]
-
-
-def _is_for_stock(heads: Sequence[Mapping[str, Any]], index: TensorIndex) -> bool:
-    """Whether all ranks have written what stock readers need, and `.metadata` is not too large for these."""
-    stock = [head["stock"] for head in heads]
-    return None not in stock and index.num_chunks + sum(map(len, stock)) <= MAX_CHUNKS
-
-
-@collector_paused()
-def _stock_parts(heads: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
-    """Where all ranks' values lie for stock readers, and the paths of all keys of other ranks than the leader; the
-    lowest rank's word counts."""
-    places: dict[str, Any] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for head in reversed(heads):
-        places.update(head["stock"])
-        paths.update((key, tuple(path)) for key, path in head["paths"].items())
-    return places, paths

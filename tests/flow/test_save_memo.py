@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptstore import open_store
+from ckptstore.dcp.stock import stock_share
 from ckptstore.errors import InvalidState
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.state.index.items import Item, Mode, without_digests
@@ -102,16 +103,17 @@ def test_the_same_structure_is_planned_and_listed_once(tmp_path: Path, monkeypat
     made_of: list[str] = []
 
     def counted(name: str, function: Any) -> Any:
-        return lambda *args: made_of.append(name) or function(*args)
+        return lambda *args, **keywords: made_of.append(name) or function(*args, **keywords)
 
-    for name in ("plan_rank", "stock_metadata"):
-        monkeypatch.setattr(memo, name, counted(name, getattr(memo, name)))
+    made_once = {"plan_rank": memo, "Outliner": memo, "stock_metadata": stock_share}
+    for name, module in made_once.items():
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     with open_store(tmp_path / "store") as store:
         for step in range(3):
             store.save(step, {"w": torch.rand(10), "step": step})
-        assert made_of == ["plan_rank", "stock_metadata"]
+        assert made_of == [*made_once]
         store.save(3, {"w": torch.rand(11), "step": 3})
-        assert made_of == ["plan_rank", "stock_metadata"] * 2
+        assert made_of == [*made_once] * 2
 
 
 def test_no_tensor_is_held(tmp_path: Path) -> None:

@@ -415,7 +415,7 @@ def _attacks() -> list[bytes]:
 
 def _decode_metadata(files: dict[str, bytes]) -> Callable[[bytes], object]:
     def decode(data: bytes) -> object:
-        from ckptstore.state.read.stock_read import StockState, load_metadata
+        from ckptstore.dcp.stock.stock_read import StockState, load_metadata
         from ckptstore.transfer import RangeRead
 
         def read(ranges: Sequence[RangeRead]) -> None:
@@ -448,7 +448,7 @@ def _frames() -> list[bytes]:
 
 
 def _decode_frame(data: bytes) -> object:
-    from ckptstore.state.read.stock_pickles import is_contiguous_frame
+    from ckptstore.dcp.stock.stock_pickles import is_contiguous_frame
     from ckptstore.state.tensors import frames
     from ckptstore.state.tensors.boxes import Box
 

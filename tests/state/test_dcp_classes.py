@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.dcp import StoreReader, StoreWriter, translated
+from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.dcp.target import DirectoryTarget
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, InvalidState, RankFailed, StorageError
-from ckptstore.state.read.stock_pickles import load_metadata
 from ckptstore.state.tensors.tensor_memory import view_of
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import FailAt, wrap

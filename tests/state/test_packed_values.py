@@ -24,12 +24,12 @@ from saving import save_plain
 from test_values import same, through
 
 import ckptstore
+from ckptstore.dcp.stock import stock_write
 from ckptstore.errors import CheckpointDamaged, InvalidState
 from ckptstore.interchange.exporting import export
 from ckptstore.state.index.packed_values import MAX_LEVELS, pack, plain_size, unpack
 from ckptstore.state.live import values
 from ckptstore.state.live.values import Decoder, Encoder
-from ckptstore.state.write import stock_write
 from ckptstore.state.write.memo import SaveMemo
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

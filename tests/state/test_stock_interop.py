@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptstore.dcp.stock import stock_share
+from ckptstore.dcp.stock.stock_pickle import MetadataPickle
+from ckptstore.dcp.stock.stock_read import StockState, load_metadata
+from ckptstore.dcp.stock.stock_write import add_stock_tensors
 from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState, StateMismatch
-from ckptstore.saving import state_shard
 from ckptstore.state.index.tensor_index import TensorIndex
-from ckptstore.state.read.stock_read import StockState, load_metadata
 from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.write.stock_pickle import MetadataPickle
-from ckptstore.state.write.stock_write import add_stock_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 
@@ -107,7 +107,7 @@ def test_without_stock_readable_there_is_nothing_for_stock(tmp_path):
 
 @pytest.mark.parametrize("asked", ["auto", True])
 def test_metadata_of_very_many_chunks_is_written_on_request_only(tmp_path, monkeypatch, asked):
-    monkeypatch.setattr(state_shard, "MAX_CHUNKS", 1)
+    monkeypatch.setattr(stock_share, "MAX_CHUNKS", 1)
     directory = save_plain(tmp_path, {"v": torch.zeros(2), "w": torch.ones(2)}, {}, stock_readable=asked)
     assert (directory / ".metadata").exists() is (asked is True)
 

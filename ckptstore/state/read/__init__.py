@@ -1,4 +1,4 @@
 """What a rank reads of a stored state: which blocks of which files fill which memory.
 
-It may know live states, tensors and the index. It gives stored states, also those that stock DCP wrote.
+It may know live states, tensors and the index. It gives stored states.
 """

@@ -26,7 +26,7 @@ from ckptstore.format.digest import fingerprint, fingerprinter
 from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure
 from ckptstore.state.index.part import total_bytes
 from ckptstore.state.write.coverage import Expected
-from ckptstore.state.write.outlining import Structures
+from ckptstore.state.write.outlining import RankStructures
 from ckptstore.state.write.replicas import Answer, Question, apart, check_details, differing, unshared
 
 logger = logging.getLogger("ckptstore")
@@ -149,7 +149,7 @@ class Negotiator:
     """On the leader: what all ranks have, as they said in the last agreement."""
     size_bytes: int = 0
     """On the leader: the size of the tensors that all ranks together have to write."""
-    structures: Structures | None = None
+    structures: RankStructures | None = None
     """On the leader: those of the last agreement."""
     _mine: _Mine = field(default_factory=lambda: _Mine(b"", b"", {}, _NOBODY, 0, _without_replicas, frozenset()))
     _asked: _Asked | None = None
@@ -278,7 +278,7 @@ class Negotiator:
         self._unshared = unshared(structures, differs)
         if is_one:
             self._warn(structures[0], differs)
-        self.structures = Structures.of(structures, classes, members)
+        self.structures = RankStructures.of(structures, classes, members)
         is_packed = not (may_spread and self.structures.can_spread)
         return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members, is_packed).encode()
 

@@ -37,7 +37,7 @@ class RankTold(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Structures:
+class RankStructures:
     """What all ranks have, as an outline needs it."""
 
     structures: Sequence[Structure]
@@ -49,7 +49,7 @@ class Structures:
     """Whether its index is large, and each rank can write its part of it unseen, because rules say what it has."""
 
     @staticmethod
-    def of(structures: Sequence[Structure], classes: Sequence[int], members: Sequence[int]) -> Structures:
+    def of(structures: Sequence[Structure], classes: Sequence[int], members: Sequence[int]) -> RankStructures:
         """`members` has torch's number of each rank."""
         rank_of = {member: rank for rank, member in enumerate(members) if member >= 0}
         layouts = [[layout.renumbered(rank_of) for layout in structure.layouts] for structure in structures]
@@ -57,7 +57,8 @@ class Structures:
         is_seen = any(layout is None for found in layouts for layout in found) or any(
             _is_part(row) or (_is_distributed(row) and not row.layout) for row in rows
         )
-        return Structures(structures, classes, layouts, not is_seen and _num_chunks(structures, layouts) > MANY_CHUNKS)
+        can_spread = not is_seen and _num_chunks(structures, layouts) > MANY_CHUNKS
+        return RankStructures(structures, classes, layouts, can_spread)
 
 
 def _is_distributed(row: Row) -> bool:
@@ -85,7 +86,7 @@ class Outliner:
 
     def __init__(
         self,
-        described: Structures,
+        described: RankStructures,
         *,
         differs: Collection[str],
         untied: Collection[str],

@@ -27,7 +27,6 @@ from ckptstore.state.write.copy_check import CopyCheck, Placed
 from ckptstore.state.write.describe import Described
 from ckptstore.state.write.incremental import Kept, KeptChunk, KeptFile, Place, digests_of, free_names
 from ckptstore.state.write.outlining import RankTold
-from ckptstore.state.write.stock_pickle import StockPlace
 from ckptstore.transfer import Stored
 
 ALIGN_BYTES = 4096
@@ -117,8 +116,6 @@ class ShardFiles:
         self._digests: dict[Place, str] = {}
         self.kept: list[KeptFile] = []
         """Files of the checkpoint before that are taken over, with the chunks of them that still hold."""
-        self.stock: dict[str, StockPlace] = {}
-        """Where plain values lie for stock readers."""
         small, large = self._sorted_writes()
         shared_bytes = LOCAL_SHARED_FILE_BYTES if on_disk else SHARED_FILE_BYTES
         count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), num_files, shared_bytes)
@@ -165,18 +162,19 @@ class ShardFiles:
         """Of all files."""
         return sum(file.size_bytes for file in self.files)
 
-    def add_stock_values(self, frames: Mapping[str, bytes]) -> None:
-        """Put plain values, framed, behind the tensors of the last file; equal ones once."""
+    def add_frames(self, frames: Mapping[str, bytes]) -> dict[str, tuple[str, int, int]]:
+        """Put further bytes behind the tensors of the last file, equal ones once. Return for each name the file, the
+        offset and the length."""
         if not frames:
-            return
+            return {}
         if not self.files:
             self.files = [ShardFile(name) for name in self._free_names(1)]
         file, known = self.files[-1], dict[bytes, int]()
-        for key, frame in frames.items():
+        for frame in frames.values():
             if frame not in known:
                 known[frame] = file.size_bytes
                 file.add(Bytes(memoryview(frame)))
-            self.stock[key] = file.name, known[frame], len(frame)
+        return {name: (file.name, known[frame], len(frame)) for name, frame in frames.items()}
 
     def sources(self) -> list[tuple[str, SegmentSource]]:
         """Name and source of each file."""

@@ -44,8 +44,8 @@ _WITH_TORCH = (
     "ckptstore.loading.load_state",
     "ckptstore.group.torch_board",
     "ckptstore.saving.state_shard",
-    "ckptstore.state.read.stock_read",
-    "ckptstore.state.write.stock_write",
+    "ckptstore.dcp.stock.stock_read",
+    "ckptstore.dcp.stock.stock_share",
     "ckptstore.testing.simulation.states",
     "ckptstore.testing.simulation.keyvalue",
 )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckptstore.dcp.stock.stock_pickles import is_contiguous_frame, load_metadata
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidState, StateMismatch
 from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.encoding import shortened
@@ -24,7 +25,6 @@ from ckptstore.state.index.part import DTYPES, Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.matching import Saved
 from ckptstore.state.read.read_plan import ReadPlan, RunSteps, run_steps
-from ckptstore.state.read.stock_pickles import is_contiguous_frame, load_metadata
 from ckptstore.state.tensors import frames
 from ckptstore.state.tensors.boxes import Box, inside, overlap
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, pieces_of

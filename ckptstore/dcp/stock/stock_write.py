@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptstore.dcp.stock.stock_names import stock_names, stock_path
+from ckptstore.dcp.stock.stock_pickle import MetadataPickle, StockPlace
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.runtime.torch_private import storage_info_class
-from ckptstore.state.index.stock_names import stock_names, stock_path
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, join_path, stock_leaves
 from ckptstore.state.tensors.boxes import Box, Sizes
 from ckptstore.state.tensors.frames import MAX_PAYLOAD_BYTES, pickle_frame, template, value_frame
-from ckptstore.state.write.stock_pickle import MetadataPickle, StockPlace
 
 MAX_CHUNKS = 200_000
 """With more chunks and values than this `.metadata` is written on request only: it takes stock readers gigabytes to
