@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptstore.dcp.stock.stock_pickles import load_metadata
-from ckptstore.dcp.stock.stock_write import add_stock_bytes, add_stock_tensors
 from ckptstore.dcp.stock_deal import Assignment, Told, deal_plans, forget, heard, held_boxes
 from ckptstore.dcp.stock_shard import DcpShard, InnerPlace
 from ckptstore.dcp.target import DcpTarget, DirectoryTarget
+from ckptstore.dcp.view import add_stock_bytes, add_stock_tensors
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, InvalidState, StorageError
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import DCP_METADATA_NAME, Attempt

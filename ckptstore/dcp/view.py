@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptstore.dcp.stock.stock_names import stock_names
-from ckptstore.dcp.stock.stock_write import add_stock_tensors
+from ckptstore.dcp.stock.stock_pickle import StockPlace
+from ckptstore.dcp.stock.stock_write import stock_tensors
 from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.runtime.torch_private import storage_info_class
+from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, children, join_path, references_in, stock_leaves
 from ckptstore.state.live.values import needs_code
 from ckptstore.state.read.stored import StoredState
@@ -134,3 +138,27 @@ def _add_wrapped(view: View, key: str, value: Wrapped) -> Iterator[str]:
     entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(label.shape)))
     view.wrapped[part.of, tuple(offsets)] = key, value
     yield from references_in(value)
+
+
+def add_stock_tensors(index: TensorIndex, items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
+    """Put the tensors of an index into the two dicts of a `Metadata`; chunks of entries that are there are replaced."""
+    lies_at, size = storage_info_class(), lru_cache(None)(torch.Size)  # equal parts are pickled once
+    properties = lru_cache(None)(TensorProperties)
+    for fqn, dtype, shape, placed in stock_tensors(index):
+        chunks = []
+        for number, (box, place) in enumerate(placed):
+            offsets = size(box.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, size(box.sizes)))
+            storage[MetadataIndex(fqn, offsets, number)] = lies_at(*place)
+        if fqn in items:
+            items[fqn].chunks = chunks
+        else:
+            items[fqn] = TensorStorageMetadata(properties(dtype), size(shape), chunks)
+
+
+def add_stock_bytes(places: Mapping[str, StockPlace], items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
+    """Put plain values, which lie at these places, into the two dicts of a `Metadata`."""
+    lies_at = storage_info_class()
+    for key, place in places.items():
+        items[key] = BytesStorageMetadata()
+        storage[MetadataIndex(key)] = lies_at(*place)

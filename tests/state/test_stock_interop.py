@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptstore.dcp.stock import stock_share
 from ckptstore.dcp.stock.stock_pickle import MetadataPickle
 from ckptstore.dcp.stock.stock_read import StockState, load_metadata
-from ckptstore.dcp.stock.stock_write import add_stock_tensors
+from ckptstore.dcp.view import add_stock_tensors
 from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState, StateMismatch
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.tensors.boxes import Box

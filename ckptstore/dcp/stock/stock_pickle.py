@@ -10,20 +10,11 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from ckptstore.runtime.torch_private import storage_info_class
 from ckptstore.state.tensors.boxes import Box, Sizes
 
 StockPlace = tuple[str, int, int]
@@ -36,7 +27,21 @@ _LIST, _APPENDS = b"](", b"e"
 _TUPLE, _TUPLE_END = b"(", b"t"
 _NEW, _STATE_END = b")\x81", b"ub"
 """An object of the class that was fetched before, without arguments; the end of the fields that it gets."""
+_REDUCE, _FALSE = b"\x85R", b"\x89"
+"""A call with the argument that was put last."""
 _number, _int = struct.Struct("<I").pack, struct.Struct("<i").pack
+
+
+def _named(module: str, name: str) -> bytes:
+    """What fetches a class or function of a module."""
+    return f"c{module}\n{name}\n".encode()
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    name: _named(_METADATA, name)
+    for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "TensorStorageMetadata")
+} | {"_StorageInfo": _named("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
 
 
 class MetadataPickle:
@@ -52,8 +57,8 @@ class MetadataPickle:
         self._storage: list[bytes] = []
         self._tensors: dict[tuple[torch.dtype, Sizes, tuple[Box, ...]], bytes] = {}
         self._chunks: dict[tuple[int | None, Sizes | None, str, int], tuple[bytes, bytes]] = {}
-        self._index = self._begun(MetadataIndex) + self._constant("fqn")
-        self._value = self._constant(BytesStorageMetadata) + _NEW
+        self._index = self._begun("MetadataIndex") + self._constant("fqn")
+        self._value = self._class("BytesStorageMetadata") + _NEW
 
     def add_tensor(
         self,
@@ -83,7 +88,7 @@ class MetadataPickle:
     def encode(self) -> bytes:
         """The pickle."""
         fields = {"state_dict_metadata": self._items, "planner_data": self._paths, "storage_data": self._storage}
-        whole = [self._begun(Metadata)]
+        whole = [self._begun("Metadata")]
         for name, content in fields.items():
             whole += (self._constant(name), _DICT, *content, _ITEMS_END)
         whole += (self._constant("storage_meta"), _NONE, self._constant("version"), self._constant("1.0.0"), _STATE_END)
@@ -105,12 +110,12 @@ class MetadataPickle:
     def _tensor(self, dtype: torch.dtype, shape: Sizes, boxes: Sequence[Box]) -> bytes:
         """A `TensorStorageMetadata`."""
         chunks = [
-            self._object(ChunkStorageMetadata, offsets=self._size(box.offsets), sizes=self._size(box.sizes))
+            self._object("ChunkStorageMetadata", offsets=self._size(box.offsets), sizes=self._size(box.sizes))
             for box in boxes
         ]
-        properties = self._constant((dtype, "properties"), TensorProperties(dtype))
+        properties = self._fetched((dtype, "properties"), lambda: _properties(dtype))
         listed = b"".join([_LIST, *chunks, _APPENDS])
-        return self._object(TensorStorageMetadata, properties=properties, size=self._size(shape), chunks=listed)
+        return self._object("TensorStorageMetadata", properties=properties, size=self._size(shape), chunks=listed)
 
     def _chunk(self, number: int | None, offsets: Sizes | None, file: str, size_bytes: int) -> tuple[bytes, bytes]:
         """What follows the key in the place of a chunk or value, as far as its offset; and what follows that."""
@@ -119,16 +124,19 @@ class MetadataPickle:
             index = self._constant("index") + _plain(number)
             if offsets is not None:
                 index += self._constant("offset") + self._size(offsets)
-            begun = self._begun(storage_info_class()) + self._constant("relative_path") + self._constant(file)
+            begun = self._begun("_StorageInfo") + self._constant("relative_path") + self._constant(file)
             length = self._constant("length") + _of_int(size_bytes)
             self._chunks[known] = index + _STATE_END + begun + self._constant("offset"), length + _STATE_END
         return self._chunks[known]
 
-    def _begun(self, kind: type) -> bytes:
-        """A new object that waits for its fields."""
-        return self._constant(kind) + _NEW + _DICT
+    def _class(self, name: str) -> bytes:
+        return self._fetched((name, "class"), lambda: _CLASSES[name])
 
-    def _object(self, kind: type, **fields: bytes) -> bytes:
+    def _begun(self, kind: str) -> bytes:
+        """A new object that waits for its fields."""
+        return self._class(kind) + _NEW + _DICT
+
+    def _object(self, kind: str, **fields: bytes) -> bytes:
         """An object with these fields."""
         named = [self._constant(name) + value for name, value in fields.items()]
         return b"".join([self._begun(kind), *named, _STATE_END])
@@ -137,17 +145,29 @@ class MetadataPickle:
         return self._constant((sizes, "size"), torch.Size(sizes))
 
     def _constant(self, name: Hashable, value: Any = None) -> bytes:
-        """What fetches a value that is there for all: `value`, or the text or class that is its own name."""
+        """What fetches a value that is there for all: `value`, or the text that is its own name."""
+        return self._fetched(name, lambda: _plain(name if value is None else value))
+
+    def _fetched(self, name: Hashable, make: Callable[[], bytes]) -> bytes:
+        """What fetches what `make` writes, which is written once."""
         found = self._constants.get(name)
         if found is None:
             number = self._next()
-            self._first += (_plain(name if value is None else value), _PUT, number, _POP)
+            self._first += (make(), _PUT, number, _POP)
             found = self._constants[name] = _GET + number
         return found
 
     def _next(self) -> bytes:
         self._num_known += 1
         return _number(self._num_known - 1)
+
+
+def _properties(dtype: torch.dtype) -> bytes:
+    """A `TensorProperties` with the defaults of all fields but the dtype."""
+    layout = [_named("torch.serialization", "_get_layout"), _of_text("torch.strided"), _REDUCE]
+    memory_format = [_named(_METADATA, "_MEM_FORMAT_ENCODING"), _plain(0), _REDUCE]
+    state = b"".join([_TUPLE, _plain(dtype), *layout, _FALSE, *memory_format, _FALSE, _TUPLE_END])
+    return b"".join([_named(_METADATA, "TensorProperties"), _NEW, state, b"b"])
 
 
 def _of_text(value: str) -> bytes:

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from itertools import islice
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ckptstore.dcp.stock.stock_names import stock_names, stock_path
 from ckptstore.dcp.stock.stock_pickle import MetadataPickle, StockPlace
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.runtime.torch_private import storage_info_class
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, join_path, stock_leaves
 from ckptstore.state.tensors.boxes import Box, Sizes
@@ -78,7 +68,7 @@ def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: 
         name = names.get(key, key)
         return name, stock_path(paths.get(key, (key,)), key, name)
 
-    for fqn, dtype, shape, chunks in _stock_tensors(index):
+    for fqn, dtype, shape, chunks in stock_tensors(index):
         if fqn not in places:
             metadata.add_tensor(*named(fqn), dtype, shape, chunks)
     for key, place in places.items():
@@ -86,7 +76,7 @@ def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: 
     return metadata.encode()
 
 
-def _stock_tensors(index: TensorIndex) -> Iterator[tuple[str, torch.dtype, Sizes, list[tuple[Box, StockPlace]]]]:
+def stock_tensors(index: TensorIndex) -> Iterator[tuple[str, torch.dtype, Sizes, list[tuple[Box, StockPlace]]]]:
     """Key, dtype, shape, and the box and frame of each chunk of the tensors of an index."""
     for fqn, entry in index.tensors.items():
         if entry.beside_value:
@@ -98,27 +88,3 @@ def _stock_tensors(index: TensorIndex) -> Iterator[tuple[str, torch.dtype, Sizes
             place = index.files[chunk.file], chunk.offset - len(frame.header), frame.size_bytes
             chunks.append((chunk.box, place))
         yield fqn, dtype, entry.shape, chunks
-
-
-def add_stock_tensors(index: TensorIndex, items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
-    """Put the tensors of an index into the two dicts of a `Metadata`; chunks of entries that are there are replaced."""
-    lies_at, size = storage_info_class(), lru_cache(None)(torch.Size)  # equal parts are pickled once
-    properties = lru_cache(None)(TensorProperties)
-    for fqn, dtype, shape, placed in _stock_tensors(index):
-        chunks = []
-        for number, (box, place) in enumerate(placed):
-            offsets = size(box.offsets)
-            chunks.append(ChunkStorageMetadata(offsets, size(box.sizes)))
-            storage[MetadataIndex(fqn, offsets, number)] = lies_at(*place)
-        if fqn in items:
-            items[fqn].chunks = chunks
-        else:
-            items[fqn] = TensorStorageMetadata(properties(dtype), size(shape), chunks)
-
-
-def add_stock_bytes(places: Mapping[str, StockPlace], items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
-    """Put plain values, which lie at these places, into the two dicts of a `Metadata`."""
-    lies_at = storage_info_class()
-    for key, place in places.items():
-        items[key] = BytesStorageMetadata()
-        storage[MetadataIndex(key)] = lies_at(*place)

@@ -25,7 +25,6 @@ from ckptstore.state.live.matching import Matching, Saved, Target
 from ckptstore.state.live.meta import Materialised
 from ckptstore.state.live.module_load import ModuleLoad
 from ckptstore.state.live.modules import collect_module, same_on_all_ranks, uses_fsdp1
-from ckptstore.state.live.optimizer_fsdp1 import Fsdp1OptimizerLoad, collect_fsdp1_optimizer
 from ckptstore.state.live.optimizer_load import OptimizerLoad
 from ckptstore.state.live.optimizers import collect_optimizer, scope_of
 from ckptstore.state.live.units import Kind, Unit, units_of
@@ -59,7 +58,10 @@ def collect(state: Mapping[str, Any]) -> FlatState:
             collect_module(flat, unit.path, unit.item, same)
         elif unit.kind is Kind.OPTIMIZER:
             scope = scope_of(unit.key, unit.item, modules)
-            collect_one = collect_fsdp1_optimizer if uses_fsdp1(scope.root) else collect_optimizer
+            if uses_fsdp1(scope.root):
+                from ckptstore.state.live.optimizer_fsdp1 import collect_fsdp1_optimizer as collect_one
+            else:
+                collect_one = collect_optimizer
             collect_one(flat, unit.path, unit.item, scope, same)
         elif unit.kind is Kind.VALUE:
             flat.add_value(unit.path, unit.item)
@@ -171,6 +173,8 @@ def _optimizer_load(
     scope = scope_of(unit.key, unit.item, modules)
     if not uses_fsdp1(scope.root):
         return OptimizerLoad(unit, scope, matching)
+    from ckptstore.state.live.optimizer_fsdp1 import Fsdp1OptimizerLoad
+
     return Fsdp1OptimizerLoad(unit, scope, matching)
 
 

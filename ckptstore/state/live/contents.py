@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ckptstore.errors import CkptstoreError, StateMismatch
 from ckptstore.state.live.flatten import (
@@ -30,6 +29,7 @@ from ckptstore.state.live.flatten import (
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.units import Unit
 from ckptstore.state.tensors.conflicts import local_memory
+from ckptstore.state.tensors.loaded import is_dtensor
 from ckptstore.state.tensors.overlap import overlaps_itself
 from ckptstore.state.tensors.tensor_memory import obstacle_of
 
@@ -151,7 +151,7 @@ class StoredContents:
         if obstacle_of(tensor) is not None or any(map(overlaps_itself, local_memory(tensor))):
             return False
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or source is None:
-            return isinstance(tensor, DTensor) or source is not None
+            return is_dtensor(tensor) or source is not None
         saved = self._matching.saved.tensors[source]
         return (tensor.dtype, tuple(tensor.shape)) == (saved.torch_dtype, saved.shape)
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ckptstore.runtime.torch_private import canonical_names, convert_tensors, non_persistent_buffers
 from ckptstore.state.live.contents import default_device, same_random_numbers
+from ckptstore.state.tensors.loaded import is_dtensor
 
 _UNTOUCHED = 0xA5
 """Every byte of a buffer that a module is asked to fill; nobody's contents are only these."""
@@ -129,7 +129,7 @@ def _stored_bytes(buffer: torch.Tensor) -> torch.Tensor:
 
 def _device_of(tensor: torch.Tensor) -> torch.device:
     """Where the memory of a meta tensor belongs if nothing was said: a DTensor's mesh knows, else torch's default."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return default_device()
     kind = tensor.device_mesh.device_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())

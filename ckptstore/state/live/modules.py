@@ -16,18 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore.errors import CkptstoreError, InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import canonical_names, state_dict_like
 from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
+from ckptstore.state.tensors.loaded import is_dtensor, is_fsdp1
 from ckptstore.state.tensors.overlap import identity_of
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped
@@ -138,6 +132,13 @@ def in_shards(module: torch.nn.Module) -> Iterator[None]:
     if not uses_fsdp1(module):
         yield
         return
+    from torch.distributed.fsdp import (
+        FullyShardedDataParallel,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictType,
+    )
+
     with state_dict_type_kept(module):
         FullyShardedDataParallel.set_state_dict_type(
             module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
@@ -148,6 +149,8 @@ def in_shards(module: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def state_dict_type_kept(module: torch.nn.Module) -> Iterator[None]:
     """Leave FSDP1 with the kind of state dict that it had. torch's own functions leave theirs when something raises."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     before = FullyShardedDataParallel.get_state_dict_type(module)
     try:
         yield
@@ -183,7 +186,7 @@ def same_on_all_ranks(modules: Iterable[torch.nn.Module]) -> Sameness:
 
 def uses_fsdp1(module: torch.nn.Module) -> bool:
     """Whether FSDP1 is in a module, so that what torch shows of it is a copy."""
-    return any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules())
+    return any(is_fsdp1(inner) for inner in module.modules())
 
 
 @contextmanager
@@ -223,9 +226,9 @@ def shows(item: torch.Tensor, live: torch.Tensor) -> bool:
     if is_wrapped(item) and is_wrapped(live):
         shown, held = wrapped_in(item, ""), wrapped_in(live, "")
         return shown.keys() == held.keys() and all(_wraps_same(shown[key], held[key]) for key in shown)
-    if isinstance(item, DTensor) and isinstance(live, DTensor):
+    if is_dtensor(item) and is_dtensor(live):
         return identity_of(item._local_tensor) == identity_of(live._local_tensor)
-    is_plain = type(item) in PLAIN_TYPES and not isinstance(live, DTensor)
+    is_plain = type(item) in PLAIN_TYPES and not is_dtensor(live)
     return is_plain and identity_of(item) == identity_of(live)
 
 

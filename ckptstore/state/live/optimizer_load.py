@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import empty as empty_dtensor
 
 from ckptstore.errors import CkptstoreError, StateMismatch
 from ckptstore.runtime.torch_private import has_state_dict_hooks
@@ -34,6 +32,7 @@ from ckptstore.state.live.optimizers import (
 )
 from ckptstore.state.live.units import Unit
 from ckptstore.state.live.wrapper_load import made_wrapper
+from ckptstore.state.tensors.loaded import is_dtensor
 from ckptstore.state.tensors.placement import PLAIN_TYPES, name_of
 from ckptstore.state.tensors.wrapped import Wrapped
 
@@ -105,12 +104,14 @@ class OptimizerLoad:
     def _as_made(self, parameter: torch.Tensor, value: Any) -> Any:
         """The value with tensors as the optimizer makes them. LBFGS computes all of its state from parameters at once:
         of DTensors it is DTensors that every rank has whole, single numbers and what is in its lists too."""
-        if not isinstance(self._part, torch.optim.LBFGS) or not isinstance(parameter, DTensor):
+        if not isinstance(self._part, torch.optim.LBFGS) or not is_dtensor(parameter):
             return value
+        from torch.distributed.tensor import DTensor, Replicate
+
         mesh = parameter.device_mesh
 
         def whole(_key: str, leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+            if not isinstance(leaf, torch.Tensor) or is_dtensor(leaf):
                 return leaf
             return DTensor.from_local(leaf, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -302,11 +303,13 @@ def _made(parameter: torch.Tensor, item: str, saved: Tensor, steps_on_device: bo
         device = parameter.device if steps_on_device or item != "step" else "cpu"
         return torch.empty(saved.shape, dtype=saved.torch_dtype, device=device)
     parameter = parameter.detach()
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         if saved.shape == tuple(parameter.shape):
             return torch.empty_like(parameter, dtype=saved.torch_dtype)
+        from torch.distributed.tensor import Replicate, empty
+
         mesh = parameter.device_mesh
-        made: torch.Tensor = empty_dtensor(
+        made: torch.Tensor = empty(
             *saved.shape, dtype=saved.torch_dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim
         )
         return made

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.live.matching import Matching
+from ckptstore.state.tensors.loaded import is_dtensor
 from ckptstore.state.tensors.placement import pieces_of
 from ckptstore.state.tensors.wrapped import Label, Wrapped, key_of_part, unwrap
 
@@ -22,7 +22,7 @@ def made_wrapper(matching: Matching, key: str, parameter: torch.Tensor, optimize
     Its class must stand in the module of the optimizer's class, or of one that this inherits from: a checkpoint chooses
     none. Raises StateMismatch when it does not, or cannot be made from what was saved.
     """
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return _made(matching, key, _saved(matching, key, key, parameter.shape), parameter.device, optimizer)
     found = {}
     for piece in pieces_of(parameter, key):
@@ -31,6 +31,8 @@ def made_wrapper(matching: Matching, key: str, parameter: torch.Tensor, optimize
         found[name] = _made(matching, name, saved, parameter.device, optimizer)
     if len(found) != 1:
         raise StateMismatch(f"{key} wraps tensors, and this rank has no one part of it", hint=_HINT)
+    from torch.distributed.tensor import DTensor
+
     (local,) = found.values()
     return DTensor.from_local(
         local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()

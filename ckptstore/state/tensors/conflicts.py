@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.loaded import is_dtensor
 from ckptstore.state.tensors.overlap import shared_memory
 from ckptstore.state.tensors.placement import PLAIN_TYPES, pieces_of
 
@@ -59,7 +59,7 @@ class Conflicts(NamedTuple):
 def local_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in which this process has its part of a plain or distributed tensor; none of other
     subclasses, whose memory nobody knows."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
     shards = getattr(local, "local_shards", None) if type(local) not in PLAIN_TYPES else None
     parts = [local] if shards is None else [getattr(shard, "tensor", shard) for shard in shards()]
     yield from (part for part in parts if type(part) in PLAIN_TYPES)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
-
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 from ckptstore.state.tensors.placement import cut_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 def layout_of(tensor: DTensor) -> MeshLayout | None:

@@ -6,17 +6,21 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from itertools import accumulate, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import is_wrapper
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.cuts import REPLICATED, Cut, runs_of
+from ckptstore.state.tensors.loaded import is_dtensor
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Most tensors are one of these; what they are not needs no look at their attributes then."""
@@ -49,7 +53,7 @@ def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
     if type(tensor) in PLAIN_TYPES:
         detached = tensor.detach() if tensor.requires_grad else tensor
         return [Piece(whole(tuple(tensor.shape)), detached)] if tensor.numel() else []
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return [piece for piece in _dtensor_pieces(tensor, key) if piece.box.volume]
     shards = getattr(tensor, "local_shards", None)
     if shards is not None:
@@ -65,7 +69,7 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or a DTensor's part on this rank, keeps its numbers in other tensors and says in which."""
     if type(tensor) in PLAIN_TYPES:
         return False
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
     return type(local) not in PLAIN_TYPES and not hasattr(local, "local_shards") and is_wrapper(local)
 
 
@@ -77,7 +81,7 @@ def wrapped_in(tensor: torch.Tensor, key: str) -> dict[str, Wrapped]:
     """
     if not is_wrapped(tensor):
         return {}
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return {key: unwrap(tensor, key)}
     pieces = pieces_of(tensor, key)
     if len(pieces) > 1:
@@ -95,7 +99,7 @@ def wrapped_in(tensor: torch.Tensor, key: str) -> dict[str, Wrapped]:
 def sharers_of(tensor: DTensor) -> Sharers:
     """Who else has the pieces of a DTensor. Its mesh says who may; not all of them need have the tensor."""
     coordinate = tensor.device_mesh.get_coordinate()
-    dims = tuple(dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate))
+    dims = tuple(dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
     return _sharers(tensor.device_mesh, None if coordinate is None else tuple(coordinate), dims)
 
 
@@ -112,7 +116,7 @@ def _sharers(mesh: DeviceMesh, coordinate: tuple[int, ...] | None, dims: tuple[i
 
 def group_of(tensor: torch.Tensor) -> int:
     """The lowest of the ranks over which a distributed tensor is distributed."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return _lowest_rank(tensor.device_mesh)
     metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
     ranks = [shard.placement.rank() for shard in metadata.shards_metadata if shard.placement is not None]
@@ -140,19 +144,19 @@ def name_of(dtype: torch.dtype) -> str:
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether ranks have parts of it: a DTensor or FSDP1's ShardedTensor."""
-    return type(tensor) not in PLAIN_TYPES and (isinstance(tensor, DTensor) or hasattr(tensor, "local_shards"))
+    return type(tensor) not in PLAIN_TYPES and (is_dtensor(tensor) or hasattr(tensor, "local_shards"))
 
 
 def cut_of(placement: Any, num_dims: int) -> Cut:
     """What a placement makes of a tensor of so many dimensions."""
-    if isinstance(placement, Replicate):
+    if placement.is_replicate():
         return Cut(REPLICATED)
     return Cut(placement.dim % num_dims, getattr(placement, "split_factor", 1))
 
 
 def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
     for placement in tensor.placements:
-        if not isinstance(placement, Replicate | Shard) and not hasattr(placement, "split_factor"):
+        if not (placement.is_replicate() or placement.is_shard()) and not hasattr(placement, "split_factor"):
             raise InvalidState(f"{key} has the placement {placement!r}, which has no numbers to store yet")
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ckptstore.errors import InvalidState
 from ckptstore.format.digest import fingerprinter
+from ckptstore.state.tensors.loaded import is_dtensor
 from ckptstore.state.tensors.placement import PLAIN_TYPES
 
 
@@ -35,7 +35,7 @@ class Obstacle(NamedTuple):
 def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
     """Return why a tensor of this kind is neither stored nor loaded into, None for one that is: it has its numbers in
     a dense array, or in other tensors that do. Asks for the kind alone, not for shape or memory."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         tensor = tensor._local_tensor
     if type(tensor) not in PLAIN_TYPES:
         if is_lazy(tensor):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ckptstore.errors import InvalidState
 from ckptstore.format.digest import fingerprint, fingerprinter
@@ -19,6 +18,7 @@ from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.live.values import Encoder
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.dtensor_layouts import layout_of
+from ckptstore.state.tensors.loaded import is_dtensor
 from ckptstore.state.tensors.placement import (
     PLAIN_TYPES,
     Piece,
@@ -160,7 +160,7 @@ def _own_part(key: str) -> InvalidState:
 
 
 def _distributed(key: str, tensor: Any, dtype: str, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Item:
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor))
     count, sharers, position, member = sharers_of(tensor)
     layout = layout_of(tensor)
