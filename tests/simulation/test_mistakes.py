@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -84,10 +83,11 @@ def somebody_copies_a_checkpoint(seed: int) -> Plan:
 
 
 def a_file_is_gone_before_a_restart(seed: int) -> Plan:
-    actors = (Actor("job1", SAVES), Actor("job2", (Action("resume"),), begins="after job1"))
-    return Plan(
-        seed, storage="disk", actors=actors, troubles=(Trouble("damage", "job1.0", 35 + seed % 20, what="gone"),)
-    )
+    """A file of the newest checkpoint, while its job still looks at what it has saved."""
+    looks = (Action("load"),) * 6
+    actors = (Actor("job1", (*SAVES, *looks)), Actor("job2", (Action("resume"),), begins="after job1"))
+    trouble = Trouble("damage", "job1.0", 40 + seed % 20, what="gone")
+    return Plan(seed, storage="disk", actors=actors, troubles=(trouble,))
 
 
 def a_restart_is_lied_to(seed: int) -> Plan:
@@ -212,14 +212,14 @@ def a_follower_deletes_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_name_that_looks_free_is_taken_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:
-    real, marked, looks_free = ray_keeps.RayPublisher.begin, ray_keeps._marked, threading.local()
+    real = ray_keeps.RayPublisher.begin
 
     def begin(self: Any, *arguments: Any) -> Any:
-        looks_free.is_so = not any(True for _ in self.run.storage.list(f"{self.directory}/"))
-        return real(self, *arguments)
+        begun = real(self, *arguments)
+        is_taken = any(True for _ in self.run.storage.list(f"{self.directory}/"))
+        return begun if is_taken else {**begun, "directory": self.directory}
 
     patch.setattr(ray_keeps.RayPublisher, "begin", begin)
-    patch.setattr(ray_keeps, "_marked", lambda name: name if looks_free.is_so else marked(name))
 
 
 FOLLOWS = "a state follows from the changes"
