@@ -31,7 +31,7 @@ from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.write.memo import SaveMemo
 from ckptstore.state.write.outlining import RankTold
 from ckptstore.state.write.replicas import Replicas
-from ckptstore.state.write.shard_files import ShardFiles
+from ckptstore.state.write.shard_files import ShardFiles, Spread
 from ckptstore.storage.base import CopiesInside, Disk, Storage
 from ckptstore.transfer.moves import PlannedFile, Upload
 from ckptstore.transfer.sources import MemorySource, Source
@@ -171,11 +171,9 @@ class StateShard:
             found,
             plan,
             rank=self._rank,
-            num_files=options.num_files,
+            spread=Spread(options.num_files, options.num_prefixes, on_disk=isinstance(self._storage, Disk)),
             incremental=bool(options.incremental),
             before=self._before,
-            num_prefixes=options.num_prefixes,
-            on_disk=isinstance(self._storage, Disk),
             algorithm=options.algorithm,
         )
         if options.stock_readable and agreement.is_packed:

@@ -86,8 +86,19 @@ class ShardFile:
         return SegmentSource.of(self.segments, self.regions)
 
 
+class Spread(NamedTuple):
+    """The number of files and directories over which the bytes of a rank are spread."""
+
+    num_files: int = 1
+    """The most files that a rank writes at once."""
+    num_prefixes: int = 1
+    """The directories that share the files of all ranks."""
+    on_disk: bool = False
+    """True for a disk, which takes bytes for one file from one thread at a time."""
+
+
 class ShardFiles:
-    """What one rank writes, laid out."""
+    """The files that one rank writes."""
 
     @collector_paused()
     def __init__(
@@ -96,20 +107,18 @@ class ShardFiles:
         plan: RankPlan,
         *,
         rank: int,
-        num_files: int = 1,
+        spread: Spread | None = None,
         incremental: bool = False,
         before: Kept | None = None,
-        num_prefixes: int = 1,
-        on_disk: bool = False,
         algorithm: str = DEFAULT,
     ) -> None:
-        """`num_files` is how many files may be written at once. With `incremental` the chunks get digests, and files
-        of the checkpoint `before` are taken over. `num_prefixes` directories share the files of all ranks.
-        `algorithm` is that of the digests."""
+        """Lay out the files. With `incremental` the chunks get digests, and files of the checkpoint `before` are taken
+        over. `algorithm` is that of the digests."""
+        spread = spread or Spread()
         self._described = described
         self._plan = plan
         self._rank = rank
-        self._directory = spread_directory(rank, num_prefixes)
+        self._directory = spread_directory(rank, spread.num_prefixes)
         self._incremental = incremental
         self._algorithm = algorithm
         self._before = before
@@ -117,8 +126,8 @@ class ShardFiles:
         self.kept: list[KeptFile] = []
         """Files of the checkpoint before that are taken over, with the chunks of them that still hold."""
         small, large = self._sorted_writes()
-        shared_bytes = LOCAL_SHARED_FILE_BYTES if on_disk else SHARED_FILE_BYTES
-        count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), num_files, shared_bytes)
+        shared_bytes = LOCAL_SHARED_FILE_BYTES if spread.on_disk else SHARED_FILE_BYTES
+        count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), spread.num_files, shared_bytes)
         self.files = [ShardFile(name) for name in self._free_names(count)]
         if small:
             slab = Slab.of([made for _, _, made, _ in small], [tensor for _, _, _, tensor in small])
