@@ -30,7 +30,7 @@ from ckptstore.group.base import GroupOfParent
 from ckptstore.log import SALVAGE_HINT, Log
 from ckptstore.log.identity import read_or_create_identity
 from ckptstore.retention import Candidate, Policy
-from ckptstore.runtime.beat import Beat, no_beat
+from ckptstore.runtime.beat import beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
@@ -129,7 +129,7 @@ class Job:
         """Whether this process is rank 0."""
         return self.group.rank == 0
 
-    def claim(self, newest: Record | None, beat: Beat = no_beat) -> Record:
+    def claim(self, newest: Record | None) -> Record:
         """Leader: make sure that this job owns the store, and return the newest record. The others may wait long for
         it, on a storage that fails often: `beat` is the sign to them.
 
@@ -200,7 +200,7 @@ class Job:
                     committed=False,
                 ) from None
 
-    def claim_to_save(self, step: int, beat: Beat = no_beat) -> Record:
+    def claim_to_save(self, step: int) -> Record:
         """Leader: `claim`, and a warning when the first thing that a job does is to save over what it could go on from.
 
         Raises StoreFenced as `claim` does.
@@ -209,7 +209,7 @@ class Job:
             if isinstance(self.storage, Disk):  # elsewhere it is a request, and a commit looks
                 self.log.check_there()
             return self.claim(self.log.newest())
-        newest = self.claim(None, beat)
+        newest = self.claim(None)
         latest = self.log.records([] if newest.state.latest is None else [newest.state.latest])
         if latest and latest[0].entry.step >= step:
             emit(

@@ -124,7 +124,7 @@ def _leader_view(
             known[sighting.sha256] = place.certificate_of(sighting.place)
             beat()
     certificates = dict(known)
-    newest = job.claim(job.log.checked_newest(), beat)
+    newest = job.claim(job.log.checked_newest())
     beat()
     committed = job.log.records([*newest.state.live, *newest.state.trash])
     claims = _claims(job, newest, certificates.values())

@@ -17,7 +17,6 @@ from ckptstore.fast.saver import FastSaver
 from ckptstore.fast.tier import FastTier
 from ckptstore.job import Job
 from ckptstore.loading.newest import newest_first
-from ckptstore.runtime.beat import beat
 from ckptstore.saving.background import Background
 
 
@@ -48,7 +47,7 @@ class Guest:
         def agree() -> Any:
             nodes = arrival.agree(offers)
             if job.epoch is None:
-                job.claim(None, beat) if step is None else job.claim_to_save(step, beat)
+                job.claim(None) if step is None else job.claim_to_save(step)
             return {
                 **job.claimed(),
                 "store_id": job.store_id(),

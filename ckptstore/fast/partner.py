@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, RankFailed, StorageUnavailable
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.node_server import NodeClient
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
-from ckptstore.runtime.beat import Beat
+from ckptstore.runtime.beat import beat
 from ckptstore.transfer import Stored
 from ckptstore.transfer.moves import PlannedFile, Upload
 from ckptstore.transfer.sources import FileSource
@@ -34,11 +34,11 @@ class DoubledUpload:
         self._partner = place.partner()
         self._algorithm = place.transfer.algorithm
 
-    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
+    def __call__(self, files: Sequence[PlannedFile]) -> list[Stored]:
         sending = _Sending(self._partner, files, algorithm=self._algorithm)
         try:
-            stored = self._own(files, beat=beat)
-            copies = sending.result(beat)
+            stored = self._own(files)
+            copies = sending.result()
         except BaseException:
             sending.give_up()
             raise
@@ -52,7 +52,7 @@ class DoubledUpload:
         return stored
 
 
-def copy_to_partner(place: FastPlace, attempt: Attempt, digests: dict[str, Digest], *, beat: Beat) -> None:
+def copy_to_partner(place: FastPlace, attempt: Attempt, digests: dict[str, Digest]) -> None:
     """Send files that are on the disk of this node already to the partner. `digests` has theirs by name."""
     storage = place.disk.storage
     keys = [attempt.key(name) for name in digests]
@@ -61,11 +61,11 @@ def copy_to_partner(place: FastPlace, attempt: Attempt, digests: dict[str, Diges
         for key, digest in zip(keys, digests.values(), strict=True)
     ]
 
-    def stored(files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
+    def stored(files: Sequence[PlannedFile]) -> list[Stored]:
         found = zip(files, digests.values(), strict=True)
         return [Stored(file.key, file.source.size_bytes, digest) for file, digest in found]
 
-    DoubledUpload(place, stored)(files, beat=beat)
+    DoubledUpload(place, stored)(files)
 
 
 class _Sending:
@@ -89,7 +89,7 @@ class _Sending:
         for thread in self._threads:
             thread.start()
 
-    def result(self, beat: Callable[[], None]) -> list[Digest]:
+    def result(self) -> list[Digest]:
         """The digest of each copy, by the partner."""
         for thread in self._threads:
             while thread.is_alive():

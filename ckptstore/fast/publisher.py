@@ -19,7 +19,7 @@ from ckptstore.format.layout import Attempt
 from ckptstore.group import Group
 from ckptstore.job import Job
 from ckptstore.retention import check_required
-from ckptstore.runtime.beat import Beat
+from ckptstore.runtime.beat import beat
 from ckptstore.saving.commit import manifest_of
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
@@ -47,7 +47,7 @@ class FastPublisher:
             is_fast=True,
         )
 
-    def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
+    def begin(self, request: Request, decision: Decision) -> Mapping[str, Any]:
         """See `Publisher.begin`. Raises StepExists, StoreFenced where this node knows of a later job, InvalidMetric."""
         job, place = self._job, self._place
         check_required(job.policy, request.metrics, missing=job.missing)
@@ -67,14 +67,14 @@ class FastPublisher:
         assert attempt is not None  # the leader has just made it up
         return attempt
 
-    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
+    def publish(self, request: Request, attempt: Attempt, contents: Contents) -> bytes:
         """See `Publisher.publish`. Return the certificate that every node will have, packed for all ranks."""
         place = self._place
         place.disk.storage.persist([attempt.key(name) for name in contents.pending])
         if place.tier.copies == 2 and contents.pending:
             own = {receipt.name: receipt for receipt in contents.receipts}
             digests = {name: digest for name in contents.pending if (digest := own[name].digest) is not None}
-            copy_to_partner(place, attempt, digests, beat=beat)
+            copy_to_partner(place, attempt, digests)
         beat()
         world_size = len(place.members.nodes)
         manifest = manifest_of(request, attempt, contents, store_id=self._job.store_id(), world_size=world_size)

@@ -30,7 +30,6 @@ from ckptstore.format.record import Record
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
-from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CopiesFrom, CopiesInside, Doubts, Storage
 from ckptstore.storage.second_look import looked_twice, tell
@@ -120,7 +119,7 @@ def _copy_checkpoint(
         for file in target.storage.list(other)
     }
     share = _Share(files.alone(), target, prefix, sources, existing, tried)
-    founds = executor.run(share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=no_beat)
+    founds = executor.run(share, manifest.files, size_bytes=lambda item: item.size_bytes)
     found = set().union(*founds)
     missing = [receipt for receipt in manifest.files if receipt.name not in found]
     for name in manifest.directories:
@@ -155,7 +154,7 @@ class _Share:
     tried: Mapping[str, tuple[str, int]]
     """Maps names of files from an earlier try to their keys and sizes at the target."""
 
-    def __call__(self, receipts: Sequence[Receipt], beat: Beat) -> set[str]:
+    def __call__(self, receipts: Sequence[Receipt]) -> set[str]:
         """Copy the files, and return the names of those that existed."""
         target, prefix = self.target, self.prefix
         candidates = [receipt for receipt in receipts if self.existing.get(receipt.name) == receipt.size_bytes]

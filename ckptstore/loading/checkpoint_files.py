@@ -16,7 +16,6 @@ from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_recei
 from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.log import Log
-from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer import RangeRead, Transfer, Wanted
@@ -129,10 +128,10 @@ class CheckpointFiles:
     def _check_there(self, error: FileMissing) -> None:
         """Raise CheckpointGone if the whole checkpoint was removed."""
 
-    def read(self, ranges: Sequence[RangeRead], *, beat: Beat = no_beat) -> None:
+    def read(self, ranges: Sequence[RangeRead]) -> None:
         """As `Transfer.read`, but that a missing file is damage."""
         with self.missing_is_damage():
-            self.transfer.read(ranges, beat=beat)
+            self.transfer.read(ranges)
 
     def check_complete(self, manifest: Manifest) -> None:
         """Raise CheckpointDamaged unless every file is there with its size. One listing."""

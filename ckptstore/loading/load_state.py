@@ -24,7 +24,6 @@ from ckptstore.loading.load_watch import LoadWatch, watched
 from ckptstore.loading.newest import Candidates, Order, first_usable, newest_first, told_resumed
 from ckptstore.loading.story import NodeCopies
 from ckptstore.log.identity import read_identity
-from ckptstore.runtime.beat import beat, no_beat
 from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
@@ -93,7 +92,6 @@ def load_newest(
         found = first_usable(
             offered.files if offered is not None else _candidates(job, load, claim=claim, order=order),
             lambda files: _load(group, files, state, options, load),
-            no_beat,
             passed_over,
         )
         if offered is not None:
@@ -121,7 +119,7 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
     """The live checkpoints, in the order to try them, as the leader sees them."""
 
     def find() -> Any:
-        newest = job.claim(job.log.newest() if job.epoch is not None else None, beat) if claim else job.log.newest()
+        newest = job.claim(job.log.newest() if job.epoch is not None else None) if claim else job.log.newest()
         if newest is None and read_identity(job.storage) is None:
             raise StoreMissing(
                 f"There is no store at {job.storage.uri}, so there is nothing to load",
@@ -232,7 +230,7 @@ class _Reader:
         if self._copies is not None and ranges and ranges[0].key == f"{self._files.prefix}{INDEX_NAME}":
             self._read_near(ranges, self._copies)
         else:
-            self._files.read(ranges, beat=beat)
+            self._files.read(ranges)
 
     def _checked(self, index: TensorIndex) -> TensorIndex:
         index.check_files(self._sizes_bytes)
@@ -251,7 +249,7 @@ class _Reader:
             return
         if self._elsewhere:
             ranges = [replace(item, key=self._elsewhere.get(item.key, item.key)) for item in ranges]
-        self._files.read(ranges, beat=beat)
+        self._files.read(ranges)
 
     def _read_near(self, ranges: Sequence[RangeRead], copies: NodeCopies) -> None:
         """Read from the copies on this node."""
@@ -259,7 +257,7 @@ class _Reader:
         names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
         keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
         with copies.lost_is_told(), counting():  # what was downloaded is counted, and this is no storage
-            self._local.read([replace(item, key=keys[item.key]) for item in ranges], beat=beat)
+            self._local.read([replace(item, key=keys[item.key]) for item in ranges])
 
 
 def has_state(manifest: Manifest) -> bool:

@@ -11,7 +11,7 @@ from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.load_watch import watched
-from ckptstore.runtime.beat import Beat, beat
+from ckptstore.runtime.beat import beat
 
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
     with watched(job.group.rank, job.storage.uri) as load:
 
         def find() -> Any:
-            newest = job.claim(job.log.newest() if job.epoch is not None else None, beat)
-            record = first_whole(job, order(list(newest.state.live)), beat)
+            newest = job.claim(job.log.newest() if job.epoch is not None else None)
+            record = first_whole(job, order(list(newest.state.live)))
             found = None if record is None else [record.number, record.encode()]
             return {**job.claimed(), "record": found, **load.told()}
 
@@ -73,7 +73,7 @@ def _resume_first(job: Job, offered: Candidates) -> CheckpointFiles | None:
         def check(files: CheckpointFiles) -> None:
             files.check_complete(files.read_manifest()[0])
 
-        found = first_usable(offered.files, check, beat, [])
+        found = first_usable(offered.files, check, [])
         return None if found is None else offered.files.index(found[0])
 
     with watched(job.group.rank, job.storage.uri) as load:
@@ -104,7 +104,7 @@ def told_resumed(job: Job, files: CheckpointFiles) -> None:
     )
 
 
-def first_whole(job: Job, numbers: Iterable[int], beat: Beat) -> Record | None:
+def first_whole(job: Job, numbers: Iterable[int]) -> Record | None:
     """The first checkpoint whose manifest is the committed one and whose files all have their sizes.
 
     Raises NoUsableCheckpoint as `first_usable` does.
@@ -114,12 +114,12 @@ def first_whole(job: Job, numbers: Iterable[int], beat: Beat) -> Record | None:
         with files.held():
             files.check_complete(files.read_manifest()[0])
 
-    found = first_usable((files_of(job, job.log.records([number])[0]) for number in numbers), check, beat, [])
+    found = first_usable((files_of(job, job.log.records([number])[0]) for number in numbers), check, [])
     return found[0].record if found else None
 
 
 def first_usable(
-    candidates: Iterable[CheckpointFiles], use: Callable[[CheckpointFiles], T], beat: Beat, reasons: list[str]
+    candidates: Iterable[CheckpointFiles], use: Callable[[CheckpointFiles], T], reasons: list[str]
 ) -> tuple[CheckpointFiles, T] | None:
     """The first checkpoint that `use` does not find damaged, with what it returned; None where there are none. What is
     passed over is added to `reasons`.

@@ -13,7 +13,6 @@ from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, In
 from ckptstore.format.layout import MANIFEST_NAME, UNLISTED_NAMES
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.checkpoint_files import CheckpointFiles
-from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.transfer import Checked
 from ckptstore.transfer.executor import Executor, InProcess
 
@@ -66,7 +65,6 @@ def verify(
     files: CheckpointFiles,
     *,
     sample: float | str | None = None,
-    beat: Beat = no_beat,
     executor: Executor | None = None,
 ) -> VerifyReport:
     """Check every file's presence and size, and the digest of every file or of a random sample of them. Of a fast
@@ -78,10 +76,10 @@ def verify(
     """
     share = parse_sample(sample)
     with files.held():
-        return _verify(files, share, beat, executor or InProcess())
+        return _verify(files, share, executor or InProcess())
 
 
-def _verify(files: CheckpointFiles, share: float | None, beat: Beat, executor: Executor) -> VerifyReport:
+def _verify(files: CheckpointFiles, share: float | None, executor: Executor) -> VerifyReport:
     try:
         manifest, _ = files.read_manifest()
     except (CheckpointDamaged, InvalidName) as error:
@@ -102,7 +100,7 @@ def _verify(files: CheckpointFiles, share: float | None, beat: Beat, executor: E
     bad = {problem.file for problem in problems}
     whole = [receipt for receipt in receipts if receipt.name not in bad and receipt.digest is not None]
     chosen = whole if share is None else random.sample(whole, min(len(whole), max(1, round(share * len(whole)))))
-    problems += _digests(files, chosen, receipts, executor, beat)
+    problems += _digests(files, chosen, receipts, executor)
     return VerifyReport(
         step=manifest.step,
         num_files=len(receipts),
@@ -152,12 +150,12 @@ def check_sizes(receipts: Sequence[Receipt], stored: Mapping[str, int]) -> list[
 
 
 def _digests(
-    files: CheckpointFiles, chosen: Sequence[Receipt], receipts: Sequence[Receipt], executor: Executor, beat: Beat
+    files: CheckpointFiles, chosen: Sequence[Receipt], receipts: Sequence[Receipt], executor: Executor
 ) -> list[Problem]:
     owners = {(receipt.size_bytes, receipt.digest): receipt.name for receipt in receipts}
     by_key = {files.key_of(receipt): receipt for receipt in chosen}
     problems = []
-    shares = executor.run(partial(_check, files.alone()), chosen, size_bytes=lambda item: item.size_bytes, beat=beat)
+    shares = executor.run(partial(_check, files.alone()), chosen, size_bytes=lambda item: item.size_bytes)
     for checked in chain.from_iterable(shares):
         receipt = by_key[checked.wanted.key]
         if checked.digest == receipt.digest:
@@ -177,5 +175,5 @@ def _digests(
     return problems
 
 
-def _check(files: CheckpointFiles, chosen: Sequence[Receipt], beat: Beat) -> list[Checked]:
-    return files.transfer.check([files.wanted(receipt) for receipt in chosen], beat=beat)
+def _check(files: CheckpointFiles, chosen: Sequence[Receipt]) -> list[Checked]:
+    return files.transfer.check([files.wanted(receipt) for receipt in chosen])

@@ -19,7 +19,7 @@ from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.retention import Candidate, decide
-from ckptstore.runtime.beat import Beat
+from ckptstore.runtime.beat import beat
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
 from ckptstore.storage.base import CreatesExclusively, Disk, Storage
@@ -34,7 +34,6 @@ def commit(
     request: Request,
     attempt: Attempt,
     contents: Contents,
-    beat: Beat,
     *,
     after: int | None = None,
     world_size: int | None = None,
@@ -59,12 +58,12 @@ def commit(
             job.check_latest_there(newest)
         return True
 
-    record = _append(job, manifest, entry_of(manifest, data), check, beat)
+    record = _append(job, manifest, entry_of(manifest, data), check)
     assert record is not None  # a commit is always written, or an error raised
     return record
 
 
-def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: int, beat: Beat) -> Record:
+def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: int) -> Record:
     """Publish what is stored, with the exact bytes of a manifest that was made before. It may be called again after
     any error: nothing is committed twice.
 
@@ -83,7 +82,7 @@ def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: i
         return state.save_number < save_number
 
     entry = replace(entry_of(manifest, data), save_number=save_number)
-    return _append(job, manifest, entry, is_next, beat) or covering(job, save_number, step=manifest.step)
+    return _append(job, manifest, entry, is_next) or covering(job, save_number, step=manifest.step)
 
 
 def refuse_void(state: StoreState, order: SaveOrder, *, step: int) -> None:
@@ -107,7 +106,7 @@ def covering(job: Job, save_number: int, *, step: int) -> Record:
 
 
 def _append(
-    job: Job, manifest: Manifest, entry: CheckpointEntry, check: Callable[[Record | None], bool], beat: Beat
+    job: Job, manifest: Manifest, entry: CheckpointEntry, check: Callable[[Record | None], bool]
 ) -> Record | None:
     """Append the commit, unless `check` says False of the newest record. A lost answer is looked up."""
 

@@ -12,7 +12,7 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import Naming, Offer, agree
 from ckptstore.job import Job
-from ckptstore.runtime.beat import Beat
+from ckptstore.runtime.beat import beat
 from ckptstore.saving.directories import Directory, scan, sha256_of_files
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
@@ -63,16 +63,16 @@ class DirectoryShard:
     def hear(self, told: bytes) -> None:
         self._agreement = Naming.from_json(json.loads(told))
 
-    def store(self, attempt: Attempt, beat: Beat) -> bytes:
+    def store(self, attempt: Attempt) -> bytes:
         assert self._agreement is not None  # the ranks have met
         names = self._agreement.stored(self._found.files, self._rank)
         receipts = self._link_files(attempt, names) if self._link else []
         for receipt in receipts:
             del names[receipt.original_name or receipt.name]
-        receipts += self._send(attempt, names, beat)
+        receipts += self._send(attempt, names)
         return json.dumps([receipt.to_json() for receipt in receipts]).encode()
 
-    def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
+    def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
         assert self._agreement is not None  # the leader agreed before
         receipts = [Receipt.from_json(entry) for text in stored for entry in json.loads(text)]
         beat()
@@ -93,14 +93,14 @@ class DirectoryShard:
         storage.persist([prefix + receipt.name for receipt in receipts])
         return receipts
 
-    def _send(self, attempt: Attempt, names: Mapping[str, str], beat: Beat) -> list[Receipt]:
+    def _send(self, attempt: Attempt, names: Mapping[str, str]) -> list[Receipt]:
         prefix, rank, found = attempt.prefix, self._rank, self._found.files
         files = [PlannedFile(prefix + stored, found[name]) for name, stored in names.items()]
         size_bytes = sum(file.source.size_bytes for file in files)
         emit(
             SaveStarted(step=attempt.step, attempt=str(attempt), rank=rank, num_files=len(files), size_bytes=size_bytes)
         )
-        done = self._upload(files, beat=beat)
+        done = self._upload(files)
         return [
             Receipt(stored, file.size_bytes, file.digest, rank, name if name != stored else None)
             for (name, stored), file in zip(names.items(), done, strict=True)

@@ -12,7 +12,6 @@ from ckptstore.format.record import Record
 from ckptstore.group import Group
 from ckptstore.job import Job
 from ckptstore.retention import check_required
-from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.saving.commit import commit, tell
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
@@ -37,24 +36,24 @@ class LogPublisher:
         job = self.job
         return Destination(job.storage, job.storage.uri, job.group.rank, removes=job.is_leader)
 
-    def claim(self, request: Request, beat: Beat = no_beat) -> Record:
+    def claim(self, request: Request) -> Record:
         """Claim the store for this job, which the leader does, and return its newest record.
 
         Raises InvalidMetric when a metric that retention needs is missing, StoreFenced.
         """
         job = self.job
         check_required(job.policy, request.metrics, missing=job.missing)
-        return job.claim_to_save(request.step, beat)
+        return job.claim_to_save(request.step)
 
-    def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
+    def begin(self, request: Request, decision: Decision) -> Mapping[str, Any]:
         """See `Publisher.begin`. Raises StepExists, StorageFull, StoreMissing where the store has
         lost checkpoints or its log, and what `claim` raises."""
-        newest = self.claim(request, beat)
+        newest = self.claim(request)
         if isinstance(self.job.storage, Disk):  # elsewhere it is a request, and a commit looks
             self.job.check_latest_there(newest)
         if request.options["exists"] == "error":
             self._refuse_existing(newest, request.step)
-        self._check_room(decision, beat)
+        self._check_room(decision)
         return {**self.job.claimed(), "attempt": str(self.job.new_attempt(request.step))}
 
     def join(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
@@ -64,14 +63,14 @@ class LogPublisher:
         assert attempt is not None  # the leader has just made it up
         return attempt
 
-    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Any:
+    def publish(self, request: Request, attempt: Attempt, contents: Contents) -> Any:
         """See `Publisher.publish`."""
-        record = self.commit(request, attempt, contents, beat)
+        record = self.commit(request, attempt, contents)
         return record.number, record.encode()
 
-    def commit(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat = no_beat) -> Record:
+    def commit(self, request: Request, attempt: Attempt, contents: Contents) -> Record:
         """Publish what is stored. Raises what `saving.commit.commit` does."""
-        return commit(self.job, request, attempt, contents, beat, after=self.after, world_size=self.world_size)
+        return commit(self.job, request, attempt, contents, after=self.after, world_size=self.world_size)
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Record | None:
         """See `Publisher.outcome`."""
@@ -99,11 +98,11 @@ class LogPublisher:
         if any(candidate.step == step for candidate in self.job.candidates(newest)):
             raise StepExists(f"Step {step} is committed already", step=step, hint='Use exists="replace" to replace it')
 
-    def _check_room(self, decision: Decision, beat: Beat) -> None:
+    def _check_room(self, decision: Decision) -> None:
         storage, needed_bytes = self.job.storage, decision.size_bytes or 0
         free_bytes = storage.free_bytes()
         if free_bytes is not None and needed_bytes > free_bytes:
-            empty_trash(self.job.log, storage, epoch=self.job.epoch, beat=beat)
+            empty_trash(self.job.log, storage, epoch=self.job.epoch)
             free_bytes = storage.free_bytes()
         if free_bytes is not None and needed_bytes > free_bytes and not decision.may_be_less:
             raise StorageFull(

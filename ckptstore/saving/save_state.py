@@ -20,7 +20,6 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
-from ckptstore.runtime.beat import Beat
 from ckptstore.saving.background import Background, PendingSave
 from ckptstore.saving.directory_shard import DirectoryShard
 from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
@@ -276,7 +275,7 @@ class _Staged:
         except Exception as error:  # no memory, for instance
             self._error = error
 
-    def store(self, attempt: Attempt, beat: Beat) -> bytes:
+    def store(self, attempt: Attempt) -> bytes:
         if self._error is not None:
             raise self._error
-        return self._shard.store(attempt, beat)
+        return self._shard.store(attempt)

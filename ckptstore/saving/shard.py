@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.timings import Timings
-from ckptstore.runtime.beat import Beat
 
 
 class Decision(NamedTuple):
@@ -49,8 +48,8 @@ class Shard(Protocol):
     def hear(self, told: bytes) -> None:
         """What the leader has decided. Does not raise: the others go on."""
 
-    def store(self, attempt: Attempt, beat: Beat) -> bytes:
+    def store(self, attempt: Attempt) -> bytes:
         """Write this rank's files, and return what the leader needs to know of them."""
 
-    def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
+    def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
         """Leader: what all ranks stored, with files that describe them together."""

@@ -14,7 +14,7 @@ from ckptstore.events import SaveStarted, emit
 from ckptstore.format.digest import DEFAULT, Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Receipt
-from ckptstore.runtime.beat import Beat
+from ckptstore.runtime.beat import beat
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.state.index.outline import INDEX_NAME, part_name
@@ -202,7 +202,7 @@ class StateShard:
         check.compare([one.views[0] for one in copies])
         self.sources = list(zip(names, copies, strict=True))
 
-    def store(self, attempt: Attempt, beat: Beat) -> bytes:
+    def store(self, attempt: Attempt) -> bytes:
         """Write this rank's files, and give the leader the receipts and this rank's part of the index."""
         self.plan()
         assert self._files is not None
@@ -218,7 +218,7 @@ class StateShard:
                 size_bytes=sum(file.source.size_bytes for file in files),
             )
         )
-        stored = self._upload(files, beat=beat)
+        stored = self._upload(files)
         receipts += [
             Receipt(name, one.size_bytes, one.digest, self._rank)
             for (name, _), one in zip(self.sources, stored, strict=True)
@@ -226,12 +226,12 @@ class StateShard:
         if self._options.incremental:
             linked = self._options.incremental != "reference"
             self.kept = self._files.kept_after(str(attempt), stored, linked=linked)
-            receipts += self._add({kept_file_name(self._rank): self.kept.encode()}, attempt, beat)
+            receipts += self._add({kept_file_name(self._rank): self.kept.encode()}, attempt)
         with collector_paused():
             part = self._files.index_part([one.block_digests for one in stored])
-        return self._told(receipts, part, attempt, beat)
+        return self._told(receipts, part, attempt)
 
-    def _told(self, receipts: list[Receipt], part: bytes, attempt: Attempt, beat: Beat) -> bytes:
+    def _told(self, receipts: list[Receipt], part: bytes, attempt: Attempt) -> bytes:
         """What the leader has to know. Where it does not pack the parts of the index, this rank's is stored here."""
         assert self._files is not None  # stored before
         assert self._agreement is not None
@@ -239,14 +239,14 @@ class StateShard:
         if self._stock is not None:
             head["stock"] = self._stock.told()
         if not self._agreement.is_packed:
-            receipts = [*receipts, *self._add({part_name(self._rank, self._options.num_prefixes): part}, attempt, beat)]
+            receipts = [*receipts, *self._add({part_name(self._rank, self._options.num_prefixes): part}, attempt)]
             part = b""
         with collector_paused():
             head["receipts"] = [receipt.to_json() for receipt in receipts]
             packed = zlib.compress(json.dumps(head).encode(), 1)
         return b"".join([_LENGTH.pack(len(packed)), packed, part])
 
-    def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
+    def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
         """Leader: check that everything that any rank has is there, and write the index and, if asked for, `.metadata`.
 
         Raises InvalidState, with keys and ranks, when ranks that disagree on the state left a hole.
@@ -269,7 +269,7 @@ class StateShard:
                 written |= {} if metadata is None else {DCP_METADATA_NAME: metadata}
         beat()
         if not isinstance(self._storage, Disk):
-            return Contents([*receipts, *self._add(written, attempt, beat)])
+            return Contents([*receipts, *self._add(written, attempt)])
         for name, data in written.items():
             self._storage.write(attempt.key(name), [memoryview(data)])
             digest = Digest.of(data, algorithm=self._options.algorithm)
@@ -293,7 +293,7 @@ class StateShard:
         storage.persist([target for _, target in moves])
         return [receipt._replace(attempt=None) for receipt in receipts]
 
-    def _add(self, written: Mapping[str, bytes], attempt: Attempt, beat: Beat) -> list[Receipt]:
+    def _add(self, written: Mapping[str, bytes], attempt: Attempt) -> list[Receipt]:
         """Write some small files."""
         files = [
             PlannedFile(attempt.key(name), MemorySource([memoryview(data)]), self._options.algorithm)
@@ -301,7 +301,7 @@ class StateShard:
         ]
         return [
             Receipt(name, one.size_bytes, one.digest, self._rank)
-            for name, one in zip(written, self._upload(files, beat=beat), strict=True)
+            for name, one in zip(written, self._upload(files), strict=True)
         ]
 
 

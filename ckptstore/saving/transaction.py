@@ -17,7 +17,6 @@ from ckptstore.format.layout import Attempt, known_step
 from ckptstore.format.manifest import Kind
 from ckptstore.group import Group
 from ckptstore.runtime import tracing
-from ckptstore.runtime.beat import Beat, beat
 from ckptstore.saving.phases import SaveClock, longest_seconds
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision, Shard
@@ -62,13 +61,13 @@ class Publisher(Protocol[Published]):
     def destination(self) -> Destination:
         """Where the files go."""
 
-    def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
+    def begin(self, request: Request, decision: Decision) -> Mapping[str, Any]:
         """Leader: own the place, make sure that there is room, name the attempt. Return what `join` needs, as JSON."""
 
     def join(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
         """Any rank: return the attempt that the leader has begun."""
 
-    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Any:
+    def publish(self, request: Request, attempt: Attempt, contents: Contents) -> Any:
         """Leader: make the checkpoint visible, whole. An error says by `committed` whether it is."""
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Published | None:
@@ -104,7 +103,7 @@ class Transaction(Generic[Published]):
         clock.asked(step=request.step, rank=destination.rank)
 
         def agree(decision: Decision) -> Mapping[str, Any]:
-            begun = publisher.begin(request, decision, beat)
+            begun = publisher.begin(request, decision)
             return {**begun, **tracing.told(lambda: clock.traced(str(publisher.join(request, begun))))}
 
         with clock.part(destination.store_uri, is_fast=destination.is_fast, is_last=False):
@@ -122,7 +121,7 @@ class Transaction(Generic[Published]):
         lane = self.lane.lane(f"{self.attempt} elsewhere")
         try:
             with lane.meeting("save", step=request.step) as meeting:
-                begun = meeting.tell(lambda: publisher.begin(request, Decision(b"", 0), beat))
+                begun = meeting.tell(lambda: publisher.begin(request, Decision(b"", 0)))
         finally:
             lane.close()
         attempt = publisher.join(request, begun)
@@ -139,7 +138,7 @@ class Transaction(Generic[Published]):
             try:
                 with self.lane.meeting("receipts") as meeting:
                     with counted_twice() as traffic:
-                        stored = shard.store(attempt, beat)
+                        stored = shard.store(attempt)
                     clock.ended("upload")
                     answers = meeting.gather((clock.report(traffic, node=self.lane.node), stored))
                     told, published = meeting.tell(lambda: self._publish(shard, answers))
@@ -151,8 +150,8 @@ class Transaction(Generic[Published]):
 
     def _publish(self, shard: Shard, answers: Sequence[Any]) -> Any:
         reports, stored = zip(*answers, strict=True)
-        contents = shard.join(self.attempt, stored, beat)._replace(timings=lambda: self.clock.timings(reports))
-        published = self.publisher.publish(self.request, self.attempt, contents, beat)
+        contents = shard.join(self.attempt, stored)._replace(timings=lambda: self.clock.timings(reports))
+        published = self.publisher.publish(self.request, self.attempt, contents)
         uploads = [report["seconds"]["upload"] for report in reports]
         return {"slowest": _slowest(uploads), "longest_seconds": longest_seconds(reports)}, published
 

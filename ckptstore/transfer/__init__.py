@@ -38,8 +38,8 @@ def _engine(storage: Storage, config: TransferConfig, retry: RetryConfig, rank: 
 class Transfer:
     """Moves bytes between this process and one storage. Safe for threads; a pickle makes a new one for the storage.
 
-    `beat` is called by the calling thread while bytes move; what it raises ends the operation. All operations raise
-    the first error that occurs, and name the file in it; requests that may go through later are tried again.
+    The calling thread gives signs of life while bytes move. All operations raise the first error that occurs, and name
+    the file in it; requests that may go through later are tried again.
     """
 
     def __init__(self, storage: Storage, *, config: TransferConfig, retry: RetryConfig, rank: int = 0) -> None:
@@ -75,7 +75,7 @@ class Transfer:
         """How many files or parts it moves at once."""
         return self._engine.pool.num_threads
 
-    def upload(self, files: Sequence[PlannedFile], *, beat: Beat = no_beat, check: Beat = no_beat) -> list[Stored]:
+    def upload(self, files: Sequence[PlannedFile], *, check: Beat = no_beat) -> list[Stored]:
         """Write each source to its key, durable on a disk unless the configuration says otherwise.
 
         The result has the order of the files. A file that the disk failed to keep is written anew, once. `check` is
@@ -83,7 +83,7 @@ class Transfer:
         though nothing moves. After an error files may be there, whole or torn. Raises SourceChanged for a source that
         changes or vanishes meanwhile, and what the storage raises.
         """
-        return upload.upload(self._engine, files, beat, check)
+        return upload.upload(self._engine, files, check)
 
     def download(
         self,
@@ -91,7 +91,6 @@ class Transfer:
         *,
         read_only: bool = False,
         durable: bool = True,
-        beat: Beat = no_beat,
     ) -> None:
         """Fetch files to paths where nothing is yet; directories are created. With `read_only` nobody may write to the
         files. They are durable as after `upload`, unless `durable` is False.
@@ -101,22 +100,22 @@ class Transfer:
         """
         places = [(item, os.fspath(path)) for item, path in wanted]
         durable = durable and self._engine.config.durable
-        fetch.download(self._engine, places, beat, read_only=read_only, durable=durable)
+        fetch.download(self._engine, places, read_only=read_only, durable=durable)
 
-    def check(self, wanted: Sequence[Wanted], *, beat: Beat = no_beat) -> list[Checked]:
+    def check(self, wanted: Sequence[Wanted]) -> list[Checked]:
         """Read every byte of the files and compare size and digest; the result has the order of the files.
 
         Raises what keeps the files from being read, AccessDenied for instance.
         """
-        return fetch.check(self._engine, wanted, beat)
+        return fetch.check(self._engine, wanted)
 
-    def read(self, ranges: Sequence[RangeRead], *, beat: Beat = no_beat) -> None:
+    def read(self, ranges: Sequence[RangeRead]) -> None:
         """Fill the views of all ranges, and check every stretch that has a digest.
 
         A stretch with a wrong digest is read a second time, then CheckpointDamaged is raised. The views may hold
         anything after an error. Raises ValueError when the checks of a range do not cover it.
         """
-        reads.read(self._engine, ranges, beat)
+        reads.read(self._engine, ranges)
 
     def close(self) -> None:
         """End the threads and give the buffers back."""

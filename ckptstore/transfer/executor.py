@@ -9,12 +9,10 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from ckptstore.runtime.beat import Beat
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-Task = Callable[[Sequence[Item], Beat], Result]
+Task = Callable[[Sequence[Item]], Result]
 """Works on a share of the items. It may run in another process, with a copy of all that is bound to it."""
 
 
@@ -25,7 +23,7 @@ class Executor(Protocol):
     """Whether everything stays in this process."""
 
     def run(
-        self, task: Task[Item, Result], items: Sequence[Item], *, size_bytes: Callable[[Item], int], beat: Beat
+        self, task: Task[Item, Result], items: Sequence[Item], *, size_bytes: Callable[[Item], int]
     ) -> list[Result]:
         """Call the task with shares that hold each item once, as equal in bytes as may be; the results of all shares.
 
@@ -40,9 +38,9 @@ class InProcess:
     is_local = True
 
     def run(
-        self, task: Task[Item, Result], items: Sequence[Item], *, size_bytes: Callable[[Item], int], beat: Beat
+        self, task: Task[Item, Result], items: Sequence[Item], *, size_bytes: Callable[[Item], int]
     ) -> list[Result]:
-        return [task(items, beat)] if items else []
+        return [task(items)] if items else []
 
 
 def deal(items: Sequence[Item], size_bytes: Callable[[Item], int], num_shares: int) -> list[list[Item]]:

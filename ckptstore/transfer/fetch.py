@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.format.digest import Digest, file_digest
+from ckptstore.runtime.beat import beat
 from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, NewFile, make_durable
 from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
@@ -24,15 +25,14 @@ Damage = CheckpointDamaged | FileMissing
 def download(
     engine: Engine,
     wanted: Sequence[tuple[Wanted, str]],
-    beat: Callable[[], None],
     *,
     read_only: bool,
     durable: bool,
 ) -> None:
     """Fetch files to new paths. See `Transfer.download`."""
     kept = _Kept(read_only, durable)
-    found = _fetch(engine, wanted, kept, beat)
-    for checked in _fetched_again(engine, wanted, kept, found, beat):
+    found = _fetch(engine, wanted, kept)
+    for checked in _fetched_again(engine, wanted, kept, found):
         if checked.damage:
             raise checked.damage
     if durable:
@@ -40,10 +40,10 @@ def download(
         beat()
 
 
-def check(engine: Engine, wanted: Sequence[Wanted], beat: Callable[[], None]) -> list[Checked]:
+def check(engine: Engine, wanted: Sequence[Wanted]) -> list[Checked]:
     """Read files to the end. See `Transfer.check`."""
     places = [(item, None) for item in wanted]
-    return _fetched_again(engine, places, _Kept(), _fetch(engine, places, _Kept(), beat), beat)
+    return _fetched_again(engine, places, _Kept(), _fetch(engine, places, _Kept()))
 
 
 def _fetched_again(
@@ -51,7 +51,6 @@ def _fetched_again(
     places: Sequence[tuple[Wanted, str | None]],
     kept: _Kept,
     found: Sequence[Checked],
-    beat: Callable[[], None],
 ) -> list[Checked]:
     """What was found, but that what seems damaged is fetched once more, in another way: a bit may have flipped on its
     way."""
@@ -61,7 +60,7 @@ def _fetched_again(
     if engine.doubts is not None:
         for item, _ in damaged:
             engine.doubts.doubt(item.key)
-    again = iter(_fetch(engine, damaged, kept, beat))
+    again = iter(_fetch(engine, damaged, kept))
     result = [next(again) if checked.damage else checked for checked in found]
     for first, second in zip(found, result, strict=True):
         if first.damage and not second.damage:
@@ -76,9 +75,7 @@ class _Kept(NamedTuple):
     durable: bool = False
 
 
-def _fetch(
-    engine: Engine, places: Sequence[tuple[Wanted, str | None]], kept: _Kept, beat: Callable[[], None]
-) -> list[Checked]:
+def _fetch(engine: Engine, places: Sequence[tuple[Wanted, str | None]], kept: _Kept) -> list[Checked]:
     """Fetch each file to its path, or to nowhere where that is None; the result has their order."""
     total_bytes = sum(item.size_bytes for item, _ in places)
     found: list[Checked | None] = [None] * len(places)
@@ -100,7 +97,7 @@ def _fetch(
     batches = engine.batches([places[index][0].size_bytes for index in small])
     tasks += [partial(fetch_batch, small[batch]) for batch in batches]
     try:
-        engine.pool.run(tasks, beat)
+        engine.pool.run(tasks)
     except BaseException:
         for fetch in fetches.values():
             fetch.abort()

@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 
 from ckptstore.errors import CheckpointDamaged, FileMissing
 from ckptstore.format.digest import DEFAULT, Digest
-from ckptstore.runtime.beat import Beat
 from ckptstore.transfer.sources import Source
 
 
@@ -37,7 +36,7 @@ class Stored(NamedTuple):
 class Upload(Protocol):
     """`Transfer.upload`, or a function that does the same in another way."""
 
-    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
+    def __call__(self, files: Sequence[PlannedFile]) -> list[Stored]:
         """Write the files; the result has their order."""
 
 

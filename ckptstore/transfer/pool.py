@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ckptstore.runtime.beat import Beat, no_beat
+from ckptstore.runtime.beat import Beat, beat, no_beat
 from ckptstore.storage.traffic import Traffic, counting, traffic_here
 
 _TICK_SECONDS = 0.2
@@ -22,8 +22,8 @@ class Stopped(Exception):
 class Operation:
     """One operation: its tasks, what they have moved, and the first error."""
 
-    def __init__(self, tasks: Sequence[Task], beat: Beat | None = None, *, check: Beat = no_beat) -> None:
-        """`beat` is called by `moved`: for a run whose tasks the caller does itself. What `check` raises ends it."""
+    def __init__(self, tasks: Sequence[Task], *, check: Beat = no_beat) -> None:
+        """`check` is called often; what it raises ends the operation."""
         self.tasks = deque(tasks)
         self.running = 0
         self.ended = threading.Event()
@@ -31,15 +31,14 @@ class Operation:
         self.error: BaseException | None = None
         self.traffic: list[Traffic] = []
         """What each task has counted."""
-        self._beat, self._check = beat, check
+        self._check = check
         self.moved_bytes = 0
         """Grows while bytes move. Counted without a lock: good as a sign of life, not as a sum."""
 
     def moved(self, size_bytes: int) -> None:
         """Tasks call it whenever bytes have moved."""
         self.moved_bytes += size_bytes
-        if self._beat is not None:
-            self._beat()
+        beat()  # of the caller, where it does the task itself
 
     def check(self) -> None:
         """Raise Stopped when there is no reason to go on. Tasks call it often."""
@@ -78,15 +77,15 @@ class Pool:
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
-    def run(self, tasks: Sequence[Task], beat: Beat, *, check: Beat = no_beat) -> None:
-        """Do all tasks, in their order as far as threads allow, and call `beat` while bytes move.
+    def run(self, tasks: Sequence[Task], *, check: Beat = no_beat) -> None:
+        """Do all tasks, in their order as far as threads allow, and give signs of life while bytes move.
 
         `check` is called by the threads that do them, often; what it raises ends the run.
         Raises the first error of a task. When this returns or raises, also for KeyboardInterrupt, no task is running.
         """
-        run = Operation(tasks, beat if len(tasks) == 1 else None, check=check)
+        run = Operation(tasks, check=check)
         if len(tasks) > 1:
-            self._share(run, beat)
+            self._share(run)
         else:
             for task in tasks:
                 run.execute(task)
@@ -105,7 +104,7 @@ class Pool:
         for thread in threads:
             thread.join()
 
-    def _share(self, run: Operation, beat: Callable[[], None]) -> None:
+    def _share(self, run: Operation) -> None:
         try:
             with self._changed:
                 if self._closed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
@@ -16,7 +16,7 @@ from ckptstore.transfer.pool import Operation
 _MAX_BATCH_RANGES = 256
 
 
-def read(engine: Engine, ranges: Sequence[RangeRead], beat: Callable[[], None]) -> None:
+def read(engine: Engine, ranges: Sequence[RangeRead]) -> None:
     """Fill the views of all ranges. See `Transfer.read`."""
     ranges = [item for item in ranges if any(item.views)]
     sizes = [item.size_bytes for item in ranges]
@@ -36,7 +36,7 @@ def read(engine: Engine, ranges: Sequence[RangeRead], beat: Callable[[], None]) 
                 left, left_bytes = most, TASK_BYTES
             batches[-1].append(piece)
             left, left_bytes = left - 1, left_bytes - piece_bytes
-    engine.pool.run([partial(_read_all, engine, batch, total_bytes) for batch in batches], beat)
+    engine.pool.run([partial(_read_all, engine, batch, total_bytes) for batch in batches])
 
 
 def split(item: RangeRead, most_bytes: int) -> Iterator[RangeRead]:

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import BytesMoved, FileStored, emit, is_heard
 from ckptstore.format.digest import FileDigest, file_digest
+from ckptstore.runtime.beat import beat
 from ckptstore.storage.base import PartWriter
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.batch import read_hashed, write_batch
@@ -24,11 +25,9 @@ _PERSIST_FILES = 4096
 """After so many small files they are made durable, while other threads write the next ones."""
 
 
-def upload(
-    engine: Engine, files: Sequence[PlannedFile], beat: Callable[[], None], check: Callable[[], None]
-) -> list[Stored]:
+def upload(engine: Engine, files: Sequence[PlannedFile], check: Callable[[], None]) -> list[Stored]:
     """Write all files and make them durable; the result has their order. See `Transfer.upload`."""
-    upload_ = _Upload(engine, files, beat, check)
+    upload_ = _Upload(engine, files, check)
     upload_.write_all(range(len(files)))
     try:
         upload_.persist()
@@ -46,12 +45,10 @@ def upload(
 class _Upload:
     """One call of `upload`."""
 
-    def __init__(
-        self, engine: Engine, files: Sequence[PlannedFile], beat: Callable[[], None], check: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: Engine, files: Sequence[PlannedFile], check: Callable[[], None]) -> None:
         self._engine = engine
         self._files = files
-        self._beat, self._check = beat, check
+        self._check = check
         self._sizes_bytes = [file.source.size_bytes for file in files]
         self.total_bytes = sum(self._sizes_bytes)
         self._stored: list[Stored | None] = [None] * len(files)
@@ -95,7 +92,7 @@ class _Upload:
         # The chains begin first: while they wait for each other in the file system, large files keep the disk busy.
         tasks = [*chains, *tasks]
         try:
-            self._engine.pool.run(tasks, self._beat, check=self._check)
+            self._engine.pool.run(tasks, check=self._check)
         except BaseException:
             for file in large:
                 file.abort()

@@ -23,7 +23,7 @@ from ckptstore.format.changes import RESUMED_FROM, Claim, Commit, Remove
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.record import Record
 from ckptstore.log import Log
-from ckptstore.runtime.beat import Beat, no_beat
+from ckptstore.runtime.beat import beat
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.upkeep import leases
 
@@ -99,11 +99,11 @@ def prune(
     return gone
 
 
-def empty_trash(log: Log, storage: Storage, *, epoch: int | None, beat: Beat) -> None:
+def empty_trash(log: Log, storage: Storage, *, epoch: int | None) -> None:
     """Delete everything in the trash that nothing holds, however young: for a disk that is about to overflow."""
     due = [item for item in trash(log, storage, grace_seconds=0.0) if item.held_by is None]
     if due:
-        _remove(log, storage, due, epoch=epoch, reason="the disk was full", beat=beat)
+        _remove(log, storage, due, epoch=epoch, reason="the disk was full")
 
 
 def _remove(
@@ -113,7 +113,6 @@ def _remove(
     *,
     epoch: int | None,
     reason: str,
-    beat: Beat = no_beat,
 ) -> list[Trashed]:
     started = time.monotonic()
 
@@ -129,7 +128,7 @@ def _remove(
         return []
     assert isinstance(record.change, Remove)
     dropped = {item.attempt: item for item in items if item.number in record.change.drop}
-    left = delete_attempts(log, storage, record, dropped, beat=beat)
+    left = delete_attempts(log, storage, record, dropped)
     gone = [item for attempt, item in dropped.items() if attempt not in left]
     steps = tuple(item.step for item in gone)
     size_bytes = sum(item.size_bytes for item in gone)
@@ -184,9 +183,7 @@ def backwards(log: Log, newest: Record) -> Iterator[Record]:
         yield from reversed(log.records(range(max(1, end - _BATCH_RECORDS + 1), end + 1)))
 
 
-def delete_attempts(
-    log: Log, storage: Storage, newest: Record, attempts: Collection[str], *, beat: Beat = no_beat
-) -> dict[str, str]:
+def delete_attempts(log: Log, storage: Storage, newest: Record, attempts: Collection[str]) -> dict[str, str]:
     """Delete the directories that nobody reads, and return those that stay, with the reason.
 
     Called after the record that dropped them, or when they can never be committed. Raises StorageError where there is

@@ -21,7 +21,6 @@ from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.group import BoardGroup, SoloGroup, StorageGroup
 from ckptstore.job import Job
 from ckptstore.log import Log
-from ckptstore.runtime.beat import no_beat
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Hook, wrap
@@ -61,7 +60,6 @@ class Rank:
             upload = DoubledUpload(place, upload)
         upload(
             [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in own.items()],
-            beat=no_beat,
         )
         receipts = [Receipt(name, len(data), Digest.of(data), rank) for name, (rank, data) in contents.items()]
         manifest = Manifest(

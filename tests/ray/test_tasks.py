@@ -21,7 +21,7 @@ import ckptstore
 from ckptstore import CheckpointDamaged, InvalidInput, RankFailed
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.integrations.ray.tasks import RayExecutor, ray_executor
-from ckptstore.runtime.beat import Beat
+from ckptstore.runtime.beat import beating
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import S3Server, s3_server
 from ckptstore.tools.cli import main
@@ -55,21 +55,21 @@ def run(*arguments: str, expect: int = 0) -> Any:
     return json.loads(result.stdout)
 
 
-def node_of(share: Any, _beat: Beat) -> tuple[str, list[int]]:
+def node_of(share: Any) -> tuple[str, list[int]]:
     import ray
 
     return ray.get_runtime_context().get_node_id(), list(share)
 
 
-def fail(share: Any, _beat: Beat) -> None:
+def fail(share: Any) -> None:
     if 7 in share:
         raise CheckpointDamaged("seven is bad", step=3, rank=1, file="seven")
 
 
 def test_each_node_gets_a_share(cluster: RayCluster) -> None:
     beats: list[int] = []
-    with ray_executor() as executor:
-        found = executor.run(node_of, [1, 9, 4, 6], size_bytes=int, beat=lambda: beats.append(1))
+    with ray_executor() as executor, beating(lambda: beats.append(1)):
+        found = executor.run(node_of, [1, 9, 4, 6], size_bytes=int)
     assert len({node for node, _ in found}) == len(cluster.nodes) == 2
     assert sorted(sum(share) for _, share in found) == [10, 10]
     assert beats
@@ -77,17 +77,17 @@ def test_each_node_gets_a_share(cluster: RayCluster) -> None:
 
 def test_an_error_comes_back_as_it_was_raised() -> None:
     with pytest.raises(CheckpointDamaged, match="seven is bad") as caught:
-        RayExecutor().run(fail, [1, 7, 3], size_bytes=int, beat=lambda: None)
+        RayExecutor().run(fail, [1, 7, 3], size_bytes=int)
     assert (caught.value.step, caught.value.rank, caught.value.file) == (3, 1, "seven")
 
 
-def die(_share: Any, _beat: Beat) -> None:
+def die(_share: Any) -> None:
     os._exit(1)
 
 
 def test_processes_that_die_again_and_again_are_an_error_of_ours() -> None:
     with pytest.raises(RankFailed, match="in up to 4 tries") as caught:
-        RayExecutor().run(die, [1], size_bytes=int, beat=lambda: None)
+        RayExecutor().run(die, [1], size_bytes=int)
     assert type(caught.value.__cause__).__name__ in str(caught.value)
 
 
@@ -166,9 +166,9 @@ def test_one_file_is_not_dealt_to_nodes(store: str, tmp_path: Path, kind: str) -
     assert not (tmp_path / "out").exists()
 
 
-def stay(doomed: str, marker: str, share: Any, beat: Beat) -> tuple[str, list[int]]:
+def stay(doomed: str, marker: str, share: Any) -> tuple[str, list[int]]:
     """Work that never ends on one node."""
-    node, numbers = node_of(share, beat)
+    node, numbers = node_of(share)
     if node == doomed:
         Path(marker).touch()
         time.sleep(600)
@@ -187,7 +187,7 @@ def test_the_task_of_a_node_that_dies_runs_on_another(cluster: RayCluster, tmp_p
     killer = threading.Thread(target=kill)
     killer.start()
     task = partial(stay, extra.node_id, str(marker))
-    found = RayExecutor().run(task, [1, 2, 3], size_bytes=int, beat=lambda: None)
+    found = RayExecutor().run(task, [1, 2, 3], size_bytes=int)
     killer.join()
     assert sorted(number for _, share in found for number in share) == [1, 2, 3]
     assert extra.node_id not in {node for node, _ in found}

@@ -16,6 +16,7 @@ import pytest
 from ckptstore import open_store
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import InvalidInput, RankFailed, StorageError
+from ckptstore.runtime.beat import beating
 from ckptstore.runtime.fork import in_forked_child, new_lock_in_child
 from ckptstore.storage.base import ProcessBound
 from ckptstore.storage.open import open_storage
@@ -90,7 +91,8 @@ def during(place: Any) -> Iterator[Transfer]:
 
     def work() -> None:
         while not over.is_set():
-            transfer.upload(files("busy"), beat=begun.set)
+            with beating(begun.set):
+                transfer.upload(files("busy"))
 
     thread = threading.Thread(target=work)
     thread.start()

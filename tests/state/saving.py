@@ -52,10 +52,10 @@ def save_flat(root, flat, *, group=None, memo=None, attempt=ATTEMPT, transfer=No
     meet(group, "save", shard, request, lambda decision: {})
     receipts = []
 
-    def join(stored, beat):
-        receipts.extend(shard.join(attempt, stored, beat).receipts)
+    def join(stored, _beat):
+        receipts.extend(shard.join(attempt, stored).receipts)
 
-    exchange(group, "store", lambda beat: shard.store(attempt, beat), join)
+    exchange(group, "store", lambda _beat: shard.store(attempt), join)
     if transfer is None:
         moved.close()
     return receipts

@@ -405,7 +405,7 @@ def test_what_is_given_up_is_not_read_any_more(disk: NodeDisk, monkeypatch: pyte
         time.sleep(0.1)
         assert source.reads == reads
         with pytest.raises(CkptstoreError):
-            sending.result(lambda: None)
+            sending.result()
 
 
 class Meeting:
@@ -433,8 +433,8 @@ def test_two_files_are_on_their_way_to_the_partner_at_once(client: NodeClient) -
 
     barrier = threading.Barrier(2)
     files = [PlannedFile(ATTEMPT.key(name), Meeting(barrier)) for name in "abcd"]
-    assert _Sending(client, files, algorithm="crc32c").result(lambda: None) == [Digest.of(b"x" * 5000)] * 4
-    assert _Sending(client, [], algorithm="crc32c").result(lambda: None) == []
+    assert _Sending(client, files, algorithm="crc32c").result() == [Digest.of(b"x" * 5000)] * 4
+    assert _Sending(client, [], algorithm="crc32c").result() == []
 
 
 def test_the_first_error_ends_what_else_is_on_its_way(disk: NodeDisk, client: NodeClient) -> None:
@@ -461,7 +461,7 @@ def test_the_first_error_ends_what_else_is_on_its_way(disk: NodeDisk, client: No
         client, [PlannedFile(ATTEMPT.key(name), source) for name, source in sources.items()], algorithm="crc32c"
     )
     with pytest.raises(InvalidInput, match="the source is broken"):
-        sending.result(lambda: None)
+        sending.result()
     assert endless.reads > 0
     assert sources["c"].reads == 0
     sending.give_up()

@@ -13,6 +13,7 @@ from small_disks import mounted
 
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, StorageError, StorageFull
 from ckptstore.format.digest import Digest
+from ckptstore.runtime.beat import beating
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import Wanted
@@ -45,7 +46,8 @@ def test_a_download_is_what_was_stored(storage: Any, tmp_path: Path, durable: bo
     transfer = transfer_over(storage, durable=durable)
     target = tmp_path / "target"
     beats: list[int] = []
-    transfer.download([(item, target / item.key) for item in ALL], beat=lambda: beats.append(1))
+    with beating(lambda: beats.append(1)):
+        transfer.download([(item, target / item.key) for item in ALL])
     transfer.close()
     assert files_below(target) == {item.key for item in ALL}
     for item in ALL:

@@ -134,7 +134,7 @@ def test_tasks_run_in_parallel_and_all_of_them() -> None:
         barrier.wait()
         done.append(1)
 
-    pool.run([meet] * 9, lambda: None)
+    pool.run([meet] * 9)
     assert len(done) == 9
     pool.close()
 
@@ -152,7 +152,7 @@ def test_the_first_error_is_raised_and_the_rest_is_dropped() -> None:
         done.append(1)
 
     with pytest.raises(ValueError, match="first"):
-        pool.run([wait, fail, *[wait] * 50], lambda: None)
+        pool.run([wait, fail, *[wait] * 50])
     assert done == []
     pool.close()
 
@@ -173,10 +173,10 @@ def test_operations_take_turns() -> None:
     def short(run: Operation) -> None:
         order.append("short")
 
-    thread = threading.Thread(target=pool.run, args=([long] * 40, lambda: None))
+    thread = threading.Thread(target=pool.run, args=([long] * 40,))
     thread.start()
     assert begun.wait(60)
-    pool.run([short] * 2, lambda: None)
+    pool.run([short] * 2)
     thread.join()
     pool.close()
     assert order[:5].count("short") == 2
@@ -190,19 +190,19 @@ def test_a_closed_pool_has_no_threads_and_takes_no_work() -> None:
     def name(run: Operation) -> None:
         names.add(threading.current_thread().name)
 
-    pool.run([name] * 8, lambda: None)
+    pool.run([name] * 8)
     pool.close()
     assert names
     assert not names & {thread.name for thread in threading.enumerate()}
     with pytest.raises(RuntimeError, match="closed"):
-        pool.run([name] * 8, lambda: None)
+        pool.run([name] * 8)
 
 
 def test_idle_threads_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptstore.transfer.pool._IDLE_SECONDS", 0.05)
     pool = Pool(4)
     for _ in range(3):
-        pool.run([lambda run: None] * 8, lambda: None)
+        pool.run([lambda run: None] * 8)
         deadline = time.monotonic() + 60
         while pool._threads and time.monotonic() < deadline:
             time.sleep(0.01)

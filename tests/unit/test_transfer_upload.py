@@ -24,6 +24,7 @@ from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, SourceChanged, StorageError, StorageFull, StorageUnavailable
 from ckptstore.events import BytesMoved, Event, FileStored, RequestRetried, listening
 from ckptstore.format.digest import Digest
+from ckptstore.runtime.beat import beating
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
@@ -255,8 +256,8 @@ def test_a_beat_that_raises_ends_the_upload(storage: Any) -> None:
 
     transfer = transfer_over(wrap(storage, slow))
     began = time.monotonic()
-    with pytest.raises(StorageError, match="another rank failed"):
-        transfer.upload([PlannedFile("key", Slow()), PlannedFile("other", Slow())], beat=beat)
+    with pytest.raises(StorageError, match="another rank failed"), beating(beat):
+        transfer.upload([PlannedFile("key", Slow()), PlannedFile("other", Slow())])
     assert started.is_set()
     assert time.monotonic() - began < 60, "the upload went on to its end"
     transfer.close()
@@ -273,7 +274,8 @@ def test_beats_come_while_bytes_move_and_only_then(storage: Any) -> None:
 
     transfer = transfer_over(wrap(storage, slow), num_threads=1)
     files = [from_memory(name, DATA[: MIB + MIB // 2]) for name in "ab"]
-    transfer.upload(files, beat=lambda: beats.append(time.monotonic()))
+    with beating(lambda: beats.append(time.monotonic())):
+        transfer.upload(files)
     transfer.close()
     assert len(beats) >= 2
     assert max(in_calls) <= 1, "a storage that hangs must not look alive"
@@ -289,7 +291,8 @@ def test_beats_come_between_the_parts_of_one_file(storage: Any) -> None:
             before_parts.append(len(beats))
 
     transfer = transfer_over(wrap(storage, note), num_threads=1)
-    transfer.upload([from_memory("a", DATA[: 7 * MIB])], beat=lambda: beats.append(1))
+    with beating(lambda: beats.append(1)):
+        transfer.upload([from_memory("a", DATA[: 7 * MIB])])
     transfer.close()
     assert before_parts == list(range(len(before_parts)))
     assert len(before_parts) > 1

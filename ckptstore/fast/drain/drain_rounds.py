@@ -131,14 +131,14 @@ class Rounds:
                     record = covering(job, number, step=drain.step)
                 else:
                     manifest, data = certificate.manifest, certificate.manifest_data
-                    record = commit_prepared(job, manifest, data, save_number=number, beat=beat)
+                    record = commit_prepared(job, manifest, data, save_number=number)
             return record.number, record.encode()
 
         try:
             with lane.meeting(f"drain {drain.attempt}") as meeting:
                 self._check()
                 if not is_over:
-                    files.send(job.storage, self._transfer, pacer=self._pacer, beat=beat, check=self._check)
+                    files.send(job.storage, self._transfer, pacer=self._pacer, check=self._check)
                 record_number, data = meeting.tell(publish)
             record = Record.decode(data, record_number)
         except CkptstoreError as error:

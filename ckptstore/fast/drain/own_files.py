@@ -14,7 +14,7 @@ from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.node_server import NodeClient
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
-from ckptstore.runtime.beat import Beat
+from ckptstore.runtime.beat import Beat, beat, current_beat
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Stored, Transfer
 from ckptstore.transfer.moves import PlannedFile
@@ -57,7 +57,7 @@ class OwnFiles:
         """Whether a file is in the store that need not be sent again."""
         return bool(self._sent)
 
-    def send(self, storage: Storage, transfer: Transfer, *, pacer: Pacer | None, beat: Beat, check: Beat) -> None:
+    def send(self, storage: Storage, transfer: Transfer, *, pacer: Pacer | None, check: Beat) -> None:
         """Send what the store has not, and compare its digests with the receipts. What `check` raises ends it.
 
         A file that is damaged on the disk of this node is sent from the partner's. Raises CheckpointDamaged where that
@@ -69,9 +69,11 @@ class OwnFiles:
             self._sent &= {item.name for item in self._receipts if there.get(item.name) == item.size_bytes}
             beat()
 
+        sign = current_beat()  # threads of the transfer wait too
+
         def waiting() -> None:
             check()
-            beat()
+            sign()
 
         def upload(receipts: Sequence[Receipt], sources: Sequence[Source]) -> list[Stored]:
             paced = sources
@@ -81,7 +83,7 @@ class OwnFiles:
                 PlannedFile(self._attempt.key(receipt.name), source, receipt.digest and receipt.digest.algorithm)
                 for receipt, source in zip(receipts, paced, strict=True)
             ]
-            return transfer.upload(files, beat=beat, check=check)
+            return transfer.upload(files, check=check)
 
         for group in _in_groups([receipt for receipt in self._receipts if receipt.name not in self._sent]):
             self._send_group(group, upload)

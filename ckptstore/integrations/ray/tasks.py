@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckptstore.errors import InvalidInput, RankFailed
-from ckptstore.runtime.beat import Beat, no_beat
+from ckptstore.runtime.beat import beat
 from ckptstore.transfer.executor import Item, Result, Task, deal
 
 _TICK_SECONDS = 0.5
@@ -51,7 +51,7 @@ class RayExecutor:
     is_local = False
 
     def run(
-        self, task: Task[Item, Result], items: Sequence[Item], *, size_bytes: Callable[[Item], int], beat: Beat
+        self, task: Task[Item, Result], items: Sequence[Item], *, size_bytes: Callable[[Item], int]
     ) -> list[Result]:
         """Run as `Executor.run`. A task whose node dies runs again on another one.
 
@@ -70,7 +70,7 @@ class RayExecutor:
             for node, share in zip(nodes, deal(items, size_bytes, len(nodes)), strict=False)
         ]
         try:
-            _wait(references, beat)
+            _wait(references)
         except BaseException:
             for reference in references:
                 ray.cancel(reference)
@@ -79,10 +79,10 @@ class RayExecutor:
 
 
 def _work(task: Task[Item, Result], share: Sequence[Item]) -> Result:
-    return task(share, no_beat)
+    return task(share)
 
 
-def _wait(references: Sequence[Any], beat: Beat) -> None:
+def _wait(references: Sequence[Any]) -> None:
     import ray
 
     pending = list(references)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ckptstore.catalogue import job_of
-from ckptstore.runtime.beat import Beat, beat
+from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import started
 from ckptstore.store import CheckpointStore
 
@@ -18,17 +18,17 @@ _BEAT_EVERY_SECONDS = 1.0
 def on_all_ranks(store: CheckpointStore, what: str, work: Callable[[], Any]) -> list[Any]:
     """Return the result of `work` from every rank, as JSON holds it. Collective."""
     with job_of(store).group.meeting(what) as meeting:
-        values = meeting.gather(beating(work, beat))
+        values = meeting.gather(beating(work))
         return list(meeting.tell(lambda: values))
 
 
 def on_leader(store: CheckpointStore, what: str, work: Callable[[], Any]) -> Any:
     """Return the result of `work` on rank 0, as JSON holds it. Collective."""
     with job_of(store).group.meeting(what) as meeting:
-        return meeting.tell(lambda: beating(work, beat))
+        return meeting.tell(lambda: beating(work))
 
 
-def beating(work: Callable[[], T], beat: Beat) -> T:
+def beating(work: Callable[[], T]) -> T:
     """Run long work that gives no signs of life itself, giving them meanwhile."""
     found: list[T] = []
     errors: list[BaseException] = []

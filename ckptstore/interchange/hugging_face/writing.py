@@ -18,7 +18,6 @@ from ckptstore.interchange.hugging_face.safetensors_layout import INDEX_NAME, La
 from ckptstore.interchange.hugging_face.source import SafetensorsSource
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_alone
-from ckptstore.runtime.beat import Beat, beat, no_beat
 from ckptstore.transfer.executor import Executor, deal
 from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import FileSource, MemorySource
@@ -52,12 +51,12 @@ def write_safetensors(
 
 def _write_all(share: _Share, files: Sequence[LaidOut], group: Group, executor: Executor, tag: str) -> None:
     if group.world_size == 1:
-        executor.run(share, files, size_bytes=_size_of, beat=no_beat)
+        executor.run(share, files, size_bytes=_size_of)
         return
     shares = deal(files, _size_of, group.world_size)
     mine = shares[group.rank] if group.rank < len(shares) else []
     with group.meeting(f"write {tag}"):
-        share(mine, beat)
+        share(mine)
 
 
 def _size_of(file: LaidOut) -> int:
@@ -72,7 +71,7 @@ class _Share:
     layout: Layout
     progress: ExportProgress
 
-    def __call__(self, share: Sequence[LaidOut], beat: Beat) -> None:
+    def __call__(self, share: Sequence[LaidOut]) -> None:
         if not share:
             return
         target = self.progress.place
@@ -86,7 +85,7 @@ class _Share:
             if self.progress.is_done(name):
                 continue
             source = SafetensorsSource(stored, self.layout.head(file), entries, self.layout.keys)
-            target.transfer.upload([PlannedFile(name, source)], beat=beat)
+            target.transfer.upload([PlannedFile(name, source)])
             self.progress.done(name, source.size_bytes)
 
 

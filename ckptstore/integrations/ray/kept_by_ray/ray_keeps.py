@@ -31,7 +31,7 @@ from ckptstore.group.base import LEADER
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.log.identity import KEPT_BY_RAY, read_or_create_store_json
-from ckptstore.runtime.beat import Beat
+from ckptstore.runtime.beat import beat
 from ckptstore.saving.commit import check_stored, manifest_of, write_manifest
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
@@ -131,7 +131,7 @@ class RayPublisher:
         storage, rank = self.run.storage, self.run.worker.rank
         return Destination(storage, storage.uri, rank, removes=rank == LEADER)
 
-    def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
+    def begin(self, request: Request, decision: Decision) -> Mapping[str, Any]:
         """See `Publisher.begin`. Raises InvalidName, InvalidInput where a log keeps the checkpoints, StorageFull."""
         self.run.store_id()
         _check_room(self.run.storage, decision)
@@ -142,7 +142,7 @@ class RayPublisher:
         """See `Publisher.join`."""
         return RayAttempt(request.step, 0, "", begun["directory"])
 
-    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Any:
+    def publish(self, request: Request, attempt: Attempt, contents: Contents) -> Any:
         """See `Publisher.publish`: the manifest, last."""
         run = self.run
         check_stored(run.storage, attempt, contents.receipts)

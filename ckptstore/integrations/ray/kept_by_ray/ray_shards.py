@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.format.layout import RAY_METADATA_NAME, Attempt
 from ckptstore.format.naming import Offer
-from ckptstore.runtime.beat import Beat
 from ckptstore.saving.directories import Directory, scan
 from ckptstore.saving.directory_shard import DirectoryShard
 from ckptstore.saving.shard import Contents, Decision
@@ -99,13 +98,13 @@ class RayDirectoryShard:
         self._is_muted = self._run.worker.rank in head["muted"]
         self._inner.hear(told)
 
-    def store(self, attempt: Attempt, beat: Beat) -> bytes:
+    def store(self, attempt: Attempt) -> bytes:
         """See `Shard.store`."""
-        return b"[]" if self._is_muted else self._inner.store(attempt, beat)
+        return b"[]" if self._is_muted else self._inner.store(attempt)
 
-    def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
+    def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
         """See `Shard.join`."""
-        return self._inner.join(attempt, stored, beat)
+        return self._inner.join(attempt, stored)
 
 
 def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:

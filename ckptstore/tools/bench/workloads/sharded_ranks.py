@@ -168,9 +168,9 @@ def _committed(
     request = Request.of(step=1, kind="state", metrics=None, metadata=None, exists="replace")
     gc.collect()
     with Meter() as meter:
-        contents = shard.join(attempt, reports, lambda: None)
+        contents = shard.join(attempt, reports)
         meter.returned()
-        record = commit(job, request, attempt, contents, lambda: None, world_size=num_ranks)
+        record = commit(job, request, attempt, contents, world_size=num_ranks)
     return {
         "seconds": meter.total_seconds,
         "join_seconds": meter.blocked_seconds,

@@ -7,7 +7,6 @@ from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.format.layout import Attempt
-from ckptstore.runtime.beat import Beat
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.shard import Contents, Decision, Shard
 from ckptstore.store import CheckpointStore, save_shard
@@ -47,10 +46,10 @@ class _Looked:
     def hear(self, told: bytes) -> None:
         self._shard.hear(told)
 
-    def store(self, attempt: Attempt, beat: Beat) -> bytes:
-        receipts = self._shard.store(attempt, beat)
+    def store(self, attempt: Attempt) -> bytes:
+        receipts = self._shard.store(attempt)
         self._check()
         return receipts
 
-    def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
-        return self._shard.join(attempt, stored, beat)
+    def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
+        return self._shard.join(attempt, stored)
