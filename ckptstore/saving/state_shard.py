@@ -237,7 +237,7 @@ class StateShard:
         assert self._agreement is not None
         head: dict[str, Any] = {"told": self._files.told(part)}
         if self._stock is not None:
-            head["stock"] = self._stock.told()
+            head["stock"] = self._stock.report()
         if not self._agreement.is_packed:
             receipts = [*receipts, *self._add({part_name(self._rank, self._options.num_prefixes): part}, attempt)]
             part = b""

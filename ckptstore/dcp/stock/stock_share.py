@@ -52,22 +52,22 @@ class StockShare:
             if rank == 0 or (agreement.classes and agreement.classes.index(agreement.classes[rank]) == rank):
                 self._paths.update(flat.paths)
 
-    def told(self) -> list[Any]:
+    def report(self) -> list[Any]:
         """Return what the leader has to know, as JSON has it. It has its own paths."""
         return [self._places, {} if self._is_leader else self._paths]
 
     @collector_paused()
-    def metadata(self, told: Sequence[Sequence[Any]], index: TensorIndex, memo: SaveMemo) -> bytes | None:
-        """Leader: return `.metadata`, from what all ranks told; None, with a warning once for a store, for more than
-        stock readers can be expected to take."""
-        found = [places for places, _ in told if places is not None]
-        is_large = len(found) < len(told) or index.num_chunks + sum(map(len, found)) > MAX_CHUNKS
+    def metadata(self, reports: Sequence[Sequence[Any]], index: TensorIndex, memo: SaveMemo) -> bytes | None:
+        """Leader: return `.metadata`, from the reports of all ranks; None, with a warning once for a store, for more
+        than stock readers can be expected to take."""
+        found = [places for places, _ in reports if places is not None]
+        is_large = len(found) < len(reports) or index.num_chunks + sum(map(len, found)) > MAX_CHUNKS
         if is_large and not self._at_any_size:
-            memo.kept("warning of stock", True, _warn)
+            memo.cached("warning of stock", True, _warn)
             return None
-        places, paths = _joined(told)
+        places, paths = _joined(reports)
         wanted = index.layout_digest(), list(places.items()), [*paths.items(), *self._paths.items()]
-        return memo.kept("stock metadata", wanted, lambda: stock_metadata(index, places, {**paths, **self._paths}))
+        return memo.cached("stock metadata", wanted, lambda: stock_metadata(index, places, {**paths, **self._paths}))
 
 
 def _warn() -> None:
@@ -80,12 +80,12 @@ def _warn() -> None:
     )
 
 
-def _joined(told: Sequence[Sequence[Any]]) -> tuple[dict[str, StockPlace], Paths]:
+def _joined(reports: Sequence[Sequence[Any]]) -> tuple[dict[str, StockPlace], Paths]:
     """Where all ranks' values lie for stock readers, and the paths of all keys of other ranks than the leader; the
     lowest rank's word counts."""
     places: dict[str, StockPlace] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for of_rank, own_paths in reversed(told):
+    for of_rank, own_paths in reversed(reports):
         places.update(of_rank)
         paths.update((key, tuple(path)) for key, path in own_paths.items())
     return places, paths

@@ -24,7 +24,7 @@ class SaveMemo:
     """Of one store in one process, for one save at a time."""
 
     negotiator: Negotiator = field(default_factory=Negotiator)
-    _kept: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    _cache: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     _turn: int = 0
 
     def next_turn(self) -> int:
@@ -33,11 +33,11 @@ class SaveMemo:
         return self._turn
 
     @collector_paused()
-    def kept(self, name: str, made_for: object, make: Callable[[], Made]) -> Made:
+    def cached(self, name: str, made_for: object, make: Callable[[], Made]) -> Made:
         """Return what `make` gave last under that name, if it was made for an equal object; else what it gives now."""
-        last = self._kept.get(name)
+        last = self._cache.get(name)
         if last is None or last[0] != made_for:
-            last = self._kept[name] = made_for, make()  # one assignment, so that no error comes between the two
+            last = self._cache[name] = made_for, make()  # one assignment, so that no error comes between the two
         made: Made = last[1]
         return made
 
@@ -52,7 +52,7 @@ class SaveMemo:
                 self.negotiator.structures = RankStructures.of([Structure.of(items)], (0,), (member,))
             return plan_rank(items, agreement, rank)
 
-        return self.kept("plan", (without_digests(items), agreement, rank), make)
+        return self.cached("plan", (without_digests(items), agreement, rank), make)
 
     def outliner(self, agreement: Agreement) -> Outliner:
         """What makes the outline, on the leader, once it has a plan; the last one itself where the structures of all
@@ -63,4 +63,4 @@ class SaveMemo:
         def make() -> Outliner:
             return Outliner(structures, differs=agreement.differs, untied=agreement.untied, copies=agreement.copies)
 
-        return self.kept("outliner", (id(structures), agreement), make)  # which lives as long as its outliner
+        return self.cached("outliner", (id(structures), agreement), make)  # which lives as long as its outliner
