@@ -22,10 +22,10 @@ from ckptstore.group import SoloGroup
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import Policy
-from ckptstore.saving.log_publisher import LogPublisher
+from ckptstore.saving.commit import tell
+from ckptstore.saving.log_publisher import LogPublisher, prune_behind
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
-from ckptstore.saving.transaction import Ended
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 
@@ -124,7 +124,9 @@ class StoreTarget:
         job = self._alone(world_size=world_size)
         publisher = LogPublisher(job, after=self._begun_at)
         record = publisher.commit(self._request, self._attempt, Contents(receipts, timings=timings))
-        LogPublisher(self.job or job).committed(record, Ended(time.monotonic() - self._started))
+        tell(record, job.storage, rank=0, seconds=time.monotonic() - self._started)
+        if self.job is not None:
+            prune_behind(self.job)
 
     def close(self) -> None:
         """Give back what `open` made here."""

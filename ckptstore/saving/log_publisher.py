@@ -79,20 +79,13 @@ class LogPublisher:
         else:
             number, data = published
             record = Record.decode(data, number)
-        if record is not None:
-            self.committed(record, end())
-        return record
-
-    def committed(self, record: Record, ended: Ended, *, rank: int | None = None) -> None:
-        """Tell listeners of a commit. The leader deletes in the background what was in the trash for long enough.
-
-        `rank` is the rank of this process where it is another one than in the job's group.
-        """
-        job = self.job
-        rank = job.group.rank if rank is None else rank
-        tell(record, job.storage, rank=rank, seconds=ended.seconds, slowest=ended.slowest)
+        if record is None:
+            return None
+        job, ended = self.job, end()
+        tell(record, job.storage, rank=job.group.rank, seconds=ended.seconds, slowest=ended.slowest)
         if job.is_leader:
-            job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))
+            prune_behind(job)
+        return record
 
     def _refuse_existing(self, newest: Record, step: int) -> None:
         if any(candidate.step == step for candidate in self.job.candidates(newest)):
@@ -109,3 +102,8 @@ class LogPublisher:
                 f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {storage.uri}",
                 hint="Make room, or keep fewer checkpoints",
             )
+
+
+def prune_behind(job: Job) -> None:
+    """Delete in the background what was in the trash for long enough. The leader calls it after each commit."""
+    job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))

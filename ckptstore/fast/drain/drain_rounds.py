@@ -26,9 +26,9 @@ from ckptstore.format.record import Record
 from ckptstore.group import Group
 from ckptstore.job import Job
 from ckptstore.runtime.beat import beat
-from ckptstore.saving.commit import commit_prepared, covering
-from ckptstore.saving.log_publisher import LogPublisher
-from ckptstore.saving.transaction import Ended, remove_files
+from ckptstore.saving.commit import commit_prepared, covering, tell
+from ckptstore.saving.log_publisher import prune_behind
+from ckptstore.saving.transaction import remove_files
 from ckptstore.storage.retry import hurried
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.paced import Pacer
@@ -176,7 +176,9 @@ class Rounds:
         if is_superseded:
             self._discard(drain)
         else:
-            LogPublisher(self._job).committed(record, Ended(seconds))
+            tell(record, self._job.storage, rank=self._rank, seconds=seconds)
+            if self._job.is_leader:
+                prune_behind(self._job)
         if self.away_since is not None:
             emit(DrainRecovered(**place, seconds=now - self.away_since))
         self._failures, self.away_since, self.error = 0, None, None

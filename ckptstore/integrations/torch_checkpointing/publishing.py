@@ -16,10 +16,10 @@ from ckptstore.integrations.torch_checkpointing.drafts import Draft
 from ckptstore.integrations.torch_checkpointing.job_start import JobStart
 from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, StoredPath
 from ckptstore.job import Job
-from ckptstore.saving.log_publisher import LogPublisher
+from ckptstore.saving.commit import tell
+from ckptstore.saving.log_publisher import LogPublisher, prune_behind
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
-from ckptstore.saving.transaction import Ended
 from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import MemorySource
 
@@ -58,13 +58,13 @@ def publish(job: Job, start: JobStart, writing: Writing, place: StoredPath) -> N
     occupied = {name[:at] for name in names for at, char in enumerate(name) if char == "/"}
     empty = _leaves(directories - occupied - {""})
     request = Request(step=place.step, kind="directory", metadata={METADATA_KEY: {"name": place.name}})
-    publisher = LogPublisher(job, world_size=start.world_size)
-    record = publisher.commit(request, attempt, Contents(receipts, empty))
+    record = LogPublisher(job, world_size=start.world_size).commit(request, attempt, Contents(receipts, empty))
+    tell(record, job.storage, rank=start.rank, seconds=time.monotonic() - began)
     try:
         draft.remove()
     except CkptstoreError as error:
         logger.warning("%s is committed; what its ranks left at %s stays: %s", place.name, draft.prefix, error)
-    publisher.committed(record, Ended(time.monotonic() - began), rank=start.rank)
+    prune_behind(job)
 
 
 def _of_attempt(receipt: Receipt, attempt: Attempt) -> Receipt:
