@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint
@@ -13,14 +13,13 @@ from ckptstore.format.changes import Change, Pin, Unpin
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
-from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
-from ckptstore.loading.restoring import restore
 from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, Policy, Verdict, check_metric_exists, ranked
-from ckptstore.runtime.notebook import html_table
-from ckptstore.upkeep.garbage import Garbage, collect_garbage
-from ckptstore.upkeep.prune import Trashed, prune, trash
-from ckptstore.upkeep.retain import retain, roll_back
+
+if TYPE_CHECKING:
+    from ckptstore.loading.checkpoint_files import CheckpointFiles
+    from ckptstore.upkeep.garbage import Garbage
+    from ckptstore.upkeep.prune import Trashed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +186,8 @@ class Catalogue:
 
     def trash(self) -> list[Trashed]:
         """What retention dropped and no prune has deleted yet, with the time left and what holds it."""
+        from ckptstore.upkeep.prune import trash
+
         return trash(self._job.log, self._job.storage, grace_seconds=self._job.config.grace_seconds)
 
     def pin(self, step: int) -> None:
@@ -205,6 +206,8 @@ class Catalogue:
         """
         job = self._job
 
+        from ckptstore.upkeep.retain import roll_back
+
         def change(newest: Record | None) -> Change | None:
             target = self._record_of(step, newest)
             next_save = 0 if job.tier is None or not job.tier.is_open else job.highest_save_number + 1
@@ -219,6 +222,8 @@ class Catalogue:
         Of several of the step it is the last, or that with `number`. Raises CheckpointGone when it is not in the trash,
         CheckpointDamaged when a file is missing (none is read), InvalidInput when the step is live or Ray keeps it.
         """
+        from ckptstore.loading.restoring import restore
+
         return self._checkpoint(restore(self._job, step, number=number, pin=pin))
 
     def retain(self, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
@@ -227,6 +232,8 @@ class Catalogue:
         The latest, pinned ones and the resume source stay. No job is fenced: one that runs goes on with its own policy
         at its next save. A dry run returns the same verdicts and changes nothing.
         """
+        from ckptstore.upkeep.retain import retain
+
         return retain(self._job.log, policy, dry_run=dry_run)
 
     def prune(self, *, dry_run: bool = False) -> list[Trashed]:
@@ -235,6 +242,8 @@ class Catalogue:
         A save does this in the background. A dry run returns the same list and deletes nothing. Raises StoreFenced.
         """
         job = self._job
+        from ckptstore.upkeep.prune import prune
+
         return prune(job.log, job.storage, job.config, epoch=job.epoch, dry_run=dry_run)
 
     def collect_garbage(self, *, claim: bool = False, dry_run: bool = False) -> Garbage:
@@ -242,10 +251,14 @@ class Catalogue:
 
         `claim` first takes the store over from a dead job, so that its attempts go too. It fences a job that is alive.
         """
+        from ckptstore.upkeep.garbage import collect_garbage
+
         return collect_garbage(self._job.log, self._job.storage, claim=claim, dry_run=dry_run)
 
     def _repr_html_(self) -> str:
         rows = [(it.checkpoint.step, it.checkpoint.metrics, "latest" if it.is_latest else "") for it in self.entries()]
+        from ckptstore.runtime.notebook import html_table
+
         return html_table(self.uri, [("step", "metrics", ""), *rows])
 
     def __repr__(self) -> str:
@@ -260,6 +273,8 @@ class Catalogue:
         return record_of_step(self._job.log, newest, step)
 
     def _checkpoint(self, record: Record) -> Checkpoint:
+        from ckptstore.loading.checkpoint_files import files_of
+
         return Checkpoint(files_of(self._job, record))
 
 

@@ -26,17 +26,15 @@ from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
 from ckptstore.format.timings import Timings
 from ckptstore.group import SOLO, find_group, has_torch_group
-from ckptstore.loading.checkpoint_files import CheckpointFiles
-from ckptstore.loading.story import copy_directory, open_directory
-from ckptstore.loading.verify import VerifyReport, verify
-from ckptstore.runtime.notebook import html_table
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.uri import redact
 from ckptstore.transfer.opened import open_place
 
 if TYPE_CHECKING:
+    from ckptstore.loading.checkpoint_files import CheckpointFiles
     from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
     from ckptstore.loading.tensor_view import StoredTensors
+    from ckptstore.loading.verify import VerifyReport
     from ckptstore.state.read.stored import PerRank
     from ckptstore.transfer.executor import Executor
 
@@ -73,6 +71,8 @@ class Checkpoint:
         there with its size: a copy made by other tools may be incomplete. Raises InvalidInput for a store and for
         STORE@STEP, and says how to open those.
         """
+        from ckptstore.loading.checkpoint_files import CheckpointFiles
+
         place = open_place(uri, storage_options=storage_options)
         files = CheckpointFiles.at(place, given_group=group)
         checkpoint = cls(files)
@@ -221,6 +221,8 @@ class Checkpoint:
         On a disk it is the real path. Else it is a copy that all processes of this node share: it is downloaded once,
         every byte is checked, and nobody ever sees a part of it. Raises CheckpointGone, CheckpointDamaged, StorageFull.
         """
+        from ckptstore.loading.story import open_directory
+
         return open_directory(self._files)
 
     def to_directory(self, path: str | os.PathLike[str], include: str | None = None) -> Path:
@@ -228,6 +230,8 @@ class Checkpoint:
 
         `include` is a pattern ("model*") for the stored name or the name that the rank used.
         """
+        from ckptstore.loading.story import copy_directory
+
         return copy_directory(self._files, path, include=include)
 
     def load(
@@ -286,6 +290,8 @@ class Checkpoint:
 
         `executor` says where the files are read, in this process when it is None.
         """
+        from ckptstore.loading.verify import verify
+
         return verify(self._files, sample=sample, executor=executor)
 
     def _require_there(self) -> None:
@@ -300,6 +306,8 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         fields = {"number": self.number, "kind": self.kind, "ranks": self.world_size, "bytes": f"{self.size_bytes:,}"}
+        from ckptstore.runtime.notebook import html_table
+
         return html_table(self.uri, {"step": self.step, **fields, **self.metrics}.items())
 
     def __repr__(self) -> str:
@@ -322,6 +330,8 @@ class _Place:
 
     def opened(self) -> CheckpointFiles:
         record = None if self.record is None else Record.decode(*self.record)
+        from ckptstore.loading.checkpoint_files import CheckpointFiles
+
         return CheckpointFiles.at(open_place(self.uri), prefix=self.prefix, record=record)
 
 

@@ -17,7 +17,6 @@ from functools import reduce
 from typing import Any, Literal
 
 from ckptstore.errors import InvalidInput, InvalidMetric
-from ckptstore.runtime.near import meant, nearest, shown
 from ckptstore.runtime.shown import read_duration
 
 Mode = Literal["min", "max"]
@@ -245,6 +244,8 @@ def check_metric_exists(candidates: Sequence[Candidate], metric: str) -> None:
     """Raise InvalidMetric, with those that exist, when none of some checkpoints has the metric."""
     names = {name for item in candidates for name in item.metrics}
     if candidates and metric not in names:
+        from ckptstore.runtime.near import meant, nearest, shown
+
         raise InvalidMetric(
             f"No live checkpoint has the metric {metric!r}{meant(nearest(metric, names))} They have {shown(names)}"
         )

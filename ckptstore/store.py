@@ -13,25 +13,21 @@ from typing import TYPE_CHECKING, Any, Self
 from ckptstore.boundary import bounded
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.dcp.store_target import StoreTarget
 from ckptstore.job import Job
-from ckptstore.loading.checkpoint_files import files_of
-from ckptstore.loading.newest import Order, newest_first, resume
-from ckptstore.saving import background
-from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave
-from ckptstore.saving.directory_shard import directory_of
-from ckptstore.saving.log_publisher import LogPublisher
-from ckptstore.saving.phases import SaveClock
-from ckptstore.saving.transaction import Transaction, checked
 
 if TYPE_CHECKING:
+    from ckptstore.dcp.store_target import StoreTarget
     from ckptstore.format.naming import Suffix
     from ckptstore.loading.load_report import Dtype, ReadOnce
+    from ckptstore.loading.newest import Order
+    from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave
     from ckptstore.saving.health import ResumedFrom, StoreHealth
+    from ckptstore.saving.phases import SaveClock
     from ckptstore.saving.request import Exists, Request
     from ckptstore.saving.save_state import Saved, StateSaver
     from ckptstore.saving.shard import Shard
     from ckptstore.saving.state_shard import Incremental, StockReadable
+    from ckptstore.saving.transaction import Transaction
     from ckptstore.state.read.stored import PerRank
 
 
@@ -49,11 +45,21 @@ class CheckpointStore(Catalogue):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._background = Background()
-        self._deadline = Deadline()
         self._called: SaveClock | None = None
         """The clock of a call that began before `_clock` was asked for."""
         self._resumed: ResumedFrom | None = None
+
+    @cached_property
+    def _background(self) -> Background:
+        from ckptstore.saving.background import Background
+
+        return Background()
+
+    @cached_property
+    def _deadline(self) -> Deadline:
+        from ckptstore.saving.background import Deadline
+
+        return Deadline()
 
     def _in_turn(self, *, max_failures: int | None = None) -> Job:
         """The job, for a collective call, after what was in flight. With `max_failures`, what that failed with is
@@ -67,6 +73,8 @@ class CheckpointStore(Catalogue):
 
     def _clock(self) -> SaveClock:
         """That of the save that is being called now."""
+        from ckptstore.saving.phases import SaveClock
+
         clock, self._called = self._called or SaveClock(), None
         return clock
 
@@ -98,6 +106,7 @@ class CheckpointStore(Catalogue):
         ranks is stored for each rank. Raises InvalidState, with the key, for what cannot be stored.
         """
         from ckptstore.saving.state_shard import StateOptions
+        from ckptstore.saving.transaction import checked
 
         clock = self._clock()
         job = self._in_turn(max_failures=0)
@@ -132,9 +141,12 @@ class CheckpointStore(Catalogue):
         The other arguments are those of `save`.
         """
         from ckptstore.saving.state_shard import StateOptions
+        from ckptstore.saving.transaction import checked
 
         clock = self._clock()
         if not self._background.is_free(self._job, on_busy, step=step):
+            from ckptstore.saving.background import PendingSave
+
             return PendingSave(step, skipped=True, stalled_seconds=clock.elapsed_seconds)
         job = self._in_turn(max_failures=max_failures)
         request = checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
@@ -151,6 +163,8 @@ class CheckpointStore(Catalogue):
         Such a save begins after the save that this store has in flight. If another checkpoint is committed meanwhile,
         it ends with InvalidInput: an older state must not become the latest.
         """
+        from ckptstore.dcp.store_target import StoreTarget
+
         return StoreTarget.of(self._job, in_turn=self._in_turn, metrics=metrics, metadata=metadata)
 
     def warm_up(self, state: Mapping[str, Any], *, stock_readable: StockReadable = "auto") -> None:
@@ -205,7 +219,9 @@ class CheckpointStore(Catalogue):
 
         A handler that was there before is called too, unless it is the default one, which ends the process.
         """
-        background.install_sigterm(self._deadline, seconds)
+        from ckptstore.saving.background import install_sigterm
+
+        install_sigterm(self._deadline, seconds)
 
     @property
     def stop_requested(self) -> bool:
@@ -284,6 +300,8 @@ class CheckpointStore(Catalogue):
         Raises InvalidInput and its kin before anything is written, SourceChanged, StorageError, RankFailed,
         RankTimeout, StoreFenced.
         """
+        from ckptstore.saving.directory_shard import directory_of
+
         asked: dict[str, Any] = {"metrics": metrics, "metadata": metadata, "exists": exists}
         asked |= {"suffix": suffix, "shared": shared, "link": link}
         return save_shard(self, lambda job: directory_of(job, step, path, **asked))
@@ -308,6 +326,8 @@ class CheckpointStore(Catalogue):
 
         Raises NoUsableCheckpoint when there are checkpoints and none of them can be used, StateMismatch.
         """
+        from ckptstore.loading.newest import resume
+
         if state is None:
             files = resume(self._in_turn())
             return self._gone_on_from(Checkpoint(files)) if files else None
@@ -358,11 +378,12 @@ class CheckpointStore(Catalogue):
         return Checkpoint(saved.files)
 
     def _load(
-        self, state: Mapping[str, Any], *, claim: bool, order: Order = newest_first, **options: Any
+        self, state: Mapping[str, Any], *, claim: bool, order: Order | None = None, **options: Any
     ) -> Checkpoint | None:
         from ckptstore.loading.load_state import LoadOptions, load_newest
+        from ckptstore.loading.newest import newest_first
 
-        found = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim, order=order)
+        found = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim, order=order or newest_first)
         if found is None:
             return None
         checkpoint = Checkpoint(found.files, load_report=found.report)
@@ -394,6 +415,8 @@ def start_shard(
 
     What the shard stores stays until `ended` is called, on some thread: it is stored then, or never will be.
     """
+    from ckptstore.saving.background import PendingSave
+
     clock = store._clock()
     with ExitStack() as not_started:
         not_started.callback(ended)
@@ -425,6 +448,10 @@ def _begun(
     """A save on which the ranks have agreed, and what finishes it, for the pending save that waits for it if there is
     one."""
     if job.tier is None:
+        from ckptstore.loading.checkpoint_files import files_of
+        from ckptstore.saving.log_publisher import LogPublisher
+        from ckptstore.saving.transaction import Transaction
+
         direct = Transaction.begin(job.group, LogPublisher(job), shard, request, clock=clock)
         return direct, lambda _pending: Checkpoint(files_of(job, direct.finish(shard)))
     saver = store._state_saver

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from types import UnionType
@@ -85,12 +86,13 @@ def error_tree() -> str:
 
 def event_classes() -> list[type[events.Event]]:
     """All events, in the order of their definition; those of the agent last."""
+    modules = [import_module(f"ckptstore.events.{name}") for name in ("fast_saves", "loads", "requests", "saves")]
     return [
         value
-        for module in (events, notices)
+        for module in (*modules, notices)
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, events.Event) and value.__module__.startswith(module.__name__)
-        if value is not events.Event
+        if isinstance(value, type) and issubclass(value, events.Event) and value.__module__ == module.__name__
+        if module is notices or value.__name__ in events.__all__
     ]
 
 

@@ -5,16 +5,12 @@ Importing this package loads no torch.
 """
 
 from ckptstore.group.base import Group, SoloGroup
-from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.find import SOLO, check_shared, find_group, has_torch_group
-from ckptstore.group.keys import DRAIN_LANE
 from ckptstore.group.meeting import Meeting
-from ckptstore.group.storage_board import StorageGroup, leftover_prefixes
+from ckptstore.group.storage_group import StorageGroup
 
 __all__ = [
-    "DRAIN_LANE",
     "SOLO",
-    "BoardGroup",
     "Group",
     "Meeting",
     "SoloGroup",
@@ -22,5 +18,4 @@ __all__ = [
     "check_shared",
     "find_group",
     "has_torch_group",
-    "leftover_prefixes",
 ]

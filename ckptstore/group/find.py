@@ -12,7 +12,7 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import CkptstoreError, FileMissing, GroupMissing, InvalidInput, StoreNotShared
 from ckptstore.format.layout import PROBE_PREFIX
 from ckptstore.group.base import LEADER, Group, SoloGroup, spoken
-from ckptstore.group.storage_board import StorageGroup
+from ckptstore.group.storage_group import StorageGroup
 from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import retrying
 

@@ -36,10 +36,9 @@ from typing import Any, Protocol, cast
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, from_wire, to_wire
 from ckptstore.group.base import LEADER, Group, spoken
 from ckptstore.group.board import Seat, Seated
-from ckptstore.group.keys import Keys
 from ckptstore.group.life import LEFT, Beater, Pace, Watch, beat_interval_seconds
 from ckptstore.group.meeting import Meeting, unpack
-from ckptstore.group.message import Message
+from ckptstore.group.message import Keys, Message
 
 _FAREWELL_SECONDS = 10.0
 

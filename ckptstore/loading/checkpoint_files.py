@@ -20,7 +20,6 @@ from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer import RangeRead, Transfer, Wanted
 from ckptstore.transfer.opened import OpenedPlace
-from ckptstore.upkeep import leases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +243,8 @@ class CommittedFiles(CheckpointFiles):
         if not isinstance(self.storage, Disk):
             yield
             return
+        from ckptstore.upkeep import leases
+
         with leases.hold(self.storage, self.record.number, is_handed_out=is_handed_out):
             # A prune looks at leases after its record. So where the log has no such record yet, it will see this one.
             log = self.job.log if self.job else Log(self.storage, retry=self.config.retry)

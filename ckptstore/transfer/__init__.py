@@ -16,7 +16,6 @@ from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Storage
 from ckptstore.storage.probe import is_server
-from ckptstore.transfer import fetch, reads, upload
 from ckptstore.transfer.engine import Engine
 from ckptstore.transfer.moves import Checked, PlannedFile, RangeRead, Stored, Wanted
 from ckptstore.transfer.pool import Pool
@@ -83,7 +82,9 @@ class Transfer:
         though nothing moves. After an error files may be there, whole or torn. Raises SourceChanged for a source that
         changes or vanishes meanwhile, and what the storage raises.
         """
-        return upload.upload(self._engine, files, check)
+        from ckptstore.transfer.upload import upload
+
+        return upload(self._engine, files, check)
 
     def download(
         self,
@@ -100,14 +101,18 @@ class Transfer:
         """
         places = [(item, os.fspath(path)) for item, path in wanted]
         durable = durable and self._engine.config.durable
-        fetch.download(self._engine, places, read_only=read_only, durable=durable)
+        from ckptstore.transfer.fetch import download
+
+        download(self._engine, places, read_only=read_only, durable=durable)
 
     def check(self, wanted: Sequence[Wanted]) -> list[Checked]:
         """Read every byte of the files and compare size and digest; the result has the order of the files.
 
         Raises what keeps the files from being read, AccessDenied for instance.
         """
-        return fetch.check(self._engine, wanted)
+        from ckptstore.transfer.fetch import check
+
+        return check(self._engine, wanted)
 
     def read(self, ranges: Sequence[RangeRead]) -> None:
         """Fill the views of all ranges, and check every stretch that has a digest.
@@ -115,7 +120,9 @@ class Transfer:
         A stretch with a wrong digest is read a second time, then CheckpointDamaged is raised. The views may hold
         anything after an error. Raises ValueError when the checks of a range do not cover it.
         """
-        reads.read(self._engine, ranges)
+        from ckptstore.transfer.reads import read
+
+        read(self._engine, ranges)
 
     def close(self) -> None:
         """End the threads and give the buffers back."""

@@ -7,17 +7,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import AccessDenied, StorageError, StorageFull
 from ckptstore.storage.base import Disk, Doubts, Storage, WritesParts
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice
-from ckptstore.transfer.flow import Flow
 from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.pool import Operation, Pool
 from ckptstore.transfer.scratch import Scratch
+
+if TYPE_CHECKING:
+    from ckptstore.transfer.flow import Flow
 
 T = TypeVar("T")
 
@@ -57,7 +59,12 @@ class Engine:
         object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
         object.__setattr__(self, "doubts", self.storage if isinstance(self.storage, Doubts) else None)
         object.__setattr__(self, "reading", threading.Semaphore(self.config.num_threads))
-        object.__setattr__(self, "flow", None if self.disk else Flow(self.pool.num_threads))
+        flow = None
+        if not self.disk:
+            from ckptstore.transfer.flow import Flow
+
+            flow = Flow(self.pool.num_threads)
+        object.__setattr__(self, "flow", flow)
 
     @property
     def request_bytes(self) -> int:

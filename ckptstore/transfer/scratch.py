@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptstore.runtime.new_memory import new_memory
 from ckptstore.transfer.pool import Operation
 
 _ROUND_BYTES = 64 << 10
@@ -63,6 +62,8 @@ class Scratch:
             self._drop_kept(max(0, self._budget_bytes - self._lent_bytes - size_bytes))
             self._lent_bytes += size_bytes
         try:
+            from ckptstore.runtime.new_memory import new_memory
+
             return new_memory(size_bytes)
         except BaseException:
             with self._changed:

@@ -18,7 +18,8 @@ from ckptstore.fast.partner import DoubledUpload
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
-from ckptstore.group import BoardGroup, SoloGroup, StorageGroup
+from ckptstore.group import SoloGroup, StorageGroup
+from ckptstore.group.board_group import BoardGroup
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.storage.base import Storage

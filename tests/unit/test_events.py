@@ -13,7 +13,8 @@ from ckptstore.events import BytesMoved, CheckpointCommitted, Event, FileStored,
 from ckptstore.tools.run import notices
 
 COMMITTED = CheckpointCommitted(step=5, number=2, rank=0, size_bytes=100, seconds=0.5)
-CLASSES = [value for value in vars(events).values() if isinstance(value, type) and issubclass(value, Event)]
+EVENTS = [getattr(events, name) for name in events.__all__]
+CLASSES = [value for value in EVENTS if isinstance(value, type) and issubclass(value, Event)]
 OF_THE_AGENT = [value for value in vars(notices).values() if isinstance(value, type) and value not in CLASSES]
 
 

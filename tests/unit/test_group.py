@@ -30,10 +30,12 @@ from ckptstore.errors import (
     StorageUnavailable,
     StoreNotShared,
 )
-from ckptstore.group import DRAIN_LANE, BoardGroup, SoloGroup, StorageGroup, check_shared, find_group, leftover_prefixes
+from ckptstore.group import SoloGroup, StorageGroup, check_shared, find_group
 from ckptstore.group.base import spoken, this_node
+from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.meeting import pack, unpack
-from ckptstore.group.message import Message, first_error
+from ckptstore.group.message import DRAIN_LANE, Message, first_error
+from ckptstore.group.storage_board import leftover_prefixes
 from ckptstore.runtime.beat import Beat
 from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.disk.local import LocalStorage

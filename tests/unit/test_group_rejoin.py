@@ -14,7 +14,7 @@ from test_group import RETRY, joined, opened, together
 from thread_ranks import in_threads
 
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageUnavailable
-from ckptstore.group import BoardGroup
+from ckptstore.group.board_group import BoardGroup
 from ckptstore.runtime.beat import Beat
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing import Call, FailAt, wrap

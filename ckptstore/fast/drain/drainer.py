@@ -13,7 +13,7 @@ from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain.book import Book, Drain, given_up
 from ckptstore.fast.drain.drain_rounds import Rounds
 from ckptstore.fast.nodes.fast_place import FastPlace
-from ckptstore.group import DRAIN_LANE
+from ckptstore.group.message import DRAIN_LANE
 from ckptstore.job import Job
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.saving.health import DrainHealth

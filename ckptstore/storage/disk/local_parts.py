@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ckptstore.errors import StorageError
 from ckptstore.format.digest import Digest
 from ckptstore.storage.disk import posix
-from ckptstore.storage.disk.direct import DirectFile
+
+if TYPE_CHECKING:
+    from ckptstore.storage.disk.direct import DirectFile
 
 _WRITE_BACK_BYTES = 8 << 20
 """How much is written before the disk is told to begin with it."""
@@ -51,6 +54,8 @@ class NewFile:
             self.abort()
             raise self._error(error) from error
         if is_direct:
+            from ckptstore.storage.disk.direct import DirectFile
+
             self._direct = DirectFile(self._descriptor)
 
     def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:

@@ -29,10 +29,10 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, ranked_name
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import Offer
 from ckptstore.format.timings import RankTimings
-from ckptstore.group import BoardGroup, Group
-from ckptstore.group.keys import Keys
+from ckptstore.group import Group
+from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.meeting import pack
-from ckptstore.group.message import Message
+from ckptstore.group.message import Keys, Message
 from ckptstore.group.torch_board import TorchBoard
 from ckptstore.opening import open_store
 from ckptstore.storage.base import Storage

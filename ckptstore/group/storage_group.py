@@ -1,0 +1,63 @@
+"""The group of ranks that have nothing in common but the store."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptstore.config import RetryConfig
+from ckptstore.errors import InvalidInput
+from ckptstore.storage.base import Storage
+
+if TYPE_CHECKING:
+    from ckptstore.group.board_group import BoardGroup
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+MOST_RANKS = 128
+"""The leader reads an answer of each with a request of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageGroup:
+    """Ranks that reach each other through the store alone: give it to `open_store(group=...)` on every rank.
+
+    `start_token` is the same on all ranks and new for every start of the job, such as a scheduler's job id with its
+    restart count. It has 1 to 64 letters, digits, "_", "-" or ".", and does not begin with ".". `node` names the host;
+    None finds the name out.
+    """
+
+    rank: int
+    world_size: int
+    start_token: str
+    node: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.world_size) is not int or self.world_size < 1:
+            raise InvalidInput(f"world_size is {self.world_size!r}, it must be an integer above 0")
+        if self.world_size > MOST_RANKS:
+            raise InvalidInput(
+                f"world_size is {self.world_size}, and at most {MOST_RANKS} ranks meet through the store alone",
+                hint="Call torch.distributed.init_process_group (gloo or NCCL) first, and give no group",
+            )
+        if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
+            raise InvalidInput(f"rank is {self.rank!r}, it must be an integer from 0 to {self.world_size - 1}")
+        if type(self.start_token) is not str or not _TOKEN.fullmatch(self.start_token):
+            raise InvalidInput(
+                f"start_token is {self.start_token!r}, it must be 1 to 64 letters, digits, '_', '-' or '.', the "
+                "first no '.'"
+            )
+
+    def open(self, storage: Storage, *, rank_timeout_seconds: float, retry: RetryConfig) -> BoardGroup:
+        """The group, at work in this storage. Nothing is read or written before its first meeting."""
+        from ckptstore.group.board_group import BoardGroup
+        from ckptstore.group.storage_board import StorageBoard
+
+        return BoardGroup(
+            StorageBoard(storage, start_token=self.start_token, world_size=self.world_size, retry=retry),
+            rank=self.rank,
+            world_size=self.world_size,
+            rank_timeout_seconds=rank_timeout_seconds,
+            start_token=self.start_token,
+            node=self.node,
+        )
