@@ -11,12 +11,12 @@ from typing import Any
 
 import forked_ranks
 import pytest
-from ckptstore.tools.bench.figures.told import absent
 
 from ckptstore.tools.bench import matrix
 from ckptstore.tools.bench.case import Case, process_group
 from ckptstore.tools.bench.destination import Place, opened_place
 from ckptstore.tools.bench.figures.report import Options, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.text import absent
 from ckptstore.tools.bench.peers.base import Contender
 from ckptstore.tools.bench.peers.registry import CONTENDERS
 from ckptstore.tools.bench.run import contests

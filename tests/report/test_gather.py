@@ -18,6 +18,7 @@ from seeing import everything, files, look
 from ckptstore import CkptstoreError, KeepLatest, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.errors import AccessDenied, StorageError, StorageUnavailable
+from ckptstore.format.record import sealed
 from ckptstore.testing import CountCalls, FailAt, combine, with_faults
 from ckptstore.tools.report.gather import Sighting
 
@@ -278,7 +279,7 @@ def test_the_newest_record_may_be_the_damaged_one(root: Path, report: Commands) 
     (root / "latest.json").unlink()
     (seen,) = report(root)["stores"]
     assert seen["changes"][-1]["kind"] == "unreadable"
-    assert "is not valid JSON" in seen["health"]["gaps"][0]
+    assert "its bytes are not those that were written" in seen["health"]["gaps"][0]
     assert by_step(seen)[7]["is_latest"]
 
 
@@ -289,7 +290,8 @@ def test_a_state_that_the_changes_do_not_lead_to_is_told(root: Path, report: Com
     record["state"]["live"] = str(number)
     record["state"].pop("pinned")
     path.chmod(0o644)
-    path.write_text(json.dumps(record))
+    del record["body_sha256"]
+    path.write_bytes(sealed(json.dumps(record).encode()))
     (root / "latest.json").unlink()
     (seen,) = report(root)["stores"]
     assert "has a state that the changes before it do not lead to" in seen["health"]["gaps"][0]

@@ -17,6 +17,7 @@ from seeing import checked, files, look
 
 from ckptstore import open_store
 from ckptstore.errors import InvalidInput
+from ckptstore.format.record import sealed
 from ckptstore.tools.cli import main
 from ckptstore.tools.cli.output import redacted_command_line
 from ckptstore.tools.report.document import Document
@@ -85,7 +86,8 @@ def test_text_that_is_no_unicode_and_numbers_that_are_none(tmp_path: Path) -> No
         "loss": {"$t": "float", "v": "NaN"},
         "huge": -(10**400),
     }
-    path.write_text(json.dumps(record))
+    del record["body_sha256"]
+    path.write_bytes(sealed(json.dumps(record).encode()))
     (root / "latest.json").unlink()
     out = tmp_path / "out.html"
     done = CliRunner().invoke(main, ["report", str(root), "--json", "--html", str(out)])

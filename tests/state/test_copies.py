@@ -77,7 +77,14 @@ def on_a_partner(tmp_path: Path, data: bytes) -> Iterator[_OnPartner]:
     server = NodeServer(NodeDisk.open(tmp_path / "disk", "id", node="b"), keys[1], is_one_machine=True)
     client = NodeClient("b", server.addresses, keys[0], rank=0, server_rank=1, timeout_seconds=20)
     try:
-        client.write(attempt, "f", MemorySource([memoryview(data)]), memoryview(bytearray(100)), given_up=NEVER)
+        client.write(
+            attempt,
+            "f",
+            MemorySource([memoryview(data)]),
+            memoryview(bytearray(100)),
+            given_up=NEVER,
+            algorithm="crc32c",
+        )
         yield _OnPartner(client, attempt, "f", len(data))
     finally:
         client.close()
@@ -160,7 +167,8 @@ def test_no_caller_takes_scratch_for_the_bytes(place: str, size_bytes: int, tmp_
     if place == "node":
         with on_a_partner(tmp_path, b"") as partner:
             scratch = memoryview(bytearray(1 << 20))
-            partner.client.write(partner.attempt, "g", Scribbling(data), scratch, given_up=NEVER)
+            source = Scribbling(data)
+            partner.client.write(partner.attempt, "g", source, scratch, given_up=NEVER, algorithm="crc32c")
             found = bytearray(size_bytes)
             partner.client.read_into(partner.attempt, "g", 0, [memoryview(found)])
     else:
