@@ -1,9 +1,9 @@
-"""Tensor state: what a nested state becomes on disk, and how any number of ranks gets it back.
+"""Tensor state: a nested state becomes files, and any number of ranks reads it back.
 
-It may know the transfer and the group, and nothing of jobs and stores. It gives saves what to write and loads what to
-fill: `tensors`, `index`, `live`, `write`, `read`, each above the one before. For users are `replicated`, which
-says of a tensor that it is the same on all ranks, and `per_rank`, which says of anything that each rank has its own.
-Modules load torch; importing the package does not.
+It may know the transfer and the group, and nothing of jobs and stores. It gives saves the sources to write and loads
+the targets to fill: `tensors`, `index`, `live`, `write`, `read`, each above the one before. Users call `replicated`,
+which marks a tensor as the same on all ranks, and `per_rank`, which marks anything as each rank's own. Modules load
+torch; importing the package does not.
 """
 
 from ckptstore.runtime.lazy import attach_stub

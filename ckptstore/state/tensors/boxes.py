@@ -1,4 +1,4 @@
-"""Boxes: axis-parallel pieces of a tensor, given by offsets and sizes. Pure arithmetic on tuples.
+"""Boxes: axis-parallel pieces of a tensor, described by offsets and sizes. Pure arithmetic on tuples.
 
 A range of elements below means a range of the tensor's elements in row-major order.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 Sizes = tuple[int, ...]
 
 _KNOWN_SIZES = 65_536
-"""Of a state with very many tensors, most have one of a few shapes."""
+"""The size of the caches below. Most tensors of a very large state have one of a few shapes."""
 
 
 class Box(NamedTuple):
@@ -24,18 +24,18 @@ class Box(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return prod(self.sizes)
 
 
 @lru_cache(maxsize=_KNOWN_SIZES)
 def whole(sizes: Sizes) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that is all of a tensor."""
     return Box((0,) * len(sizes), sizes)
 
 
 def overlap(left: Box, right: Box) -> Box | None:
-    """What two boxes share, None when that is no element."""
+    """Return the box that two boxes share, None when they share no element."""
     offsets = tuple(map(max, left.offsets, right.offsets))
     ends = [min(a + m, b + n) for a, m, b, n in zip(left.offsets, left.sizes, right.offsets, right.sizes, strict=True)]
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
@@ -43,18 +43,18 @@ def overlap(left: Box, right: Box) -> Box | None:
 
 
 def inside(inner: Box, outer: Box) -> Box:
-    """The same box, its offsets counted from where `outer` begins."""
+    """Return the same box, with its offsets counted from where `outer` begins."""
     return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
 
 
 def within(inner: Box, outer: Box) -> Box:
-    """The inverse of `inside`: a box counted from `outer`, counted from the whole tensor."""
+    """Invert `inside`: return a box that is counted from `outer`, counted from the whole tensor."""
     return Box(tuple(a + b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
 
 
 @lru_cache(maxsize=_KNOWN_SIZES)
 def strides_of(sizes: Sizes) -> Sizes:
-    """Elements from one index to the next, in each dimension of a contiguous tensor."""
+    """Return the elements from one index to the next, in each dimension of a contiguous tensor."""
     strides, step = [0] * len(sizes), 1
     for dim in range(len(sizes) - 1, -1, -1):
         strides[dim] = step
@@ -63,7 +63,8 @@ def strides_of(sizes: Sizes) -> Sizes:
 
 
 def span(box: Box, sizes: Sizes) -> tuple[int, int]:
-    """First element and number of elements of the shortest range, in a tensor of `sizes`, that has the whole box."""
+    """Return the first element and the number of elements of the shortest range, in a tensor of `sizes`, that has the
+    whole box."""
     strides = strides_of(sizes)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
@@ -71,7 +72,7 @@ def span(box: Box, sizes: Sizes) -> tuple[int, int]:
 
 
 def is_range(box: Box, sizes: Sizes) -> bool:
-    """Whether the elements of the box are a range, without a gap."""
+    """Return True if the elements of the box are a range, without a gap."""
     return span(box, sizes)[1] == box.volume
 
 
@@ -92,7 +93,7 @@ def runs(box: Box, sizes: Sizes, min_gap: int) -> Iterator[Box]:
 
 
 def boxes_of_range(sizes: Sizes, start: int, stop: int) -> Iterator[Box]:
-    """The boxes that together are the elements from `start` to `stop`; each is a range itself, in order."""
+    """Yield the boxes that together are the elements from `start` to `stop`; each is a range itself, in order."""
     if start >= stop:
         return
     if not sizes:
@@ -115,7 +116,8 @@ def boxes_of_range(sizes: Sizes, start: int, stop: int) -> Iterator[Box]:
 
 
 def granule(sizes: Sizes, most: int) -> int:
-    """How many elements a range should be a multiple of: the longest row of any depth with at most `most` elements."""
+    """Return the number of elements that a range should be a multiple of: the longest row of any depth with at most
+    `most` elements."""
     rows = prod(sizes)
     for size in sizes:
         if rows <= most:

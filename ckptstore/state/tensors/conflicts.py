@@ -1,4 +1,4 @@
-"""Stored tensors that belong into the same memory: which of them need not be read, and which must be compared."""
+"""Stored tensors for the same memory: find those that need not be read, and those to compare."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ckptstore.state.tensors.placement import PLAIN_TYPES, pieces_of
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor of the state, plain or distributed, that a stored tensor belongs into."""
+    """A tensor of the state, plain or distributed, that a stored tensor fills."""
 
     key: str
-    """What the state calls it."""
+    """The key in the state."""
     tensor: torch.Tensor
     source: str
     """The key of the stored tensor."""
@@ -26,16 +26,16 @@ class PlacedTensor(NamedTuple):
     live: torch.Tensor | None = None
     """The parameter or buffer whose memory it is in the end, where `tensor` is a copy of it."""
     may_move: bool = False
-    """Whether a new tensor may be filled in its place."""
+    """True if a new tensor may be filled in its place."""
 
 
 class FilledBox(NamedTuple):
-    """A box of a stored tensor, and the memory that it belongs into."""
+    """A box of a stored tensor, and the memory that it fills."""
 
     place: PlacedTensor
     box: Box
     memory: torch.Tensor
-    """Of the shape of the box, in the dtype of the state; the whole `live` where there is one."""
+    """The memory, in the shape of the box and the dtype of the state; the whole `live` if there is one."""
 
 
 class Conflict(NamedTuple):
@@ -44,21 +44,21 @@ class Conflict(NamedTuple):
     first: FilledBox
     second: FilledBox
     is_same: bool
-    """Whether they are for all of the memory, element by element; else for some elements in common."""
+    """True if both are for all of the memory, element by element; else they have some elements in common."""
 
 
 class Conflicts(NamedTuple):
-    """What the memory of places says about filling them."""
+    """The conflicts and the copies that follow from the memory of places."""
 
     conflicts: list[Conflict]
-    """What has to be compared before anything is filled."""
+    """The boxes to compare before anything is filled."""
     copies: list[PlacedTensor]
-    """Places that are filled when others are, all of their memory being the memory of earlier ones."""
+    """Places that are filled when others are, because all of their memory is the memory of earlier ones."""
 
 
 def local_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in which this process has its part of a plain or distributed tensor; none of other
-    subclasses, whose memory nobody knows."""
+    """Yield the plain tensors in which this process has its part of a plain or distributed tensor. Yield none for other
+    subclasses, whose memory is unknown."""
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
     shards = getattr(local, "local_shards", None) if type(local) not in PLAIN_TYPES else None
     parts = [local] if shards is None else [getattr(shard, "tensor", shard) for shard in shards()]
@@ -66,9 +66,9 @@ def local_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def conflicts_of(places: Sequence[PlacedTensor]) -> Conflicts:
-    """Find the places that have memory in common. None of them overlaps itself.
+    """Find the places that have memory in common. No place may overlap itself.
 
-    Takes time for sorting, and a closer look only at places that share memory.
+    Sort all places, and look closer only at those that share memory.
     """
     owners, memory = [], []
     for number, place in enumerate(places):

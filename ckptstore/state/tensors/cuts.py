@@ -1,4 +1,4 @@
-"""What a rank has along each dimension of a tensor that a mesh cuts, as `torch.chunk` cuts. Pure."""
+"""The indices that a rank has along each dimension of a tensor that a mesh cuts, as `torch.chunk` cuts. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ REPLICATED = -1
 """In place of a dimension of the tensor: this mesh dimension cuts none."""
 
 Runs = list[tuple[int, int]]
-"""(first index, length) of what a rank has along one dimension, in the order in which it has it."""
+"""(first index, length) of each run that a rank has along one dimension, in the order in which it has them."""
 
 
 class Cut(NamedTuple):
-    """What one dimension of a mesh does."""
+    """The cut that one dimension of a mesh makes."""
 
     dim: int
     """The dimension of the tensor that it cuts, or `REPLICATED`."""
     split_factor: int = 1
-    """The dimension is cut into so many chunks first, and each rank gets its share of each: the order in which FSDP2
-    shards what tensor parallelism has sharded."""
+    """The number of chunks into which the dimension is cut first, before each rank gets its share of each chunk. FSDP2
+    shards in this order a dimension that tensor parallelism has sharded."""
 
 
 def runs_of(shape: Sizes, mesh_shape: Sequence[int], cuts: Sequence[Cut], coordinate: Sequence[int]) -> list[Runs]:
-    """For each dimension of a tensor what the rank at a coordinate of the mesh has; neighbours are joined."""
+    """Return, for each dimension of a tensor, the runs of the rank at a coordinate of the mesh, with neighbours
+    joined."""
     runs: list[Runs] = [[(0, size)] for size in shape]
     for (dim, split_factor), shares, share in zip(cuts, mesh_shape, coordinate, strict=True):
         if dim != REPLICATED:
@@ -34,7 +35,8 @@ def runs_of(shape: Sizes, mesh_shape: Sequence[int], cuts: Sequence[Cut], coordi
 
 
 def shard_runs(runs: Runs, *, shares: int, share: int, split_factor: int = 1) -> Runs:
-    """What one of `shares` ranks gets of a dimension, as `torch.chunk` cuts it; see `Cut` for the factor."""
+    """Return the runs of one of `shares` ranks along a dimension, as `torch.chunk` cuts it; see `Cut` for the
+    factor."""
     length = sum(size for _, size in runs)
     found: Runs = []
     for number in range(min(split_factor, length)):  # all others are empty
@@ -49,7 +51,7 @@ def _chunk(start: int, stop: int, count: int, number: int) -> tuple[int, int]:
 
 
 def _taken(runs: Runs, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """What the positions from `first` to `last` of a sequence of runs are."""
+    """Yield the runs at the positions from `first` to `last` of a sequence of runs."""
     position = 0
     for start, size in runs:
         low, high = max(first, position), min(last, position + size)

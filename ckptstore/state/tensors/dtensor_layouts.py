@@ -1,4 +1,4 @@
-"""From a DTensor to its layout."""
+"""The layout of a DTensor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def layout_of(tensor: DTensor) -> MeshLayout | None:
-    """How its mesh cuts a DTensor, in torch's numbers of the ranks; None where its parts say themselves which boxes
-    they are, or are too many for arithmetic."""
+    """Return the layout by which the mesh of a DTensor cuts it, in torch's numbers of the ranks. Return None if its
+    parts say themselves which boxes they are, or are too many for arithmetic."""
     if hasattr(tensor._local_tensor, "local_shards"):
         return None
     return _layout(tensor.device_mesh, tuple(tensor.placements), tensor.ndim)

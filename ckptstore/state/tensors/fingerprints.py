@@ -1,4 +1,4 @@
-"""128 bits of a tensor's numbers, taken where they lie: by a hash in host memory, by integer arithmetic on a device."""
+"""128 bits of a tensor's bytes: by a hash in host memory, by integer arithmetic on a device."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ckptstore.state.tensors.segments import as_bytes
 from ckptstore.state.tensors.tensor_memory import bytes_of, is_plain_memory
 
 _PIECE_BYTES = 16 << 20
-"""What a pass over a tensor that is strided or on a device copies, or calculates with, at a time."""
+"""The most bytes that a pass over a tensor that is strided or on a device copies, or calculates with, at a time."""
 _IN_THREAD_BYTES = 1 << 20
-"""Below this a thread costs more than it saves."""
+"""The size below which a thread costs more than it saves."""
 _MAX_THREADS = 4
-"""More do not read memory faster, and the ranks of a node share its cores."""
+"""The most threads: more do not read memory faster, and the ranks of a node share its cores."""
 _WORD_BYTES = 8
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x00AE502812AA7333, -0x3B314601E57A13AD
 """The odd numbers that splitmix64 and murmur3 multiply by, as signed."""
 
 
 def digest_of_host(tensor: torch.Tensor) -> bytes:
-    """The fingerprint of a tensor's bytes in the order of its elements, wherever they lie; 16 bytes.
+    """Return the fingerprint of a tensor's bytes in the order of its elements, on any device; 16 bytes.
 
     A strided tensor, and one on a device, is copied 16 MiB at a time.
     """
@@ -37,10 +37,11 @@ def digest_of_host(tensor: torch.Tensor) -> bytes:
 
 
 def fingerprints_of(tensors: Mapping[str, tuple[torch.Tensor, ...]]) -> dict[str, bytes]:
-    """For each key the fingerprint of its tensors, which lie in the host's memory or on one device; 16 bytes.
+    """Return for each key the fingerprint of its tensors, which lie in host memory or on one device; 16 bytes.
 
-    Equal bytes have equal fingerprints, however they are strided; others differ but for one case in about 2**64, and
-    always where only one word of 8 bytes differs. Those of the host and those of a device cannot be compared.
+    Equal bytes have equal fingerprints, however they are strided. Different bytes have different ones but for one case
+    in about 2**64, and always if only one word of 8 bytes differs. Fingerprints made by the host and by a device cannot
+    be compared.
     """
     parts = {(key, number): part for key, held in tensors.items() for number, part in enumerate(held)}
     found: dict[tuple[str, int], bytes] = {}
@@ -51,7 +52,7 @@ def fingerprints_of(tensors: Mapping[str, tuple[torch.Tensor, ...]]) -> dict[str
             try:
                 on_device.setdefault(part.device, {})[place] = fingerprint_on_device(part)
                 continue
-            except (NotImplementedError, torch.OutOfMemoryError):  # the host can do it too, and only more slowly
+            except (NotImplementedError, torch.OutOfMemoryError):  # the host can do it too, only more slowly
                 pass
         elif part.numel() * part.element_size() >= _IN_THREAD_BYTES:
             large.append(place)
@@ -74,7 +75,7 @@ def fingerprints_of(tensors: Mapping[str, tuple[torch.Tensor, ...]]) -> dict[str
 
 @torch.no_grad()
 def fingerprint_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Two 64-bit sums over the words of a tensor's bytes, as int64 of shape (2,) on its device.
+    """Return two 64-bit sums over the words of a tensor's bytes, as int64 of shape (2,) on its device.
 
     Each word is mixed with its place, one to one, so that the change of a single word always shows in the first sum.
     The second one counts each word by its place. All arithmetic is modulo 2**64, so no order of adding matters. Takes
@@ -96,12 +97,12 @@ def fingerprint_on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifted to the right with zeros; torch shifts the sign in."""
+    """Shift to the right with zeros; torch shifts the sign in."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _words_of(piece: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as int64, with zeros at the end."""
+    """Return the bytes of a tensor as int64, with zeros at the end."""
     plain = as_bytes(piece)
     missing = -plain.numel() % _WORD_BYTES
     if missing or plain.storage_offset() % _WORD_BYTES:
@@ -112,7 +113,7 @@ def _words_of(piece: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor in parts of at most 16 MiB, in the order of its elements. Where it is cut follows from its shape and
+    """Yield the tensor in parts of at most 16 MiB, in the order of its elements. The cuts follow from its shape and
     dtype alone."""
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes <= _PIECE_BYTES:

@@ -1,9 +1,9 @@
-"""Frames: the bytes around one tensor that make it a file of `torch.save`, and where the payload lies in such a file.
+"""Frames: the bytes around one tensor that make it a file of `torch.save`, and the place of the payload in such a file.
 
 A frame is a zip archive of three stored entries: the pickle that torch makes for a plain contiguous CPU tensor of that
 dtype and shape, torch's version mark, and the payload. It is written as header, tensor memory, trailer, so that the
-payload is never copied; the payload's CRC-32 in the archive is 0, since `torch.load` does not look at it and ckptstore
-keeps digests of its own. A frame costs about 450 bytes, a third of what `torch.save` adds. That of a plain value has no
+payload is never copied. The payload's CRC-32 in the archive is 0: `torch.load` does not look at it, and ckptstore keeps
+its own digests. A frame costs about 450 bytes, a third of what `torch.save` adds. The frame of a plain value has no
 payload.
 """
 
@@ -23,7 +23,7 @@ import torch
 from ckptstore.errors import CheckpointDamaged, InvalidState
 
 MAX_PAYLOAD_BYTES = (4 << 30) - (64 << 10)
-"""Above this the archive would need the 64-bit form; plans cut tensors long before."""
+"""The most bytes of a payload. Above this the archive would need the 64-bit form; plans cut tensors long before."""
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -37,21 +37,21 @@ _SHORT_BYTES, _SAMPLE_BYTES = 4096, 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What goes before and after the payload of every tensor of one dtype and shape."""
+    """The bytes before and after the payload of every tensor of one dtype and shape."""
 
     header: bytes
     payload_bytes: int
     trailer: bytes
     size_bytes: int = field(init=False)
-    """Of the whole frame."""
+    """The size of the whole frame."""
 
-    def __post_init__(self) -> None:  # once: a template is asked for it with every tensor
+    def __post_init__(self) -> None:  # computed once, since it is read with every tensor
         object.__setattr__(self, "size_bytes", len(self.header) + self.payload_bytes + len(self.trailer))
 
 
 @lru_cache(maxsize=65_536)
 def template(dtype: torch.dtype, sizes: tuple[int, ...]) -> Template:
-    """The frame of a contiguous tensor. Cached; making one takes no memory for the payload."""
+    """Return the frame of a contiguous tensor. Cached; making one takes no memory for the payload."""
     payload_bytes = prod(sizes) * dtype.itemsize
     if payload_bytes > MAX_PAYLOAD_BYTES:
         raise InvalidState(f"one chunk of {payload_bytes} bytes does not fit a frame of {MAX_PAYLOAD_BYTES}")
@@ -67,16 +67,16 @@ def template(dtype: torch.dtype, sizes: tuple[int, ...]) -> Template:
 
 
 def value_frame(value: Any) -> bytes:
-    """A plain value as `torch.save` writes it, for stock readers. ckptstore itself never reads it."""
+    """Return a plain value as `torch.save` writes it, for stock readers. ckptstore itself never reads it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def pickle_frame(pickled: bytes) -> bytes:
-    """The same of a value in which nothing is of torch, of which the pickle of protocol 2 is given.
+    """Return the same frame for a value without objects of torch, from its pickle of protocol 2.
 
-    A few microseconds, where `torch.save` takes more than a hundred. A long pickle is compressed where that makes it
+    Takes a few microseconds, where `torch.save` takes more than a hundred. Compress a long pickle if that makes it
     shorter by a quarter, since the value is in the checkpoint a second time. At most `MAX_PAYLOAD_BYTES`.
     """
     archive, directory = bytearray(), b""
@@ -102,7 +102,8 @@ def _deflated(content: bytes) -> bytes:
 def _entry(
     name: bytes, crc32: int, sizes: tuple[int, int], offset: int, *, is_deflated: bool = False
 ) -> tuple[bytes, bytes]:
-    """The local header and the directory entry of a file of the archive: its bytes there, and what they stand for."""
+    """Return the local header and the directory entry of a file of the archive. `sizes` are its bytes in the archive,
+    and those of its content."""
     shared = (0, _DEFLATED if is_deflated else 0, 0, _JANUARY_1980, crc32, *sizes, len(name), 0)
     local = _LOCAL.pack(b"PK\3\4", 20, *shared) + name
     central = _CENTRAL.pack(b"PK\1\2", 20, 20, *shared, 0, 0, 0, 0, offset) + name
@@ -126,7 +127,7 @@ class _Head:
 
 
 def _pickle_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
-    """The pickle that torch writes for a plain CPU tensor, without what nobody refers to."""
+    """Return the pickle that torch writes for a plain CPU tensor, without unreferenced memo entries."""
     head: Any = _Head()
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -140,10 +141,10 @@ def _pickle_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
 
 
 def payload_range(tail: bytes, frame_bytes: int, *, file: str) -> tuple[int, int, int]:
-    """From the last bytes of a frame: the offset of its payload's local header, the payload's size, and a flag.
+    """Return, from the last bytes of a frame, the offset of its payload's local header, the payload's size, and a flag.
 
-    The flag is 1 when the frame has exactly one payload that is stored as it is, else 0. Raises CheckpointDamaged when
-    the bytes are not the end of an archive.
+    The flag is 1 when the frame has exactly one payload that is stored without compression, else 0. Raises
+    CheckpointDamaged when the bytes are not the end of an archive.
     """
     try:
         entries = _directory(tail, frame_bytes, file=file)
@@ -157,7 +158,7 @@ def payload_range(tail: bytes, frame_bytes: int, *, file: str) -> tuple[int, int
 
 
 def payload_offset(local_header: bytes, header_offset: int, *, file: str) -> int:
-    """Where the payload begins, from the first 30 bytes at its local header."""
+    """Return the offset at which the payload begins, from the first 30 bytes at its local header."""
     if len(local_header) < _LOCAL.size or local_header[:4] != b"PK\3\4":
         raise CheckpointDamaged(f"{file} has no archive entry at {header_offset} of a frame", file=file)
     name_bytes, extra_bytes = struct.unpack_from("<2H", local_header, 26)
@@ -165,7 +166,7 @@ def payload_offset(local_header: bytes, header_offset: int, *, file: str) -> int
 
 
 def _directory(tail: bytes, frame_bytes: int, *, file: str) -> list[tuple[bytes, tuple[int, int, int]]]:
-    """(name, (offset, size, method)) of each entry of the archive."""
+    """Return (name, (offset, size, method)) of each entry of the archive."""
     end = tail.rfind(b"PK\5\6")
     if end < 0 or end + _END.size > len(tail):
         raise CheckpointDamaged(f"{file} has no archive where a tensor is expected", file=file)
@@ -192,7 +193,7 @@ def _directory(tail: bytes, frame_bytes: int, *, file: str) -> list[tuple[bytes,
 
 
 def _wide(offset: int, size_bytes: int, stored_bytes: int, extra: bytes) -> tuple[int, int]:
-    """Offset and size of an entry, from the 64-bit field where the 32-bit ones are full."""
+    """Return offset and size of an entry, from the 64-bit field if the 32-bit ones are full."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)

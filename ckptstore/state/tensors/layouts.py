@@ -1,6 +1,6 @@
-"""Which boxes of a distributed tensor each rank has, by arithmetic: from a mesh of ranks and how it cuts. Pure.
+"""The boxes of a distributed tensor that each rank has, by arithmetic: from a mesh of ranks and how it cuts. Pure.
 
-A mesh dimension cuts one dimension of the tensor as `torch.chunk` does, or gives every rank the same. Cuts follow each
+A mesh dimension cuts one dimension of the tensor as `torch.chunk` does, or copies it to every rank. Cuts follow each
 other in the order of mesh dimensions, so each element is on one rank, or on one of each set of copies.
 """
 
@@ -21,7 +21,7 @@ from ckptstore.state.tensors.cuts import REPLICATED, Cut, runs_of
 _MAX_RANKS = 1 << 20
 _MAX_DIMS = 32
 _MAX_RUNS = 1 << 22
-"""Of all ranks, along one dimension of a tensor."""
+"""The most runs of all ranks along one dimension of a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Mesh:
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
-    """In row-major order, each once."""
+    """The ranks in row-major order, each once."""
 
     @cached_property
     def grid(self) -> np.ndarray[Any, Any]:
@@ -54,12 +54,13 @@ class Mesh:
         return self is other or (hash(self), self.shape, self.ranks) == (hash(other), other.shape, other.ranks)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where a rank is, None for one that is not in the mesh."""
+        """Return the coordinate of a rank, None for one that is not in the mesh."""
         place = self._place_of.get(rank)
         return None if place is None else tuple(int(at) for at in np.unravel_index(place, self.shape))
 
     def to_json(self) -> dict[str, Any]:
-        """The mesh as JSON: ranks that follow from the first one and steps along the dimensions are not listed."""
+        """Return the mesh as JSON: ranks that follow from the first one and steps along the dimensions are not
+        listed."""
         steps = [int(step) for step in _steps(self.grid)]
         if np.array_equal(_regular(self.ranks[0], self.shape, steps), self.grid):
             return {"shape": list(self.shape), "first": self.ranks[0], "steps": steps}
@@ -67,7 +68,8 @@ class Mesh:
 
     @staticmethod
     def from_json(value: Mapping[str, Any], *, num_ranks: int = _MAX_RANKS) -> Mesh:
-        """What `to_json` made, distrusted: of some of so many ranks. Raises ValueError, KeyError or TypeError."""
+        """Read the output of `to_json` without trust, for a group of `num_ranks` ranks. Raises ValueError, KeyError or
+        TypeError."""
         shape = tuple(_number(size, 1, num_ranks + 1) for size in value["shape"])
         if len(shape) > _MAX_DIMS or prod(shape) > num_ranks:
             raise ValueError("a mesh is huge")
@@ -102,7 +104,7 @@ def _regular(first: int, shape: Sequence[int], steps: Sequence[int]) -> np.ndarr
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """How a mesh cuts a tensor, whatever its shape."""
+    """The rule by which a mesh cuts a tensor of any shape."""
 
     mesh: Mesh
     cuts: tuple[Cut, ...]
@@ -115,18 +117,19 @@ class MeshLayout:
 
     @property
     def is_fine(self) -> bool:
-        """Whether it cuts a dimension into more runs than are worth the arithmetic: an index lists the boxes then."""
+        """True if it cuts a dimension into more runs than are worth the arithmetic; an index lists the boxes then."""
         dims = {cut.dim for cut in self.cuts if cut.dim != REPLICATED}
         return any(prod(shares * by for shares, by in self._cutters(dim)[1]) > _MAX_RUNS for dim in dims)
 
     @cached_property
     def num_copies(self) -> int:
-        """How many ranks have each box."""
+        """The number of ranks that have each box."""
         pairs = zip(self.mesh.shape, self.cuts, strict=True)
         return prod(size for size, cut in pairs if cut.dim == REPLICATED)
 
     def boxes_of(self, rank: int, shape: Sizes) -> tuple[Box, ...]:
-        """What a rank has of a tensor of that shape; nothing for one outside of the mesh. Empty boxes are left out."""
+        """Return the boxes that a rank has of a tensor of that shape; none for one outside of the mesh. Leave empty
+        boxes out."""
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             return ()
@@ -138,7 +141,7 @@ class MeshLayout:
         )
 
     def sharers_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that have the boxes of a rank, itself with them; none for one outside of the mesh."""
+        """Return the ranks that have the boxes of a rank, itself with them; none for one outside of the mesh."""
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             return ()
@@ -147,7 +150,7 @@ class MeshLayout:
         return tuple(self.mesh.grid[place].reshape(-1).tolist())
 
     def ranks_meeting(self, shape: Sizes, wanted: Box) -> np.ndarray[Any, Any]:
-        """The ranks that have elements of a box."""
+        """Return the ranks that have elements of a box."""
         meets = np.ones((1,) * len(self.cuts), bool)
         for dim, (size, low, extent) in enumerate(zip(shape, *wanted, strict=True)):
             first, stop = max(low, 0), min(low + extent, size)
@@ -163,28 +166,29 @@ class MeshLayout:
         return found
 
     def num_boxes(self, shape: Sizes) -> int:
-        """How many boxes all ranks together have, those of copies once."""
+        """Return the number of boxes that all ranks together have, counting those of copies once."""
         return prod(len(_runs(size, self._cutters(dim)[1]).place) for dim, size in enumerate(shape))
 
     def _cutters(self, dim: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
-        """The mesh dimensions that cut a dimension of the tensor; the size and the split factor of each."""
+        """Return the mesh dimensions that cut a dimension of the tensor, and the size and the split factor of each."""
         axes = [axis for axis, cut in enumerate(self.cuts) if cut.dim == dim]
         return axes, tuple((self.mesh.shape[axis], self.cuts[axis].split_factor) for axis in axes)
 
     def renumbered(self, numbers: Mapping[int, int]) -> MeshLayout | None:
-        """The same with other numbers for its ranks; None where one has none."""
+        """Return the same layout with other numbers for its ranks, None if a rank has none."""
         ranks = tuple(numbers.get(rank, -1) for rank in self.ranks)
         if -1 in ranks:
             return None
         return self if ranks == self.ranks else MeshLayout(Mesh(self.mesh.shape, ranks), self.cuts)
 
     def to_json(self) -> dict[str, Any]:
-        """The layout as JSON."""
+        """Return the layout as JSON."""
         return {"mesh": self.mesh.to_json(), "cuts": [list(cut) for cut in self.cuts]}
 
     @staticmethod
     def from_json(value: Mapping[str, Any], *, num_ranks: int = _MAX_RANKS) -> MeshLayout:
-        """What `to_json` made, distrusted: of some of so many ranks. Raises ValueError, KeyError or TypeError."""
+        """Read the output of `to_json` without trust, for a group of `num_ranks` ranks. Raises ValueError, KeyError or
+        TypeError."""
         mesh = Mesh.from_json(value["mesh"], num_ranks=num_ranks)
         cuts = tuple(Cut(_number(dim, REPLICATED, _MAX_DIMS), _number(by, 1, 1 << 31)) for dim, by in value["cuts"])
         if len(cuts) != len(mesh.shape):
@@ -200,19 +204,20 @@ class _Runs(NamedTuple):
     place are joined."""
 
     place: np.ndarray[Any, Any]
-    """Row-major in those mesh dimensions."""
+    """The places, row-major in those mesh dimensions."""
     start: np.ndarray[Any, Any]
     stop: np.ndarray[Any, Any]
 
 
 @lru_cache(maxsize=512)
 def _runs(size: int, cutters: tuple[tuple[int, int], ...]) -> _Runs:
-    """What `runs_of` gives for one dimension, for all places at once: for some (shares, split factor)."""
+    """Return the runs of `runs_of` along one dimension for all places at once, from the (shares, split factor) of each
+    mesh dimension."""
     place, start, stop = (np.array([number] if size else [], np.int64) for number in (0, 0, size))
     num_places = 1
     for shares, factor in cutters:
-        split_factor = min(factor, max(1, size))  # of more chunks the rest is empty
-        # Runs and chunks both divide what there is, taken place after place, into stretches that follow each other.
+        split_factor = min(factor, max(1, size))  # further chunks are empty
+        # Runs and chunks both divide the elements, place after place, into stretches that follow each other.
         ends = np.cumsum(stop - start)
         run_starts = ends - (stop - start)
         chunk_starts = _chunk_starts(place, ends, num_places, shares, split_factor)
@@ -230,7 +235,8 @@ def _runs(size: int, cutters: tuple[tuple[int, int], ...]) -> _Runs:
 
 
 def _chunk_starts(place: Any, ends: Any, num_places: int, shares: int, split_factor: int) -> np.ndarray[Any, Any]:
-    """Where each share of each chunk of each place begins, if the runs of all places are laid one after the other."""
+    """Return the start of each share of each chunk of each place, if the runs of all places are laid one after the
+    other."""
     bounds = np.append(0, ends)[np.searchsorted(place, np.arange(num_places + 1))]
     lengths = np.diff(bounds)[:, None]
     sizes = -(-lengths // split_factor)

@@ -1,4 +1,5 @@
-"""Whether an object is of a class of torch that takes long to import: there is none before its module is loaded."""
+"""Checks for classes of torch that take long to import. They import nothing: before its module is loaded, a class has
+no objects."""
 
 from __future__ import annotations
 

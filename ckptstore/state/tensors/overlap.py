@@ -1,4 +1,4 @@
-"""Which tensors of this process have memory in common. Arithmetic on addresses, sizes and strides; reads no numbers."""
+"""Tensors of this process that have memory in common. Arithmetic on addresses, sizes and strides; reads no numbers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Pair(NamedTuple):
     first: int
     second: int
     is_same: bool
-    """Whether the two are one: `identity_of` is equal."""
+    """True if the two are one: `identity_of` is equal."""
 
 
 def identity_of(tensor: torch.Tensor) -> Hashable:
-    """Return what is equal for two tensors exactly if they show the same numbers in the same memory, whatever is
-    written there.
+    """Return a value that is equal for two tensors exactly if they show the same numbers in the same memory, whatever
+    is written to it.
 
-    That is device, address, dtype, sizes, strides, and whether the numbers are shown conjugated or negated. All
-    that is no plain dense tensor with memory (distributed, wrapped, sparse, empty, meta, freed) goes by object: so all
-    ranks find the same ties, those with an empty shard too.
+    It has device, address, dtype, sizes, strides, and whether the numbers are shown conjugated or negated. Any tensor
+    that is not plain and dense with memory (distributed, wrapped, sparse, empty, meta, freed) is compared as an object:
+    so all ranks find the same ties, those with an empty shard too.
     """
     if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
         return id(tensor)
@@ -44,9 +44,9 @@ def identity_of(tensor: torch.Tensor) -> Hashable:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether two elements of a strided tensor lie in the same memory, as after `expand`.
+    """Return True if two elements of a strided tensor lie in the same memory, as after `expand`.
 
-    Takes memory of eight bytes for each element, in the rare case that the strides alone do not tell.
+    Takes eight bytes of memory for each element, in the rare case that the strides alone do not decide.
     """
     if tensor.is_contiguous() or not tensor.numel():
         return False
@@ -69,11 +69,11 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def shared_memory(tensors: Sequence[torch.Tensor]) -> Iterator[Pair]:
-    """Yield pairs of plain strided tensors that have memory in common, none of which overlaps itself.
+    """Yield pairs of plain strided tensors that have memory in common. No tensor may overlap itself.
 
     Every tensor that shares memory with an earlier one is the second of a pair. Where several tensors hold the same
     element, each is paired with the nearest earlier one that does, not with every other. Takes time for sorting, and
-    where strided tensors lie in each other's gaps also memory as large as theirs.
+    memory as large as the tensors where strided ones lie in each other's gaps.
     """
     by_device: defaultdict[torch.device, list[_Extent]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
@@ -98,7 +98,7 @@ def first_byte(tensor: torch.Tensor) -> int:
 
 
 def reach_bytes(tensor: torch.Tensor) -> int:
-    """Return how many bytes it is from the first one of a tensor's elements to behind the last one."""
+    """Return the number of bytes from the start of a tensor's first element to the end of its last one."""
     if tensor.is_contiguous():
         return tensor.numel() * tensor.element_size()
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -106,20 +106,21 @@ def reach_bytes(tensor: torch.Tensor) -> int:
 
 
 def place_bytes(memory: np.ndarray[Any, Any], start: int, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a view of those items of a flat array that stand for the bytes of a tensor, the array's first one being
-    for the address `start`. It has the shape of the tensor and a dimension more, for the bytes of an element."""
+    """Return a view of the items of a flat array that stand for the bytes of a tensor. The array's first item stands
+    for the address `start`. The view has the shape of the tensor and one more dimension, for the bytes of an
+    element."""
     return _units(memory, first_byte(tensor) - start, tensor, 1)
 
 
 class _Extent(NamedTuple):
     start: int
     stop: int
-    """In bytes."""
+    """The address behind the last byte."""
     number: int
 
 
 def _within(cluster: list[_Extent], tensors: Sequence[torch.Tensor]) -> Iterator[Pair]:
-    """The pairs of tensors of which the extents hang together."""
+    """Yield the pairs among tensors whose extents form one stretch."""
     if len(cluster) < 2:
         return
     firsts: dict[Hashable, int] = {}
@@ -143,7 +144,7 @@ def _is_dense(extent: _Extent, tensor: torch.Tensor) -> bool:
 
 
 def _of_intervals(extents: list[_Extent]) -> Iterator[Pair]:
-    """The pairs of tensors without gaps: all those whose extents meet."""
+    """Yield the pairs of tensors without gaps: all those whose extents meet."""
     open_ones: list[_Extent] = []
     for extent in sorted(extents):
         open_ones = [other for other in open_ones if other.stop > extent.start]
@@ -154,7 +155,7 @@ def _of_intervals(extents: list[_Extent]) -> Iterator[Pair]:
 
 
 def _of_elements(extents: list[_Extent], tensors: Sequence[torch.Tensor]) -> Iterator[Pair]:
-    """The pairs of tensors that may lie in each other's gaps: each writes its number to a map of the memory."""
+    """Yield the pairs of tensors that may lie in each other's gaps: each writes its number to a map of the memory."""
     start, stop = min(extent.start for extent in extents), max(extent.stop for extent in extents)
     unit = gcd(*(length for extent in extents for length in _lengths(extent.start - start, tensors[extent.number])))
     owners = np.zeros((stop - start) // unit, np.int32)
@@ -167,13 +168,13 @@ def _of_elements(extents: list[_Extent], tensors: Sequence[torch.Tensor]) -> Ite
 
 
 def _lengths(offset_bytes: int, tensor: torch.Tensor) -> list[int]:
-    """All lengths in bytes that the places of a tensor's elements are made of."""
+    """Return all lengths in bytes that the places of a tensor's elements are made of."""
     size = tensor.element_size()
     return [offset_bytes, size, *(step * size for step in tensor.stride())]
 
 
 def _units(memory: np.ndarray[Any, Any], offset_bytes: int, tensor: torch.Tensor, unit: int) -> np.ndarray[Any, Any]:
-    """The items of an array, one for each `unit` bytes, that stand for the elements of a tensor."""
+    """Return the items of an array, one for each `unit` bytes, that stand for the elements of a tensor."""
     size = tensor.element_size()
     strides = [step * size // unit * memory.itemsize for step in tensor.stride()]
     return np.lib.stride_tricks.as_strided(

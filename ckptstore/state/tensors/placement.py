@@ -1,4 +1,5 @@
-"""Which boxes of a distributed tensor a rank has, from its placements. Arithmetic; DTensor and ShardedTensor alike."""
+"""The boxes of a distributed tensor that a rank has, from its placements. Arithmetic; DTensor and ShardedTensor
+alike."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Most tensors are one of these; what they are not needs no look at their attributes then."""
+"""The types of most tensors. A tensor of these is not distributed or wrapped, so its attributes need no look."""
 
 
 class Piece(NamedTuple):
@@ -34,19 +35,19 @@ class Piece(NamedTuple):
 
 
 class Sharers(NamedTuple):
-    """The ranks that have the same pieces of a DTensor by its mesh, and which of them this one is. No ranks for one
-    outside of the mesh."""
+    """The ranks that have the same pieces of a DTensor by its mesh, and the position of this one among them. No ranks
+    for one outside of the mesh."""
 
     num_ranks: int
     ranks: tuple[int, ...]
     position: int
     member: int
-    """Torch's number of this one; -1 outside of the mesh."""
+    """Torch's number of this rank; -1 outside of the mesh."""
 
 
 def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
-    """What this rank holds of a plain or distributed tensor, detached, in memory of its own; nothing for a rank
-    outside of the mesh. Pieces without elements are left out.
+    """Return the pieces of a plain or distributed tensor that this rank holds, detached, in the rank's own memory; none
+    for a rank outside of the mesh. Leave pieces without elements out.
 
     Raises InvalidState for a placement that is neither Shard nor Replicate.
     """
@@ -66,7 +67,7 @@ def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or a DTensor's part on this rank, keeps its numbers in other tensors and says in which."""
+    """Return True if a tensor, or a DTensor's part on this rank, keeps its numbers in other tensors and names them."""
     if type(tensor) in PLAIN_TYPES:
         return False
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
@@ -74,10 +75,10 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 
 
 def wrapped_in(tensor: torch.Tensor, key: str) -> dict[str, Wrapped]:
-    """What a tensor for which `is_wrapped` holds wraps, by the key of the value that stands for it: its own, or that of
-    its box of the whole for a DTensor. Empty for all others, and for a rank that has no part.
+    """Return the inner tensors of a tensor for which `is_wrapped` holds, by the key of the value that stands for it:
+    its own key, or for a DTensor that of its box of the whole. Empty for all others, and for a rank that has no part.
 
-    Raises InvalidState, with the key, for what cannot be taken apart.
+    Raises InvalidState, with the key, for a tensor that cannot be taken apart.
     """
     if not is_wrapped(tensor):
         return {}
@@ -97,7 +98,8 @@ def wrapped_in(tensor: torch.Tensor, key: str) -> dict[str, Wrapped]:
 
 
 def sharers_of(tensor: DTensor) -> Sharers:
-    """Who else has the pieces of a DTensor. Its mesh says who may; not all of them need have the tensor."""
+    """Return the ranks that have the same pieces of a DTensor. Its mesh names the candidates; not all of them need have
+    the tensor."""
     coordinate = tensor.device_mesh.get_coordinate()
     dims = tuple(dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
     return _sharers(tensor.device_mesh, None if coordinate is None else tuple(coordinate), dims)
@@ -115,7 +117,7 @@ def _sharers(mesh: DeviceMesh, coordinate: tuple[int, ...] | None, dims: tuple[i
 
 
 def group_of(tensor: torch.Tensor) -> int:
-    """The lowest of the ranks over which a distributed tensor is distributed."""
+    """Return the lowest of the ranks over which a distributed tensor is distributed."""
     if is_dtensor(tensor):
         return _lowest_rank(tensor.device_mesh)
     metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
@@ -129,7 +131,8 @@ def _lowest_rank(mesh: DeviceMesh) -> int:
 
 
 def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Of the whole tensor. A ShardedTensor is asked for its metadata; anything else that is asked of it warns."""
+    """Return the dtype and the shape of the whole tensor."""
+    # Any attribute of a ShardedTensor but its metadata warns.
     if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "local_shards"):
         metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
         return metadata.tensor_properties.dtype, tuple(metadata.size)
@@ -138,17 +141,17 @@ def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]
 
 @cache
 def name_of(dtype: torch.dtype) -> str:
-    """torch's name of a dtype, without the module."""
+    """Return torch's name of a dtype, without the module."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether ranks have parts of it: a DTensor or FSDP1's ShardedTensor."""
+    """Return True if ranks have parts of it: a DTensor or FSDP1's ShardedTensor."""
     return type(tensor) not in PLAIN_TYPES and (is_dtensor(tensor) or hasattr(tensor, "local_shards"))
 
 
 def cut_of(placement: Any, num_dims: int) -> Cut:
-    """What a placement makes of a tensor of so many dimensions."""
+    """Return the cut that a placement makes in a tensor of `num_dims` dimensions."""
     if placement.is_replicate():
         return Cut(REPLICATED)
     return Cut(placement.dim % num_dims, getattr(placement, "split_factor", 1))

@@ -1,8 +1,8 @@
 """State files as sources: gathered from tensor memory as they are written, so that no payload is copied twice.
 
-A file is a sequence of segments. Headers, trailers and large contiguous host tensors are memory as it is; many small
-tensors are put together, frames and all, for the stretch that is asked for; tensors on a device or with strides are
-copied stretch by stretch into the buffer of the transfer.
+A file is a sequence of segments. Headers, trailers and large contiguous host tensors are unchanged memory. Many small
+tensors and their frames are joined for each stretch that is read. Tensors on a device or with strides are copied
+stretch by stretch into the buffer of the transfer.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Segment(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes there are."""
+        """The number of bytes."""
 
     @property
     def memory(self) -> memoryview | None:
-        """The bytes themselves, where they lie in host memory as they are to be stored; else None."""
+        """The bytes themselves, if they lie in host memory as they are to be stored; else None."""
 
     def fill(self, offset: int, target: memoryview) -> None:
         """Write the bytes from `offset` on over all of `target`, and over nothing else."""
@@ -40,19 +40,20 @@ class Segment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Memory as it is."""
+    """Unchanged memory."""
 
     memory: memoryview
     keeps: torch.Tensor | None = None
-    """The tensor whose memory it is."""
+    """The tensor whose memory it is, kept alive."""
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes there are."""
+        """The number of bytes."""
         return len(self.memory)
 
     def fill(self, offset: int, target: memoryview) -> None:
-        """Copy memory. The interpreter lock is free meanwhile, except for what cannot be written to: headers, short."""
+        """Copy memory. The interpreter lock is free meanwhile, except for read-only memory: headers, which are
+        short."""
         source = self.memory[offset : offset + len(target)]
         if source.readonly or not source:
             target[:] = source
@@ -69,7 +70,7 @@ class Copied:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes it has when it is contiguous."""
+        """The number of bytes of the contiguous tensor."""
         return self.tensor.numel() * self.tensor.element_size()
 
     def fill(self, offset: int, target: memoryview) -> None:
@@ -92,7 +93,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Many small tensors in their frames, put together when they are read."""
+    """Many small tensors in their frames, joined when they are read."""
 
     templates: Sequence[Template]
     tensors: Sequence[torch.Tensor]
@@ -101,16 +102,16 @@ class Slab:
 
     @staticmethod
     def of(templates: Sequence[Template], tensors: Sequence[torch.Tensor]) -> Slab:
-        """The frames of these tensors, one after another."""
+        """Return the frames of these tensors, one after another."""
         return Slab(templates, tensors, list(accumulate(template.size_bytes for template in templates)))
 
     @property
     def size_bytes(self) -> int:
-        """Of all frames."""
+        """The size of all frames."""
         return self.ends[-1]
 
     def fill(self, offset: int, target: memoryview) -> None:
-        """The frames that cover the range, joined."""
+        """Join the frames that cover the range, and write the range to `target`."""
         first, last = bisect_right(self.ends, offset), bisect_right(self.ends, offset + len(target) - 1)
         payloads = _payloads(self.tensors[first : last + 1])
         parts: list[bytes] = []
@@ -121,7 +122,7 @@ class Slab:
 
 
 def _payloads(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """The bytes of small tensors; those on a device come in one transfer for each device."""
+    """Return the bytes of small tensors; those on a device come in one transfer for each device."""
     found: list[bytes] = [b""] * len(tensors)
     away: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -140,26 +141,26 @@ def _payloads(tensors: Sequence[torch.Tensor]) -> list[bytes]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in one row, where it is; a copy where they do not lie so."""
+    """Return the bytes of a tensor as one row: its own memory if they lie there in one row, else a copy."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element is contiguous with any stride
 
 
 def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The part of a tensor that a box is."""
+    """Return the part of a tensor that a box covers."""
     if box.sizes == tuple(tensor.shape):
         return tensor
     return tensor[tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))]
 
 
 def payload_segment(tensor: torch.Tensor) -> Segment:
-    """The segment of one tensor's payload."""
+    """Return the segment of one tensor's payload."""
     return Bytes(view_of(tensor), keeps=tensor) if is_plain_memory(tensor) else Copied(tensor)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers, for which torch has every operation; a tensor whose numbers are the conjugates
-    or the opposites of those in memory as it is."""
+    """Return the same memory as whole numbers, for which torch has every operation. Return a tensor that shows its
+    memory conjugated or negated unchanged."""
     if tensor.is_conj() or tensor.is_neg() or tensor.element_size() not in _WHOLE_NUMBERS:
         return tensor
     return tensor.view(_WHOLE_NUMBERS[tensor.element_size()])
@@ -183,18 +184,18 @@ class SegmentSource:
 
     @staticmethod
     def of(segments: Sequence[Segment], payloads: Sequence[tuple[int, int]]) -> SegmentSource:
-        """The file of these segments; `payloads` are the (offset, size) of the regions with digests."""
+        """Return the file of these segments; `payloads` are the (offset, size) of the regions with digests."""
         ends = list(accumulate(segment.size_bytes for segment in segments))
         return SegmentSource(segments, payloads, ends, all(segment.memory is not None for segment in segments))
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole file."""
+        """The size of the whole file."""
         return self.ends[-1] if self.ends else 0
 
     @contextmanager
     def open(self) -> Iterator[Read]:
-        """Nothing can change on its own here."""
+        """Yield the function that reads the file. No check for changes is needed: the tensors stay unchanged."""
         yield self._read
 
     def _read(self, offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
@@ -217,7 +218,7 @@ class SegmentSource:
             done += count
 
     def _stretches(self, offset: int, size_bytes: int) -> Iterator[tuple[Segment, int, int]]:
-        """The segments that hold a range, each with where its part of the range begins in it, and how long it is."""
+        """Yield the segments that hold a range, each with the start and the length of its part of the range in it."""
         index = bisect_right(self.ends, offset)
         while size_bytes:
             start = offset - (self.ends[index - 1] if index else 0)

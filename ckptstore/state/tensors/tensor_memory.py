@@ -1,4 +1,4 @@
-"""The memory of a tensor: whether its numbers lie there as they are stored, and a view of them."""
+"""The memory of a tensor: a check that its numbers lie there as they are stored, and a view of them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from ckptstore.state.tensors.placement import PLAIN_TYPES
 
 @contextmanager
 def outside_inference() -> Iterator[None]:
-    """Have ordinary tensors made, also where the caller is in inference mode; a decorator too. Whether gradients are
-    recorded stays as it is."""
+    """Make ordinary tensors, also if the caller is in inference mode; a decorator too. The recording of gradients stays
+    on or off as it is."""
     records_gradients = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(records_gradients):
         yield
 
 
 class Obstacle(NamedTuple):
-    """Why a tensor is neither stored nor loaded into: `what` follows "is", `hint` says what to do."""
+    """The reason why a tensor is neither stored nor loaded into: `what` follows "is", `hint` says what to do."""
 
     what: str
     hint: str
 
 
 def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
-    """Return why a tensor of this kind is neither stored nor loaded into, None for one that is: it has its numbers in
-    a dense array, or in other tensors that do. Asks for the kind alone, not for shape or memory."""
+    """Return why a tensor of this kind is neither stored nor loaded into; None if it has its numbers in a dense array,
+    or in other tensors that do. Look at the kind alone, not at shape or memory."""
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
     if type(tensor) not in PLAIN_TYPES:
         if is_lazy(tensor):
             return Obstacle("lazy: it has no shape before its module is first called", "Call the module once before")
-        if hasattr(tensor, "local_shards"):  # which raises when it is asked for more
+        if hasattr(tensor, "local_shards"):  # any other attribute of which raises
             return None
     if tensor.is_nested:
         return Obstacle("a nested tensor", "Use its values and offsets, or torch.nested.to_padded_tensor")
@@ -57,7 +57,7 @@ def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
 def check_memory(tensor: torch.Tensor, key: str) -> None:
     """Raise InvalidState unless a tensor that is read or written by its address has memory there for all its elements.
 
-    Those of some subclasses lie elsewhere, and a tensor may have had its memory taken away.
+    Some subclasses keep their elements elsewhere, and a tensor may have had its memory taken away.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise InvalidState(f"{key} has the layout {tensor.layout}", hint="Store a dense tensor")
@@ -80,15 +80,16 @@ def check_memory(tensor: torch.Tensor, key: str) -> None:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor lie in this process's memory, one after another, as they are to be stored."""
+    """Return True if the bytes of a tensor lie in this process's memory, one after another, as they are to be
+    stored."""
     if type(tensor) not in PLAIN_TYPES and not tensor.data_ptr():
         return False  # a subclass that keeps them elsewhere
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def address_of(tensor: torch.Tensor, size_bytes: int) -> int:
-    """Where the memory of a tensor of so many bytes begins, for which `is_plain_memory` holds. Raises InvalidState when
-    it has been given back."""
+    """Return the address at which the memory of a tensor of `size_bytes` begins, for which `is_plain_memory` holds.
+    Raises InvalidState when the memory has been freed."""
     address = tensor.data_ptr()
     end_bytes = tensor.storage_offset() * tensor.element_size() + size_bytes
     if not address or end_bytes > tensor.untyped_storage().nbytes():
@@ -97,7 +98,7 @@ def address_of(tensor: torch.Tensor, size_bytes: int) -> int:
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor for which `is_plain_memory` holds. It does not keep the tensor alive."""
+    """Return the memory of a tensor for which `is_plain_memory` holds. It does not keep the tensor alive."""
     size_bytes = tensor.numel() * tensor.element_size()
     if not size_bytes:
         return memoryview(b"")
@@ -105,7 +106,7 @@ def view_of(tensor: torch.Tensor) -> memoryview:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview | bytes:
-    """The bytes of any small tensor: its memory, or a copy of it."""
+    """Return the bytes of any small tensor: its memory, or a copy of it."""
     if is_plain_memory(tensor):
         return view_of(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -113,7 +114,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview | bytes:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """The fingerprint of a tensor's dtype, shape and bytes, as they are stored."""
+    """Return the fingerprint of a tensor's dtype, shape and bytes, as they are stored."""
     if not is_plain_memory(tensor):
         tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     hasher = fingerprinter(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())

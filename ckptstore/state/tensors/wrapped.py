@@ -1,9 +1,10 @@
 """Tensor subclasses that keep their numbers in other tensors: quantised weights and optimizer states, for instance.
 
-Such a tensor is stored as what it wraps. Its inner tensors are tensors of their own, under its key and the name of the
-attribute. A plain value says what wraps them: a `Wrapped`, which is a dict of the inner tensors with a label. A load
-builds nothing from it. It fills the inner tensors of a tensor that the caller has, if that one has the same label. So
-no class is imported and no code runs because a checkpoint names it. Loading this module does not load torch.
+Such a tensor is stored as its inner tensors. Each of them is a tensor of the checkpoint, under the key of the outer one
+and the name of the attribute. A plain value describes the wrapper: a `Wrapped`, which is a dict of the inner tensors
+with a label. A load builds nothing from it. It fills the inner tensors of a tensor that the caller has, if that one has
+the same label. So no class is imported and no code runs because a checkpoint names it. Loading this module does not
+load torch.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from ckptstore.runtime.torch_private import is_wrapper
 
 
 class WrappedPart(NamedTuple):
-    """Which box of a distributed tensor a wrapped tensor is."""
+    """The box of a distributed tensor that a wrapped tensor is."""
 
     of: str
     """The key of the distributed tensor."""
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Label:
-    """What must be the same in the tensor that was saved and the one that is loaded into."""
+    """The properties that must be equal in the saved tensor and the one that is loaded into."""
 
     kind: str
     """The class, with its module."""
     context: str
-    """What the class keeps beside its inner tensors, as JSON. It is compared, never turned back into objects."""
+    """The context that the class keeps beside its inner tensors, as JSON. It is compared, never turned back into
+    objects."""
     dtype: str
-    """torch's name without the module: what the tensor shows, whatever its inner tensors are."""
+    """torch's name, without the module, of the dtype that the tensor shows, whatever its inner tensors have."""
     shape: tuple[int, ...]
     part: WrappedPart | None = None
 
@@ -44,7 +46,7 @@ class Label:
 class Wrapped(dict[str, Any]):
     """The inner tensors of a wrapper subclass by the names of their attributes, with its label.
 
-    An item is a plain tensor, another Wrapped, or what stands for a tensor in a value that was read.
+    An item is a plain tensor, another Wrapped, or a placeholder for a tensor in a value that was read.
     """
 
     def __init__(self, tensors: dict[str, Any], label: Label) -> None:
@@ -58,15 +60,15 @@ class Wrapped(dict[str, Any]):
 
 
 def key_of_part(key: str, offsets: tuple[int, ...]) -> str:
-    """The key of the value that stands for one box of a distributed tensor whose local tensors are wrapped."""
+    """Return the key of the value that stands for one box of a distributed tensor whose local tensors are wrapped."""
     return f"{key}@{','.join(map(str, offsets))}"
 
 
 def unwrap(tensor: Any, key: str, part: WrappedPart | None = None) -> Wrapped:
-    """The inner tensors of a wrapper subclass: the live memory, detached, for saving it or for loading into it.
+    """Return the inner tensors of a wrapper subclass: the live memory, detached, for saving it or for loading into it.
 
     `part` says that it is a box of a distributed tensor. Raises InvalidState, with the key, for a subclass that does
-    not say what it wraps, wraps something else than dense plain tensors, or has a context that cannot be compared.
+    not name its inner tensors, wraps anything but dense plain tensors, or has a context that cannot be compared.
     """
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -83,9 +85,9 @@ def unwrap(tensor: Any, key: str, part: WrappedPart | None = None) -> Wrapped:
 
 
 def check_same(saved: Wrapped, target: Wrapped, key: str) -> None:
-    """Raise StateMismatch, with the key, unless what was saved can be read into the inner tensors of the target.
+    """Raise StateMismatch, with the key, unless the saved tensor can be read into the inner tensors of the target.
 
-    Their dtypes and shapes are compared by whoever fills them.
+    The dtypes and shapes of the inner tensors are not compared: the caller that fills them does.
     """
     if saved.label != target.label or saved.keys() != target.keys():
         differing = [
@@ -123,7 +125,7 @@ def _inner(tensor: Any, attribute: str, key: str) -> Any:
 
 
 def _described(context: Any, key: str) -> Any:
-    """A context as JSON in which different contexts differ."""
+    """Return a context as JSON in which different contexts differ."""
     import torch
 
     if context is None or type(context) in (bool, int, str):
