@@ -1,4 +1,4 @@
-"""The tensor index: which box of which tensor lies where in which file. Pure.
+"""The tensor index: the boxes of each tensor, and their places in files. Pure.
 
 It may know boxes, and no live object. It gives the parts that ranks write, and the index that is joined from them.
 """

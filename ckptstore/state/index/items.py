@@ -1,4 +1,4 @@
-"""What a rank has of a state, without the bytes: the words that ranks exchange to agree on who writes what. Pure."""
+"""The items of a rank's state, without the bytes: ranks exchange them to agree on who writes what. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptstore.state.tensors.layouts import MeshLayout
 
 
 class Mode(IntEnum):
-    """How the ranks that have a key share the work."""
+    """The rule by which the ranks that have a key share the work."""
 
     SHARD = 0
     """Each rank writes the boxes that it alone has."""
@@ -25,11 +25,11 @@ class Mode(IntEnum):
     LOWEST = 3
     """The lowest rank that has the tensor writes it whole."""
     COMPARE = 4
-    """As SPLIT where the digests of all ranks are equal; else each rank writes its own."""
+    """As SPLIT if the digests of all ranks are equal; else each rank writes its own."""
     VALUE = 5
-    """A plain value. The lowest rank that has it writes it where all digests are equal; else each rank its own."""
+    """A plain value. The lowest rank that has it writes it if all digests are equal; else each rank its own."""
     BESIDE = 6
-    """A tensor that belongs to the value `owner`, and goes where that goes."""
+    """A tensor that belongs to the value `owner`, and is written where that is."""
 
 
 WHOLE_MODES = frozenset({Mode.SPLIT, Mode.LOWEST, Mode.COMPARE, Mode.VALUE})
@@ -45,23 +45,23 @@ class Item(NamedTuple):
     dtype: str = ""
     shape: Sizes = ()
     boxes: tuple[Box, ...] = ()
-    """What this rank has of the tensor; each in memory of its own."""
+    """The boxes of the tensor that this rank has, each in separate memory."""
     sharers: tuple[int, ...] = ()
     """MESH: the ranks that have the same box by their mesh, as torch numbers them. Some may not have the key."""
     position: int = 0
-    """MESH: which of the sharers this is."""
+    """MESH: the place of this rank among the sharers."""
     group: int = 0
     """SHARD and MESH: the lowest of the ranks over which the tensor is distributed. Ranks outside of them may have a
     copy of their own."""
     tied_to: str = ""
-    """The key whose memory this is too."""
+    """The key that has the same memory."""
     owner: str = ""
     layout: MeshLayout | None = None
-    """SHARD and MESH: the rule by which ranks have it, in torch's numbers of the ranks; None where there is none."""
+    """SHARD and MESH: the rule by which ranks have it, in torch's numbers of the ranks; None without a rule."""
     member: int = -1
-    """What torch's number of this rank is, where it has a layout; -1 for a rank outside of the mesh."""
+    """Torch's number of this rank, if it has a layout; -1 for a rank outside of the mesh."""
     digest: bytes = b""
-    """COMPARE and VALUE: fingerprint of what it holds. The last field, for `without_digests`."""
+    """COMPARE and VALUE: the fingerprint of the content. The last field, for `without_digests`."""
 
     @property
     def size_bytes(self) -> int:
@@ -70,12 +70,12 @@ class Item(NamedTuple):
 
     @property
     def signature(self) -> list[Any]:
-        """What must be the same on all ranks for the key to be one and the same thing."""
+        """The fields that must be equal on all ranks for the key to be the same thing."""
         return [int(self.mode), self.dtype, list(self.shape)]
 
 
 def without_digests(items: Sequence[Item]) -> list[tuple[Any, ...]]:
-    """All but what the items hold: equal for the same structure."""
+    """Return all fields of the items but their digests: equal for the same structure."""
     return [item[:-1] for item in items]
 
 
@@ -90,7 +90,7 @@ class Row(NamedTuple):
     owner: str
     group: int
     layout: int = 0
-    """Its place in the layouts of the structure, counted from 1; 0 where it has none."""
+    """The place in the layouts of the structure, counted from 1; 0 without a layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,12 @@ class Structure:
     """The items of a rank without boxes and digests: equal on ranks that run the same program."""
 
     rows: tuple[Row, ...]
-    """In the order of keys."""
+    """The rows in the order of keys."""
     layouts: tuple[MeshLayout, ...] = ()
 
     @staticmethod
     def of(items: Sequence[Item]) -> Structure:
-        """The structure of items that are sorted by key."""
+        """Return the structure of items that are sorted by key."""
         places: dict[MeshLayout, int] = {}
         known: dict[int, int] = {}  # a layout lists ranks, and thousands of tensors have the same object
 
@@ -124,13 +124,13 @@ class Structure:
         return Structure(rows, tuple(places))
 
     def encode(self) -> bytes:
-        """As bytes; equal structures give equal bytes."""
+        """Return the structure as bytes; equal structures give equal bytes."""
         layouts = [layout.to_json() for layout in self.layouts]
         return json.dumps([self.rows, layouts], separators=(",", ":")).encode()
 
     @staticmethod
     def decode(data: bytes) -> Structure:
-        """The structure of bytes that `encode` made, on another rank of the same job."""
+        """Read the output of `encode` of another rank of the same job."""
         rows, layouts = json.loads(data)
         return Structure(
             tuple(Row(key, mode, dtype, tuple(shape), *rest) for key, mode, dtype, shape, *rest in rows),
@@ -138,5 +138,5 @@ class Structure:
         )
 
     def compared(self) -> list[str]:
-        """The keys that have digests, in order."""
+        """Return the keys that have digests, in order."""
         return [row.key for row in self.rows if row.mode in (Mode.COMPARE, Mode.VALUE)]

@@ -1,4 +1,4 @@
-"""The outline of a state: which tensors there are, by which rule ranks have them, and where the parts of the index lie.
+"""The outline of a state: its tensors, the rules by which ranks have them, and the places of the parts of the index.
 
 A tensor that is distributed by a rule needs no list of boxes: its layout says which rank has what. So a reader of the
 outline knows whose parts it needs. They lie behind the outline, packed into one file, or each in a file of its rank;
@@ -32,14 +32,14 @@ INDEX_NAME = "tensors.index"
 
 _MAGIC = b"CKPTTIXO"
 _HEADER = struct.Struct("<8sIIQQ")
-"""Magic, digest of all that follows it in the outline, version, and the sizes of the two texts."""
+"""Magic, digest of all bytes behind it in the outline, version, and the sizes of the two texts."""
 _CHECKED_FROM = 12
 _PLAIN_BYTES = struct.Struct("<Q")
 _MAX_RATIO = 1100
 
 
 class Extent(NamedTuple):
-    """Where the outline ends in its file, and the digest of what lies from `start` to there."""
+    """The end of the outline in its file, and the digest of the bytes from `start` to there."""
 
     start: int
     stop: int
@@ -47,7 +47,8 @@ class Extent(NamedTuple):
 
     @staticmethod
     def of(data: bytes | memoryview, size_bytes: int, *, file: str = INDEX_NAME) -> Extent:
-        """Read it from the first bytes of a file of that size. Raises CheckpointDamaged, or UnsupportedVersion."""
+        """Read the extent from the first bytes of a file of `size_bytes`. Raises CheckpointDamaged, or
+        UnsupportedVersion."""
         if len(data) < _HEADER.size or bytes(data[:8]) != _MAGIC:
             raise CheckpointDamaged(f"{file} does not begin with an outline", file=file)
         _, value, version, head_bytes, table_bytes = _HEADER.unpack_from(data)
@@ -65,7 +66,7 @@ class Extent(NamedTuple):
 
 
 def part_name(rank: int, num_prefixes: int) -> str:
-    """The file in which a rank's part of the index lies, where parts are not packed."""
+    """Return the file of a rank's part of the index, if parts are not packed."""
     return f"{spread_directory(rank, num_prefixes)}tensors-rank={rank:05d}.index"
 
 
@@ -77,7 +78,7 @@ class PartFile(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tensors of which a rank may have stored something that other ranks have too, by their places."""
+    """Tensors, by their places, of which a rank may have stored something that other ranks have too."""
 
     rank: int
     first: int
@@ -86,31 +87,31 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of a state without the parts of its index."""
+    """The knowledge of a state without the parts of its index."""
 
     parts: tuple[PartFile, ...]
-    """For each rank."""
+    """The part of each rank."""
     table: bytes
-    """The tensors and layouts, as `encode_table` gives them: these stay the same from save to save."""
+    """The tensors and layouts, as `encode_table` returns them: these stay the same from save to save."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """For a key whose bytes lie where another one's do, that other one."""
+    """The keys whose bytes are those of another key, with that other key."""
     own: Mapping[str, int] = field(default_factory=dict)
-    """For each key, of a tensor or a value, of which ranks have their own: the lowest of these ranks."""
+    """The lowest of the ranks that have their own, for each key of a tensor or a value that differs between ranks."""
     common: tuple[int, ...] = ()
     """The ranks whose parts have plain values for all."""
     spans: tuple[Span, ...] = ()
     num_prefixes: int = 1
-    """Over how many directories the files of ranks are spread."""
+    """The number of directories over which the files of ranks are spread."""
     is_packed: bool = False
-    """Whether the parts lie behind the outline, in the order of ranks, and not in files of their own."""
+    """True if the parts lie behind the outline, in the order of ranks, and not in separate files."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved it."""
         return len(self.parts)
 
     def place(self, rank: int) -> tuple[str, int]:
-        """Return the file of a rank's part of the index and the offset in it, of a packed one behind the outline."""
+        """Return the file of a rank's part of the index and the offset in it; a packed one lies behind the outline."""
         return (INDEX_NAME, self._offsets[rank]) if self.is_packed else (part_name(rank, self.num_prefixes), 0)
 
     @cached_property
@@ -119,17 +120,17 @@ class Outline:
 
     @property
     def packed_bytes(self) -> int:
-        """How many bytes lie behind the outline in its file."""
+        """The number of bytes that lie behind the outline in its file."""
         return self._offsets[-1] if self.is_packed else 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of keys. Of one that differs between ranks it is the lowest rank's."""
+        """The tensors in the order of keys. One that differs between ranks is the lowest rank's."""
         return self._table[0]
 
     @property
     def layouts(self) -> tuple[MeshLayout, ...]:
-        """Return the rules by which ranks have tensors."""
+        """The rules by which ranks have tensors."""
         return self._table[1]
 
     @cached_property
@@ -143,8 +144,8 @@ class Outline:
         return {tensor.key: place for place, tensor in enumerate(self.tensors)}
 
     def holders(self, key: str, rank: int, box: Box) -> frozenset[int]:
-        """The ranks whose parts may have chunks that share elements with a box of a tensor, as that rank sees it. No
-        part of another rank has any."""
+        """Return the ranks whose parts may have chunks that share elements with a box of a tensor, as that rank sees
+        it. No part of another rank has any."""
         place = self.places.get(self.tied.get(key, key))
         if key in self.own:
             return frozenset([rank])
@@ -157,7 +158,7 @@ class Outline:
         return met if self.layouts[tensor.layout - 1].num_copies == 1 else met & self._sharing(place)
 
     def _meeting(self, tensor: Tensor, box: Box) -> frozenset[int]:
-        """The ranks that have parts of a box; many tensors are alike."""
+        """Return the ranks that have parts of a box. The results are kept, since many tensors are alike."""
         asked = tensor.layout, tensor.shape, box
         if asked not in self._met:
             layout = self.layouts[tensor.layout - 1]
@@ -169,7 +170,7 @@ class Outline:
         return {}
 
     def _sharing(self, place: int) -> frozenset[int]:
-        """The ranks that may have stored something of a tensor that others have too."""
+        """Return the ranks that may have stored something of a tensor that others have too."""
         return frozenset(span.rank for span in self._spans_at(place))
 
     def _spans_at(self, place: int) -> Iterable[Span]:
@@ -202,7 +203,7 @@ class Outline:
 
     @staticmethod
     def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> Outline:
-        """Read an outline from the first bytes of its file, and distrust it. The table is looked at when it is needed.
+        """Read an outline from the first bytes of its file, without trust. The table is read when it is needed.
 
         Raises CheckpointDamaged, or UnsupportedVersion.
         """
@@ -223,7 +224,7 @@ def encode_table(tensors: Sequence[Tensor], layouts: Sequence[MeshLayout] = ()) 
 
 @contextmanager
 def _distrusted(file: str) -> Iterator[None]:
-    """Raise CheckpointDamaged for whatever is wrong with an outline."""
+    """Raise CheckpointDamaged for anything that is wrong with an outline."""
     try:
         yield
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:

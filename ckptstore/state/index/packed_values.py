@@ -1,8 +1,8 @@
 """Large plain values as columns of numbers and text, in place of JSON (format-v1, "Packed values").
 
-A value is laid out level by level: the value itself, then what is in it, then what is in that. The items of a level are
-sorted into one column for each kind. So no item is handled alone, equal values have equal bytes on all ranks, and
-whoever reads the bytes makes nothing but what the kinds name.
+A value is laid out level by level: the value itself, then its items, then their items. The items of a level are sorted
+into one column for each kind. So no item is handled alone, equal values have equal bytes on all ranks, and a reader of
+the bytes creates only objects of the named kinds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_LEVELS = 200
 
 _NONE = type(None)
 CONTAINERS = frozenset({list, tuple, dict})
-"""What can be packed with what is in it, unless that is of another type."""
+"""The containers that can be packed with their items, unless an item is of another type."""
 _NAMED = (bool, int, float, str, bytes, list, tuple, dict)
 _KINDS: Mapping[type, str] = {_NONE: "none", **{kind: kind.__name__ for kind in _NAMED}}
 _PLAIN = frozenset(_KINDS)
@@ -28,14 +28,14 @@ _BOOLS = (False, True)
 _LITTLE = sys.byteorder == "little"
 
 Levels = list[list[list[Any]]]
-"""For each level its columns; of each column the kind, the number of items, and how it is laid out."""
+"""The columns of each level: the kind, the number of items, and the layout of each column."""
 
 
 def plain_size(value: Any) -> int | None:
-    """The number of items in a list, tuple or dict, at all levels, where each is exactly of a type that can be packed.
-    Keys of a dict are items too.
+    """Return the number of items in a list, tuple or dict, at all levels, if each is exactly of a type that can be
+    packed. Keys of a dict are items too.
 
-    None for anything else, and for what is nested deeper than `MAX_LEVELS` or contains itself.
+    Return None for anything else, and for a value that is nested deeper than `MAX_LEVELS` or contains itself.
     """
     if type(value) not in CONTAINERS:
         return None
@@ -52,13 +52,13 @@ def plain_size(value: Any) -> int | None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a container of some length holds only what can be packed, so that nothing can be found in it. False for
-    short ones, which are walked over as fast."""
+    """Return True if a long container holds only types that can be packed, so that nothing can be found in it. False
+    for short ones, which are walked over as fast."""
     return type(value) in CONTAINERS and len(value) > _SHORT and plain_size(value) is not None
 
 
 def pack(value: Any) -> tuple[Levels, bytearray] | None:
-    """The layout and the bytes of a list, tuple or dict; None where `plain_size` gives none."""
+    """Return the layout and the bytes of a list, tuple or dict; None if `plain_size` returns None."""
     levels: Levels = []
     data = bytearray()
     level = [value]
@@ -75,7 +75,7 @@ def pack(value: Any) -> tuple[Levels, bytearray] | None:
 
 
 def unpack(levels: Any, data: bytes) -> Any:
-    """The value, from what `pack` gives, in time and memory that grow with the number of bytes.
+    """Return the value, from the output of `pack`, in time and memory that grow with the number of bytes.
 
     Raises ValueError, TypeError, KeyError or IndexError for anything that `pack` does not write.
     """
@@ -106,7 +106,8 @@ def unpack(levels: Any, data: bytes) -> Any:
 
 
 def _codes(level: list[Any], kinds: set[type]) -> bytes:
-    """For each item the number of its column; nothing where there is one column, of items that have bytes there."""
+    """Return the number of the column of each item. Empty if there is one column, unless it is of None, which has no
+    bytes."""
     present = [kind for kind in _KINDS if kind in kinds]
     if len(present) == 1 and present != [_NONE]:
         return b""
@@ -115,7 +116,7 @@ def _codes(level: list[Any], kinds: set[type]) -> bytes:
 
 
 def _sorted(level: list[Any], codes: bytes, kinds: set[type]) -> dict[type, list[Any]]:
-    """The items of some kinds of a level."""
+    """Return the items of some kinds of a level."""
     if not codes:
         return dict.fromkeys(kinds, level)
     present = {type(level[codes.index(code)]): code for code in sorted(set(codes))}
@@ -127,13 +128,13 @@ def _sorted(level: list[Any], codes: bytes, kinds: set[type]) -> dict[type, list
 
 
 def _below(columns: Mapping[type, list[Any]]) -> list[Any]:
-    """The items of the next level: those of lists, those of tuples, the keys of dicts, the values of dicts."""
+    """Return the items of the next level: those of lists, those of tuples, the keys of dicts, the values of dicts."""
     items = (chain.from_iterable(columns.get(kind, ())) for kind in (list, tuple, dict))
     return list(chain(*items, chain.from_iterable(map(dict.values, columns.get(dict, ())))))
 
 
 def _packed_column(kind: type, items: list[Any], data: bytearray) -> list[Any]:
-    """The layout of a column, the bytes of which are added to `data`."""
+    """Return the layout of a column, and add its bytes to `data`."""
     form: list[Any] = [_KINDS[kind], len(items)]
     if kind is bool:
         data += bytes(items)
@@ -155,7 +156,7 @@ def _packed_column(kind: type, items: list[Any], data: bytearray) -> list[Any]:
 
 
 def _packed_texts(items: Sequence[str] | Sequence[bytes], data: bytearray) -> list[int]:
-    """Text or bytes, each once where at most half of them differ."""
+    """Add text or bytes to `data`, each once if at most half of them differ. Return the numbers of their layout."""
     places = {item: place for place, item in enumerate(dict.fromkeys(items))}
     width, distinct = 0, len(items)
     if 2 * len(places) <= len(items):
@@ -169,7 +170,7 @@ def _packed_texts(items: Sequence[str] | Sequence[bytes], data: bytearray) -> li
 
 
 def _packed_lengths(numbers: list[int], data: bytearray) -> int:
-    """The bytes that each of some numbers from 0 on takes."""
+    """Add numbers from 0 on to `data`. Return the bytes that each takes."""
     high = max(numbers)
     width = next(width for width in _UNSIGNED if high < 1 << 8 * width)
     data += _bytes_of(array(_UNSIGNED[width], numbers))
@@ -197,18 +198,18 @@ class _Bytes:
 
     @property
     def left(self) -> int:
-        """How many have not been taken."""
+        """The number of bytes that have not been taken."""
         return len(self._data) - self._at
 
     def take(self, size_bytes: int) -> bytes:
-        """The next ones. Raises ValueError where there are not as many."""
+        """Return the next bytes. Raises ValueError if there are not as many."""
         if _size(size_bytes) > self.left:
             raise ValueError(f"{size_bytes} bytes where {self.left} are left")
         self._at += size_bytes
         return self._data[self._at - size_bytes : self._at]
 
     def numbers(self, typecode: str, count: int) -> list[Any]:
-        """The next numbers."""
+        """Return the next numbers."""
         found = array(typecode)
         found.frombytes(self.take(_size(count) * found.itemsize))
         if not _LITTLE:
@@ -236,7 +237,7 @@ def _spread(
     *,
     read: Callable[[bytes], Any],
 ) -> list[Any]:
-    """The texts or byte strings of a column, of which `read` makes one from the bytes of all."""
+    """Return the texts or byte strings of a column; `read` makes one text of the bytes of all."""
     places = source.numbers(_UNSIGNED[width], count) if width else None
     ends = [0, *accumulate(source.numbers(_UNSIGNED[lengths], distinct))]
     whole = read(source.take(size_bytes))
@@ -258,7 +259,7 @@ _UNPACKED: Mapping[str, Callable[..., Sequence[Any]]] = {
 
 
 def _containers(columns: Iterable[tuple[str, Sequence[Any]]], below: list[Any]) -> list[Sequence[Any]]:
-    """The columns with the containers of a level in the place of their lengths, filled with the items below."""
+    """Return the columns with the containers of a level in the place of their lengths, filled with the items below."""
     lengths = dict(columns)
     items = iter(below)
     lists = [list(islice(items, length)) for length in lengths.get("list", ())]
@@ -279,7 +280,7 @@ def _tuples(items: Iterator[Any], lengths: Sequence[int]) -> Sequence[tuple[Any,
 
 
 def _merged(codes: bytes, columns: Sequence[Sequence[Any]]) -> list[Any]:
-    """The items of a level in their order."""
+    """Return the items of a level in their order."""
     if len(columns) == 1:
         return list(columns[0])
     takes = [iter(column).__next__ for column in columns]

@@ -1,11 +1,11 @@
-"""One rank's part of the tensor index: which tensor's box lies where in which file, in columns. Pure.
+"""One rank's part of the tensor index: the places of its boxes of tensors in its files, in columns. Pure.
 
 A part is a fixed header, columns of little-endian numbers, and three deflated texts (tensor names, file names, plain
 values); format-v1, "Tensor index", has it byte by byte. A chunk costs 16 bytes beside its tensor's row and its box, and
 equal boxes are kept once. Chunks are in the order of files and offsets.
 
-Digests are of regions: a payload of at least 1 MiB is a region of its own; smaller ones lie in slabs, stretches of a
-file that hold many frames. Each block of 1 MiB of a region, counted from where the region begins, has one.
+Digests are of regions: a payload of at least 1 MiB is a separate region; smaller ones lie in slabs, stretches of a file
+that hold many frames. Each block of 1 MiB of a region, counted from the start of the region, has one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 PER_RANK = 1
-"""The tensor differs between ranks: it is this rank's own."""
+"""The tensor differs between ranks: each rank has its own."""
 BESIDE_VALUE = 2
 """The tensor belongs to a plain value, and is no key of the state."""
 
@@ -52,7 +52,7 @@ _ELEMENT_BYTES = np.array([size_bytes for _, size_bytes in DTYPES.values()], np.
 
 
 class Tensor(NamedTuple):
-    """A tensor of a state, wherever its bytes are."""
+    """A tensor of a state, independent of the place of its bytes."""
 
     key: str
     dtype: str
@@ -60,27 +60,27 @@ class Tensor(NamedTuple):
     shape: Sizes
     flags: int = 0
     layout: int = 0
-    """Its place in the layouts of an outline, counted from 1; 0 where it has none: then ranks have all of it, one rank
-    does, or no rule says who has what."""
+    """The place in the layouts of an outline, counted from 1; 0 without a layout: then every rank has all of it, one
+    rank has, or no rule says who has what."""
 
     @property
     def per_rank(self) -> bool:
-        """Return True if it differs between ranks."""
+        """True if it differs between ranks."""
         return bool(self.flags & PER_RANK)
 
     @property
     def beside_value(self) -> bool:
-        """Return True if it belongs to a plain value, and is no key of the state."""
+        """True if it belongs to a plain value, and is no key of the state."""
         return bool(self.flags & BESIDE_VALUE)
 
     @property
     def form(self) -> tuple[str, Sizes]:
-        """Return what must be equal for one tensor to be loaded into another."""
+        """The fields that must be equal for one tensor to be loaded into another."""
         return self.dtype, self.shape
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Return the dtype as torch has it."""
+        """The dtype of torch."""
         import torch
 
         found: torch.dtype = getattr(torch, self.dtype)
@@ -88,7 +88,7 @@ class Tensor(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all its elements."""
+        """The bytes of all its elements."""
         return total_bytes(self.dtype, self.shape)
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class Tensor(NamedTuple):
 
 @lru_cache(maxsize=65_536)
 def total_bytes(dtype: str, sizes: Sizes) -> int:
-    """The size of a tensor of torch's dtype of that name."""
+    """Return the size of a tensor of torch's dtype of that name."""
     return prod(sizes) * DTYPES[dtype][1]
 
 
@@ -105,7 +105,7 @@ _WIDE = 1
 """Flag of the header: the pool's numbers have 8 bytes, not 4."""
 
 _ALGORITHM_SHIFT = 8
-"""Above so many bits of the flags is the code of the algorithm of the digests."""
+"""The lowest bit of the flags that holds the code of the algorithm of the digests."""
 
 _MAGIC = b"CKPTTIX1"
 _HEADER = struct.Struct("<8s8I8Q")
@@ -114,10 +114,10 @@ _MAX_TEXT_RATIO = 1100
 
 
 class PartBuilder:
-    """Collects what one rank wrote. Files, and chunks within a file, are added in their order."""
+    """Collects the chunks that one rank wrote. Add files, and chunks within a file, in their order."""
 
     def __init__(self, rank: int, *, algorithm: str = DEFAULT) -> None:
-        """`algorithm` is that of all digests of blocks."""
+        """Begin a part; `algorithm` is that of all digests of blocks."""
         self.rank = rank
         self._algorithm = ALGORITHMS[algorithm]
         self._names: dict[str, int] = {}
@@ -130,7 +130,7 @@ class PartBuilder:
         self._digests: list[bytes] = []
 
     def add_tensor(self, fqn: str, dtype: str, shape: tuple[int, ...], flags: int = 0) -> int:
-        """The row of a tensor, made if there is none."""
+        """Return the row of a tensor; add it if there is none."""
         row = self._names.get(fqn)
         if row is None:
             if dtype not in DTYPES:
@@ -148,11 +148,11 @@ class PartBuilder:
         self._digests.extend(block_digests)
 
     def add_slab(self, offset: int, size_bytes: int) -> None:
-        """A slab of the file that was added last."""
+        """Add a slab to the file that was added last."""
         self._slabs.append((len(self._files) - 1, offset, size_bytes))
 
     def add_chunk(self, row: int, payload_offset: int, box: Box) -> None:
-        """A box of a tensor, in the file that was added last."""
+        """Add a box of a tensor to the file that was added last."""
         self._chunks.append((payload_offset, row, self._box_at(box.offsets + box.sizes)))
 
     def _box_at(self, numbers: tuple[int, ...]) -> int:
@@ -163,7 +163,8 @@ class PartBuilder:
         return at
 
     def encode(self, *, common: bytes = b"", own: bytes = b"") -> bytes:
-        """The part as bytes. `common` and `own` are JSON: the values for all ranks, and those of this rank alone."""
+        """Return the part as bytes. `common` and `own` are JSON: the values for all ranks, and those of this rank
+        alone."""
         bounds = [first for _, first in self._files] + [len(self._chunks)]
         digests = b"".join(self._digests)
         texts = ["\0".join(self._names), "\0".join(name for name, _ in self._files)]
@@ -211,7 +212,7 @@ class Regions:
     offset: np.ndarray[Any, Any]
     size_bytes: np.ndarray[Any, Any]
     first_block: np.ndarray[Any, Any]
-    """Where in the digests of its part a region's blocks begin."""
+    """The place in the digests of its part at which the blocks of each region begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,19 +226,19 @@ class Part:
     ndim: np.ndarray[Any, Any]
     flags: np.ndarray[Any, Any]
     shape_at: np.ndarray[Any, Any]
-    """Where in `numbers` a tensor's offsets (zeros) and shape begin."""
+    """The place in `numbers` at which the offsets (zeros) and the shape of each tensor begin."""
     numbers: np.ndarray[Any, Any]
     chunk_tensor: np.ndarray[Any, Any]
     chunk_file: np.ndarray[Any, Any]
     chunk_offset: np.ndarray[Any, Any]
     chunk_bytes: np.ndarray[Any, Any]
     chunk_box: np.ndarray[Any, Any]
-    """Where in `numbers` a chunk's offsets and sizes begin."""
+    """The place in `numbers` at which the offsets and sizes of each chunk begin."""
     chunk_region: np.ndarray[Any, Any]
     regions: Regions
     algorithm: str
     digests: memoryview
-    """Of all blocks, by that algorithm."""
+    """The digests of all blocks, by that algorithm."""
     _values: tuple[bytes, bytes] = field(repr=False)
 
     @property
@@ -251,7 +252,7 @@ class Part:
         return self._values[1]
 
     def layout(self) -> list[bytes]:
-        """Which boxes of which tensors lie where: equal for parts that differ in digests and plain values alone."""
+        """Return the places of all boxes: equal for parts that differ in digests and plain values alone."""
         texts = ["\0".join(self.names), "\0".join(self.files), str(self.rank)]
         columns = [self.dtype, self.ndim, self.flags, self.shape_at, self.numbers, self.chunk_tensor, self.chunk_file]
         columns += [self.chunk_offset, self.chunk_box]
@@ -260,7 +261,7 @@ class Part:
 
     @staticmethod
     def decode(data: bytes | memoryview, *, rank: int, file: str) -> Part:
-        """Read the part of a rank, and distrust it. Raises CheckpointDamaged, or UnsupportedVersion."""
+        """Read the part of a rank, without trust. Raises CheckpointDamaged, or UnsupportedVersion."""
         try:
             part = _decode(memoryview(data), file)
         except (struct.error, ValueError, IndexError, zlib.error, OverflowError) as error:
@@ -274,7 +275,7 @@ _name_tables: dict[bytes, tuple[str, ...]] = {}
 
 
 def _names_of(deflated: bytes, raw_bytes: int, count: int) -> tuple[str, ...]:
-    """The names of a table. Ranks mostly have the same one, so the last few are kept."""
+    """Return the names of a table. Ranks mostly have the same one, so the last few are kept."""
     names = _name_tables.get(deflated)
     if names is None:
         text = _inflate(deflated, raw_bytes).decode("utf-8", "surrogatepass")
@@ -365,7 +366,7 @@ def _require(holds: bool, otherwise: str) -> None:
 
 
 def _volumes(numbers: Any, ndim: Any, shape_at: Any, chunk_tensor: Any, chunk_box: Any) -> Any:
-    """Elements of each chunk; raises ValueError when a box leaves its tensor."""
+    """Return the number of elements of each chunk; raise ValueError when a box leaves its tensor."""
     volumes = np.ones(len(chunk_tensor), np.int64)
     chunk_ndim = ndim[chunk_tensor]
     for dims in np.unique(ndim):
@@ -385,7 +386,7 @@ def _volumes(numbers: Any, ndim: Any, shape_at: Any, chunk_tensor: Any, chunk_bo
 def _regions(
     chunk_file: Any, chunk_offset: Any, chunk_bytes: Any, slabs: tuple[Any, Any, Any], files: int
 ) -> tuple[Regions, int]:
-    """The regions: the slabs, and every large payload; with the number of their blocks."""
+    """Return the regions, which are the slabs and every large payload, with the number of their blocks."""
     large = chunk_bytes >= BLOCK_BYTES
     file = np.concatenate([chunk_file[large], slabs[0].astype(np.int64)])
     offset = np.concatenate([chunk_offset[large], slabs[1]])
@@ -405,7 +406,7 @@ def _regions(
 
 
 def _region_of_chunks(regions: Regions, chunk_file: Any, chunk_offset: Any, chunk_bytes: Any) -> Any:
-    """The region of each chunk: the last one that begins at or before it."""
+    """Return the region of each chunk: the last one that begins at or before it."""
     found = np.full(len(chunk_file), -1, np.int64)
     numbers = np.unique(chunk_file)
     lows, highs = np.searchsorted(regions.file, numbers), np.searchsorted(regions.file, numbers, "right")

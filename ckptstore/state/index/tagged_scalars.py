@@ -1,5 +1,5 @@
-"""Scalars that JSON lacks, as JSON with a tag, and back (format-v1, "Plain values"). torch is imported where a value of
-torch is read."""
+"""Scalars that JSON lacks, as JSON with a tag, and back (format-v1, "Plain values"). torch is imported only when a
+value of torch is read."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ENCODED: Mapping[type, Callable[[Any], tuple[str, Any]]] = {
     datetime.datetime: lambda value: ("datetime", [value.year, value.month, value.day, *_fields_of_time(value)]),
     datetime.timedelta: lambda value: ("timedelta", [value.days, value.seconds, value.microseconds]),
 }
-"""For each type the function that gives the tag and the content of a value."""
+"""The function that returns the tag and the content of a value, for each type."""
 
 DECODED: Mapping[str, Callable[[Any], Any]] = {
     "int": lambda content: int(content, 16),
@@ -84,4 +84,4 @@ DECODED: Mapping[str, Callable[[Any], Any]] = {
     "torch.device": _torch_device,
     "torch.Size": _torch_size,
 }
-"""For each tag the function that makes the value of a content."""
+"""The function that makes the value of a content, for each tag."""

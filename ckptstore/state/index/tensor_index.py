@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
 
     file: int
     offset: int
-    """Of the payload, in the file."""
+    """The offset of the payload in the file."""
     box: Box
     region: int
 
@@ -40,7 +40,8 @@ class TensorIndex:
 
     @collector_paused()
     def __init__(self, parts: Iterable[Part], outline: Outline | None = None) -> None:
-        """`outline` has the tensors whose parts are not there; without one, the parts are those of all ranks."""
+        """Join the parts; `outline` has the tensors of the parts that are missing. Without one, the parts are those of
+        all ranks."""
         self.parts = tuple(parts)
         self.outline = outline
         self.world_size = len(self.parts) if outline is None else outline.world_size
@@ -57,7 +58,7 @@ class TensorIndex:
 
     @staticmethod
     def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> TensorIndex:
-        """The index of a file that packs all parts. Raises CheckpointDamaged, or UnsupportedVersion."""
+        """Read the index of a file that packs all parts. Raises CheckpointDamaged, or UnsupportedVersion."""
         view = memoryview(data)
         outline = Outline.decode(view, file=file)
         behind = view[Extent.of(view, len(view), file=file).stop :]
@@ -72,14 +73,14 @@ class TensorIndex:
         return TensorIndex(parts, outline)
 
     def _take(self, outline: Outline) -> None:
-        """Know the tensors of an outline. What parts have of them must be the same."""
+        """Take in the tensors of an outline. The parts must have them with the same dtype and shape."""
         for tensor in outline.tensors:
             self._row_of[tensor.key, outline.own.get(tensor.key, -1)] = len(self._entries)
             self._entries.append(tensor)
             self._entry_ranks.append(-1)
 
     def lacking(self, fqn: str, rank: int, wanted: Box) -> frozenset[int]:
-        """The ranks whose parts may have chunks of a box, as that rank sees the tensor, and are not here."""
+        """Return the ranks whose parts may have chunks of a box, as that rank sees the tensor, and were not read."""
         if self.outline is None or self.is_whole:
             return frozenset()
         return self.outline.holders(fqn, rank, wanted) - self._ranks
@@ -89,7 +90,8 @@ class TensorIndex:
         return frozenset(part.rank for part in self.parts)
 
     def _merge_rows(self) -> list[np.ndarray[Any, Any]]:
-        """One row for each tensor; a tensor that differs between ranks has one for each rank that has it."""
+        """Return the rows of each part's tensors: one for a tensor, or one for each rank that has it if it differs
+        between ranks."""
         known: dict[tuple[int, bytes, bytes, bytes], np.ndarray[Any, Any]] = {}
         found = []
         for part in self.parts:
@@ -143,9 +145,9 @@ class TensorIndex:
         self._first_regions = first_regions
 
     def _first_copies(self, row: Any, box: Any, size: Any, owner: Any) -> np.ndarray[Any, Any]:
-        """Which chunks, in the order of rows, are not a lower rank's box once more.
+        """Return the chunks, in the order of rows, that do not repeat a lower rank's box.
 
-        A tensor on a part of a mesh lies alike on each copy of that part, and no rank knows of the other copies.
+        A tensor on a part of a mesh is stored alike by each copy of that part, and no rank knows of the other copies.
         """
         keep = np.ones(len(row), bool)
         stored = np.bincount(row, size, len(self._entries))
@@ -162,7 +164,7 @@ class TensorIndex:
         return frozenset(name for name, rank in self._row_of if rank < 0).union(self.common_values())
 
     def own_keys(self, rank: int) -> frozenset[str]:
-        """The names of the tensors and values that a rank has of its own."""
+        """Return the names of the tensors and values that a rank has of its own."""
         return self._own_tensors.get(rank, frozenset()).union(self.own_values(rank))
 
     @cached_property
@@ -174,7 +176,7 @@ class TensorIndex:
         return {rank: frozenset(names) for rank, names in found.items()}
 
     def layout_digest(self) -> bytes:
-        """Equal for two indices that differ in digests of blocks and plain values alone."""
+        """Return a digest that is equal for two indices that differ in digests of blocks and plain values alone."""
         digest = fingerprinter()
         for part in self.parts:
             for column in part.layout():
@@ -183,7 +185,7 @@ class TensorIndex:
         return digest.digest()
 
     def digests(self, region: int, low: int = 0, high: int | None = None) -> list[Digest]:
-        """The digests of the blocks of a region from the number `low` on, below `high`."""
+        """Return the digests of the blocks of a region from the number `low` on, below `high`."""
         part = self.parts[bisect_right(self._first_regions, region) - 1]
         if high is None:
             high = -(-int(self.regions.size_bytes[region]) // BLOCK_BYTES)
@@ -192,7 +194,7 @@ class TensorIndex:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks there are in all."""
+        """The number of all chunks."""
         return len(self._offset)
 
     @cached_property
@@ -205,23 +207,24 @@ class TensorIndex:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """For each tensor whose chunks lie where another one's do, that other one."""
+        """The tensors whose chunks are those of another one, with that other one."""
         return {} if self.outline is None else self.outline.tied
 
     def entry(self, fqn: str, rank: int) -> Tensor | None:
-        """The tensor as that rank sees it, None when it is not there."""
+        """Return the tensor as that rank sees it, None when it is missing."""
         row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
         return None if row is None else self._entries[row]
 
     def ranks_of(self, fqn: str) -> list[int]:
-        """The ranks that have a tensor of that name of their own; of those whose parts are not here, the lowest."""
+        """Return the ranks that have their own tensor of that name. Of ranks whose parts were not read, only the lowest
+        is known."""
         found = {part.rank for part in self.parts if (fqn, part.rank) in self._row_of}
         if self.outline is not None and fqn in self.outline.own:
             found.add(self.outline.own[fqn])
         return sorted(found)
 
     def chunks(self, fqn: str, rank: int, wanted: Box | None = None) -> list[Chunk]:
-        """The chunks of a tensor, as that rank sees it, that share elements with the wanted box, or all."""
+        """Return the chunks of a tensor, as that rank sees it, that share elements with the wanted box, or all."""
         row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
         if row is None:
             return []
@@ -247,7 +250,7 @@ class TensorIndex:
         return Chunk(int(self._file[index]), int(self._offset[index]), box, int(self._region[index]))
 
     def _box_at(self, at: int, dims: int) -> Box:
-        """The box at a place of the numbers. Equal ones of a part have one place, and mostly there are few."""
+        """Return the box at a place of the numbers. Equal ones of a part have one place, and mostly there are few."""
         box = self._boxes.get((at, dims))
         if box is None:
             numbers = self._numbers[at : at + 2 * dims].tolist()
@@ -256,7 +259,7 @@ class TensorIndex:
 
     @cached_property
     def _lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """The columns as plain numbers, which are quicker to take one by one."""
+        """The columns as lists of numbers, which are quicker to take one by one."""
         file, offset, box, region = (column.tolist() for column in (self._file, self._offset, self._box, self._region))
         return file, offset, box, region
 
@@ -268,21 +271,21 @@ class TensorIndex:
             raise CheckpointDamaged(f"the chunks of {shown} do not cover the tensor exactly once")
 
     def incomplete(self) -> list[str]:
-        """The tensors that chunks do not cover exactly once."""
+        """Return the tensors that chunks do not cover exactly once."""
         wrong = self._stored_bytes != self._sizes_bytes
         several = np.flatnonzero(~wrong & (np.diff(self._bounds) > 1) & (self._sizes_bytes > 0))
         wrong[several] = [not self._are_apart(row) for row in several.tolist()]
         return [self._entries[row].key for row in np.flatnonzero(wrong).tolist()]
 
     def _are_apart(self, row: int) -> bool:
-        """Whether no two chunks of a tensor share an element."""
+        """Return True if no two chunks of a tensor share an element."""
         low, high, shape = self._limits[row], self._limits[row + 1], self._entries[row].shape
         boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * len(shape))]
         return are_apart(np.array(shape, np.int64), boxes[:, : len(shape)], boxes[:, len(shape) :])
 
     @cached_property
     def _sizes_bytes(self) -> np.ndarray[Any, Any]:
-        """Of each tensor."""
+        """The size of each tensor."""
         return np.array([entry.size_bytes for entry in self._entries], np.int64)
 
     def check_files(self, sizes_bytes: Mapping[str, int]) -> None:
@@ -298,16 +301,16 @@ class TensorIndex:
             raise CheckpointDamaged(f"the tensor index has a region beyond the end of {name}", file=name)
 
     def common_values(self) -> dict[str, Any]:
-        """The JSON of the plain values that are for all ranks, by name."""
+        """Return the JSON of the plain values that are for all ranks, by name."""
         return dict(pair for part in self.parts if part.common for pair in _values(part.common))
 
     def own_values(self, rank: int) -> dict[str, Any]:
-        """The JSON of the plain values that are that rank's alone, by name."""
+        """Return the JSON of the plain values that are that rank's alone, by name."""
         return dict(pair for part in self.parts if part.rank == rank and part.own for pair in _values(part.own))
 
     def value_ranks(self) -> dict[str, list[int]]:
-        """For each plain value that differs between ranks, the ranks that have one; the lowest alone where not all
-        parts are there."""
+        """Return, for each plain value that differs between ranks, the ranks that have one; the lowest alone if not all
+        parts were read."""
         found: dict[str, list[int]] = {}
         if self.outline is not None and not self.is_whole:
             known = ((key, rank) for key, rank in self.outline.own.items() if (key, rank) not in self._row_of)
@@ -334,7 +337,7 @@ def _joined(columns: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def _shapes(part: Part) -> bytes:
-    """The shapes of all tensors of a part, for comparing."""
+    """Return the shapes of all tensors of a part, for comparing."""
     found = []
     for dims in np.unique(part.ndim):
         at = part.shape_at[part.ndim == dims].astype(np.int64)
@@ -351,7 +354,7 @@ def _entries_of(part: Part) -> Iterator[Tensor]:
 
 
 def are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:
-    """Whether no two boxes share an element."""
+    """Return True if no two boxes share an element."""
     varying = np.flatnonzero((sizes != shape).any(axis=0))
     if len(varying) == 1:
         order = np.argsort(offsets[:, varying[0]], kind="stable")
