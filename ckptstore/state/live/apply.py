@@ -2,11 +2,11 @@
 
 Loading has two phases, so that bytes are read straight into the memory where they belong:
 
-    flat = collect(state)                       # save: what this rank has
+    flat = collect(state)                       # save: the tensors and values of this rank
     loading = begin_load(state, saved)          # load: the memory to fill, and everything that does not fit
-    ... note in loading.mismatch which of loading.conflicts the checkpoint does not settle ...
+    ... note in loading.mismatch the loading.conflicts that the checkpoint does not settle ...
     loading.mismatch.check(strict=True)         # of all ranks together: Mismatch.joined
-    ... fill every loading.targets[key].tensor with what the checkpoint has as .source ...
+    ... fill every loading.targets[key].tensor with the checkpoint's tensor .source ...
     loading.finish()                            # modules, optimizers, schedulers, other objects, plain values
 """
 
@@ -42,11 +42,11 @@ class _Part(Protocol):
 @collector_paused()
 @outside_inference()
 def collect(state: Mapping[str, Any]) -> FlatState:
-    """Everything that this rank has to store, under the keys that stock DCP would use.
+    """Return everything that this rank has to store, under the keys that stock DCP would use.
 
     Training is not changed: parameters, gradients, optimizer state and random numbers stay as they are, and an
-    optimizer that has not stepped is stored without state. Collective where FSDP1 is in the state. Raises InvalidState
-    with the key for what cannot be stored.
+    optimizer that has not stepped is stored without state. Collective if FSDP1 is in the state. Raises InvalidState
+    with the key for anything that cannot be stored.
     """
     units = units_of(state)
     modules = _modules(units)
@@ -88,29 +88,29 @@ class Loading:
 
     @outside_inference()
     def finish(self) -> None:
-        """Set everything that is not a tensor, and hand modules, optimizers, schedulers and other objects their state,
-        in this order; plain values last. To be called once all targets are filled. Collective under FSDP1."""
+        """Set everything that is not a tensor, and pass modules, optimizers, schedulers and other objects their state,
+        in this order; plain values last. Call it once all targets are filled. Collective under FSDP1."""
         for part in self._parts:
             part.finish()
 
     def materialised(self) -> list[Materialised]:
-        """What became of the modules that were on the meta device."""
+        """Return the results for modules that were on the meta device."""
         return [part.materialised for part in self._parts if isinstance(part, ModuleLoad)]
 
     def abandon(self) -> None:
-        """Give the state back as it was before `begin_load`, for a load that is not carried out."""
+        """Restore the state as it was before `begin_load`, for a load that is not carried out."""
         for part in reversed(self._parts):
             part.abandon()
 
 
 @dataclass(frozen=True, slots=True)
 class _Casts:
-    """What was saved in another dtype goes where it belongs, before anything else is finished."""
+    """The part that copies tensors saved in another dtype into the state, before anything else is finished."""
 
     matching: Matching
 
     def finish(self) -> None:
-        with torch.inference_mode():  # there inference tensors may be written to, and all others too
+        with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
             for tensor, filled in self.matching.casts:
                 tensor.copy_(filled)
         self.matching.casts.clear()
@@ -129,14 +129,14 @@ def begin_load(
     device: torch.device | str | None = None,
     casts: bool = False,
 ) -> Loading:
-    """Find the place of everything that is to be loaded; the mismatch is for the caller to check.
+    """Find the place of everything that is to be loaded. The caller has to check the mismatch.
 
-    Only what the state names is loaded; what the checkpoint has below those names and finds no place is unexpected.
-    `include` narrows it to keys that fit a pattern (fnmatch: `"model.*"`, or several). Optimizer state that is missing
-    is created. Modules on the meta device get memory on `device` (None: that of their mesh, else torch's default, else
-    the CPU); tensors that the state lacks are made on `device` (None: the CPU). None is made as an inference tensor,
-    whatever mode the caller is in. With `casts` a floating-point tensor that was saved in another floating-point dtype
-    is cast, through memory of its own. Collective where FSDP1 is in the state.
+    Only the parts that the state names are loaded; keys that the checkpoint has below those names and that find no
+    place are unexpected. `include` narrows it to keys that fit a pattern (fnmatch: `"model.*"`, or several). Optimizer
+    state that is missing is created. Modules on the meta device get memory on `device` (None: that of their mesh, else
+    torch's default, else the CPU); tensors that the state lacks are made on `device` (None: the CPU). None is made as
+    an inference tensor, whatever mode the caller is in. With `casts` a floating-point tensor that was saved in another
+    floating-point dtype is cast, through separate memory. Collective if FSDP1 is in the state.
 
     Raises InvalidState for a state that cannot be loaded into at all, and StateMismatch when an optimizer cannot create
     its state; the state is then as it was.
@@ -168,7 +168,7 @@ def begin_load(
 def _optimizer_load(
     unit: Unit, modules: Sequence[tuple[str, torch.nn.Module]], matching: Matching, *, device: torch.device | None
 ) -> _Part:
-    if unit.key in matching.saved.values:  # its state dict was not torch's, and was taken as a whole
+    if unit.key in matching.saved.values:  # its state dict was not torch's, and was saved as a whole
         return StatefulLoad(unit, matching, device=device)
     scope = scope_of(unit.key, unit.item, modules)
     if not uses_fsdp1(scope.root):

@@ -1,7 +1,7 @@
 """Loading of plain values, tensors on their own and Stateful objects.
 
 A value comes back as a whole, with the containers it was saved with: a list that has grown since has its length back.
-Where the state has tensors in it they are filled in place, and the checkpoint must have the same ones.
+Tensors that the state has in it are filled in place, and the checkpoint must have the same ones.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ckptstore.state.tensors.tensor_memory import obstacle_of
 
 
 class StoredContents:
-    """What a checkpoint has for one place that holds tensors and plain values.
+    """The contents of a checkpoint for one place that holds tensors and plain values.
 
-    `current` is what stands there now. `fixed` says that its tensors are the caller's own, so that the checkpoint must
-    have exactly those; otherwise what the checkpoint has decides, and fitting tensors are filled in place.
+    `current` is the present value of the place. With `fixed` its tensors are the caller's own, so that the checkpoint
+    must have exactly those; otherwise the checkpoint decides, and fitting tensors are filled in place.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class StoredContents:
 
     @property
     def changes(self) -> bool:
-        """Whether anything comes from the checkpoint."""
+        """True if anything comes from the checkpoint."""
         return bool(self._is_whole or self._loaded)
 
     def result(self) -> Any:
-        """What shall stand at the place, once the tensors have been filled."""
+        """Return the new value of the place, once the tensors have been filled."""
         loaded = {key: self._moved(key, leaf) for key, leaf in self._loaded.items()}
         if not self._is_whole:
             return _with_leaves(self._current, self._path, loaded)
@@ -86,7 +86,7 @@ class StoredContents:
         return Replicated(tensor) if isinstance(leaf, Replicated) else tensor
 
     def _skips(self) -> bool:
-        """Whether a part that only the checkpoint could give is left out; then so is the whole."""
+        """Return True if a part that only the checkpoint could provide is left out; then so is the whole."""
         saved = self._matching.saved
         if self._fixed and self._own:
             return False
@@ -110,13 +110,14 @@ class StoredContents:
             self._match_leaves(tensors=False)
 
     def _match_tensor(self, key: str, leaf: Any) -> None:
-        """Fill the tensor that stands at a place if it fits, else a new one."""
+        """Fill the tensor at a place if it fits, else a new one."""
         if leaf is None or not self._fits(key, leaf) or not self._take(key, leaf):
             where = self._device if leaf is None or leaf_tensor(leaf).is_meta else leaf_tensor(leaf).device
             self._loaded[key] = self._matching.make_tensor(key, where)
 
     def _match_leaves(self, *, tensors: bool = True) -> None:
-        """Fill what has a counterpart under its own key, as in checkpoints of stock DCP, and leave the rest."""
+        """Fill everything that has a counterpart under its own key, as in checkpoints of stock DCP, and leave the
+        rest."""
         values = self._matching.saved.values
         inside = _leaves_by_key(values[self._key], self._path) if self._key in values else values
         plain = map_tensors(self._current, self._path, lambda _, leaf: leaf_tensor(leaf))
@@ -146,7 +147,8 @@ class StoredContents:
         return True
 
     def _fits(self, key: str, leaf: Any) -> bool:
-        """Whether the state's tensor can take the checkpoint's; a distributed one must, since none can be made."""
+        """Return True if the state's tensor can take the checkpoint's. A distributed one must, since none can be
+        made."""
         tensor, source = leaf_tensor(leaf), self._matching.source_of(key)
         if obstacle_of(tensor) is not None or any(map(overlaps_itself, local_memory(tensor))):
             return False
@@ -157,7 +159,7 @@ class StoredContents:
 
 
 class ValueLoad:
-    """A tensor or plain value that stands in the state itself."""
+    """A tensor or plain value of the state itself."""
 
     def __init__(self, unit: Unit, matching: Matching, *, device: torch.device | None) -> None:
         self._unit = unit
@@ -172,7 +174,7 @@ class ValueLoad:
             self._unit.replace(result)
 
     def abandon(self) -> None:
-        """Nothing has changed yet."""
+        """Do nothing: nothing has changed yet."""
 
 
 class StatefulLoad:
@@ -197,25 +199,25 @@ class StatefulLoad:
         self._contents = StoredContents(unit.path, current, matching, fixed=False, device=device)
 
     def finish(self) -> None:
-        """Hand the object its state. Raises StateMismatch when it refuses it."""
+        """Pass the object its state. Raises StateMismatch when the object refuses it."""
         if self._contents is None or self._contents.is_skipped:
             return
         try:
             self._unit.item.load_state_dict(self._contents.result())
         except CkptstoreError:
             raise
-        except Exception as error:  # the object is the user's, and so is what it raises
+        except Exception as error:  # the object is the user's, and so are its errors
             kind = type(self._unit.item).__name__
             raise StateMismatch(
                 f"the {kind} at {self._unit.key!r} refused its state: {type(error).__name__}: {error}"
             ) from error
 
     def abandon(self) -> None:
-        """Nothing has changed yet."""
+        """Do nothing: nothing has changed yet."""
 
 
 def default_device() -> torch.device:
-    """Return where memory belongs of which nothing was said: on torch's default device, unless that has no memory."""
+    """Return the device for memory without an explicit one: torch's default device, unless that has no memory."""
     device = torch.get_default_device()
     return torch.device("cpu") if device.type == "meta" else device
 
@@ -233,12 +235,12 @@ def same_random_numbers() -> Iterator[None]:
 
 
 def leaf_tensor(leaf: Any) -> Any:
-    """The tensor in a leaf, marked or not."""
+    """Return the tensor in a leaf, marked or not."""
     return leaf.tensor if isinstance(leaf, Replicated) else leaf
 
 
 def _places_of_tensors(value: Any, path: Path) -> set[str]:
-    """The keys of the places where references stand. A reference's own key may be that of another place."""
+    """Return the keys of the places of references. A reference's own key may be that of another place."""
     places: set[str] = set()
 
     def note(key: str, leaf: Any) -> Any:
@@ -251,7 +253,8 @@ def _places_of_tensors(value: Any, path: Path) -> set[str]:
 
 
 def _held_by(wholes: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
-    """Which keys are below one of some others: tensors in tuples, which stock DCP keeps in one piece."""
+    """Return, for each key below one of some others, that other key: tensors in tuples, which stock DCP keeps in one
+    piece."""
     found, present = {}, set(wholes)
     for key in keys:
         above = key.rpartition(".")[0]
@@ -267,7 +270,7 @@ def _leaves_by_key(value: Any, path: Path) -> dict[str, Any]:
 
 
 def _with_leaves(value: Any, path: Path, loaded: dict[str, Any]) -> Any:
-    """The value with the leaves that were loaded; containers are copied where something in them changes."""
+    """Return the value with the leaves that were loaded; containers are copied if something in them changes."""
     key = join_path(path)
     if key in loaded:
         return loaded[key]
@@ -279,7 +282,8 @@ def _with_leaves(value: Any, path: Path, loaded: dict[str, Any]) -> Any:
 
 
 def _assigned(current: Any, result: Any) -> bool:
-    """Give a dict or list the contents of another of the same type, in place. False where that is not possible."""
+    """Replace the contents of a dict or list, in place, by those of another of the same type. Return False if that is
+    not possible."""
     if type(current) is not type(result):
         return False
     if isinstance(current, MutableMapping):

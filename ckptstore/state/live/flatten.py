@@ -1,8 +1,8 @@
-"""A nested state under flat keys: which tensors and which plain values it holds, and what they are called.
+"""A nested state under flat keys: its tensors, its plain values, and their keys.
 
-Keys are those that torch's DCP gives: the parts of the path joined by dots, list positions as numbers. So a state
-dict that stock DCP flattens asks for the same keys. The paths are kept, because a key alone does not tell
-`{"a.b": 1}` from `{"a": {"b": 1}}`.
+Keys are those of torch's DCP: the parts of the path joined by dots, list positions as numbers. So stock DCP looks for
+the same keys when it flattens a state dict. The paths are kept, because a key alone does not distinguish `{"a.b": 1}`
+from `{"a": {"b": 1}}`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ Path = tuple[Any, ...]
 """The keys and list positions that lead to a value, as they are in the state."""
 
 ATOMS = frozenset({int, float, str, bool, type(None), bytes, complex})
-"""Types of which long lists are made, and in which nothing can be found."""
+"""Types of items of long lists, in which nothing can be found."""
 _IN_A_LEAF = ATOMS | {tuple}
 """Types of items for which stock DCP does not take a list apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands in a plain value, read from a checkpoint, for the tensor that is stored under `key`."""
+    """A placeholder, in a plain value that was read from a checkpoint, for the tensor that is stored under `key`."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """A tensor of which the caller says that it is the same on all ranks. Made by `replicated`."""
+    """A tensor that the caller marked as the same on all ranks. Made by `replicated`."""
 
     tensor: torch.Tensor
 
 
 def replicated(tensor: torch.Tensor) -> Replicated:
-    """Say that a plain tensor is the same on all ranks, so that each rank writes a part, in place of one rank all.
+    """Mark a plain tensor as the same on all ranks, so that each rank writes a part, in place of one rank all.
 
-    The first save of a store compares all bytes between the ranks, and so does every `compare_every`-th one after it: a
-    save raises InvalidState, with the ranks, before anything is written, where they differ. Between these saves nobody
-    looks, and of ranks that differ the checkpoint would hold a part of each. Parameters under DDP and DTensors with a
+    The first save of a store compares all bytes between the ranks, and so does every `compare_every`-th one after it:
+    if they differ, the save raises InvalidState, with the ranks, before anything is written. Saves in between do not
+    compare, and if ranks differ then, the checkpoint holds a part of each. Parameters under DDP and DTensors with a
     Replicate placement need no mark. Use it at the tensor's place in the state, for saving and for loading.
     """
     return Replicated(tensor)
@@ -57,20 +57,20 @@ def replicated(tensor: torch.Tensor) -> Replicated:
 
 @dataclass(frozen=True, slots=True)
 class OwnOfRank:
-    """An object or value of which the caller says that each rank has its own. Made by `per_rank`."""
+    """An object or value that the caller marked as each rank's own. Made by `per_rank`."""
 
     item: Any
 
 
 def per_rank(item: Any) -> OwnOfRank:
-    """Say that an object, a tensor or a plain value belongs to its rank, even where all ranks happen to have the same.
-    The position of a data loader is such a value: it means other samples on other ranks. So are the weights of a module
+    """Mark an object, a tensor or a plain value as each rank's own, even if all ranks happen to have the same. The
+    position of a data loader is such a value: it means other samples on other ranks. So are the weights of a module
     that ranks train apart for a while, under DDP too, and those of its optimizer: mark both.
 
-    Each rank stores its own and gets it back. On another number of ranks a load is refused unless its `per_rank=` says
-    what to do. Use the mark at the item's place in the state, for saving and for loading. A tensor or plain value stays
-    marked there, and is read as `.item`. What is tied to marked tensors is each rank's own as well. Tensors that are
-    distributed over ranks (DTensor, FSDP) raise InvalidState: no rank has all of them.
+    Each rank stores its own and loads it again. On another number of ranks a load is refused unless its `per_rank=`
+    says how to treat it. Use the mark at the item's place in the state, for saving and for loading. A tensor or plain
+    value stays marked there, and is read as `.item`. Anything tied to marked tensors is each rank's own as well.
+    Tensors that are distributed over ranks (DTensor, FSDP) raise InvalidState: no rank has all of them.
     """
     return OwnOfRank(item)
 
@@ -79,8 +79,8 @@ class TensorEntry(NamedTuple):
     """One tensor that this rank holds, whole or in part.
 
     `tensor` is a plain tensor, a DTensor or FSDP1's ShardedTensor: the live memory, not a copy, except for FSDP1.
-    `replicated` says that it is known to be the same on all ranks. `lowest_rank_counts` says that other ranks may
-    hold other numbers and that it does not matter: DDP sends rank 0's buffers to all before each forward pass, so the
+    `replicated` is True if it is known to be the same on all ranks. `lowest_rank_counts` is True if other ranks may
+    hold other numbers without harm: DDP sends rank 0's buffers to all before each forward pass, so the
     lowest rank's are the ones to store, whole.
     """
 
@@ -91,10 +91,11 @@ class TensorEntry(NamedTuple):
 
 @dataclass(slots=True)
 class FlatState:
-    """What a rank has to store. Refers to live objects: encode the values and copy the tensors before training goes on.
+    """The tensors and values that a rank has to store. Refers to live objects: encode the values and copy the tensors
+    before training goes on.
 
     `tensors` has each memory once, under the first key that leads to it; `aliases` leads from every further key (tied
-    weights) to that one. `values` has everything that is not a tensor, as it is; tensors inside such a value are in
+    weights) to that one. `values` has everything that is not a tensor, unchanged; tensors inside such a value are in
     `tensors` too, and `key_of` names them. `paths` has the path of every key of the three, as DCP would flatten it.
     """
 
@@ -103,15 +104,15 @@ class FlatState:
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
-    """The keys that each rank has of its own, whether or not the ranks differ."""
+    """The keys that each rank has of its own, even if the ranks do not differ."""
     _keys_by_identity: dict[Hashable, str] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)
 
     def add_tensor(self, path: Path, entry: TensorEntry, *, live: torch.Tensor | None = None) -> None:
-        """Take in a tensor. `live` is the parameter or buffer that it shows, where it is another object.
+        """Take in a tensor. `live` is the parameter or buffer that it shows, if that is another object.
 
-        One that wraps other tensors becomes a value, and those become tensors of their own. Raises InvalidState, with
-        the key, for a kind of tensor that cannot be stored.
+        A tensor that wraps others becomes a value, and its inner tensors become separate tensors. Raises InvalidState,
+        with the key, for a kind of tensor that cannot be stored.
         """
         key = self._take(path)
         obstacle = obstacle_of(entry.tensor)
@@ -154,7 +155,7 @@ class FlatState:
             self.values[self._take(path)] = map_tensors(value, path, lambda key, leaf: _unmarked(leaf))
 
     def key_of(self, tensor: torch.Tensor) -> str:
-        """The key under which a tensor that stands in a value is stored."""
+        """Return the key under which a tensor in a value is stored."""
         return self._keys_by_identity[id(tensor)]
 
     def _take(self, path: Path) -> str:
@@ -169,12 +170,12 @@ class FlatState:
 
 
 def join_path(path: Path) -> str:
-    """The flat key of a path."""
+    """Return the flat key of a path."""
     return ".".join(map(str, path))
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Key and item of each part of a mapping, list or tuple; nothing for anything else."""
+    """Yield key and item of each part of a mapping, list or tuple; nothing for anything else."""
     if isinstance(value, Mapping):
         yield from value.items()
     elif isinstance(value, list | tuple):
@@ -182,8 +183,8 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor | Replicated]]:
-    """Every tensor in nested mappings, lists and tuples, with its path. Raises InvalidState for a value that contains
-    itself."""
+    """Yield every tensor in nested mappings, lists and tuples, with its path. Raises InvalidState for a value that
+    contains itself."""
     try:
         yield from _find_tensors(value, path)
     except RecursionError:
@@ -203,10 +204,10 @@ def _find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor |
 
 
 def map_tensors(value: Any, path: Path, replace: Callable[[str, Any], Any]) -> Any:
-    """The value with each tensor, marked tensor or reference replaced by `replace(key, it)`.
+    """Return the value with each tensor, marked tensor or reference replaced by `replace(key, it)`.
 
-    The key is that of the place; a reference's own key is in it. Containers keep their exact type and order; those in
-    which nothing changes are the very same objects, and none is changed in place.
+    The key is that of the place; a reference has its own key inside. Containers keep their exact type and order; those
+    in which nothing changes are the same objects, and none is changed in place.
     """
     if isinstance(value, torch.Tensor | Replicated | TensorRef):
         return replace(join_path(path), value)
@@ -222,7 +223,7 @@ def map_tensors(value: Any, path: Path, replace: Callable[[str, Any], Any]) -> A
 
 
 def with_items(container: Any, changed: Mapping[Any, Any]) -> Any:
-    """A copy of a mapping, list or tuple, of the same type, in which some items are others."""
+    """Return a copy of a mapping, list or tuple, of the same type, in which some items are replaced."""
     if isinstance(container, tuple):
         items = [changed.get(index, item) for index, item in enumerate(container)]
         return container._make(items) if hasattr(container, "_make") else type(container)(items)
@@ -233,7 +234,7 @@ def with_items(container: Any, changed: Mapping[Any, Any]) -> Any:
 
 
 def references_in(value: Any) -> Iterator[str]:
-    """The keys of all tensors that a value read from a checkpoint refers to."""
+    """Yield the keys of all tensors that a value read from a checkpoint refers to."""
     if isinstance(value, TensorRef):
         yield value.key
     if is_plain(value):
@@ -244,9 +245,9 @@ def references_in(value: Any) -> Iterator[str]:
 
 
 def stock_leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """The leaves, with their paths, that stock DCP makes of a value: the items that a stock load asks for.
+    """Yield the leaves, with their paths, that stock DCP makes of a value: the items that a stock load requests.
 
-    Mappings always fall apart, lists only where a mapping or a tensor is in them, tuples never. Tensors that stand on
+    Mappings always fall apart, lists only if a mapping or a tensor is in them, tuples never. Tensors that stand on
     their own are left out, since they are items of the tensor kind.
     """
     if isinstance(value, Mapping):

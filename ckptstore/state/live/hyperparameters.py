@@ -17,11 +17,11 @@ _ABSENT = object()
 
 
 class Hyperparameters:
-    """What the checkpoint has for the groups of one optimizer.
+    """The settings that the checkpoint has for the groups of one optimizer.
 
-    A group gets everything that was saved for its parameters, also what it does not have now (a scheduler's
-    `initial_lr`). What the optimizer's class fills in for checkpoints of older releases is filled in. All parameters of
-    a group that were saved must have been saved with the same values.
+    A group gets all settings that were saved for its parameters, also those that it does not have now (a scheduler's
+    `initial_lr`). Settings that the optimizer's class fills in for checkpoints of older releases are filled in. All
+    parameters of a group that were saved must have been saved with the same values.
     """
 
     def __init__(self, unit: Unit, scope: Scope, matching: Matching) -> None:
@@ -34,7 +34,7 @@ class Hyperparameters:
         ]
         self._saved = self._saved_by_parameter()
         self.known = frozenset(self._saved)
-        """The parameters of which the checkpoint has settings, as far as these were asked for or not."""
+        """The parameters of which the checkpoint has settings, even if `include` leaves these out."""
         self._foreign: set[str] = set()
         self._loaded = [self._match(number) for number in range(len(self._names))]
         self._empty = self._match_empty()
@@ -45,7 +45,7 @@ class Hyperparameters:
         return frozenset(self._foreign)
 
     def loaded(self, number: int) -> dict[str, Any]:
-        """What is loaded for one group, once the tensors have been filled."""
+        """Return the settings that are loaded for one group, once the tensors have been filled."""
         if not self._names[number]:
             place = sum(not names for names in self._names[:number])
             return {} if self._empty is None else dict(self._empty.result()[place])
@@ -53,16 +53,17 @@ class Hyperparameters:
         return {item: value.result() if isinstance(value, StoredContents) else value for item, value in found}
 
     def plain(self, number: int) -> dict[str, Any]:
-        """The part of it that holds no tensors."""
+        """Return the settings loaded for one group that hold no tensors."""
         return {item: value for item, value in self._loaded[number].items() if not isinstance(value, StoredContents)}
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set what was loaded: the very objects, where torch sets copies."""
+        """Set the loaded settings: the same objects, where torch sets copies."""
         for number, group in enumerate(optimizer.param_groups):
             group.update(self.loaded(number))
 
     def _match_empty(self) -> StoredContents | None:
-        """The settings of groups without parameters; left without a place where there are more or fewer of them now."""
+        """Match the settings of groups without parameters; leave them without a place if there are more or fewer of
+        them now."""
         saved, present = self._matching.saved.values.get(f"{self._unit.key}.{EMPTY_GROUPS}"), self._optimizer
         if not isinstance(saved, list) or len(saved) != len(settings_of_empty(present)):
             return None
@@ -71,7 +72,7 @@ class Hyperparameters:
         return StoredContents((*self._unit.path, EMPTY_GROUPS), None, self._matching, fixed=False, device=device)
 
     def _saved_by_parameter(self) -> dict[str, dict[str, str]]:
-        """For each parameter the key of each setting. A key of a tensor inside of a value is none of its own."""
+        """Return the key of each setting, for each parameter. A key of a tensor inside a value is not a setting."""
         known = {name for names in self._names for name in names}
         saved: dict[str, dict[str, str]] = defaultdict(dict)
         values = self._matching.saved.values
@@ -87,7 +88,7 @@ class Hyperparameters:
         return dict(saved)
 
     def _match(self, number: int) -> dict[str, Any]:
-        """What is loaded for one group."""
+        """Match the settings that are loaded for one group."""
         group, names = self._optimizer.param_groups[number], self._names[number]
         for name in names:
             if name not in self._saved:
@@ -103,7 +104,7 @@ class Hyperparameters:
         return found
 
     def _compare(self, known: list[str], item: str, found: dict[str, Any], *, filled: Any) -> None:
-        """Note where parameters of one group were not saved with the same value."""
+        """Note the parameters of one group that were not saved with the same value."""
         if filled is not _ABSENT and not any(item in self._saved[name] for name in known):
             found[item] = filled
             return
@@ -129,7 +130,7 @@ class Hyperparameters:
             self._matching.miss(key, "a hyperparameter")
 
     def _value(self, key: str, item: str, current: Any) -> Any:
-        """The saved value; a tensor to be filled where a tensor was saved, the present one if it fits."""
+        """Return the saved value, or the tensor to be filled if a tensor was saved: the present one if it fits."""
         source = self._matching.source_of(key)
         if source is None:
             value = self._matching.saved.values[key]
@@ -153,8 +154,8 @@ class Hyperparameters:
         return type(values[key]) is type(values[other]) and bool(values[key] == values[other])
 
     def _filled(self, number: int, item: str) -> Any:
-        """What the optimizer's class puts into a group that lacks an item, as it does for checkpoints of older
-        releases."""
+        """Return the value that the optimizer's class sets in a group that lacks an item, as it does for checkpoints of
+        older releases."""
         optimizer = self._optimizer
         group = {name: value for name, value in optimizer.param_groups[number].items() if name not in (item, "params")}
         probe = object.__new__(type(optimizer))
@@ -166,6 +167,6 @@ class Hyperparameters:
                     "param_groups": [{**group, "params": []}],
                 }
             )
-        except Exception:  # optimizers are the user's, and so is what they raise: then nothing is filled in
+        except Exception:  # optimizers are the user's, and so are their errors: then nothing is filled in
             return _ABSENT
         return probe.param_groups[0].get(item, _ABSENT)

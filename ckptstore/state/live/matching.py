@@ -1,4 +1,4 @@
-"""What of a checkpoint goes where in a state, and every way in which the two do not fit."""
+"""Matching of a checkpoint with a state: the place of each stored key, and every way in which the two do not fit."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ckptstore.state.tensors.wrapped import Wrapped, check_same
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint holds for this rank.
+    """The contents of a checkpoint for this rank.
 
     `values` are decoded, with a `TensorRef` for each tensor in them. `aliases` leads from further keys of tied weights
-    to those in `tensors`. `skipped` are keys that shall be left as they are, and are neither missing nor unexpected:
-    those whose values differed between ranks, when the caller asked to skip them.
+    to those in `tensors`. `skipped` are keys that stay as they are, and are neither missing nor unexpected: those whose
+    values differed between ranks, when the caller chose to skip them.
     """
 
     tensors: Mapping[str, Tensor]
@@ -46,11 +46,11 @@ class Target(NamedTuple):
 class Mismatch:
     """Every way in which a checkpoint does not fit a state.
 
-    `missing` keys are in the state alone, `unexpected` ones in the checkpoint alone, though they belong to a part of
-    it that the state names. `differing` says of keys that are in both how they differ. `names` are those that the state
-    gives to its parts, `absent` the ones of them under which the checkpoint has nothing at all, `there` what the
-    checkpoint calls its own parts. `unused` are patterns that fit nothing, with what they may have been meant to be.
-    `is_empty` says that nothing at all would be loaded.
+    `missing` keys are in the state alone, `unexpected` ones in the checkpoint alone, though they belong to a part of it
+    that the state names. `differing` has the difference for keys that are in both. `names` are those that the state
+    gives to its parts, `absent` those of them under which the checkpoint has nothing at all, `there` the names of the
+    checkpoint's own parts. `unused` are patterns that fit nothing, with the nearest key that may have been meant.
+    `is_empty` is True if nothing at all would be loaded.
     """
 
     missing: set[str] = field(default_factory=set)
@@ -63,7 +63,7 @@ class Mismatch:
     is_empty: bool = field(default=False, compare=False)
 
     def check(self, *, strict: bool) -> None:
-        """Raise StateMismatch with the whole list. Without `strict` only what differs counts, and that something is
+        """Raise StateMismatch with the whole list. Without `strict` only differing keys count, and that something is
         loaded. Raises InvalidInput for a pattern that fits nothing, strict or not."""
         for pattern, near in self.unused.items():
             raise InvalidInput(
@@ -84,14 +84,14 @@ class Mismatch:
             )
 
     def absence(self, name: str) -> str:
-        """What to say of a name of the state under which the checkpoint has nothing."""
+        """Return the sentence on a name of the state under which the checkpoint has nothing."""
         near = nearest(name, self.there - self.names)
         return f"the checkpoint has nothing called {name!r}, but {shown(self.there)}{meant(near)}"
 
     @staticmethod
     def joined(parts: Iterable[Mismatch]) -> Mismatch:
-        """That of all ranks: a key that any rank misses is missing, one that a rank names and none can place is
-        unexpected."""
+        """Return the mismatch of all ranks: a key that any rank misses is missing, one that a rank names and none can
+        place is unexpected."""
         every = list(parts)
         unplaced: dict[frozenset[str], set[str]] = {}
         for part in every:  # ranks that give the same names must all have left the key
@@ -119,7 +119,7 @@ class Mismatch:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For another rank."""
+        """Return the mismatch as JSON for another rank."""
         return {
             "missing": sorted(self.missing),
             "unexpected": sorted(self.unexpected),
@@ -133,7 +133,7 @@ class Mismatch:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Mismatch:
-        """What `to_json` described."""
+        """Read the output of `to_json`."""
         return Mismatch(
             missing=set(value["missing"]),
             unexpected=set(value["unexpected"]),
@@ -147,19 +147,20 @@ class Mismatch:
 
 
 class Matching:
-    """Pairs places of a state with contents of a checkpoint; collects what is to be read and what does not fit."""
+    """Pairs places of a state with contents of a checkpoint; collects the tensors to read and everything that does not
+    fit."""
 
     def __init__(self, saved: Saved, *, include: str | Sequence[str] | None = None, casts: bool = False) -> None:
         self.saved = saved
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors of the state, each with memory of the saved dtype that is filled in its place."""
         self.may_cast = casts
-        """Whether what was saved in another floating-point dtype is cast."""
+        """True if tensors that were saved in another floating-point dtype are cast."""
         self.targets: dict[str, Target] = {}
         self.conflicts: list[Conflict] = []
-        """What has to be compared before anything is filled. Complete after `close`."""
+        """The pairs to compare before anything is filled. Complete after `close`."""
         self.moved: dict[str, torch.Tensor] = {}
-        """New tensors for places of which the memory is for something else too. Complete after `close`."""
+        """New tensors for places whose memory is for something else too. Complete after `close`."""
         self.mismatch = Mismatch()
         self._include = None if include is None else (include,) if isinstance(include, str) else tuple(include)
         self._keys = sorted({*saved.tensors, *saved.aliases, *saved.values})
@@ -167,38 +168,40 @@ class Matching:
         self._places: list[PlacedTensor] = []
 
     def includes(self, key: str) -> bool:
-        """Whether a key, or everything below it, was asked for. Patterns are those of fnmatch: `*` crosses dots."""
+        """Return True if `include` has a key, or everything below it. Patterns are those of fnmatch: `*` crosses
+        dots."""
         if self._include is None:
             return True
         return any(fits(key, pattern) for pattern in self._include)
 
     def includes_below(self, key: str) -> bool:
-        """Whether a key, or anything that the checkpoint has below it, was asked for."""
+        """Return True if `include` has a key, or anything that the checkpoint has below it."""
         return self.includes(key) or any(map(self.includes, self.below(key)))
 
     def below(self, key: str) -> list[str]:
-        """The keys that the checkpoint has below a key."""
+        """Return the keys that the checkpoint has below a key."""
         first = bisect_left(self._keys, f"{key}.")
         last = bisect_left(self._keys, f"{key}/", first)  # "/" follows "."
         return self._keys[first:last]
 
     def placed(self, *keys: str) -> None:
-        """Say that these keys of the checkpoint have a place in the state."""
+        """Note that these keys of the checkpoint have a place in the state."""
         self._placed.update(keys)
 
     def source_of(self, key: str) -> str | None:
-        """The key under which a tensor's bytes are stored, None when there is no such tensor."""
+        """Return the key under which a tensor's bytes are stored, None when there is no such tensor."""
         source = self.saved.aliases.get(key, key)
         return source if source in self.saved.tensors else None
 
     def take_tensor(
         self, keys: Sequence[str], tensor: torch.Tensor, *, live: torch.Tensor | None = None, may_move: bool = False
     ) -> bool:
-        """Have a tensor filled, that the state knows under these keys. False, with the reason noted, if it cannot be.
+        """Register a tensor to be filled, that the state knows under these keys. Return False, with the reason noted,
+        if it cannot be.
 
-        One of the keys in the checkpoint is enough: tied weights may have been stored under either name. Where they
-        were not tied when they were saved, all that the checkpoint has of them is compared before anything is filled.
-        `live` is the parameter or buffer whose memory it is in the end, where `tensor` is a copy. With `may_move` a new
+        One of the keys in the checkpoint is enough: tied weights may have been stored under either name. If they were
+        not tied when they were saved, all keys of them that the checkpoint has are compared before anything is filled.
+        `live` is the parameter or buffer whose memory it is in the end, if `tensor` is a copy. With `may_move` a new
         tensor is made, and noted in `moved`, if something else is to be filled into the same memory.
         """
         self._placed.update(keys)
@@ -230,7 +233,7 @@ class Matching:
         return all(fits)
 
     def _take_placed(self, place: PlacedTensor, first: str) -> bool:
-        """Give a tensor, known as `first`, one of the stored tensors that belong there. The first one fills it."""
+        """Pair a tensor, known as `first`, with one of the stored tensors that belong there. The first one fills it."""
         tensor, source = place.tensor, place.source
         wanted, present = Tensor(source, name_of(tensor.dtype), tuple(tensor.shape)), self.saved.tensors[source]
         can_cast = self.may_cast and _can_cast(present, wanted)
@@ -250,7 +253,7 @@ class Matching:
         return True
 
     def _take_wrapped(self, keys: Sequence[str], tensor: torch.Tensor) -> bool:
-        """Have the tensors filled that a tensor wraps."""
+        """Register the inner tensors of a tensor that wraps others."""
         found = {key: saved for key in keys if (saved := self._wrapped_at(key))}
         for name in (name for saved in found.values() for name in saved):
             self._placed.update((name, *self.below(name)))
@@ -273,16 +276,16 @@ class Matching:
         return True
 
     def refuse(self, key: str, error: StateMismatch) -> None:
-        """Note that what the checkpoint has under a key, or in parts of it, cannot be loaded at all."""
+        """Note that the contents of the checkpoint under a key, or in parts of it, cannot be loaded at all."""
         self._placed.update((key, *self._wrapped_at(key), *self.below(key)))
         self.mismatch.differing[key] = f"cannot be loaded: {error.message}"
 
     def parts_of(self, key: str) -> list[str]:
-        """The keys of the parts of a distributed tensor that wraps others; none for all other tensors."""
+        """Return the keys of the parts of a distributed tensor that wraps others; none for all other tensors."""
         return [name for name in self._wrapped_at(key) if name != key]
 
     def _wrapped_at(self, key: str) -> dict[str, Wrapped]:
-        """What the checkpoint says of a tensor that wraps others: one value, or one for each part."""
+        """Return the checkpoint's values for a tensor that wraps others: one value, or one for each part."""
         first = bisect_left(self._keys, f"{key}@")
         names = [key, *self._keys[first : bisect_left(self._keys, f"{key}A", first)]]  # "A" follows "@"
         return {name: value for name in names if isinstance(value := self.saved.values.get(name), Wrapped)}
@@ -296,10 +299,11 @@ class Matching:
                 self.take_tensor([f"{key}.{name}", stored.key], inner)
 
     def make_tensor(self, key: str, device: torch.device | None) -> torch.Tensor:
-        """A new plain tensor for what the checkpoint has under a key, to be filled. Without a device it is made on the
-        CPU, whatever torch's default device is.
+        """Return a new plain tensor to be filled with the checkpoint's tensor under a key. Without a device it is made
+        on the CPU, whatever torch's default device is.
 
-        Raises CheckpointDamaged when a value refers to a tensor that the index lacks.
+        Raises CheckpointDamaged when a value refers to a tensor that the index lacks, and StateMismatch for a tensor
+        that wraps others.
         """
         self._placed.add(key)
         source = self.source_of(key)
@@ -318,7 +322,7 @@ class Matching:
         return made.tensor
 
     def _share_memory(self) -> None:
-        """Fill each memory once, and note what must agree because it is for the same memory."""
+        """Fill each memory once, and note the pairs that must agree because they are for the same memory."""
         places = self._places
         while True:
             self.conflicts, copies = conflicts_of(places)
@@ -346,8 +350,8 @@ class Matching:
             self.mismatch.missing.add(key)
 
     def close(self, names: Iterable[str]) -> None:
-        """Note what the checkpoint has below the state's top-level names and nothing took, and what names and patterns
-        stand for nothing; and find the memory that several stored tensors would fill."""
+        """Note the keys below the state's top-level names that nothing took, and the names and patterns that stand for
+        nothing; and find the memory that several stored tensors would fill."""
         self._share_memory()
         mismatch, known = self.mismatch, {*self._keys, *self.saved.skipped}
         mismatch.names = frozenset(map(str, names))
@@ -370,13 +374,13 @@ class Matching:
 
 
 def _moving(conflict: Conflict) -> PlacedTensor | None:
-    """The place of two for the same memory that can go elsewhere."""
+    """Return the place, of two for the same memory, that can move elsewhere."""
     places = (conflict.second.place, conflict.first.place)
     return next((place for place in places if place.may_move and type(place.tensor) in PLAIN_TYPES), None)
 
 
 def _parts_of(key: str, names: Collection[str]) -> list[str]:
-    """Those names of parts of the state to which a key belongs: its own, or that of something above it."""
+    """Return those names of parts of the state to which a key belongs: its own, or that of something above it."""
     found, end = [key] if key in names else [], key.find(".")
     while end >= 0:
         if key[:end] in names:
@@ -391,23 +395,23 @@ def _can_cast(present: Tensor, wanted: Tensor) -> bool:
 
 
 def _is_below(key: str, names: Collection[str]) -> bool:
-    """Whether a key belongs to a part of the state with one of these names."""
+    """Return True if a key belongs to a part of the state with one of these names."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def fits(key: str, pattern: str) -> bool:
-    """Whether a pattern asks for a key, or for everything below it."""
+    """Return True if a pattern matches a key, or everything below it."""
     return fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern)
 
 
 def above(key: str) -> set[str]:
-    """The keys of everything that a key may be inside of."""
+    """Return the keys of everything that a key may be inside of."""
     parts = key.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
 def _top(key: str) -> str:
-    """The first part of a key; "@" begins what a tensor wraps."""
+    """Return the first part of a key; "@" begins the part of a tensor that wraps others."""
     return key.partition(".")[0].partition("@")[0]
 
 

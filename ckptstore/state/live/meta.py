@@ -1,4 +1,5 @@
-"""Modules on the meta device: memory for what a checkpoint fills, and contents for buffers that none has."""
+"""Modules on the meta device: memory for everything that a checkpoint fills, and contents for buffers that it does
+not."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from ckptstore.state.live.contents import default_device, same_random_numbers
 from ckptstore.state.tensors.loaded import is_dtensor
 
 _UNTOUCHED = 0xA5
-"""Every byte of a buffer that a module is asked to fill; nobody's contents are only these."""
+"""Every byte of a buffer before a module fills it; real contents are never only these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Materialised:
-    """What became of a module that was on the meta device."""
+    """The result for a module that was on the meta device."""
 
     release: Callable[[], None]
-    """Takes the memory away again."""
+    """The function that takes the memory away again."""
     remade: tuple[str, ...] = ()
     """The keys of buffers outside of the state that the module has filled itself."""
     left: tuple[str, ...] = ()
@@ -31,13 +32,14 @@ class Materialised:
 def materialise(
     key: str, module: torch.nn.Module, device: torch.device | None, names: Collection[str] | None = None
 ) -> Materialised:
-    """Give memory to the parameters and buffers that are on the meta device and are part of the state.
+    """Allocate the parameters and buffers that are on the meta device and are part of the state.
 
-    `names` are the canonical ones of what is part of it; None says all parameters and persistent buffers. The memory is
-    not initialised. Parameters stay the same objects. A buffer outside of the state, such as the frequencies of a
-    rotary embedding, is filled by the module's own `reset_parameters`, or `_init_weights` of a module around it, as
-    Hugging Face's have it; one that this leaves as it was stays on meta, with a warning, and so does what the module's
-    own `state_dict` leaves out. Neither is called where parameters beside the buffer have contents already.
+    `names` are the canonical names of that part; None means all parameters and persistent buffers. The memory is not
+    initialised. Parameters stay the same objects. A buffer outside of the state, such as the frequencies of a rotary
+    embedding, is filled by the module's own `reset_parameters`, or by `_init_weights` of a module around it, as in
+    Hugging Face's models. A buffer that this leaves as it was stays on meta, with a warning, and so do tensors that the
+    module's own `state_dict` leaves out. Neither function is called if parameters beside the buffer have contents
+    already.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     if not any(tensor.is_meta for _, tensor in named):
@@ -75,8 +77,8 @@ def materialise(
 
 
 def _left_out(module: torch.nn.Module, names: Collection[str] | None, outside: set[int]) -> dict[int, str]:
-    """By id, the names of those tensors on the meta device that a module's own `state_dict` leaves out under all their
-    names, but for buffers that are `outside` of it by torch's rules."""
+    """Return, by id, the names of the tensors on the meta device that a module's own `state_dict` leaves out under all
+    their names, but for buffers that are `outside` of it by torch's rules."""
     if names is None:
         return {}
     every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -86,7 +88,7 @@ def _left_out(module: torch.nn.Module, names: Collection[str] | None, outside: s
 
 
 def _maker_of(module: torch.nn.Module, name: str) -> Callable[[], object] | None:
-    """What fills the buffers of the module that holds this one, None where nothing does."""
+    """Return the function that fills the buffers of the module that holds this one, None if there is none."""
     path, holder = name.split(".")[:-1], module.get_submodule(name.rpartition(".")[0])
     if type(holder.get_buffer(name.split(".")[-1])) not in (torch.Tensor, torch.nn.Buffer):
         return None
@@ -103,7 +105,8 @@ def _maker_of(module: torch.nn.Module, name: str) -> Callable[[], object] | None
 
 
 def _remake(module: torch.nn.Module, makers: dict[str, Callable[[], object]]) -> set[str]:
-    """Have buffers filled, each of which has new memory; those that were not go back to meta."""
+    """Let the makers fill buffers that have new memory; move those that were not filled back to meta. Return the filled
+    ones."""
     for name in makers:
         _stored_bytes(module.get_buffer(name)).fill_(_UNTOUCHED)
     devices = {name: module.get_buffer(name).device for name in makers}
@@ -128,7 +131,7 @@ def _stored_bytes(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device:
-    """Where the memory of a meta tensor belongs if nothing was said: a DTensor's mesh knows, else torch's default."""
+    """Return the device for a meta tensor without an explicit one: that of a DTensor's mesh, else torch's default."""
     if not is_dtensor(tensor):
         return default_device()
     kind = tensor.device_mesh.device_type

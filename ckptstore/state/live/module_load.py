@@ -15,7 +15,7 @@ from ckptstore.state.live.units import Unit
 from ckptstore.state.tensors.overlap import identity_of
 
 EXTRA_STATE = "_extra_state"
-"""What torch calls the entry that a module's `get_extra_state` gives."""
+"""The name that torch uses for the entry of a module's `get_extra_state`."""
 
 
 class ModuleLoad:
@@ -27,7 +27,7 @@ class ModuleLoad:
         self._is_wanted = matching.includes_below(unit.key)
         if not self._is_wanted:
             return
-        # FSDP1 gives nothing of what is on the meta device; all others say what of it is part of the state.
+        # FSDP1 shows nothing that is on the meta device; all others show the part of it that is in the state.
         contents = None if uses_fsdp1(unit.item) else read_module(unit.key, unit.item)
         self.materialised = materialise(unit.key, unit.item, device, None if contents is None else contents.items)
         try:
@@ -46,7 +46,7 @@ class ModuleLoad:
         }
 
     def finish(self) -> None:
-        """Hand the module its state, which runs its hooks. Collective under FSDP1."""
+        """Pass the module its state, which runs its hooks. Collective under FSDP1."""
         if not self._is_wanted:
             return
         loaded: dict[str, Any] = {name: contents.result() for name, contents in self._others.items()}
@@ -55,7 +55,7 @@ class ModuleLoad:
         write_module(self._unit.key, self._unit.item, self._contents, loaded)
 
     def abandon(self) -> None:
-        """Take away the memory that was given to meta tensors."""
+        """Take away the memory that meta tensors received."""
         self.materialised.release()
 
     def _match_tensors(self, matching: Matching) -> list[list[str]]:
@@ -74,6 +74,6 @@ class ModuleLoad:
 
 
 def _is_tensor(name: str, item: Any) -> bool:
-    """Whether an item is a tensor of the module itself. A tensor that is its extra state may have any other shape, kind
-    or none in the checkpoint: the module's own `set_extra_state` decides about it."""
+    """Return True if an item is a tensor of the module itself. A tensor that is its extra state may have any other
+    shape or kind in the checkpoint, or be missing: the module's own `set_extra_state` decides about it."""
     return isinstance(item, torch.Tensor) and name.rpartition(".")[2] != EXTRA_STATE

@@ -1,8 +1,8 @@
-"""What a module contributes to a state, under names that do not depend on how it is wrapped.
+"""The contents that a module contributes to a state, under names that do not depend on how it is wrapped.
 
-DDP, FSDP1, FSDP2, tensor parallelism, torch.compile and activation checkpointing give the same names for the same
-architecture. What a module holds is what its own `state_dict` gives, and it is given back through its own
-`load_state_dict`, under the names that it used: so hooks and methods of its own take part.
+DDP, FSDP1, FSDP2, tensor parallelism, torch.compile and activation checkpointing yield the same names for the same
+architecture. The contents of a module are those of its own `state_dict`, and they are loaded through its own
+`load_state_dict`, under the names that it used: so its hooks and methods take part.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ckptstore.state.tensors.wrapped import Wrapped
 class ModuleContents:
     """A module's parameters, persistent buffers and extra state by canonical name.
 
-    `items` is what its `state_dict` gives: live memory, except under FSDP1 and where hooks make something else. `live`
-    has the parameter or buffer object of each name, where one object has it (FSDP1's flat parameters have several names
-    each), also of those that are in no item. `raw` has the module's own name of each item, `given` is the state dict.
+    `items` are those of its `state_dict`: live memory, except under FSDP1 and if hooks make something else. `live` has
+    the parameter or buffer object of each name, if one object has it (FSDP1's flat parameters have several names each),
+    also of those that are in no item. `raw` has the module's own name of each item, `given` is the state dict.
     """
 
     items: dict[str, Any]
@@ -44,13 +44,13 @@ class ModuleContents:
 
 @dataclass(slots=True)
 class Sameness:
-    """Which live tensors, by id, are the same on all ranks because DDP keeps them so, and which of them are buffers."""
+    """The live tensors, by id, that DDP keeps the same on all ranks, apart for parameters and buffers."""
 
     parameters: set[int] = field(default_factory=set)
     buffers: set[int] = field(default_factory=set)
 
     def entry(self, tensor: torch.Tensor, live: torch.Tensor | None) -> TensorEntry:
-        """The entry of a tensor that shows `live`."""
+        """Return the entry of a tensor that shows `live`."""
         is_buffer = id(live) in self.buffers
         return TensorEntry(tensor, is_buffer or id(live) in self.parameters, lowest_rank_counts=is_buffer)
 
@@ -58,7 +58,7 @@ class Sameness:
 def read_module(key: str, module: torch.nn.Module) -> ModuleContents:
     """Return the contents of a module. Calls its `state_dict` once. Collective under FSDP1.
 
-    Raises InvalidState when that fails, or gives something that cannot be given back.
+    Raises InvalidState when that fails, or returns something that cannot be loaded again.
     """
     what = f"the module at {key!r}"
     with quiet_torch(), blaming(what), torch.no_grad(), in_shards(module):
@@ -76,7 +76,7 @@ def read_module(key: str, module: torch.nn.Module) -> ModuleContents:
 def with_new_memory(key: str, module: torch.nn.Module, contents: ModuleContents) -> ModuleContents:
     """Return the same contents after parameters and buffers on the meta device got memory.
 
-    Calls `state_dict` once more only where hooks have made something else of what was on the meta device.
+    Calls `state_dict` once more only if hooks have made something else of tensors on the meta device.
     """
     live = _live_tensors(module)
     stale = [name for name, item in contents.items.items() if isinstance(item, torch.Tensor) and item.is_meta]
@@ -88,9 +88,9 @@ def with_new_memory(key: str, module: torch.nn.Module, contents: ModuleContents)
 def write_module(key: str, module: torch.nn.Module, contents: ModuleContents, loaded: Mapping[str, Any]) -> None:
     """Put loaded contents into a module by one call of its `load_state_dict`, with its hooks. Collective under FSDP1.
 
-    Tensors that were read straight into the module's memory cost nothing: the module is handed its own parameter, and
-    copying a tensor to itself does nothing. What its `state_dict` leaves out stays as it is. Raises StateMismatch when
-    it refuses its state, or leaves out a part of it.
+    Tensors that were read straight into the module's memory cost nothing: the module receives its own parameter, and
+    copying a tensor to itself does nothing. Anything that its `state_dict` leaves out stays as it is. Raises
+    StateMismatch when the module refuses its state, or leaves out a part of it.
     """
     items = {**contents.items, **loaded}
     for name, live in contents.live.items():
@@ -116,19 +116,19 @@ def write_module(key: str, module: torch.nn.Module, contents: ModuleContents, lo
 
 
 def _takes_strict(module: torch.nn.Module) -> bool:
-    """Whether `load_state_dict` can be told that some entries are left out: not every own one can."""
+    """Return True if `load_state_dict` takes `strict`, so that entries can be left out: a module's own may not."""
     parameters = inspect.signature(module.load_state_dict).parameters.values()
     return any(item.name == "strict" or item.kind is item.VAR_KEYWORD for item in parameters)
 
 
 def _is_live(item: Any, contents: ModuleContents) -> bool:
-    """Whether an item is memory of the module, so that reading into it was all that there is to do."""
+    """Return True if an item is memory of the module, so that reading into it was enough."""
     return isinstance(item, torch.Tensor) and any(item is live or shows(item, live) for live in contents.live.values())
 
 
 @contextmanager
 def in_shards(module: torch.nn.Module) -> Iterator[None]:
-    """Have FSDP1 give and take each rank's shards, where it is in a module."""
+    """Make FSDP1 show and take each rank's shards, if it is in a module."""
     if not uses_fsdp1(module):
         yield
         return
@@ -148,7 +148,7 @@ def in_shards(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_dict_type_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Leave FSDP1 with the kind of state dict that it had. torch's own functions leave theirs when something raises."""
+    """Restore the kind of state dict that FSDP1 had. torch's own functions leave theirs when something raises."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     before = FullyShardedDataParallel.get_state_dict_type(module)
@@ -172,7 +172,8 @@ def collect_module(flat: FlatState, path: Path, module: torch.nn.Module, same: S
 
 
 def same_on_all_ranks(modules: Iterable[torch.nn.Module]) -> Sameness:
-    """What DDP keeps equal on all ranks of the job: its parameters, and its buffers if it broadcasts them."""
+    """Return the tensors that DDP keeps equal on all ranks of the job: its parameters, and its buffers if it broadcasts
+    them."""
     same = Sameness()
     for wrapper in (inner for module in modules for inner in module.modules()):
         if not isinstance(wrapper, DistributedDataParallel) or wrapper.process_group.size() != dist.get_world_size():
@@ -185,13 +186,13 @@ def same_on_all_ranks(modules: Iterable[torch.nn.Module]) -> Sameness:
 
 
 def uses_fsdp1(module: torch.nn.Module) -> bool:
-    """Whether FSDP1 is in a module, so that what torch shows of it is a copy."""
+    """Return True if FSDP1 is in a module, so that torch shows copies of its tensors."""
     return any(is_fsdp1(inner) for inner in module.modules())
 
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Without the notices that FSDP1 and its ShardedTensors draw wherever torch touches them."""
+    """Silence the warnings that FSDP1 and its ShardedTensors raise wherever torch touches them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", message="Multiple backends are registered with this ProcessGroup")
@@ -205,7 +206,7 @@ def blaming(what: str, error_class: type[CkptstoreError] = InvalidState) -> Iter
         yield
     except CkptstoreError:
         raise
-    except Exception as error:  # objects are the user's, and so is what they raise
+    except Exception as error:  # objects are the user's, and so are their errors
         raise error_class(f"{what} cannot be saved or loaded: {type(error).__name__}: {error}") from error
 
 
@@ -222,7 +223,7 @@ def _live_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def shows(item: torch.Tensor, live: torch.Tensor) -> bool:
-    """Whether a tensor is a view of all of `live`, so that what was read into it is there already."""
+    """Return True if a tensor is a view of all of `live`, so that reading into it fills `live`."""
     if is_wrapped(item) and is_wrapped(live):
         shown, held = wrapped_in(item, ""), wrapped_in(live, "")
         return shown.keys() == held.keys() and all(_wraps_same(shown[key], held[key]) for key in shown)

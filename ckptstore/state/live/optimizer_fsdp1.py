@@ -1,7 +1,7 @@
 """Optimizers under FSDP1: torch's helper takes flat parameters apart, and puts them together.
 
-Left to itself the helper steps an optimizer that has no state, and with it changes the run. Here it sees such an
-optimizer as it is, and a load gives it the state that the checkpoint has.
+Left to itself the helper steps an optimizer that has no state, and with it changes the run. This module shows it such
+an optimizer unchanged, and a load adds the state that the checkpoint has.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 
 
 class _KeptEmpty(defaultdict[Any, Any]):
-    """An empty state that torch's helper takes for one that exists already, so that it does not make one up."""
+    """An empty state that torch's helper takes for an existing one, so that it does not create one."""
 
     def __bool__(self) -> bool:
         return True
 
 
 def read_flat(key: str, optimizer: torch.optim.Optimizer, scope: Scope) -> dict[str, Any]:
-    """The flat contents of an optimizer, under the names of the checkpoint. Collective. Changes nothing.
+    """Return the flat contents of an optimizer, under the names of the checkpoint. Collective. Changes nothing.
 
-    Raises InvalidState when torch cannot give them, or gives others: of FSDP1 over tensor parallelism it gives every
-    tensor parallel rank the state of the first.
+    Raises InvalidState when torch cannot return them, or returns wrong ones: under FSDP1 over tensor parallelism, every
+    tensor parallel rank would get the state of the first.
     """
     if any(map(is_tensor_parallel_fsdp1, scope.root.modules())):
         raise InvalidState(
@@ -142,15 +142,15 @@ class Fsdp1OptimizerLoad:
         self._hyperparameters.apply(self._optimizer)
 
     def abandon(self) -> None:
-        """Nothing has changed yet."""
+        """Do nothing: nothing has changed yet."""
 
     def _private(self, name: str) -> str:
-        """The name that FSDP1 has for a parameter of the checkpoint."""
+        """Return FSDP1's name of a parameter of the checkpoint."""
         own = self._scope.private(name)
         return self._fsdp1_names.get(own, own)
 
     def _packed_groups(self) -> list[dict[str, Any]]:
-        """The groups that have parameters, by the names that torch's setter knows, with what was loaded."""
+        """Return the groups that have parameters, by the names that torch's setter knows, with the loaded settings."""
         return [
             {
                 **{item: value for item, value in group.items() if item not in NOT_SETTINGS},
@@ -162,8 +162,8 @@ class Fsdp1OptimizerLoad:
         ]
 
     def _add_missing(self) -> None:
-        """What the checkpoint has of state that is not there gets memory, divided as the parameter is; what it lacks of
-        parameters that it knows goes."""
+        """Allocate the state that only the checkpoint has, divided as the parameter is. Drop the state that the
+        checkpoint lacks of parameters that it knows."""
         matching, prefix = self._matching, f"{self._unit.key}."
         saved: dict[str, dict[str, None]] = defaultdict(dict)  # ordered: torch's helper exchanges item after item
         for key in matching.below(f"{prefix}{STATE}"):
@@ -187,8 +187,8 @@ class Fsdp1OptimizerLoad:
                     self._add_item(name, f"{STATE}.{parameter}.{item.partition('.')[0]}", parts.get(parameter))
 
     def _add_item(self, name: str, outer: str, like: Any) -> None:
-        """Add one item of the checkpoint, or note why FSDP1 cannot take it; `outer` may be a value that it is inside
-        of, and `like` is the parameter."""
+        """Add one item of the checkpoint, or note why FSDP1 cannot take it. `outer` is the outermost item that may
+        contain it, and `like` is the parameter."""
         matching, key, whole = self._matching, f"{self._unit.key}.{name}", f"{self._unit.key}.{outer}"
         if any(True for _ in references_in(matching.saved.values.get(whole))):
             matching.refuse(whole, StateMismatch("it holds tensors inside, and FSDP1 takes plain ones alone"))
@@ -224,7 +224,7 @@ class Fsdp1OptimizerLoad:
                 matching.miss(key, "a plain value")
 
     def _check_flat_parameters(self) -> None:
-        """Note where of parameters that FSDP1 keeps in one some have an item of state, and others not."""
+        """Note parameters that lack an item of state that others of the same flat parameter have."""
         items: dict[str, set[str]] = {name: set() for name in self._owners}
         for flat_name in self._flat:
             split = split_name(flat_name, self._owners)
@@ -241,19 +241,21 @@ class Fsdp1OptimizerLoad:
 
 
 def _all_parameters(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> list[torch.Tensor]:
-    """Those of the optimizer, and those that only others have: torch's helper asks for the state of all that train."""
+    """Return the parameters of the optimizer, and those of the module alone: torch's helper needs the state of all that
+    train."""
     return list({id(item): item for item in (*parameters_of(optimizer), *root.parameters())}.values())
 
 
 def _divides(root: torch.nn.Module) -> bool:
-    """Whether FSDP1 divides any parameters; alone on its mesh it does not, and takes state of any shape."""
+    """Return True if FSDP1 divides any parameters; alone on its mesh it does not, and takes state of any shape."""
     modules = (item for item in root.modules() if isinstance(item, FullyShardedDataParallel))
     return any(item.sharding_strategy is not ShardingStrategy.NO_SHARD for item in modules)
 
 
 def _refuse_uncommon(key: str, optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> None:
-    """Raise InvalidState for what torch's helper leaves out, or raises for on some ranks while the others wait for them
-    for minutes: parts below a size are not wrapped, and some ranks have no part. All ranks raise alike. Collective."""
+    """Raise InvalidState for state that torch's helper leaves out, or that makes it raise on some ranks while the
+    others wait for minutes: parts below a size are not wrapped, and some ranks have no part. All ranks raise alike.
+    Collective."""
     modules = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
     groups = {id(module.process_group): module.process_group for module in modules}
     kinds = set(_uncommon(optimizer))
@@ -269,7 +271,7 @@ def _refuse_uncommon(key: str, optimizer: torch.optim.Optimizer, root: torch.nn.
 
 
 def _uncommon(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """What an optimizer has beside tensors and plain values by parameter."""
+    """Yield each kind of state of an optimizer besides tensors and plain values by parameter."""
     state: Mapping[Any, Any] = optimizer.state
     for owner, items in state.items():
         if not isinstance(owner, torch.Tensor) or not isinstance(items, Mapping):
@@ -285,7 +287,7 @@ def _uncommon(optimizer: torch.optim.Optimizer) -> Iterator[str]:
 
 
 def _public(flat_name: str, scope: Scope) -> str:
-    """The name in the checkpoint of an entry that torch's helper gave."""
+    """Return the name in the checkpoint of an entry of torch's helper."""
     section, _, rest = flat_name.partition(".")
     if section not in (STATE, GROUPS):
         return flat_name
@@ -294,9 +296,10 @@ def _public(flat_name: str, scope: Scope) -> str:
 
 @contextmanager
 def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let torch's helpers see an optimizer without adding state to it, and without its groups that have no parameters.
+    """Show torch's helpers an optimizer without letting them add state to it, and without its groups that have no
+    parameters.
 
-    What the helpers set inside stays set.
+    Anything that the helpers set inside stays set.
     """
     groups, state = optimizer.param_groups, optimizer.state
     empty = None if state else _KeptEmpty(dict)
@@ -307,7 +310,7 @@ def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         present = iter(optimizer.param_groups)
-        for group in groups:  # the caller's own dicts stay the groups, with what was set
+        for group in groups:  # the caller's own dicts stay the groups, with the new settings
             if group["params"]:
                 group.update(next(present))
         optimizer.param_groups = groups
@@ -317,7 +320,7 @@ def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _frozen(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Freeze parameters: for torch's setter those may be without state, while FSDP1's flat ones otherwise may not."""
+    """Freeze parameters: torch's setter allows frozen ones to have no state, but not FSDP1's flat ones that train."""
     free = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in free:
         parameter.requires_grad_(False)

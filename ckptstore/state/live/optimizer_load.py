@@ -1,4 +1,4 @@
-"""Loading of an optimizer: memory for its state is filled, and it is handed a `state_dict` of its own numbers.
+"""Loading of an optimizer: memory for its state is filled, and it receives a `state_dict` with its own numbers.
 
 Nothing steps. State that the optimizer does not have yet is made as the checkpoint has it, and placed as the parameter
 is; `load_state_dict` takes it in.
@@ -43,8 +43,8 @@ WHOLE = ""
 class OptimizerLoad:
     """One optimizer of the state, whose parameters `scope` names.
 
-    A parameter of which the checkpoint has settings gets exactly the state that it has there, also none, as
-    `load_state_dict` does it. One that the checkpoint does not know keeps what it has.
+    A parameter of which the checkpoint has settings gets exactly the state that it has there, also none, as with
+    `load_state_dict`. One that the checkpoint does not know keeps its state.
     """
 
     def __init__(self, unit: Unit, scope: Scope, matching: Matching) -> None:
@@ -67,7 +67,7 @@ class OptimizerLoad:
         self._more = self._contents_of(MORE, None) if self._takes_more() else None
 
     def finish(self) -> None:
-        """Hand the optimizer its state, once the tensors have been filled. Raises StateMismatch when it refuses it."""
+        """Pass the optimizer its state, once the tensors have been filled. Raises StateMismatch when it refuses it."""
         if not self._is_wanted:
             return
         parameters = numbered(self._part)
@@ -86,7 +86,7 @@ class OptimizerLoad:
             self._part.load_state_dict(packed)
         except CkptstoreError:
             raise
-        except Exception as error:  # optimizers are the user's, and so is what they raise
+        except Exception as error:  # optimizers are the user's, and so are their errors
             raise StateMismatch(
                 f"the {type(self._optimizer).__name__} at {self._unit.key!r} refused its state: "
                 f"{type(error).__name__}: {error}"
@@ -99,11 +99,12 @@ class OptimizerLoad:
             self._hyperparameters.apply(self._part)
 
     def abandon(self) -> None:
-        """Nothing has changed yet."""
+        """Do nothing: nothing has changed yet."""
 
     def _as_made(self, parameter: torch.Tensor, value: Any) -> Any:
-        """The value with tensors as the optimizer makes them. LBFGS computes all of its state from parameters at once:
-        of DTensors it is DTensors that every rank has whole, single numbers and what is in its lists too."""
+        """Return the value with tensors as the optimizer makes them."""
+        # LBFGS computes all of its state from all parameters at once. From DTensors it makes DTensors that every rank
+        # has whole, also of single numbers and of the tensors in its lists.
         if not isinstance(self._part, torch.optim.LBFGS) or not is_dtensor(parameter):
             return value
         from torch.distributed.tensor import DTensor, Replicate
@@ -121,9 +122,9 @@ class OptimizerLoad:
         return f"{self._unit.key}.{name}"
 
     def _saved_items(self, names: set[str]) -> dict[str, list[str]]:
-        """The items of state that the checkpoint has of each parameter: of nested ones the outermost names.
+        """Return the items of state that the checkpoint has of each parameter; the outermost names of nested ones.
 
-        A key of a tensor inside of a value is none of its own.
+        A key of a tensor inside a value is not an item.
         """
         found: dict[str, dict[str, None]] = {}
         known, values = {*names, *self._names.values()}, self._matching.saved.values
@@ -142,7 +143,8 @@ class OptimizerLoad:
         return {name: list(items) for name, items in found.items()}
 
     def _match_state(self, parameter: torch.Tensor) -> dict[Any, Any]:
-        """For each item of a parameter's state what it shall be: a tensor, a value, or contents that are filled."""
+        """Return the new content of each item of a parameter's state: a tensor, a value, or contents that are
+        filled."""
         name, matching = self._names[id(parameter)], self._matching
         live = dict(self._part.state.get(parameter, {}))
         items = self._saved.get(name, [])
@@ -174,7 +176,7 @@ class OptimizerLoad:
         return not self._matching.includes_below(key) or key in self._matching.saved.skipped
 
     def _match_item(self, parameter: torch.Tensor, name: str, item: str, live: Mapping[str, Any]) -> Any:
-        """What one item shall be; what it is now where the checkpoint's does not fit, which is noted."""
+        """Return the new content of one item; the present one if the checkpoint's does not fit, which is noted."""
         matching, key, current = self._matching, self._key(f"{STATE}.{name}.{item}"), live.get(item)
         value, source = matching.saved.values.get(key), matching.source_of(key)
         is_wrapped = isinstance(value, Wrapped) or bool(matching.parts_of(key))
@@ -204,7 +206,7 @@ class OptimizerLoad:
         return self._contents_of(f"{STATE}.{name}.{item}", held, device=parameter.device)
 
     def _nested(self, parameter: torch.Tensor, key: str) -> Any:
-        """Nested dicts as stock DCP flattens them: their text is all that is known of their keys."""
+        """Return nested dicts as stock DCP flattens them; only the text of their keys is known."""
         found: dict[str, Any] = {}
         for inner in self._matching.below(key):
             *path, last = inner.removeprefix(f"{key}.").split(".")
@@ -219,7 +221,7 @@ class OptimizerLoad:
         return found
 
     def _steps_on_device(self, parameter: torch.Tensor) -> bool:
-        """Whether torch keeps the count of steps where the parameter is, and not on the host."""
+        """Return True if torch keeps the count of steps on the parameter's device, and not on the host."""
         if isinstance(self._part, torch.optim.ASGD):
             return True
         for number, group in enumerate(self._part.param_groups):
@@ -229,7 +231,7 @@ class OptimizerLoad:
         return False
 
     def _contents_of(self, name: str, current: Any, *, device: torch.device | None = None) -> StoredContents | None:
-        """What is filled under a key, None where neither side has anything."""
+        """Return the contents that are filled under a key, None if neither side has anything."""
         key = self._key(name)
         if not current and key not in self._matching.saved.values and not self._matching.below(key):
             return None
@@ -240,19 +242,19 @@ class OptimizerLoad:
         return {item: value for item, value in state.items() if not isinstance(item, torch.Tensor)}
 
     def _had_none_of_all(self) -> bool:
-        """Whether the optimizer was saved without state that belongs to no parameter: then it has none again."""
+        """Return True if the optimizer was saved without state that belongs to no parameter: then it has none again."""
         key, matching = self._key(STATE_OF_ALL), self._matching
         is_stored = key in matching.saved.values or bool(matching.below(key))
         return bool(self._hyperparameters.known) and not is_stored and matching.includes(key)
 
     def _takes_more(self) -> bool:
-        """Whether somebody may be interested in further entries of the state dict; torch passes over them."""
+        """Return True if the optimizer may use further entries of the state dict; torch's own code ignores them."""
         kind, plain = type(self._part), torch.optim.Optimizer
         is_own = kind.load_state_dict is not plain.load_state_dict or kind.state_dict is not plain.state_dict
         return is_own or has_state_dict_hooks(self._part)
 
     def _packed_groups(self) -> list[dict[str, Any]]:
-        """The groups as `Optimizer.state_dict` packs them, with what was loaded."""
+        """Return the groups as `Optimizer.state_dict` packs them, with the loaded settings."""
         numbers = {id(parameter): number for number, parameter in numbered(self._part).items()}
         packed = []
         for number, group in enumerate(self._part.param_groups):
@@ -262,7 +264,8 @@ class OptimizerLoad:
         return packed
 
     def _restore_exactly(self, wanted: Mapping[int, Mapping[Any, Any]]) -> None:
-        """Undo what `load_state_dict` does beyond setting: it casts state to its parameter's dtype, and moves it."""
+        """Undo the changes of `load_state_dict` beyond setting: it casts state to its parameter's dtype, and moves
+        it."""
         for number, parameter in numbered(self._part).items():
             present = self._part.state.get(parameter)
             for item, ours in wanted.get(number, {}).items():
@@ -271,7 +274,7 @@ class OptimizerLoad:
 
 
 def _kept_groups(optimizer: Any) -> list[tuple[Any, Any, list[Any]]]:
-    """The groups of an optimizer, and of one that it wraps, which shares them."""
+    """Return the groups of an optimizer, and of one that it wraps, which shares them."""
     holders = [optimizer, getattr(optimizer, "optim", None), getattr(optimizer, "optimizer", None)]
     return [
         (holder, holder.param_groups, list(holder.param_groups))
@@ -281,7 +284,7 @@ def _kept_groups(optimizer: Any) -> list[tuple[Any, Any, list[Any]]]:
 
 
 def _put_back(holder: Any, groups: Any, held: list[Any]) -> None:
-    """Have the caller's own dicts be the groups, with what was loaded: `load_state_dict` makes new ones."""
+    """Make the caller's own dicts the groups again, with the loaded settings: `load_state_dict` makes new ones."""
     for own, new in zip(held, list(holder.param_groups), strict=True):
         if own is not new:
             contents = dict(new)
@@ -297,8 +300,9 @@ def _result(held: Any) -> Any:
 
 
 def _made(parameter: torch.Tensor, item: str, saved: Tensor, steps_on_device: bool) -> torch.Tensor:
-    """Memory for a tensor of state that the optimizer does not have yet, where it would make it: with the parameter,
-    and divided over the ranks as that is. Counts of steps are whole, and on the host unless the device keeps them."""
+    """Return memory for a tensor of state that the optimizer does not have yet, on the device where it would make it:
+    with the parameter, and divided over the ranks as that is. Counts of steps are whole, and on the host unless the
+    device keeps them."""
     if item == "step" or not saved.shape:
         device = parameter.device if steps_on_device or item != "step" else "cpu"
         return torch.empty(saved.shape, dtype=saved.torch_dtype, device=device)

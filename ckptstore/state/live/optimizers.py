@@ -1,10 +1,10 @@
-"""What an optimizer contributes to a state: its own `state_dict`, under the names of its parameters.
+"""The contents that an optimizer contributes to a state: its own `state_dict`, under the names of its parameters.
 
 `state.<parameter>.<item>` is one item of the state of one parameter, `param_groups.<parameter>.<setting>` one setting
 of its group, where `<parameter>` is the key of the parameter itself: the same for every parallel layout, and however
-many modules the optimizer is over. Stock readers are shown torch's own names, without the key of the module: see
-`ckptstore.dcp.stock.stock_names`. `Optimizer.state_dict` alone numbers the parameters, and a new optimizer would load
-nothing of it without a word. What belongs to no parameter has keys of its own: `state_of_all`,
+many modules the optimizer is over. Stock readers see torch's own names, without the key of the module: see
+`ckptstore.dcp.stock.stock_names`. `Optimizer.state_dict` alone numbers the parameters, and a new optimizer would
+silently load nothing of it. State that belongs to no parameter has separate keys: `state_of_all`,
 `settings_of_empty_groups`, and `more` for entries beside torch's two.
 
 Under FSDP1, whose flat parameters have several names each, torch's helper reads and writes: see `optimizer_fsdp1`.
@@ -27,12 +27,12 @@ from ckptstore.state.live.modules import Sameness, blaming
 STATE, GROUPS = "state", "param_groups"
 STATE_OF_ALL, EMPTY_GROUPS, MORE = "state_of_all", "settings_of_empty_groups", "more"
 NOT_SETTINGS = frozenset({"params", "param_names"})
-"""Items of a group that say which parameters it has. Names of parameters are those of the modules."""
+"""Items of a group that list its parameters. Names of parameters are those of the modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What names the parameters of one optimizer: as the checkpoint names the parameters themselves.
+    """The names of the parameters of one optimizer: as the checkpoint names the parameters themselves.
 
     `root` is the module that owns them all: one of the state, or a holder of several, whose children are then called
     "0", "1", ... `prefixes` has the beginning of a name in `root`, and the one that it has in the checkpoint. `names`
@@ -44,20 +44,20 @@ class Scope:
     names: dict[int, tuple[str, ...]]
 
     def public(self, name: str) -> str:
-        """The name in the checkpoint of what `root` calls `name`."""
+        """Return the name in the checkpoint of `name` in `root`."""
         return next(new + name.removeprefix(old) for old, new in self.prefixes if name.startswith(old))
 
     def private(self, name: str) -> str:
-        """The opposite of `public`."""
+        """Invert `public`: return the name in `root`."""
         return next((old + name.removeprefix(new) for old, new in self.prefixes if name.startswith(new)), name)
 
     def of(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """The names of a parameter in the checkpoint."""
+        """Return the names of a parameter in the checkpoint."""
         return self.names[id(parameter)]
 
     def fitting(self, flat_names: Sequence[str]) -> Scope:
-        """The scope itself; where these names of a checkpoint are those that the only module gives, as torch's own
-        functions have it, the scope that has these."""
+        """Return the scope itself; or the scope without the key of the only module, if these names of a checkpoint lack
+        it, as those of torch's own functions do."""
         if len(self.prefixes) > 1 or self._names_any(flat_names):
             return self
         ((old, new),) = self.prefixes
@@ -73,8 +73,9 @@ class Scope:
 def scope_of(key: str, optimizer: torch.optim.Optimizer, modules: Sequence[tuple[str, torch.nn.Module]]) -> Scope:
     """Find the modules of the state that own an optimizer's parameters, by identity.
 
-    The first module that owns them all, else as few as it takes in the order of the state. A name begins with the key
-    of its module, however many there are. Raises InvalidState, with group and index, for a parameter that none owns.
+    Take the first module that owns them all, else each module, in the order of the state, that owns any of those still
+    missing. A name begins with the key of its module, however many there are. Raises InvalidState, with group and
+    index, for a parameter that none owns.
     """
     wanted = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     owned = [(name, module, {id(parameter) for parameter in module.parameters()}) for name, module in modules]
@@ -110,8 +111,7 @@ def collect_optimizer(
     """Take an optimizer into a flat state. The state of a parameter that DDP keeps equal is equal itself.
 
     Changes nothing. The tensors are the live ones. An optimizer whose `state_dict` is not torch's two entries for its
-    own parameters is taken as one value. Raises InvalidState when its
-    `state_dict` raises.
+    own parameters is taken as one value. Raises InvalidState when its `state_dict` raises.
     """
     equal: Collection[int] = () if partition_of(optimizer) is not optimizer else same.parameters
     packed = packed_state(join_path(path), optimizer)
@@ -140,13 +140,15 @@ def collect_optimizer(
 
 
 def packed_state(key: str, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """The `state_dict` of an optimizer, or of the part of it that this rank has. Raises InvalidState when that does."""
+    """Return the `state_dict` of an optimizer, or of the part of it that this rank has. Raises InvalidState when that
+    raises."""
     with blaming(f"the optimizer at {key!r}"):
         return partition_of(optimizer).state_dict()
 
 
 def partition_of(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself; of a ZeroRedundancyOptimizer the one that has the state of this rank's parameters.
+    """Return the optimizer itself, or for a ZeroRedundancyOptimizer the one that has the state of this rank's
+    parameters.
 
     Raises InvalidState for one that has not made it yet.
     """
@@ -163,18 +165,18 @@ def partition_of(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def numbered(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
-    """The parameters by the numbers that `Optimizer.state_dict` gives them."""
+    """Return the parameters by their numbers in `Optimizer.state_dict`."""
     return dict(enumerate({id(parameter): parameter for parameter in parameters_of(optimizer)}.values()))
 
 
 def settings_of_empty(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of the groups that have no parameter under whose name they could be stored."""
+    """Return the settings of the groups that have no parameter under whose name they could be stored."""
     groups = [group for group in optimizer.param_groups if not group["params"]]
     return [{item: value for item, value in group.items() if item not in NOT_SETTINGS} for group in groups]
 
 
 def split_name(flat_name: str, parameters: Collection[str]) -> tuple[str, str, str] | None:
-    """Section, parameter and item of a flat name, None when it is not that of one of the parameters."""
+    """Return section, parameter and item of a flat name, None when it is not that of one of the parameters."""
     section, _, rest = flat_name.partition(".")
     parameter, item = rest, ""
     while parameter and parameter not in parameters:
@@ -184,12 +186,12 @@ def split_name(flat_name: str, parameters: Collection[str]) -> tuple[str, str, s
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer, in order."""
+    """Return all parameters of an optimizer, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _add_state(flat: FlatState, path: Path, items: Any, *, is_equal: bool) -> None:
-    """The state of one parameter: item by item, or as one value where their names are not simply text."""
+    """Add the state of one parameter: item by item, or as one value if their names are not simply text."""
     if not isinstance(items, Mapping) or not all(isinstance(item, str) and item and "." not in item for item in items):
         add_item(flat, path, items, is_equal=is_equal)
         return
@@ -198,7 +200,7 @@ def _add_state(flat: FlatState, path: Path, items: Any, *, is_equal: bool) -> No
 
 
 def add_item(flat: FlatState, path: Path, value: Any, *, is_equal: bool = False) -> None:
-    """Take in one item of an optimizer. `is_equal` says that it is the same on all ranks."""
+    """Take in one item of an optimizer. With `is_equal` it is the same on all ranks."""
     if isinstance(value, torch.Tensor):
         flat.add_tensor(path, TensorEntry(value, is_equal))
     else:
@@ -206,7 +208,7 @@ def add_item(flat: FlatState, path: Path, value: Any, *, is_equal: bool = False)
 
 
 def _is_of(packed: Any, parameters: Mapping[int, torch.Tensor]) -> bool:
-    """Whether a state dict is torch's: of these parameters, by number."""
+    """Return True if a state dict is torch's: of these parameters, by number."""
     if not isinstance(packed, Mapping) or not isinstance(packed.get(STATE), Mapping):
         return False
     groups = packed.get(GROUPS)

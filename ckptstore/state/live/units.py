@@ -18,7 +18,7 @@ _LEAVES = ATOMS | PLAIN_TYPES
 
 
 class Kind(IntEnum):
-    """What a unit is. The numbers are the order of loading: a scheduler reads its optimizer's learning rates, and
+    """The kind of a unit. The numbers are the order of loading: a scheduler reads its optimizer's learning rates, and
     plain values depend on nothing."""
 
     MODULE = 0
@@ -31,8 +31,7 @@ class Kind(IntEnum):
 class Unit(NamedTuple):
     """One part of the state: a live object, or a tensor or plain value with everything in it that is no live object.
 
-    `parent` is the container that it stands in, `path[-1]` its place there. `is_own` says that it was marked as the
-    rank's own.
+    `parent` is its container, `path[-1]` its place there. `is_own` is True if it was marked as the rank's own.
     """
 
     kind: Kind
@@ -43,11 +42,11 @@ class Unit(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its flat key; the keys of what is in it begin with this and a dot."""
+        """The flat key; the keys of its parts begin with this and a dot."""
         return join_path(self.path)
 
     def replace(self, item: Any) -> None:
-        """Put another item into its place. Raises InvalidState where the container cannot be changed."""
+        """Put another item into its place. Raises InvalidState if the container cannot be changed."""
         if not isinstance(self.parent, MutableMapping | list):
             kind = type(self.parent).__name__
             raise InvalidState(f"{self.key} cannot be loaded: it stands in a {kind}, which cannot be changed")
@@ -55,7 +54,7 @@ class Unit(NamedTuple):
 
 
 def kind_of(item: Any) -> Kind | None:
-    """What kind of live object an item is, None for a tensor, a plain value or a container."""
+    """Return the kind of live object that an item is, None for a tensor, a plain value or a container."""
     if isinstance(item, type | torch.Tensor):
         return None
     if isinstance(item, torch.nn.Module):
@@ -72,7 +71,7 @@ def units_of(state: Any) -> list[Unit]:
     """Take a state apart, in its own order.
 
     Raises InvalidState when it is not a mapping with text as keys, contains itself, or when a key begins with another
-    one and a dot, so that it could not be told whose part it is.
+    one and a dot, so that its owner would be ambiguous.
     """
     if not isinstance(state, Mapping) or kind_of(state) is not None:
         raise InvalidState(f"a state is a dict, not a {type(state).__name__}", hint='Wrap it: {"model": model}')

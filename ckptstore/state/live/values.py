@@ -1,8 +1,8 @@
 """Plain values as JSON, and back, with exact types and order. Nothing is executed while decoding.
 
-What JSON lacks is `{"$t": kind, "v": ...}` (format-v1, "Plain values"). Long byte strings, long lists of numbers,
-arrays and tensors travel beside the JSON, as tensors; the JSON refers to them by key. A list, tuple or dict of very
-many plain values is packed into one byte string. torch and numpy are recognised without importing them.
+Types that JSON lacks are `{"$t": kind, "v": ...}` (format-v1, "Plain values"). Long byte strings, long lists of
+numbers, arrays and tensors travel beside the JSON, as tensors; the JSON refers to them by key. A list, tuple or dict of
+very many plain values is packed into one byte string. torch and numpy are recognised without importing them.
 
 Shared references are not preserved: a list that is reached twice comes back as two equal lists. Cycles are refused.
 """
@@ -40,23 +40,24 @@ _FACTORIES: Mapping[str, Any] = {kind.__name__: kind for kind in (int, float, st
 _ARRAY_KINDS = frozenset("biufcmMSU")
 
 Store = Callable[[Any], str]
-"""Keeps a tensor or array beside the JSON and returns its key."""
+"""The function that keeps a tensor or array beside the JSON and returns its key."""
 Fetch = Callable[[str], Any]
-"""Returns what was kept under a key: an array for what `Encoder` made itself, a tensor for the caller's tensors."""
+"""The function that returns the content of a key: an array for those that `Encoder` made itself, a tensor for the
+caller's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Bytes that a planner of DCP gave for a value, and that nobody but the planner can read."""
+    """Bytes that a planner of DCP produced for a value, and that only the planner can read."""
 
     data: bytes
 
 
 class Encoder:
-    """Turns values into what `json.dumps` takes.
+    """Turns values into input of `json.dumps`.
 
-    `store` keeps what travels as a tensor: it is given a torch tensor of the caller, or a one-dimensional numpy array
-    of uint8, int64 or float64.
+    `store` keeps values that travel as tensors: it receives a torch tensor of the caller, or a one-dimensional numpy
+    array of uint8, int64 or float64.
     """
 
     def __init__(self, store: Store, *, allow_pickle: bool = False) -> None:
@@ -64,10 +65,10 @@ class Encoder:
         self._allow_pickle = allow_pickle
         self._open: set[int] = set()
         self._is_small = False
-        """Whether what is encoded now is in a container that has too few items to be packed."""
+        """True while the values that are encoded are in a container that has too few items to be packed."""
 
     def encode(self, value: Any, *, path: str) -> Any:
-        """The JSON value. Raises InvalidState, with the path, for what cannot come back exactly."""
+        """Return the JSON value. Raises InvalidState, with the path, for a value that cannot come back exactly."""
         try:
             return self._encode(value, path)
         except RecursionError:
@@ -111,7 +112,7 @@ class Encoder:
             self._is_small = False
 
     def _encode_numbers(self, kind: type, value: Any) -> Any:
-        """A list or tuple of numbers of one kind, None for any other value."""
+        """Encode a list or tuple of numbers of one kind; return None for any other value."""
         numbers = None if kind is dict else _numbers(value)
         if numbers is None:
             return None
@@ -119,7 +120,7 @@ class Encoder:
         return items if kind is list else _tagged("tuple", items)
 
     def _packed(self, value: Any) -> Any:
-        """A list, tuple or dict of plain values, None for any other value."""
+        """Pack a list, tuple or dict of plain values; return None for any other value."""
         packed = pack(value)
         if packed is None:
             return None
@@ -153,7 +154,7 @@ class Encoder:
             self._open.discard(id(value))
 
     def _encode_members(self, value: set[Any] | frozenset[Any], path: str) -> Any:
-        """In an order that does not depend on how the set was made."""
+        """Encode the members in an order that does not depend on how the set was made."""
         in_order = _in_order(value) if len(value) > INLINE_ITEMS else None
         if in_order is not None:
             return self._encode(in_order, path)
@@ -179,7 +180,7 @@ class Encoder:
         )
 
     def _encode_pairs(self, value: dict[Any, Any], path: str) -> Any:
-        """A list of pairs; of a large dict of a class of its own a plain one, packed."""
+        """Encode a list of pairs. Pack a large dict of a subclass as a plain one."""
         if type(value) is not dict and len(value) > INLINE_ITEMS and (packed := self._packed(dict(value))) is not None:
             return packed
         return [
@@ -195,7 +196,7 @@ class Encoder:
         return _tagged("tensor", self._store(numpy.frombuffer(value, numpy.uint8)))
 
     def _encode_foreign(self, value: Any, path: str) -> Any:
-        """The JSON of a value of torch or numpy, None when it is not one that is known."""
+        """Return the JSON of a value of torch or numpy, None when it is not one that is known."""
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None:
             if isinstance(value, torch.Tensor):
@@ -222,7 +223,7 @@ class Encoder:
             return _tagged("frame", self._encode_bytes(value.data))
         try:
             return _tagged("pickle", self._encode_bytes(pickle.dumps(value, protocol=4)))
-        except Exception as error:  # whatever a user's __reduce__ raises
+        except Exception as error:  # a user's __reduce__ may raise anything
             raise InvalidState(f"{path} cannot be pickled: {error}") from error
 
 
@@ -234,8 +235,8 @@ class Decoder:
         self._allow_pickle = allow_pickle
 
     def decode(self, value: Any, *, path: str) -> Any:
-        """The value. Raises CheckpointDamaged when the JSON is not what `Encoder` writes, InvalidState for a pickle
-        that was not allowed."""
+        """Return the value. Raises CheckpointDamaged when the JSON is not in the form of `Encoder`, InvalidState for a
+        pickle that was not allowed."""
         try:
             return self._decode(value)
         except InvalidState as error:
@@ -323,7 +324,7 @@ class Decoder:
 
 
 def references(value: Any) -> Iterator[str]:
-    """The keys of everything that a JSON value refers to; decoding fetches exactly those."""
+    """Yield the keys of everything that a JSON value refers to; decoding fetches exactly those."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -338,7 +339,7 @@ def references(value: Any) -> Iterator[str]:
 
 
 def needs_code(value: Any) -> bool:
-    """Whether a JSON value holds anything that `Decoder` refuses unless pickles are allowed."""
+    """Return True if a JSON value holds anything that `Decoder` refuses unless pickles are allowed."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -360,7 +361,7 @@ def _tagged(kind: str, content: Any) -> dict[str, Any]:
 
 
 def _is_json(text: str) -> bool:
-    """Return whether JSON gives a text back as it is. It makes one character of two surrogates that fit together."""
+    """Return True if JSON preserves a text exactly. It makes one character of two surrogates that fit together."""
     return text.isascii() or _SURROGATE_PAIR.search(text) is None
 
 
@@ -375,7 +376,7 @@ def _reference(content: Any) -> str:
 
 
 def _numbers(value: Any) -> Any:
-    """A long list as an array of int64 or float64, None when it is not all of one of them."""
+    """Return a long list as an array of int64 or float64, None when it is not all of one of them."""
     kinds = set(map(type, value))
     if kinds == {int} and min(value) in _INT64 and max(value) in _INT64:
         import numpy
@@ -389,7 +390,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _may_be_large(value: Any) -> bool:
-    """Whether a container is worth the time of `plain_size`: most have a few numbers."""
+    """Return True if a container is worth the time of `plain_size`: most have a few numbers."""
     if len(value) > 32:
         return True
     items = value.values() if type(value) is dict else value
@@ -397,7 +398,8 @@ def _may_be_large(value: Any) -> bool:
 
 
 def _in_order(members: set[Any] | frozenset[Any]) -> list[Any] | None:
-    """The members sorted, where they are numbers, texts or byte strings, or tuples of these that can be compared."""
+    """Return the members sorted, if they are numbers, texts or byte strings, or tuples of these that can be compared;
+    else None."""
     kinds = set(map(type, members))
     if kinds == {tuple}:
         kinds = set(map(type, chain.from_iterable(members)))

@@ -1,4 +1,4 @@
-"""Tensors that wrap others, where an optimizer does not have them yet: of classes that the optimizer itself names."""
+"""Creation of wrapper tensors that an optimizer does not have yet, of classes that the optimizer's own module names."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ckptstore.state.tensors.wrapped import Label, Wrapped, key_of_part, unwrap
 
 
 def made_wrapper(matching: Matching, key: str, parameter: torch.Tensor, optimizer: type) -> torch.Tensor:
-    """A tensor like the one that was saved under a key, of a parameter's state, to be filled.
+    """Return a tensor like the one that was saved under a key, for a parameter's state, to be filled.
 
-    Its class must stand in the module of the optimizer's class, or of one that this inherits from: a checkpoint chooses
-    none. Raises StateMismatch when it does not, or cannot be made from what was saved.
+    Its class must be in the module of the optimizer's class, or of one that this inherits from: a checkpoint chooses
+    none. Raises StateMismatch when it is not, or cannot be made from the saved one.
     """
     if not is_dtensor(parameter):
         return _made(matching, key, _saved(matching, key, key, parameter.shape), parameter.device, optimizer)
@@ -65,7 +65,7 @@ def _made(matching: Matching, key: str, saved: Wrapped, device: torch.device, op
     try:
         made: torch.Tensor = kind.__tensor_unflatten__(inner, _context(label), torch.Size(label.shape), stride)
         same = _without_part(unwrap(made, key).label) == _without_part(label)
-    except Exception as error:  # the class is the user's, and so is what it raises
+    except Exception as error:  # the class is the user's, and so are its errors
         raise StateMismatch(f"{key} cannot be made from what was saved: {error}", hint=_HINT) from error
     if not same:
         raise StateMismatch(f"{key} cannot be made from what was saved", hint=_HINT)
@@ -84,13 +84,13 @@ def _inner(matching: Matching, key: str, saved: Any, device: torch.device, optim
 
 
 def _context(label: Label) -> Any:
-    """What `__tensor_unflatten__` takes beside the inner tensors, from the text that describes it."""
+    """Return the argument of `__tensor_unflatten__` beside the inner tensors, from the text that describes it."""
     return _decoded(json.loads(label.context))
 
 
 def _decoded(item: Any) -> Any:
     if isinstance(item, list):
-        return tuple(map(_decoded, item))  # shapes, most of all, which tensors are asked for as tuples
+        return tuple(map(_decoded, item))  # mostly shapes, which torch takes as tuples
     if not isinstance(item, dict):
         return item
     if not any("." in name for name in item):
