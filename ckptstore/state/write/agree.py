@@ -1,12 +1,12 @@
-"""How the ranks agree on who writes what: one small exchange before any byte moves, two when something is new.
+"""Agreement of the ranks on who writes what: one small exchange before any byte moves, two when something is new.
 
-Each rank sends the digest of its structure and one digest of all that is to be compared. When that is not what the
-leader knows from the last save, it asks all ranks for the digest of every key, and one rank of each kind for the
-structure. What was found to differ between ranks is compared key by key from then on, so that the next save needs one
-exchange again.
+Each rank sends the digest of its structure and one digest of everything to compare. When that is not what the leader
+knows from the last save, it requests the digest of every key from all ranks, and the structure from one rank of each
+kind. Keys that differed between ranks are compared one by one from then on, so that the next save needs one exchange
+again.
 
-What is dealt out because ranks are to have it alike is compared when the structure is new, with what the leader asks
-for then, and at every n-th save, which takes an exchange more. The leader alone counts.
+Tensors that are dealt out because ranks should have them alike are compared in two cases: when the structure is new,
+within the leader's second request, and at every n-th save, which takes an exchange more. The leader alone counts.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ logger = logging.getLogger("ckptstore")
 _AGAIN = b"again"
 _HEAD_BYTES = 2 * DIGEST_BYTES
 FULL_POST_HEAD = struct.Struct("<iII")
-"""What is behind the identity in a post with all that the leader asked for: the member, and the bytes of the deflated
-structure and of the answer on replicas."""
+"""The fields behind the identity in a full post: the member, and the sizes of the deflated structure and of the answer
+on replicas."""
 _NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the leader says to all ranks."""
+    """The leader's reply to all ranks."""
 
     world_size: int
     classes: tuple[int, ...]
-    """For each rank the number of its structure; empty where all have the same."""
+    """The number of each rank's structure; empty if all have the same."""
     partial: Mapping[str, tuple[int, ...]]
-    """The structures that have a key, where not all have it."""
+    """The structures that have a key, if not all have it."""
     differs: frozenset[str]
     """The keys that each rank keeps for itself."""
     untied: frozenset[str]
     """Tied keys that are not tied on all ranks."""
     copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For distributed tensors of which several sets of ranks have a copy each, these sets by their lowest rank."""
+    """The sets of ranks, by their lowest rank, that have a copy each of a distributed tensor."""
     members: tuple[int, ...] = ()
-    """What torch's number of each rank is, where it matters; -1 where nobody needs it."""
+    """Torch's number of each rank, if it matters; -1 if nobody needs it."""
     is_packed: bool = True
-    """Whether the leader packs the parts of the index into one file; else each rank writes its own."""
+    """True if the leader packs the parts of the index into one file; else each rank writes its own."""
 
     def holders(self, key: str) -> Sequence[int]:
-        """The ranks that have the key, in order."""
+        """Return the ranks that have the key, in order."""
         numbers = self.partial.get(key)
         if numbers is None:
             return range(self.world_size)
         return [rank for rank, number in enumerate(self.classes) if number in numbers]
 
     def encode(self) -> bytes:
-        """As bytes for the other ranks; the same agreement gives the same bytes."""
+        """Return the agreement as bytes for the other ranks; the same agreement gives the same bytes."""
         copies = dict(sorted(self.copies.items()))
         fields = [self.classes, dict(sorted(self.partial.items())), sorted(self.differs), sorted(self.untied), copies]
         members = None if self.members == tuple(range(self.world_size)) else self.members
@@ -76,7 +76,7 @@ class Agreement:
 
     @staticmethod
     def decode(data: bytes) -> Agreement:
-        """What `encode` made."""
+        """Read the output of `encode`."""
         world_size, classes, partial, differs, untied, copies, members, is_packed = json.loads(zlib.decompress(data))
         partial = {key: tuple(numbers) for key, numbers in partial.items()}
         copies = {key: tuple(groups) for key, groups in copies.items()}
@@ -86,20 +86,20 @@ class Agreement:
 
 
 def is_settled(reply: bytes) -> bool:
-    """Whether the ranks, when they have heard this, need to say no more."""
+    """Return True if the ranks need no further exchange after this reply."""
     return not reply.startswith(_AGAIN) and not Agreement.decode(reply).copies
 
 
 def agreement_of_one(own: frozenset[str] = frozenset()) -> Agreement:
-    """What a rank alone agrees on with itself, which has some keys of its own."""
+    """Return the agreement of a rank alone, with its own keys."""
     return Agreement(1, (), {}, own, frozenset())
 
 
 class _Asked(NamedTuple):
-    """What the leader asks for when it asks again."""
+    """The leader's second request."""
 
     examples: frozenset[int] | None = None
-    """The ranks that tell their structures, while all tell their digests; None where no one does."""
+    """The ranks that send their structures, while all send their digests; None if no rank sends either."""
     question: Question | None = None
 
     def encode(self) -> bytes:
@@ -121,7 +121,7 @@ def _without_replicas(_question: Question) -> bytes:
 
 @dataclass(slots=True)
 class _Mine:
-    """What this rank has to say in one agreement."""
+    """The content of this rank's posts in one agreement."""
 
     structure: bytes
     identity: bytes
@@ -134,10 +134,10 @@ class _Mine:
 
 @dataclass(slots=True)
 class Negotiator:
-    """One process's side of the agreements of a store. Keeps what the last one found; not safe for threads.
+    """One process's side of the agreements of a store. Keeps the findings of the last one; not safe for threads.
 
-    For an agreement every rank calls `begin`. Then the leader joins what all ranks describe, and all hear its reply,
-    until `hear` returns the agreement.
+    For an agreement every rank calls `begin`. Then the leader joins the descriptions of all ranks, and every rank
+    passes its reply to `hear`, until that returns the agreement.
     """
 
     _differed: frozenset[str] = frozenset()
@@ -146,22 +146,22 @@ class Negotiator:
     _compared: list[str] = field(default_factory=list)
     _members: tuple[int, ...] = ()
     expected: Expected = field(default_factory=Expected)
-    """On the leader: what all ranks have, as they said in the last agreement."""
+    """On the leader: the keys of all ranks, from the last agreement."""
     size_bytes: int = 0
     """On the leader: the size of the tensors that all ranks together have to write."""
     structures: RankStructures | None = None
     """On the leader: those of the last agreement."""
     _mine: _Mine = field(default_factory=lambda: _Mine(b"", b"", {}, _NOBODY, 0, _without_replicas, frozenset()))
     _asked: _Asked | None = None
-    """What the leader has asked for, when it has asked again."""
+    """The leader's second request, if it made one."""
     _pending: bytes = b""
     """On the leader: the agreement that holds if the replicas are alike."""
     _unshared: frozenset[bytes] = frozenset()
-    """On the leader: what is in the answers on replicas, and not dealt out."""
+    """On the leader: the names in the answers on replicas that are not dealt out."""
     _posted: bytes = b""
-    """On the leader: which structures all ranks have in this save."""
+    """On the leader: the structures of all ranks in this save."""
     _compared_last: tuple[bytes, int] = b"", 0
-    """On the leader: the same of the save that compared the replicas last, and how many saves did not since."""
+    """On the leader: the `_posted` of the save that compared the replicas last, and the number of saves since."""
     _has_warned: bool = False
 
     def begin(
@@ -172,8 +172,8 @@ class Negotiator:
         replicas: Answer = _without_replicas,
         own: frozenset[str] = frozenset(),
     ) -> None:
-        """This rank has these items, sorted by key. `replicas` looks at what ranks are to have alike; `own` are the
-        keys that were marked as each rank's own."""
+        """Begin an agreement on the items of this rank, sorted by key. `replicas` answers the questions on tensors that
+        ranks should have alike; `own` are the keys that were marked as each rank's own."""
         structure = Structure.of(items).encode()
         digests = {item.key: item.digest for item in items if item.mode in (Mode.COMPARE, Mode.VALUE)}
         member = next((item.member for item in items if item.member != _NOBODY), _NOBODY)
@@ -181,7 +181,7 @@ class Negotiator:
         self._asked = None
 
     def describe(self) -> bytes:
-        """What the leader has to know: digests, and whatever else it has asked this rank for."""
+        """Return this rank's post: digests, and whatever else the leader requested from this rank."""
         mine = self._mine
         if self._asked is not None:
             examples, question = self._asked
@@ -196,7 +196,7 @@ class Negotiator:
         return b"".join([mine.identity, stable.digest(), *apart])
 
     def join(self, posts: Sequence[bytes], *, may_spread: bool = False, compare_every: int = 0) -> bytes:
-        """Leader: the reply to what all ranks described. Replicas are compared whenever the structures are new and at
+        """Leader: return the reply to the posts of all ranks. Compare replicas whenever the structures are new and at
         every `compare_every`-th save, never for 0.
 
         Raises InvalidState when a key is something else on another rank, and when replicas differ.
@@ -222,7 +222,7 @@ class Negotiator:
         return self._pending
 
     def hear(self, reply: bytes) -> Agreement | None:
-        """What all ranks have agreed on; None when the leader asks again."""
+        """Return the agreement of all ranks; None when the leader makes a second request."""
         if reply.startswith(_AGAIN):
             self._asked = _Asked.decode(reply)
             return None
@@ -231,8 +231,8 @@ class Negotiator:
         return agreement
 
     def _compare_roughly(self, posts: Sequence[bytes], may_spread: bool, compare_every: int) -> bytes:
-        """The agreement, if all ranks have the structure of the last save, only differ where they did then, and it is
-        not the time to compare replicas."""
+        """Return the agreement, if all ranks have the structure of the last save, only differ where they did then, and
+        replicas are not due to be compared. Else return the second request."""
         identities = [post[:DIGEST_BYTES] for post in posts]
         self._posted = fingerprint(b"".join(identities))
         last, since = self._compared_last
@@ -283,7 +283,7 @@ class Negotiator:
         return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members, is_packed).encode()
 
     def _warn(self, structure: Structure, differs: Collection[str]) -> None:
-        """Once for a store: of ranks that each seem to train a model of their own."""
+        """Warn once for a store if ranks each seem to train a separate model."""
         keys, num_large = apart(structure, differs, self._mine.own)
         if keys and not self._has_warned:
             self._has_warned = True
@@ -297,7 +297,7 @@ class Negotiator:
 
 
 def _size_bytes(structures: Sequence[Structure], classes: Sequence[int], differs: Collection[str]) -> int:
-    """The size of all tensors: each once, or once for each rank that keeps its own."""
+    """Return the size of all tensors: each once, or once for each rank that keeps its own."""
     apart, once = 0, dict[str, int]()
     for number, structure in enumerate(structures):
         for row in structure.rows:
@@ -311,7 +311,7 @@ def _size_bytes(structures: Sequence[Structure], classes: Sequence[int], differs
 
 
 def _full_post(post: bytes) -> tuple[bytes, bytes, bytes]:
-    """The deflated structure, the digests and the answer on replicas of a full post."""
+    """Return the deflated structure, the digests and the answer on replicas of a full post."""
     _, deflated_bytes, answer_bytes = FULL_POST_HEAD.unpack_from(post, DIGEST_BYTES)
     start = DIGEST_BYTES + FULL_POST_HEAD.size
     answer, end = start + deflated_bytes, start + deflated_bytes + answer_bytes
@@ -319,7 +319,7 @@ def _full_post(post: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def _differing(digests: list[bytes]) -> list[int]:
-    """The places where not all of these rows of digests are equal."""
+    """Return the places at which not all of these rows of digests are equal."""
     if len(set(digests)) == 1:
         return []
     table = np.frombuffer(b"".join(digests), "u1").reshape(len(digests), -1, DIGEST_BYTES)
@@ -328,7 +328,7 @@ def _differing(digests: list[bytes]) -> list[int]:
 
 
 def _different_signatures(structures: list[Structure], classes: tuple[int, ...]) -> set[str]:
-    """The keys that are whole on every rank that has them, but not the same thing."""
+    """Return the keys that are whole on every rank that has them, but not the same thing."""
     first: dict[str, tuple[int, Any]] = {}
     differs = set()
     for number, structure in enumerate(structures):
@@ -356,7 +356,7 @@ def _words(signature: Any) -> str:
 
 
 def _partial(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
-    """The structures that have a key, for keys that not all have; only where who has it decides who writes."""
+    """Return the structures that have a key, for keys that not all have, if that decides who writes the key."""
     if len(structures) == 1:
         return {}
     found: dict[str, list[int]] = {}
@@ -368,7 +368,7 @@ def _partial(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
 
 
 def _copies(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
-    """The distributed tensors that several sets of ranks have, each the whole of it."""
+    """Return the distributed tensors that several sets of ranks have, each the whole of it."""
     if len(structures) == 1:
         return {}
     found: dict[str, set[int]] = {}
@@ -380,7 +380,7 @@ def _copies(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
 
 
 def _untied(structures: list[Structure]) -> set[str]:
-    """The keys that are tied to another one on some ranks only."""
+    """Return the keys that are tied to another one on some ranks only."""
     if len(structures) == 1:
         return set()
     held = [{row.key: row.tied_to for row in structure.rows} for structure in structures]

@@ -1,4 +1,4 @@
-"""From what a rank has and what all ranks agreed on to what this rank writes. Pure, and cheap to repeat."""
+"""The writes of a rank, from its items and the agreement of all ranks. Pure, and cheap to repeat."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ class Write(NamedTuple):
     """One box of a tensor that this rank writes."""
 
     item: int
-    """Which item."""
+    """The place of the item."""
     held: int
-    """Which of the item's boxes it lies in."""
+    """The place, among the item's boxes, of the box that it lies in."""
     box: Box
-    """Counted from the whole tensor."""
+    """The box, counted from the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank writes."""
+    """The writes of one rank."""
 
     writes: tuple[Write, ...] = ()
-    """In the order of items."""
+    """The writes in the order of items."""
     empty: tuple[int, ...] = ()
-    """Items of which this rank has no element: there is nothing to write, but they exist."""
+    """Items of which this rank has no element: it writes nothing, but they exist."""
     flags: dict[str, int] = field(default_factory=dict)
     """The index flags of tensors that have any."""
     ties: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """For a key that is written the further keys of the same memory."""
+    """The further keys of the same memory, for each key that is written."""
     common: tuple[str, ...] = ()
     """Values that this rank writes for all."""
     own: tuple[str, ...] = ()
     """Values that this rank writes for itself."""
     spans: tuple[tuple[int, int], ...] = ()
-    """First and last item of each stretch of items in which it writes something that has no rule, or that other ranks
-    have too. There may be others in a stretch."""
+    """The first and last item of each stretch of items in which it writes something that has no rule, or that other
+    ranks have too. There may be others in a stretch."""
 
 
 @collector_paused()
 def plan_rank(items: Sequence[Item], agreement: Agreement, rank: int) -> RankPlan:
-    """What `rank` writes of its items."""
+    """Return the writes of `rank` for its items."""
     planner = _Planner(items, agreement, rank)
     for number, item in enumerate(items):
         planner.take(number, item)
@@ -57,12 +57,12 @@ def plan_rank(items: Sequence[Item], agreement: Agreement, rank: int) -> RankPla
 
 
 def is_stored_elsewhere(item: Item, agreement: Agreement) -> bool:
-    """Whether other ranks have a copy of their own of the whole tensor, which is the one that is stored."""
+    """Return True if other ranks have their own copy of the whole tensor, and that copy is stored."""
     return item.group != agreement.copies.get(item.key, (item.group,))[0]
 
 
 class _Group(NamedTuple):
-    """Whom a tensor is shared out over, and which share is this rank's. Tensors of one group are dealt together."""
+    """The ranks that share a tensor out, and the share of this one. Tensors of one group are dealt together."""
 
     ranks: tuple[int, ...]
     structures: tuple[int, ...] | None
@@ -86,7 +86,7 @@ class _Planner:
         self._groups: dict[tuple[tuple[int, ...], tuple[int, ...] | None], _Group] = {}
 
     def take(self, number: int, item: Item) -> None:
-        """Take in one item; what is shared out waits for `finish`."""
+        """Take in one item; items that are shared out wait for `finish`."""
         key = item.key
         if item.tied_to and key not in self._agreement.untied:
             self._ties.setdefault(item.tied_to, []).append(key)
@@ -110,7 +110,7 @@ class _Planner:
             self._take_alike(number, item)
 
     def _take_alike(self, number: int, item: Item) -> None:
-        """What all ranks that have it have alike: shared out, or written by the lowest."""
+        """Take an item that all its ranks have alike: share it out, or let the lowest rank write it."""
         position, count = self._position(item.key)
         if item.mode in (Mode.SPLIT, Mode.COMPARE) and count > 1:
             group = _Group((), self._agreement.partial.get(item.key), count, position)
@@ -123,7 +123,7 @@ class _Planner:
                 self._write_all(number, item)
 
     def take_beside(self) -> None:
-        """Tensors that belong to values go where those go."""
+        """Write tensors that belong to values wherever the values are written."""
         common, own = set(self._common), set(self._own)
         for number, item in enumerate(self._items):
             if item.mode is Mode.BESIDE and item.owner in common | own:
@@ -131,7 +131,7 @@ class _Planner:
                 self._write_all(number, item)
 
     def finish(self) -> RankPlan:
-        """Deal what is shared out, and close."""
+        """Deal the items that are shared out, and return the plan."""
         for group, numbers in self._lists.items():
             self._deal(numbers, group.shares, group.share)
         return RankPlan(
@@ -145,7 +145,7 @@ class _Planner:
         )
 
     def _joined_spans(self) -> Iterator[tuple[int, int]]:
-        """The spans, with those joined that have no tensor between them."""
+        """Yield the spans, with those joined that have no tensor between them."""
         first, last = -1, -1
         for start, stop in sorted(self._spans):
             if first >= 0 and not any(self._items[number].dtype for number in range(last + 1, start)):
@@ -158,7 +158,7 @@ class _Planner:
             yield first, last
 
     def _position(self, key: str) -> tuple[int, int]:
-        """Which of the holders of a key this rank is, and how many there are."""
+        """Return the place of this rank among the holders of a key, and the number of holders."""
         numbers = self._agreement.partial.get(key)
         if numbers is None:
             return self._rank, self._agreement.world_size
@@ -168,7 +168,8 @@ class _Planner:
         return self._positions[numbers]
 
     def _group(self, item: Item) -> _Group:
-        """Those of an item's sharers that have the key. A rank that nobody knows of writes all that it has."""
+        """Return the group of an item's sharers that have the key. A rank without known sharers writes all its
+        boxes."""
         if not item.sharers:
             return _Group((), None, 1, 0)
         numbers = self._agreement.partial.get(item.key)

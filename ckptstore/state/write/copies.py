@@ -1,4 +1,4 @@
-"""Whether the copies of a distributed tensor that several sets of ranks have are the same: one of them is stored."""
+"""Comparison of the copies of a distributed tensor that several sets of ranks have; one of them is stored."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ckptstore.state.write.describe import Described
 
 
 def boxes_of(found: Described, agreement: Agreement) -> bytes:
-    """The digests of all bytes that this rank has of tensors of which there are several copies.
+    """Return the digests of all bytes that this rank has of tensors of which there are several copies.
 
-    Training waits for it: nobody reads later what is not stored. Of a tensor on a device the host has a copy meanwhile.
+    Training waits for it, because nothing can be compared later with a copy that is not stored. Takes a copy in host
+    memory of each tensor on a device.
     """
     told = {}
     for item in found.items:
@@ -29,8 +30,8 @@ def boxes_of(found: Described, agreement: Agreement) -> bytes:
 
 
 def check_equal(posts: Sequence[bytes]) -> bytes:
-    """Leader: raise InvalidState, with keys and ranks, for a copy that is not as the stored one, or that lies in other
-    boxes, so that nobody can tell."""
+    """Leader: raise InvalidState, with keys and ranks, for a copy that differs from the stored one, or that lies in
+    other boxes, so that they cannot be compared."""
     told = [json.loads(post) for post in posts]
     stored: dict[tuple[str, str], tuple[int, str]] = {}
     for rank, keys in enumerate(told):

@@ -1,4 +1,4 @@
-"""Whether a staged copy is the tensor that it was made of: what no digest says, since every digest is of the copy.
+"""The check that a staged copy equals its tensor. Digests cannot show that, since every digest is of the copy.
 
 Elements are picked by index, which takes another way through torch than a copy of a stretch does.
 """
@@ -18,24 +18,24 @@ from ckptstore.state.tensors.placement import PLAIN_TYPES
 from ckptstore.state.tensors.segments import bits_of
 
 _SAMPLED_BYTES = 512 << 20
-"""One tensor more is sampled for each of these."""
+"""The bytes of large tensors for which one more tensor is sampled."""
 _SMALL = 4
-"""So many of the tensors in a slab are sampled."""
+"""The number of tensors in slabs that are sampled."""
 _RUN = 4
-"""Elements are picked in runs of this length: at both ends, and in between."""
+"""The length of the runs in which elements are picked: at both ends, and in between."""
 _RUNS = 2
 
 
 class Placed(NamedTuple):
-    """A tensor, and where its copy lies."""
+    """A tensor, and the place of its copy."""
 
     key: str
     file: int
     offset: int
-    """In the file, in bytes."""
+    """The offset in the file, in bytes."""
     size_bytes: int
     is_gathered: bool
-    """Whether its bytes do not simply lie in host memory."""
+    """True if its bytes do not simply lie in host memory."""
     tensor: torch.Tensor
 
 
@@ -43,20 +43,21 @@ class Placed(NamedTuple):
 class _Sample:
     placed: Placed
     positions: np.ndarray[Any, Any]
-    """Of elements, counted as in a contiguous tensor."""
+    """The places of elements, counted as in a contiguous tensor."""
     values: torch.Tensor
-    """The elements there, where the tensor is: a device is not waited for."""
+    """The elements at these places, on the device of the tensor: the check does not wait for a device."""
 
 
 class CopyCheck:
-    """The check of one save. Made in the thread that saves, before anything is copied."""
+    """The check of one save. Create it in the thread that saves, before anything is copied."""
 
     def __init__(self, large: Sequence[Placed], small: Sequence[Placed], *, turn: int, every: bool) -> None:
-        """`large` have a payload each, `small` lie in slabs.
+        """Choose the samples. `large` have a payload each, `small` lie in slabs.
 
-        With `every` all bytes of all of them are compared. Else a few elements are, of at least one tensor of each
-        device, dtype and kind of memory, of one more for each 512 MiB, and of some small ones: other ones in each turn,
-        so that all have theirs. That costs about 0.1 ms for each tensor, below 1 % of copying 512 MiB.
+        With `every` all bytes of all of them are compared. Otherwise a few elements are compared: of at least one
+        tensor of each device, dtype and kind of memory, of one more for each 512 MiB, and of some small ones. Each turn
+        takes others, so that all are compared in time. That costs about 0.1 ms for each tensor, below 1 % of copying
+        512 MiB.
         """
         self._every = [*large, *small] if every else []
         total_bytes = sum(item.size_bytes for item in large)
@@ -95,7 +96,7 @@ def _sample(placed: Placed, numbers: random.Random) -> _Sample:
         try:
             index = tuple(torch.from_numpy(place).to(tensor.device, non_blocking=True) for place in places)
             return _Sample(placed, positions, tensor[index])
-        except torch.OutOfMemoryError:  # a full device is saved all the same, and waited for
+        except torch.OutOfMemoryError:  # a full device is saved all the same, but has to be waited for
             elements = [_on_host(tensor[tuple(map(int, place))]) for place in zip(*places, strict=True)]
             return _Sample(placed, positions, torch.stack(elements))
 
@@ -106,17 +107,18 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy. Of conjugates and opposites `cpu()` would make one on the device first, which may be full."""
+    """Return a contiguous copy in host memory."""
+    # `cpu()` would first copy conjugates and opposites on the device, which may be full.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def _as_elements(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The bytes of a tensor, a row for each element."""
+    """Return the bytes of a tensor, a row for each element."""
     return _on_host(tensor).reshape(-1).view(torch.uint8).numpy().reshape(-1, tensor.element_size())
 
 
 def _elements(copy: memoryview, offset: int, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """What was copied of a tensor, a row for each element."""
+    """Return the copied bytes of a tensor, a row for each element."""
     element_bytes = tensor.element_size()
     found = np.frombuffer(copy, np.uint8, tensor.numel() * element_bytes, offset)
     return found.reshape(-1, element_bytes)

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint hold every key that any rank has: what the leader asks before it commits. Pure."""
+"""The leader's check, before it commits, that the files of a checkpoint hold every key that any rank has. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Expected:
     """Every key that any rank has, and which ranks have it."""
 
     classes: tuple[int, ...] = ()
-    """For each rank the number of its structure."""
+    """The number of each rank's structure."""
     keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For each key the structures that have it."""
+    """The structures that have a key, for each key."""
 
     @staticmethod
     def of(structures: Sequence[Structure], classes: Sequence[int]) -> Expected:
-        """What ranks with these structures have."""
+        """Return the keys of ranks with these structures."""
         found: dict[str, list[int]] = {}
         for number, structure in enumerate(structures):
             for row in structure.rows:
@@ -38,18 +38,18 @@ class Expected:
 
     @staticmethod
     def of_one(keys: Iterable[str]) -> Expected:
-        """What a rank alone has."""
+        """Return the keys of a rank alone."""
         return Expected((0,), dict.fromkeys(keys, (0,)))
 
     def ranks_of(self, key: str) -> list[int]:
-        """The ranks that have a key, or parts of it."""
+        """Return the ranks that have a key, or parts of it."""
         parts = (numbers for name, numbers in self.keys.items() if name.startswith(f"{key}@"))
         numbers = self.keys.get(key) or {number for part in parts for number in part}
         return [rank for rank, number in enumerate(self.classes) if number in numbers]
 
     def check(self, index: TensorIndex) -> None:
-        """Raise InvalidState, with keys and ranks, unless every key is there for each rank that has it, and every
-        tensor with all its elements, once."""
+        """Raise InvalidState, with keys and ranks, unless every key exists for each rank that has it, and every tensor
+        with all its elements, once."""
         holes = [*index.incomplete(), *_torn(index)]
         if holes:
             raise _refusal(f"the chunks of {self._words(holes)} do not cover the tensor exactly once")
@@ -71,7 +71,7 @@ class Expected:
 
 
 def _torn(index: TensorIndex) -> list[str]:
-    """The distributed tensors whose wrapped parts do not cover them exactly once."""
+    """Return the distributed tensors whose wrapped parts do not cover them exactly once."""
     parts: dict[str, list[tuple[list[int], list[int]]]] = {}
     shapes: dict[str, list[int]] = {}
     for value in index.common_values().values():

@@ -1,4 +1,4 @@
-"""Dealing tensors that several ranks have alike, so that each writes its share. Pure and the same on every rank."""
+"""Dealing of tensors that several ranks have alike, so that each writes its share. Pure and the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.state.tensors.boxes import Box, Sizes, boxes_of_range, granule, within
 
 MAX_CHUNK_BYTES = 1 << 30
-"""A larger box is cut, so that several files and threads share it and frames stay below 4 GiB."""
+"""The most bytes of a chunk. A larger box is cut, so that several files and threads share it and frames stay below 4
+GiB."""
 _MAX_IMBALANCE = 0.01
 
 
@@ -21,11 +22,11 @@ class Dealt(NamedTuple):
     sizes: Sizes
     element_bytes: int
     is_whole: bool = False
-    """It may not be cut, however large it is."""
+    """True if it may not be cut, however large it is."""
 
     @property
     def size_bytes(self) -> int:
-        """Its bytes."""
+        """The size in bytes."""
         volume = self.element_bytes
         for size in self.sizes:
             volume *= size
@@ -33,11 +34,11 @@ class Dealt(NamedTuple):
 
 
 def deal(items: Sequence[Dealt], shares: int, share: int) -> Iterator[tuple[int, int, int]]:
-    """(index, first element, last element + 1) of what falls to one of the shares, in order.
+    """Yield (index, first element, last element + 1) of each item in one of the shares, in order.
 
     The items lie on a line that is cut into stretches of equal bytes. A cut inside an item below 1 MiB moves to its
     nearer end, one inside a larger item to a row, so that no share is off by more than that or by 1 %. There are no
-    shares below 1 MiB: the last ones stay empty instead, so that few ranks hold what is small and all ranks need.
+    shares below 1 MiB: the last ones stay empty instead, so that small tensors that all ranks need are on few ranks.
     """
     sizes = [item.size_bytes for item in items]
     ends = list(accumulate(sizes))
@@ -57,7 +58,7 @@ def deal(items: Sequence[Dealt], shares: int, share: int) -> Iterator[tuple[int,
 
 
 def _cut(items: Sequence[Dealt], sizes: list[int], ends: list[int], at_bytes: int, share_bytes: int) -> tuple[int, int]:
-    """The item and element before which the line is cut near a place."""
+    """Return the item and element before which the line is cut near a place."""
     index = bisect_right(ends, at_bytes)
     if index == len(items):
         return index, 0
@@ -72,7 +73,7 @@ def _cut(items: Sequence[Dealt], sizes: list[int], ends: list[int], at_bytes: in
 
 
 def chunks_of(box: Box, element_bytes: int, start: int = 0, stop: int | None = None) -> list[Box]:
-    """The boxes, counted as `box` is, that hold its elements from `start` to `stop`, none above 1 GiB."""
+    """Return the boxes, counted as `box` is, that hold its elements from `start` to `stop`, none above 1 GiB."""
     volume = box.volume
     stop = volume if stop is None else stop
     if start == 0 and stop == volume and volume * element_bytes <= MAX_CHUNK_BYTES:

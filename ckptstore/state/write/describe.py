@@ -1,4 +1,4 @@
-"""From live objects to what ranks talk about: the items of a flat state, their memory, their values as JSON."""
+"""The items of a flat state, for the exchange between ranks; their memory, and their values as JSON."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from ckptstore.state.tensors.wrapped import Wrapped
 
 @dataclass(slots=True)
 class Described:
-    """What one rank has of a state."""
+    """One rank's description of a state."""
 
     items: list[Item] = field(default_factory=list)
-    """Sorted by key."""
+    """The items, sorted by key."""
     memory: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """For each tensor the memory of its boxes, in their order."""
+    """The memory of the boxes of each tensor, in their order."""
     values: dict[str, str] = field(default_factory=dict)
     """The plain values as JSON texts."""
     own: frozenset[str] = frozenset()
@@ -48,15 +48,15 @@ class Described:
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors that this rank holds."""
+        """The size of all tensors that this rank holds."""
         return sum(item.size_bytes for item in self.items if not item.tied_to)
 
 
 @collector_paused()
 def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> Described:
-    """Look at a flat state. `compare` says that there are other ranks, so that digests are needed.
+    """Describe a flat state. With `compare` there are other ranks, so that digests are needed.
 
-    Raises InvalidState, with the key, for what cannot be stored.
+    Raises InvalidState, with the key, for anything that cannot be stored.
     """
     found = Described()
     marked = flat.own | {first for key, first in flat.aliases.items() if key in flat.own}  # one memory, one fate
@@ -109,7 +109,7 @@ def _take_value(found: Described, flat: FlatState, key: str, value: Any, *, allo
 
 
 def _fill_value_digests(found: Described) -> None:
-    """The digest of a value covers what travels beside it."""
+    """Fill in the digests of values. The digest of a value covers the tensors beside it."""
     beside: dict[str, list[bytes]] = {}
     for item in found.items:
         if item.mode is Mode.BESIDE:
@@ -122,7 +122,7 @@ def _fill_value_digests(found: Described) -> None:
 
 
 def _unlike_any() -> bytes:
-    """In place of a digest: what no other rank has, so that each keeps its own."""
+    """Return random bytes in place of a digest: no other rank has the same, so that each keeps its own."""
     return os.urandom(DIGEST_BYTES)
 
 
@@ -179,14 +179,14 @@ def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    """The tensor, unless its numbers are not simply in memory."""
+    """Return the tensor, unless its numbers are not in memory: raise InvalidState then."""
     if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
         raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
     return tensor
 
 
 def dtype_name(tensor: torch.Tensor, key: str) -> str:
-    """torch's name of a dtype, without the module; raises InvalidState for one that the format does not know."""
+    """Return torch's name of a dtype, without the module; raise InvalidState for one that the format does not know."""
     return _known_name(dtype_and_shape(tensor)[0], key)
 
 

@@ -1,8 +1,9 @@
-"""Saving only what has changed: files of the checkpoint before are taken over whole while most of them still holds.
+"""Incremental saves: files of the checkpoint before are taken over whole while most of their bytes are still current.
 
 A chunk is unchanged when its fingerprint is that of the same box of the same tensor in the checkpoint before. A file
-most of whose bytes are unchanged chunks is linked, or copied inside the storage, and the rest of it is not referred to
-any more; everything else is written into new files. So the checkpoint stays whole, and stock readers need nothing new.
+most of whose bytes are unchanged chunks is linked, or copied inside the storage, and the rest of it is no longer
+referred to; everything else is written into new files. So the checkpoint stays whole, and stock readers need nothing
+new.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.tensor_memory import digest_of
 
 LEAST_CURRENT = 0.75
-"""A file is taken over while at least this share of it is still current; below, what holds is written anew."""
+"""The least share of a file that is still current for it to be taken over; below, the current chunks are written
+again."""
 
 Place = tuple[str, Box]
 """A tensor's key and a box of it."""
@@ -35,12 +37,12 @@ class KeptChunk:
     key: str
     box: Box
     offset: int
-    """Of the payload."""
+    """The offset of the payload."""
     size_bytes: int
     digest: str
     """Fingerprint of the payload with dtype and shape, hexadecimal."""
     block_digests: bytes
-    """Of a payload that is a region of its own; empty in a slab."""
+    """The digests of a payload that is a separate region; empty in a slab."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class KeptFile:
     """A file of the checkpoint before."""
 
     receipt: Receipt
-    """With the directory in which it lies, wherever that is. The algorithm of its digest is that of blocks too."""
+    """The receipt, with the directory that holds the file. The algorithm of its digest is that of the blocks too."""
     slab_bytes: int
     slab_digests: bytes
     chunks: tuple[KeptChunk, ...]
@@ -60,30 +62,30 @@ class KeptFile:
         return [*slab, *(chunk.block_digests for chunk in self.chunks if chunk.block_digests)]
 
     def current(self, digests: dict[Place, str]) -> KeptFile:
-        """The same file with the chunks that still hold."""
+        """Return the same file with the chunks that are still current."""
         chunks = tuple(chunk for chunk in self.chunks if digests.get((chunk.key, chunk.box)) == chunk.digest)
         return replace(self, chunks=chunks)
 
     def moved_to(self, attempt: str) -> KeptFile:
-        """The same file, linked or copied into another directory."""
+        """Return the same file, linked or copied into another directory."""
         return replace(self, receipt=self.receipt._replace(attempt=attempt))
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether most of it is referred to."""
+        """True if most of it is referred to."""
         return sum(chunk.size_bytes for chunk in self.chunks) >= LEAST_CURRENT * self.receipt.size_bytes > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one rank knows of its files in the checkpoint before."""
+    """The files of one rank in the checkpoint before."""
 
     attempt: str
     """The directory of that checkpoint."""
     files: tuple[KeptFile, ...]
 
     def still_good(self, digests: dict[Place, str], *, algorithm: str) -> list[KeptFile]:
-        """The files to take over; no chunk is in two of them. All digests of an index are by one algorithm."""
+        """Return the files to take over; no chunk is in two of them. All digests of an index are by one algorithm."""
         found, taken = [], set[Place]()
         for file in (file.current(digests) for file in self.files):
             is_alike = file.receipt.digest is not None and file.receipt.digest.algorithm == algorithm
@@ -93,7 +95,7 @@ class Kept:
         return found
 
     def encode(self) -> bytes:
-        """The files as JSON, for the next start of the job (format-v1, "Digests of chunks")."""
+        """Return the files as JSON, for the next start of the job (format-v1, "Digests of chunks")."""
         files = [
             {
                 **file.receipt.to_json(),
@@ -109,12 +111,12 @@ class Kept:
         return json.dumps({"version": FORMAT_VERSION, "files": files}).encode()
 
     def only_in(self, attempts: Collection[str]) -> Kept:
-        """The files that lie in one of these directories."""
+        """Return the files that lie in one of these directories."""
         return Kept(self.attempt, tuple(file for file in self.files if file.receipt.attempt in attempts))
 
     @staticmethod
     def decode(data: bytes, *, attempt: str, file: str) -> Kept:
-        """Read them back. Raises CheckpointDamaged."""
+        """Read the output of `encode`. Raises CheckpointDamaged."""
         value = load_object(data, file=file)
         try:
             return Kept(attempt, tuple(_file_from_json(entry) for entry in value["files"]))
@@ -151,17 +153,17 @@ def _number(value: Any) -> int:
 
 
 def digests_of(chunks: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[Place, str]:
-    """The fingerprint of each chunk's bytes, dtype and whole shape of the box."""
+    """Return the fingerprint of each chunk's bytes, dtype and whole shape of the box."""
     return {(key, box): digest_of(tensor) for key, box, tensor in chunks}
 
 
 def kept_file_name(rank: int) -> str:
-    """The file in which a rank's `Kept` is stored; listed in the manifest like any other."""
+    """Return the file that stores a rank's `Kept`; it is listed in the manifest like any other."""
     return f"digests-rank={rank:05d}.json"
 
 
 def free_names(rank: int, taken: Sequence[str], count: int, *, directory: str = "") -> list[str]:
-    """Names of state files that are not taken."""
+    """Return `count` names of state files that are not taken."""
     found: list[str] = []
     number = 0
     while len(found) < count:

@@ -1,4 +1,4 @@
-"""The outline that the leader writes, and whether the parts of ranks are packed behind it. Pure."""
+"""The outline that the leader writes, and the choice to pack the parts of ranks behind it. Pure."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from ckptstore.state.index.part import Tensor, total_bytes
 from ckptstore.state.tensors.layouts import MeshLayout
 
 MANY_CHUNKS = 200_000
-"""The parts of an index of more chunks are not packed, where each rank can be left to write its own."""
+"""The most chunks of an index whose parts are packed, if each rank can write its own part instead."""
 
 
 class RankTold(NamedTuple):
-    """What a rank tells the leader of what it has stored."""
+    """A rank's report to the leader on its stored files."""
 
     size_bytes: int
-    """Of the tensors that it has written, tied ones once."""
+    """The size of the tensors that it has written, tied ones once."""
     num_common: int
-    """How many plain values it has written for all."""
+    """The number of plain values that it has written for all."""
     num_own: int
-    """How many it has written for itself alone."""
+    """The number of plain values that it has written for itself alone."""
     spans: Sequence[Sequence[int]]
     """`RankPlan.spans`."""
     part: tuple[int, str]
-    """Size and digest of its part of the index."""
+    """The size and the digest of its part of the index."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStructures:
-    """What all ranks have, as an outline needs it."""
+    """The structures of all ranks, as an outline needs them."""
 
     structures: Sequence[Structure]
     classes: Sequence[int]
-    """For each rank the number of its structure."""
+    """The number of each rank's structure."""
     layouts: Sequence[Sequence[MeshLayout | None]]
-    """For each structure its layouts, in the numbers that ranks have in the group; None for one over other ranks."""
+    """The layouts of each structure, in the numbers that ranks have in the group; None for one over other ranks."""
     can_spread: bool
-    """Whether its index is large, and each rank can write its part of it unseen, because rules say what it has."""
+    """True if the index is large, and each rank can write its part of it unseen, because rules say what it has."""
 
     @staticmethod
     def of(structures: Sequence[Structure], classes: Sequence[int], members: Sequence[int]) -> RankStructures:
-        """`members` has torch's number of each rank."""
+        """Return the structures of all ranks; `members` has torch's number of each rank."""
         rank_of = {member: rank for rank, member in enumerate(members) if member >= 0}
         layouts = [[layout.renumbered(rank_of) for layout in structure.layouts] for structure in structures]
         rows = [row for structure in structures for row in structure.rows]
@@ -66,13 +66,13 @@ def _is_distributed(row: Row) -> bool:
 
 
 def _is_part(row: Row) -> bool:
-    """Whether it may be the value of a wrapped part of a distributed tensor: each rank has one under its own key, and
-    the index alone says whether they cover the tensor."""
+    """Return True if it may be the value of a wrapped part of a distributed tensor: each rank has one under its own
+    key, and only the index shows that they cover the tensor."""
     return row.mode == Mode.VALUE and "@" in row.key
 
 
 def _num_chunks(structures: Sequence[Structure], layouts: Sequence[Sequence[MeshLayout | None]]) -> int:
-    """About how many chunks of distributed tensors there are."""
+    """Return the approximate number of chunks of distributed tensors."""
     found: dict[str, int] = {}
     for structure, held in zip(structures, layouts, strict=True):
         for row in structure.rows:
@@ -82,7 +82,7 @@ def _num_chunks(structures: Sequence[Structure], layouts: Sequence[Sequence[Mesh
 
 
 class Outliner:
-    """Makes the outlines of saves whose ranks have the same structures and have agreed on the same."""
+    """Makes the outlines of saves whose ranks have the same structures and the same agreement."""
 
     def __init__(
         self,
@@ -92,21 +92,21 @@ class Outliner:
         untied: Collection[str],
         copies: Mapping[str, Sequence[int]],
     ) -> None:
-        """`differs`, `untied` and `copies` are those of the `Agreement`."""
+        """Index the rows of all structures; `differs`, `untied` and `copies` are those of the `Agreement`."""
         self._described = described
         self._differs, self._untied = differs, untied
         self._sizes = Counter(described.classes)
         self._lowest = [described.classes.index(number) for number in range(len(described.structures))]
         self._rows = [{row.key: row for row in structure.rows} for structure in described.structures]
         self._first: dict[str, tuple[Row, int]] = {}
-        """For each key the row of the lowest rank whose copy is stored, and the number of its structure."""
+        """The row of the lowest rank whose copy is stored, and the number of its structure, for each key."""
         for number in sorted(range(len(self._rows)), key=self._lowest.__getitem__):
             for key, row in self._rows[number].items():
                 if not _is_distributed(row) or row.group == copies.get(key, (row.group,))[0]:
                     self._first.setdefault(key, (row, number))
 
     def _is_own(self, row: Row) -> bool:
-        """Whether each rank keeps its own."""
+        """Return True if each rank keeps its own."""
         others = [row.owner, row.tied_to if row.key not in self._untied else ""]
         return row.key in self._differs or any(other and other in self._differs for other in others)
 
@@ -114,8 +114,8 @@ class Outliner:
         return self._described.layouts[number][row.layout - 1] if row.layout else None
 
     def outline(self, told: Sequence[RankTold], *, num_prefixes: int, is_packed: bool) -> Outline:
-        """What the leader writes. Where the parts are not packed, raises InvalidState, with keys and ranks, for what is
-        missing: nobody has looked into them."""
+        """Return the outline that the leader writes. Check it first if the parts are not packed, since nobody has read
+        them: raise InvalidState then, with keys and ranks, for anything that is missing."""
         if not is_packed:
             self.check(told)
         parts = tuple(PartFile(size_bytes, Digest.parse(text)) for size_bytes, text in (one.part for one in told))
@@ -159,14 +159,14 @@ class Outliner:
 
     @cached_property
     def _places(self) -> tuple[list[list[int]], list[list[int]]]:
-        """For each structure the places of its tensors in the outline, and how many of them are before each item."""
+        """The places in the outline of each structure's tensors, and the number of them before each item."""
         places = {key: place for place, (key, _, _) in enumerate(self._tensors)}
         of_items = [[places[key] for key in rows if key in places] for rows in self._rows]
         return of_items, [list(accumulate((key in places for key in rows), initial=0)) for rows in self._rows]
 
     def _spans(self, told: Sequence[RankTold]) -> tuple[Span, ...]:
-        """The spans of each rank's items as places in the outline. A layout that is over ranks of other groups does not
-        say who has what: then each may have anything."""
+        """Return the spans of each rank's items as places in the outline."""
+        # A layout over ranks of other groups does not say who has what: then each rank may have anything.
         of_items, before = self._places
         is_unknown = any(layout is None for found in self._described.layouts for layout in found)
         found = []
@@ -198,7 +198,7 @@ class Outliner:
                 raise _refusal(f"The ranks wrote {has} {what}, and they have {expected}")
 
     def _check_layout(self, key: str, row: Row, layout: MeshLayout) -> None:
-        """Every box has a rank that has the tensor, in this very layout."""
+        """Raise InvalidState unless every box has a rank that has the tensor in this very layout."""
         having = {
             number for number, rows in enumerate(self._rows) if self._has_alike(rows.get(key), number, row, layout)
         }
@@ -219,7 +219,7 @@ class Outliner:
         return found.shape == row.shape and self._layout_of(found, number) == layout
 
     def _expected_bytes(self) -> int:
-        """The size of all tensors: each once, or once for each rank that keeps its own."""
+        """Return the size of all tensors: each once, or once for each rank that keeps its own."""
         once = sum(
             total_bytes(row.dtype, row.shape) for row, _ in self._first.values() if self._is_written(row, own=False)
         )

@@ -1,8 +1,9 @@
-"""Whether what several ranks are to have alike is alike: it is dealt out between them, so that nobody would see it.
+"""Comparison of tensors that several ranks should have alike. They are dealt out between the ranks, so that a
+difference would not show otherwise.
 
-Each rank makes a digest of all its bytes of each such tensor, and the leader compares them. Where all ranks have one
+Each rank makes a digest of all its bytes of each such tensor, and the leader compares them. If all ranks have one
 structure, the tensors that the same ranks share have one digest together, so that the posts stay small; only those that
-do not agree are looked at one by one.
+do not agree are compared one by one.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ _NEARLY_ALL = 0.9
 
 
 class Question(NamedTuple):
-    """What the leader wants to know of the tensors that ranks are to have alike."""
+    """The leader's question on the tensors that ranks should have alike."""
 
     one_by_one: bool
-    """Whether each tensor has a digest of its own, as ranks of several structures need."""
+    """True if each tensor has a separate digest, as ranks of several structures need."""
     names: tuple[str, ...] = ()
-    """Of which claims, in hex, it wants to know the keys and the exact digest of each; empty for all, in brief."""
+    """The claims, in hex, of which the answer lists the keys and the exact digest of each; empty for all claims, in
+    brief."""
 
 
 class Replicas:
-    """What one rank has of the tensors that are dealt out between ranks. Looks at their bytes when it is asked."""
+    """One rank's tensors that are dealt out between ranks. Reads their bytes only for an answer."""
 
     def __init__(self, items: Sequence[Item], memory: Mapping[str, tuple[torch.Tensor, ...]]) -> None:
         self._dealt = [item for item in items if item.mode in _DEALT and item.boxes]
@@ -47,8 +49,8 @@ class Replicas:
 
     @collector_paused()
     def answer(self, question: Question) -> bytes:
-        """For each claim its name and digest, or a JSON list of key, mode, name and digest for each tensor in those
-        that the question names."""
+        """Return for each claim its name and digest, or a JSON list of key, mode, name and digest for each tensor in
+        those that the question names."""
         groups = self._groups(question.one_by_one)
         names = {
             name: [name_of(item.key, item.mode, item.group, item.boxes) for item in groups[name]] for name in groups
@@ -64,7 +66,7 @@ class Replicas:
         return b"".join(parts)
 
     def _groups(self, one_by_one: bool) -> dict[Any, list[Item]]:
-        """The tensors that the same ranks have; by themselves those of which nothing says who has them too."""
+        """Return the tensors by the ranks that have them. One whose ranks are unknown is a separate group."""
         groups: dict[Any, list[Item]] = {}
         for item in self._dealt:
             is_alone = one_by_one or (item.mode is Mode.MESH and item.layout is None)
@@ -78,28 +80,29 @@ class Replicas:
 
 
 Answer = Callable[[Question], bytes]
-"""`Replicas.answer`."""
+"""The type of `Replicas.answer`."""
 
 
 def _memory_of(item: Item) -> str:
-    """The key of the memory that an item shows: tied ones show the same."""
+    """Return the key of the memory that an item shows: tied ones show the same."""
     return item.tied_to or item.key
 
 
 def name_of(key: str, mode: int, group: int, boxes: Iterable[Box]) -> bytes:
-    """What a tensor is called among the ranks that have the same boxes of it."""
+    """Return the name of a tensor among the ranks that have the same boxes of it."""
     boxed = [(box.offsets, box.sizes) for box in boxes]
     return fingerprint(json.dumps([key, int(mode), group, boxed]).encode())
 
 
 def unshared(structures: Sequence[Structure], differs: Collection[str]) -> frozenset[bytes]:
-    """The names of tensors that are not dealt out after all, because ranks have something else under their keys."""
+    """Return the names of tensors that are not dealt out after all, because ranks have something else under their
+    keys."""
     rows = (row for structure in structures for row in structure.rows if row.mode == Mode.SPLIT and row.key in differs)
     return frozenset(fingerprint(name_of(row.key, row.mode, row.group, [whole(row.shape)])) for row in rows)
 
 
 def differing(answers: Sequence[bytes]) -> list[bytes]:
-    """Leader: the names of the claims on which not all ranks agree that make them."""
+    """Leader: return the names of the claims for which ranks sent different digests."""
     known: dict[bytes, bytes] = {}
     found: dict[bytes, None] = {}
     for answer in dict.fromkeys(answers):
@@ -112,7 +115,7 @@ def differing(answers: Sequence[bytes]) -> list[bytes]:
 
 
 def check_details(answers: Sequence[bytes]) -> None:
-    """Leader: raise InvalidState, with keys and ranks, for tensors of which the ranks have other bytes."""
+    """Leader: raise InvalidState, with keys and ranks, for tensors whose bytes differ between ranks."""
     told: dict[str, tuple[str, int, dict[str, list[int]]]] = {}
     for rank, answer in enumerate(answers):
         for key, mode, name, digest in json.loads(answer):
@@ -121,8 +124,8 @@ def check_details(answers: Sequence[bytes]) -> None:
 
 
 def check_alike(held: Iterable[tuple[str, int, Mapping[Any, Sequence[int]]]], *, hint: str = "") -> None:
-    """Raise InvalidState, with keys and ranks, for tensors of which ranks have other bytes. Each is given by its key,
-    its mode and the ranks that have each digest; `hint` takes the place of the advice by mode."""
+    """Raise InvalidState, with keys and ranks, for tensors whose bytes differ between ranks. `held` has each by its
+    key, its mode and the ranks that have each digest; `hint` replaces the advice by mode."""
     wrong = [(key, mode, list(ranks.values())) for key, mode, ranks in held if len(ranks) > 1]
     if not wrong:
         return
@@ -152,8 +155,9 @@ _MESH_HINT = (
 
 
 def apart(structure: Structure, differs: Collection[str], own: Collection[str]) -> tuple[list[str], int]:
-    """The large tensors of which each rank has its own, where these are nearly all and nobody asked for it, and the
-    number of all. None where anything large is distributed or kept alike by a wrapper."""
+    """Return the large tensors that differ between ranks, if these are nearly all and were not marked as each rank's
+    own, and the number of all large ones. Return none of them if anything large is distributed or kept alike by a
+    wrapper."""
     large = [
         row
         for row in structure.rows

@@ -1,4 +1,4 @@
-"""One rank's files of a state checkpoint: which frame lies where, as sources for the transfer, and the index of it all.
+"""One rank's files of a state checkpoint: the place of each frame, the sources for the transfer, and the index.
 
 Small tensors lie in a slab at the start of the first file, one frame after another. Each larger one has its payload at
 a multiple of 4,096, so that it can be mapped and read directly. A rank writes several files when there is much to
@@ -31,11 +31,11 @@ from ckptstore.transfer import Stored
 
 ALIGN_BYTES = 4096
 FILE_BYTES = 4 << 30
-"""No file is planned larger than this, but for one chunk."""
+"""The most bytes that are planned for a file, unless one chunk is larger."""
 SHARED_FILE_BYTES = 256 << 20
-"""From so many bytes for each on, a rank writes several files at once."""
+"""The least bytes for each file from which a rank writes several files at once."""
 LOCAL_SHARED_FILE_BYTES = 64 << 20
-"""On a disk, which takes bytes for one file from one thread at a time."""
+"""The same on a disk, which takes bytes for one file from one thread at a time."""
 
 
 class _Placed(NamedTuple):
@@ -58,7 +58,7 @@ class ShardFile:
     size_bytes: int = 0
 
     def add(self, segment: Segment) -> None:
-        """Put a segment at the end."""
+        """Add a segment at the end."""
         self.segments.append(segment)
         self.size_bytes += segment.size_bytes
 
@@ -73,7 +73,7 @@ class ShardFile:
         self.add(slab)
 
     def add_large(self, key: str, box: Box, made: Template, tensor: torch.Tensor) -> None:
-        """One tensor, its payload aligned."""
+        """Add one tensor, with its payload aligned."""
         gap = -(self.size_bytes + len(made.header)) % ALIGN_BYTES
         self.add(Bytes(memoryview(bytes(gap) + made.header)))
         self.placed.append(_Placed(key, box, self.size_bytes, made.payload_bytes, tensor))
@@ -82,7 +82,7 @@ class ShardFile:
         self.add(Bytes(memoryview(made.trailer)))
 
     def source(self) -> SegmentSource:
-        """What is to be written."""
+        """Return the source to be written."""
         return SegmentSource.of(self.segments, self.regions)
 
 
@@ -124,7 +124,7 @@ class ShardFiles:
         self._before = before
         self._digests: dict[Place, str] = {}
         self.kept: list[KeptFile] = []
-        """Files of the checkpoint before that are taken over, with the chunks of them that still hold."""
+        """Files of the checkpoint before that are taken over, with those of their chunks that are still current."""
         small, large = self._sorted_writes()
         shared_bytes = LOCAL_SHARED_FILE_BYTES if spread.on_disk else SHARED_FILE_BYTES
         count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), spread.num_files, shared_bytes)
@@ -168,11 +168,11 @@ class ShardFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(file.size_bytes for file in self.files)
 
     def add_frames(self, frames: Mapping[str, bytes]) -> dict[str, tuple[str, int, int]]:
-        """Put further bytes behind the tensors of the last file, equal ones once. Return for each name the file, the
+        """Add further bytes behind the tensors of the last file, equal ones once. Return for each name the file, the
         offset and the length."""
         if not frames:
             return {}
@@ -186,11 +186,11 @@ class ShardFiles:
         return {name: (file.name, known[frame], len(frame)) for name, frame in frames.items()}
 
     def sources(self) -> list[tuple[str, SegmentSource]]:
-        """Name and source of each file."""
+        """Return name and source of each file."""
         return [(file.name, file.source()) for file in self.files]
 
     def copy_check(self, *, turn: int, every: bool) -> CopyCheck:
-        """What compares copies of the files with the tensors in them."""
+        """Return the check that compares copies of the files with the tensors in them."""
         large: list[Placed] = []
         small: list[Placed] = []
         for number, file in enumerate(self.files):
@@ -202,7 +202,7 @@ class ShardFiles:
 
     @collector_paused()
     def index_part(self, block_digests: Sequence[Sequence[bytes]]) -> bytes:
-        """This rank's part of the tensor index, from the digests of each file's regions."""
+        """Return this rank's part of the tensor index, from the digests of each file's regions."""
         described, plan = self._described, self._plan
         builder = PartBuilder(self._rank, algorithm=self._algorithm)
         items = {item.key: item for item in described.items}
@@ -234,16 +234,16 @@ class ShardFiles:
         return builder.encode(common=common, own=own)
 
     def told(self, part: bytes) -> RankTold:
-        """What the leader has to know for the outline, besides this part of the index."""
+        """Return the report that the leader needs for the outline, besides this part of the index."""
         plan, digest = self._plan, Digest.of(part, algorithm=self._algorithm)
         size_bytes = sum(placed.payload_bytes for file in self.files for placed in file.placed)
         size_bytes += sum(chunk.size_bytes for kept in self.kept for chunk in kept.chunks)
         return RankTold(size_bytes, len(plan.common), len(plan.own), plan.spans, (len(part), str(digest)))
 
     def kept_after(self, attempt: str, stored: Sequence[Stored], *, linked: bool) -> Kept:
-        """What the next save may take over: the files of this one, once they are stored in that directory.
+        """Return the files that the next save may take over, once they are stored in that directory.
 
-        `linked` says that those that were taken over lie there too.
+        With `linked` the files that were taken over lie there too.
         """
         written = [self._kept_file(file, attempt, one) for file, one in zip(self.files, stored, strict=True)]
         taken = [file.moved_to(attempt) if linked else file for file in self.kept]
@@ -261,7 +261,7 @@ class ShardFiles:
         return KeptFile(receipt, file.slab_bytes, slab_digests, tuple(chunks))
 
     def _values(self, keys: Sequence[str]) -> bytes:
-        """The JSON object of some plain values; their texts are JSON already."""
+        """Return the JSON object of some plain values; their texts are JSON already."""
         if not keys:
             return b""
         pairs = (f"{json.dumps(key)}:{self._described.values[key]}" for key in keys)
