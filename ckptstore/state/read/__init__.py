@@ -1,4 +1,4 @@
-"""What a rank reads of a stored state: which blocks of which files fill which memory.
+"""Reading of a stored state by a rank: the blocks of files that fill its memory.
 
 It may know live states, tensors and the index. It gives stored states.
 """

@@ -1,8 +1,8 @@
-"""Planning of reads: which blocks of which files fill which memory, each block checked. Moves no bytes itself.
+"""Planning of reads: the blocks of files that fill memory, each block checked. Moves no bytes itself.
 
-A box that is one range in the file and in memory is read straight into place, its ends widened to block borders; of a
-slab, which is read as a whole, the larger tensors too. All else goes through a buffer: small tensors, slices across
-rows, memory on a device.
+A box that is one range in the file and in memory is read straight into place, its ends widened to block borders. The
+larger tensors of a slab, which is read as a whole, are too. All else goes through a buffer: small tensors, slices
+across rows, memory on a device.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from ckptstore.state.tensors.tensor_memory import address_of, is_plain_memory, v
 from ckptstore.transfer import RangeRead
 
 MAX_SKIP_BYTES = 2 << 20
-"""Wanted bytes that are closer than this are read in one range, with what lies between them."""
+"""The longest gap between wanted bytes that are read in one range, with the gap."""
 BUFFER_BYTES = 32 << 20
 """The most that one buffer of a read holds."""
 _SCATTERED_BYTES = 16 << 10
-"""Below this, to copy out of a buffer costs less than one more place to read into."""
+"""The size below which a copy out of a buffer costs less than one more place to read into."""
 
 
 class Copy(NamedTuple):
-    """Bytes of a file that belong into memory."""
+    """Bytes of a file, and the memory that they fill."""
 
     offset: int
-    """In the file, of the first byte."""
+    """The offset of the first byte in the file."""
     size_bytes: int
-    """As far as the last one."""
+    """The number of bytes from the first to the last one."""
     target: torch.Tensor
     """The memory, of the shape of the box."""
     strides: tuple[int, ...]
-    """Of the box in the file, in elements."""
+    """The strides of the box in the file, in elements."""
 
     @property
     def stop(self) -> int:
-        """Where it ends in the file."""
+        """The end in the file."""
         return self.offset + self.size_bytes
 
     @property
     def is_whole(self) -> bool:
-        """Whether the bytes lie in memory as they lie in the file."""
+        """True if the bytes lie in memory as they lie in the file."""
         size_bytes = self.target.numel() * self.target.element_size()
         return size_bytes == self.size_bytes and is_plain_memory(self.target)
 
 
 @dataclass(slots=True)
 class Step:
-    """A stretch of a file that is read into a buffer, and what is copied from there afterwards."""
+    """A stretch of a file that is read into a buffer, and the copies out of it afterwards."""
 
     key: str
     offset: int
@@ -74,11 +74,11 @@ class Step:
 
     @property
     def buffer_bytes(self) -> int:
-        """How much is not read directly."""
+        """The number of bytes that are not read directly."""
         return self.size_bytes - (len(self.direct) if self.direct is not None else 0)
 
     def range_read(self) -> tuple[RangeRead, memoryview]:
-        """The read, and the buffer that takes what has no place of its own."""
+        """Return the read, and the buffer for the bytes that are not read directly."""
         buffer = _buffer(self.buffer_bytes)
         if self.direct is None:
             views: tuple[memoryview, ...] = (buffer,)
@@ -89,8 +89,8 @@ class Step:
 
     @collector_paused()
     def scattered_read(self) -> tuple[RangeRead, list[Buffered]]:
-        """The same with every copy that can be read straight into its memory; and the buffers of those that are
-        left."""
+        """Return the same read with every copy that can be read straight into its memory, and the buffers of the other
+        copies."""
         if all(copy.size_bytes < _SCATTERED_BYTES for copy in self.copies):
             item, buffer = self.range_read()
             return item, [Buffered(self.offset, buffer, self.copies)]
@@ -123,15 +123,15 @@ class Step:
 
 
 class Buffered(NamedTuple):
-    """A buffer with a stretch of a file, and what is copied out of it."""
+    """A buffer with a stretch of a file, and the copies out of it."""
 
     offset: int
-    """Where in the file the stretch begins."""
+    """The offset in the file at which the stretch begins."""
     buffer: memoryview
     copies: Sequence[Copy]
 
     def empty(self) -> None:
-        """Copy everything to where it belongs."""
+        """Copy everything to its memory."""
         if not self.copies:
             return
         address, last = _address(self.buffer), len(self.buffer)
@@ -144,7 +144,7 @@ class Buffered(NamedTuple):
 
 
 def _buffer(size_bytes: int) -> memoryview:
-    """Memory that is new."""
+    """Return new memory."""
     return memoryview(new_memory(size_bytes)) if size_bytes >= HUGE_BYTES else np.empty(size_bytes, np.uint8).data
 
 
@@ -164,10 +164,10 @@ def _address(data: memoryview) -> int:
 
 
 class ReadPlan:
-    """What has to be read for the memory of one rank."""
+    """The reads that fill the memory of one rank."""
 
     def __init__(self, index: TensorIndex, *, prefix: str, checked: bool = True) -> None:
-        """`prefix` is that of the files' keys. `checked` says that the index has digests."""
+        """Begin a plan. `prefix` is that of the files' keys. With `checked` the index has digests."""
         self._index = index
         self._prefix = prefix
         self._checked = checked
@@ -178,7 +178,7 @@ class ReadPlan:
     def add(self, source: str, pieces: Iterable[Piece], *, rank: int) -> None:
         """Fill these pieces of the stored tensor `source`, as `rank` stored it if ranks differ.
 
-        Raises CheckpointDamaged when the index has holes there.
+        Raises CheckpointDamaged when the index lacks chunks of them.
         """
         for piece in pieces:
             volume = 0
@@ -222,7 +222,7 @@ class ReadPlan:
         self._steps.append(step)
 
     def _step(self, region: int, start: int, stop: int) -> Step:
-        """A stretch of a region, widened to the borders of its blocks."""
+        """Return the step that reads a stretch of a region, widened to the borders of its blocks."""
         file, begin, size_bytes = (column[region] for column in self._regions)
         key = self._prefix + self._index.files[file]
         if not self._checked:
@@ -236,7 +236,7 @@ class ReadPlan:
         return Step(key, begin + low * BLOCK_BYTES, end - low * BLOCK_BYTES, tuple(zip(sizes, digests, strict=True)))
 
     def steps(self) -> Iterator[Step]:
-        """Everything to be read, in the order of files and offsets."""
+        """Yield all steps, in the order of files and offsets."""
         for region, copies in self._shared.items():
             copies.sort(key=lambda copy: copy.offset)
             for group in _groups(copies, self._regions[1][region]):
@@ -252,9 +252,9 @@ def _region_columns(index: TensorIndex) -> tuple[Any, Any, Any]:
 
 
 def _groups(copies: Sequence[Copy], begin: int) -> Iterator[list[Copy]]:
-    """Copies of one region that are read together: without a gap worth a new read, and no more than a buffer.
+    """Yield the copies of one region that are read together: without a gap worth a new read, and no more than a buffer.
 
-    A group ends where a block ends, as far as it can, so that no block is read twice.
+    A group ends where a block ends, if possible, so that no block is read twice.
     """
     group: list[Copy] = []
     stop = 0
@@ -273,13 +273,13 @@ def _groups(copies: Sequence[Copy], begin: int) -> Iterator[list[Copy]]:
 
 
 def _cut(box: Box, sizes: tuple[int, ...], element_bytes: int) -> Iterator[Box]:
-    """The pieces of a box that are read one by one, none with more bytes from end to end than a buffer holds."""
+    """Yield the pieces of a box that are read one by one, none with more bytes from end to end than a buffer holds."""
     for run in runs(box, sizes, MAX_SKIP_BYTES // element_bytes):
         yield from halves(run, sizes, BUFFER_BYTES // element_bytes)
 
 
 def halves(box: Box, sizes: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Yield the parts of a box of a tensor of these sizes, halved until none spans more than so many elements."""
+    """Yield the parts of a box of a tensor of these sizes, halved until none spans more than `most` elements."""
     if span(box, sizes)[1] <= most or box.volume == 1:
         yield box
         return
@@ -299,7 +299,7 @@ class RunSteps(Protocol):
 
 
 def run_steps(steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int) -> None:
-    """Read and copy, with buffers of at most that much at once."""
+    """Read and copy, with buffers of at most `buffer_bytes` at once."""
     wave: list[Step] = []
     held = 0
     for step in steps:

@@ -1,4 +1,4 @@
-"""Comparing stored tensors that a load would put into the same memory. Writes nothing to the state."""
+"""Comparison of stored tensors that a load would put into the same memory. Writes nothing to the state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ FillBoxes = Callable[[Sequence[tuple[str, Box, torch.Tensor]]], None]
 
 
 def unsettled(conflicts: Sequence[Conflict], fill_boxes: FillBoxes) -> dict[str, str]:
-    """Return, for each key of the state whose memory another key would fill with other bytes, what is wrong.
+    """Return, for each key of the state whose memory another key would fill with other bytes, the reason of the
+    conflict.
 
-    Reads both sides of each conflict, in parts where they are for exactly the same memory, whole where they have only
-    some elements in common. Raises what `fill_boxes` does.
+    Reads both sides of each conflict: in parts if they are for exactly the same memory, whole if they have only some
+    elements in common. Raises the errors of `fill_boxes`.
     """
     found: dict[str, str] = {}
     for first, second, is_same in conflicts:
@@ -44,7 +45,7 @@ def _what_differs(first: PlacedTensor, second: PlacedTensor, *, is_same: bool) -
 
 
 def _are_equal(first: FilledBox, second: FilledBox, fill_boxes: FillBoxes) -> bool:
-    """Whether two stored boxes of the same sizes have the same bytes, in the dtype of the state."""
+    """Return True if two stored boxes of the same sizes have the same bytes, in the dtype of the state."""
     sizes, most = first.box.sizes, max(1, COMPARED_BYTES // first.memory.element_size())
     return all(
         np.array_equal(
@@ -55,7 +56,7 @@ def _are_equal(first: FilledBox, second: FilledBox, fill_boxes: FillBoxes) -> bo
 
 
 def _agree_in_common(first: FilledBox, second: FilledBox, fill_boxes: FillBoxes) -> bool:
-    """Whether two stored boxes have the same bytes wherever their memory is the same."""
+    """Return True if two stored boxes have the same bytes wherever their memory is the same."""
     start = min(first_byte(first.memory), first_byte(second.memory))
     stop = max(first_byte(item.memory) + reach_bytes(item.memory) for item in (first, second))
     memory, is_set = np.zeros(stop - start, np.uint8), np.zeros(stop - start, np.bool_)
@@ -66,7 +67,8 @@ def _agree_in_common(first: FilledBox, second: FilledBox, fill_boxes: FillBoxes)
 
 
 def _read(item: FilledBox, box: Box, fill_boxes: FillBoxes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """The bytes that the memory would have for a stored box, of its sizes and the size of an element."""
+    """Return the bytes that the memory would have for a stored box, with the shape of the box and a dimension for the
+    bytes of an element."""
     stored = torch.empty(box.sizes, dtype=item.place.saved_dtype, device="cpu")
     fill_boxes([(item.place.source, box, stored)])
     shown = stored.to(item.memory.dtype)

@@ -1,4 +1,4 @@
-"""Reading once for all ranks: what every rank wants is read by one of them, and broadcast to the others.
+"""Shared reads: one rank reads what every rank wants, and broadcasts it to the others.
 
 Nothing else is shared: a range that only some ranks want is read by each of those.
 """
@@ -25,10 +25,10 @@ Place = tuple[str, int, int]
 
 
 class SharedSteps:
-    """Runs the steps of all ranks together. Collective: every rank calls it as often as every other."""
+    """Runs the steps of all ranks together. Collective: every rank must call it equally often."""
 
     def __init__(self, group: Group) -> None:
-        """Raises InvalidInput when the ranks have no process group to broadcast in."""
+        """Raise InvalidInput when the ranks have no process group to broadcast in."""
         self._group = group
         self._process_group: Any = getattr(group, "process_group", None)
         if self._process_group is None and group.world_size > 1:
@@ -53,7 +53,7 @@ class SharedSteps:
             run_steps((step for step in own if _place(step) not in taken), read, buffer_bytes=buffer_bytes)
 
     def _wanted_by_all(self, steps: Iterable[Step]) -> tuple[list[Step], list[Place]]:
-        """What this rank wants, and what every rank does."""
+        """Return the steps of this rank, and the places that every rank reads."""
         with self._group.meeting("ranges") as meeting:
             own = list(steps)
             wanted = meeting.gather(_packed({_place(step) for step in own}))
@@ -66,7 +66,7 @@ class SharedSteps:
         by_place: dict[Place, Step],
         read: Callable[[Sequence[RangeRead]], None],
     ) -> None:
-        """Each rank reads its share of a wave; when all have, every rank gets everything."""
+        """Read this rank's share of a wave. When all ranks have read theirs, broadcast everything to all."""
         owners = _owners(wave, self._group.world_size)
         held = [by_place[place].range_read() for place in wave]
         mine = [item for (item, _), owner in zip(held, owners, strict=True) if owner == self._group.rank]
@@ -111,7 +111,7 @@ def _waves(places: Sequence[Place], buffer_bytes: int) -> Iterator[list[Place]]:
 
 
 def _owners(wave: Sequence[Place], world_size: int) -> list[int]:
-    """Who reads what, so that all read about the same number of bytes; the same on every rank."""
+    """Return the reader of each place, so that all read about the same number of bytes; the same on every rank."""
     loads = [0] * world_size
     owners = [0] * len(wave)
     for index in sorted(range(len(wave)), key=lambda index: -wave[index][2]):

@@ -1,4 +1,4 @@
-"""A stored state, as one rank reads it: what is there, the plain values, and tensors straight into memory."""
+"""A stored state, as one rank reads it: its keys, its plain values, and its tensors straight into memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptstore.state.tensors.tensor_memory import check_memory, outside_inferenc
 from ckptstore.transfer import RangeRead
 
 Choice = Literal["error", "first", "skip"]
-"""What becomes of values that differed between ranks, at another world size: refuse, the lowest rank's, leave out."""
+"""The treatment of values that differed between ranks, at another world size: refuse, the lowest rank's, leave out."""
 PerRank = Choice | Mapping[str, Choice]
 """One choice for all keys, or one by pattern of a key or of one above it; the first that fits counts, else "error"."""
 
@@ -45,11 +45,12 @@ class StoredState:
     """The most that buffers of a read take."""
     checked: bool = True
     asked: Callable[[str], bool] = lambda key: True
-    """Which keys somebody wants. The others may differ between ranks, whatever `per_rank` says: they are left out."""
+    """The predicate of the keys that the caller wants. Other keys may differ between ranks, whatever `per_rank` says:
+    they are left out."""
     more: Callable[[Iterable[int]], TensorIndex] | None = None
-    """Where only some parts of the index were read: the index with the parts of these ranks too."""
+    """The function that returns the index with the parts of these ranks too; None if all parts were read."""
     _ranks: dict[str, int] = field(default_factory=dict)
-    """Whose a key is that differs between ranks."""
+    """The rank whose value is taken, for each key that differs between ranks."""
 
     def __post_init__(self) -> None:
         given = self.per_rank.values() if isinstance(self.per_rank, Mapping) else (self.per_rank,)
@@ -61,8 +62,8 @@ class StoredState:
 
     @outside_inference()
     def saved(self, wanted: Callable[[str], bool] = lambda key: True) -> Saved:
-        """What the checkpoint has for this rank, with the plain values whose keys are wanted. Reads what travels beside
-        those.
+        """Return the content of the checkpoint for this rank, with the plain values whose keys are wanted. Reads the
+        tensors beside those values.
 
         Raises StateMismatch, naming the keys, when ranks had values of their own, the number of ranks is another one
         now, and `per_rank` is "error".
@@ -81,22 +82,23 @@ class StoredState:
         return Saved(tensors, self.values(wanted), aliases, skipped)
 
     def _as_taken(self, lowest: Tensor) -> Tensor | None:
-        """What this rank knows of a tensor, of which the lowest rank's is given."""
+        """Return this rank's entry of a tensor, from the lowest rank's."""
         return self.index.entry(lowest.key, self.source_rank(lowest.key)) if lowest.per_rank else lowest
 
     def entry(self, key: str) -> Tensor:
-        """What this rank knows of a tensor. Raises CheckpointDamaged for one that the index lacks."""
+        """Return this rank's entry of a tensor. Raises CheckpointDamaged for one that the index lacks."""
         found = self.index.entry(key, self.source_rank(key))
         if found is None:
             raise CheckpointDamaged(f"the checkpoint has no tensor {key!r}")
         return found
 
     def source_rank(self, key: str) -> int:
-        """The rank whose tensor or value of that key this rank takes, where ranks differ."""
+        """Return the rank whose tensor or value of that key this rank takes, if ranks differ."""
         return self._ranks.get(key, self.rank)
 
     def _own_keys(self) -> dict[str, int | None]:
-        """For each key that differs between ranks whose this rank takes, None for one that is left out."""
+        """Return, for each key that differs between ranks, the rank whose value this rank takes, None to leave it
+        out."""
         ranks = self.index.value_ranks()
         for fqn, entry in self.index.tensors.items():
             if entry.per_rank and not entry.beside_value:
@@ -115,7 +117,7 @@ class StoredState:
         return {key: holders[0] if self._choice(key) == "first" else None for key, holders in ranks.items()}
 
     def _choice(self, key: str) -> Choice:
-        """What becomes of a key that differs between ranks."""
+        """Return the treatment of a key that differs between ranks."""
         if not isinstance(self.per_rank, Mapping):
             return self.per_rank
         places = (key, *above(key))
@@ -123,11 +125,11 @@ class StoredState:
         return next(fitting, "error")
 
     def is_common(self, key: str) -> bool:
-        """Whether all ranks of the save had one value of that key alike."""
+        """Return True if all ranks of the save had the same value of that key."""
         return key in self.index.common_values()
 
     def values(self, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-        """The plain values for this rank, decoded, with a TensorRef for each tensor in them."""
+        """Return the plain values for this rank, decoded, with a TensorRef for each tensor in them."""
         encoded = {key: (self.rank, value) for key, value in self.index.common_values().items()}
         for rank in {self.rank, *self._ranks.values()}:
             for key, value in self.index.own_values(rank).items():
@@ -137,7 +139,7 @@ class StoredState:
 
     @outside_inference()
     def value_of_each_rank(self, key: str) -> list[Any]:
-        """A plain value or tensor of every rank that has one of its own, in the order of ranks; one, if all are equal.
+        """Return a plain value or tensor of every rank that has its own, in the order of ranks; one, if all are equal.
         Tensors are read to the host."""
         ranks = self.index.value_ranks().get(key) or self.index.ranks_of(key)
         if ranks:
@@ -146,7 +148,7 @@ class StoredState:
         return [self._of_rank(key, 0)] if is_known else []
 
     def _of_rank(self, key: str, rank: int) -> Any:
-        """One rank's value or tensor, with the tensors in it."""
+        """Return one rank's value or tensor, with the tensors in it."""
 
         def read(name: str) -> torch.Tensor:
             entry = self.index.entry(name, rank)
@@ -205,7 +207,7 @@ class StoredState:
         self._fill([(key, self.source_rank(key), [Piece(box, memory)]) for key, box, memory in wanted])
 
     def whole_index(self) -> TensorIndex:
-        """The index with the parts of all ranks."""
+        """Return the index with the parts of all ranks."""
         if self.more is not None:
             self.index = self.more(range(self.index.world_size))
         return self.index
@@ -231,5 +233,5 @@ class StoredState:
                 for piece in pieces:
                     check_memory(piece.tensor, source)
                 plan.add(source, pieces, rank=rank)
-        with torch.inference_mode():  # there inference tensors may be written to, and all others too
+        with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
             run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
