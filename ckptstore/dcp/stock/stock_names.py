@@ -1,4 +1,4 @@
-"""What stock DCP calls the contents of an optimizer: torch itself names parameters within their module. Pure."""
+"""The names of stock DCP for the contents of an optimizer: torch itself names parameters within their module. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ _SECTIONS = (".state.", ".param_groups.")
 
 
 def stock_names(keys: Iterable[str]) -> dict[str, str]:
-    """For keys of optimizers over one module the names without the key of that module: `optim.state.0.weight.exp_avg`
-    for `optim.state.model.0.weight.exp_avg`. A module inside of a container of the state keeps its key.
+    """Return the names without the key of the module, for keys of optimizers over one module:
+    `optim.state.0.weight.exp_avg` for `optim.state.model.0.weight.exp_avg`. A module inside a container of the state
+    keeps its key.
 
-    An optimizer is known by its names: each contains the key of a tensor. Names that are taken are not given twice.
+    An optimizer is recognised by its names: each contains the key of a tensor. If such a name is taken, return none.
     """
     known = set(keys)
     tops: dict[str, set[str]] = {}
@@ -43,7 +44,7 @@ def _holds_key(rest: str, known: set[str]) -> bool:
 
 
 def stock_path(path: tuple[str | int, ...], key: str, name: str) -> tuple[str | int, ...]:
-    """The path of what is called `name` for stock readers, from the path of the key."""
+    """Return the path of the key that stock readers call `name`, from the path of the key."""
     removed = len(key) - len(name)
     if not removed:
         return path

@@ -1,8 +1,8 @@
 """The pickle of a `.metadata`, put together opcode by opcode.
 
-A `Metadata` has four objects for each chunk. To make them and to pickle them one by one takes longer than all else that
-is done for a small tensor. Here what is the same for many chunks is made once. The result is what `pickle` writes for
-such objects; `pickletools` of the standard library describes each opcode.
+A `Metadata` has four objects for each chunk. To make them and to pickle them one by one takes longer than all other
+work for a small tensor. This module makes parts that are the same for many chunks once. The result is the same as
+`pickle` writes for such objects; `pickletools` of the standard library describes each opcode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from ckptstore.state.tensors.boxes import Box, Sizes
 
 StockPlace = tuple[str, int, int]
-"""File, offset and length of what stock readers take in one piece."""
+"""File, offset and length of a tensor or value that stock readers take in one piece."""
 
 _PROTOCOL, _STOP, _NONE = b"\x80\x04", b".", b"N"
 _TEXT, _PUT, _GET, _POP, _INT = b"X", b"r", b"j", b"0", b"J"
@@ -26,14 +26,14 @@ _DICT, _ITEMS_END = b"}(", b"u"
 _LIST, _APPENDS = b"](", b"e"
 _TUPLE, _TUPLE_END = b"(", b"t"
 _NEW, _STATE_END = b")\x81", b"ub"
-"""An object of the class that was fetched before, without arguments; the end of the fields that it gets."""
+"""An object of the class that was fetched before, without arguments; the end of its fields."""
 _REDUCE, _FALSE = b"\x85R", b"\x89"
 """A call with the argument that was put last."""
 _number, _int = struct.Struct("<I").pack, struct.Struct("<i").pack
 
 
 def _named(module: str, name: str) -> bytes:
-    """What fetches a class or function of a module."""
+    """Return the opcode that fetches a class or function of a module."""
     return f"c{module}\n{name}\n".encode()
 
 
@@ -51,7 +51,7 @@ class MetadataPickle:
         self._num_known = 0
         self._constants: dict[Hashable, bytes] = {}
         self._first: list[bytes] = []
-        """What is written before everything else, to be fetched from there on."""
+        """The opcodes that are written before all others, and define the objects that later ones fetch."""
         self._items: list[bytes] = []
         self._paths: list[bytes] = []
         self._storage: list[bytes] = []
@@ -68,7 +68,7 @@ class MetadataPickle:
         shape: Sizes,
         chunks: Sequence[tuple[Box, StockPlace]],
     ) -> None:
-        """A tensor with the box and the frame of each of its chunks."""
+        """Add a tensor with the box and the frame of each of its chunks."""
         form = dtype, shape, tuple([box for box, _ in chunks])
         item = self._tensors.get(form)
         if item is None:
@@ -79,14 +79,14 @@ class MetadataPickle:
             self._storage += (self._index, fetched, before, _of_int(offset), after)
 
     def add_value(self, key: str, path: Sequence[str | int], place: StockPlace) -> None:
-        """A plain value that lies at that place."""
+        """Add a plain value that lies at that place."""
         fetched = self._add(key, path, self._value)
         file, offset, size_bytes = place
         before, after = self._chunk(None, None, file, size_bytes)
         self._storage += (self._index, fetched, before, _of_int(offset), after)
 
     def encode(self) -> bytes:
-        """The pickle."""
+        """Return the pickle."""
         fields = {"state_dict_metadata": self._items, "planner_data": self._paths, "storage_data": self._storage}
         whole = [self._begun("Metadata")]
         for name, content in fields.items():
@@ -95,7 +95,7 @@ class MetadataPickle:
         return b"".join([_PROTOCOL, *self._first, *whole, _STOP])
 
     def _add(self, key: str, path: Sequence[str | int], item: bytes) -> bytes:
-        """Take in the item of a key; the result fetches the key."""
+        """Take in the item of a key; return the opcode that fetches the key."""
         number = self._next()
         fetched = _GET + number
         self._items += (_of_text(key), _PUT, number, item)
@@ -108,7 +108,7 @@ class MetadataPickle:
         return fetched
 
     def _tensor(self, dtype: torch.dtype, shape: Sizes, boxes: Sequence[Box]) -> bytes:
-        """A `TensorStorageMetadata`."""
+        """Return a `TensorStorageMetadata`."""
         chunks = [
             self._object("ChunkStorageMetadata", offsets=self._size(box.offsets), sizes=self._size(box.sizes))
             for box in boxes
@@ -118,7 +118,8 @@ class MetadataPickle:
         return self._object("TensorStorageMetadata", properties=properties, size=self._size(shape), chunks=listed)
 
     def _chunk(self, number: int | None, offsets: Sizes | None, file: str, size_bytes: int) -> tuple[bytes, bytes]:
-        """What follows the key in the place of a chunk or value, as far as its offset; and what follows that."""
+        """Return the opcodes between the key and the offset in the place of a chunk or value, and those behind the
+        offset."""
         known = number, offsets, file, size_bytes
         if known not in self._chunks:
             index = self._constant("index") + _plain(number)
@@ -133,11 +134,11 @@ class MetadataPickle:
         return self._fetched((name, "class"), lambda: _CLASSES[name])
 
     def _begun(self, kind: str) -> bytes:
-        """A new object that waits for its fields."""
+        """Return a new object that waits for its fields."""
         return self._class(kind) + _NEW + _DICT
 
     def _object(self, kind: str, **fields: bytes) -> bytes:
-        """An object with these fields."""
+        """Return an object with these fields."""
         named = [self._constant(name) + value for name, value in fields.items()]
         return b"".join([self._begun(kind), *named, _STATE_END])
 
@@ -145,11 +146,11 @@ class MetadataPickle:
         return self._constant((sizes, "size"), torch.Size(sizes))
 
     def _constant(self, name: Hashable, value: Any = None) -> bytes:
-        """What fetches a value that is there for all: `value`, or the text that is its own name."""
+        """Return the opcode that fetches a shared value: `value`, or the text that is its own name."""
         return self._fetched(name, lambda: _plain(name if value is None else value))
 
     def _fetched(self, name: Hashable, make: Callable[[], bytes]) -> bytes:
-        """What fetches what `make` writes, which is written once."""
+        """Return the opcode that fetches the output of `make`, which is written once."""
         found = self._constants.get(name)
         if found is None:
             number = self._next()
@@ -163,7 +164,7 @@ class MetadataPickle:
 
 
 def _properties(dtype: torch.dtype) -> bytes:
-    """A `TensorProperties` with the defaults of all fields but the dtype."""
+    """Return a `TensorProperties` with the defaults of all fields but the dtype."""
     layout = [_named("torch.serialization", "_get_layout"), _of_text("torch.strided"), _REDUCE]
     memory_format = [_named(_METADATA, "_MEM_FORMAT_ENCODING"), _plain(0), _REDUCE]
     state = b"".join([_TUPLE, _plain(dtype), *layout, _FALSE, *memory_format, _FALSE, _TUPLE_END])
@@ -180,7 +181,7 @@ def _of_int(value: int) -> bytes:
 
 
 def _plain(value: Any) -> bytes:
-    """What makes a value that is not referred to from elsewhere."""
+    """Return the opcodes of a value that is not referred to from elsewhere."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, 2, fix_imports=False)
     pickler.fast = True  # it numbers nothing

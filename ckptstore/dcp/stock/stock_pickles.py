@@ -1,4 +1,5 @@
-"""Reading pickles of stock torch without running anything in them: `.metadata`, and what a frame says of its tensor."""
+"""Reading of pickles of stock torch without running anything in them: `.metadata`, and the pickle in a tensor's
+frame."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ _IMMUTABLE = frozenset({"Size", "OrderedDict"})
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds the classes of `.metadata`, dtypes and layouts. Anything else is refused before it is looked up.
 
-    A pickle may also set attributes of what it refers to. So it gets subclasses and functions of its own, made for this
-    one load, and never torch's.
+    A pickle may also set attributes of the objects it refers to. So it gets subclasses and functions that are made for
+    this one load, and never torch's.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -66,12 +67,12 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _join_path(*parts: str) -> str:
-    """A path of another machine is text here."""
+    """Return a path of another machine as text."""
     return "/".join(map(str, parts))
 
 
 def load_metadata(data: bytes, *, file: str = DCP_METADATA_NAME) -> Any:
-    """The `Metadata` of a stock checkpoint. Code in it is never run.
+    """Return the `Metadata` of a stock checkpoint. Code in it is never run.
 
     Raises CheckpointDamaged when it is torn, or refers to anything that stock DCP does not write.
     """
@@ -80,7 +81,7 @@ def load_metadata(data: bytes, *, file: str = DCP_METADATA_NAME) -> Any:
         tensors, storage = metadata.state_dict_metadata, metadata.storage_data
         if not isinstance(tensors, dict) or not isinstance(storage, dict):
             raise TypeError("it holds no tensors")
-    except Exception as error:  # a hostile pickle raises what it likes, from opcodes and from constructors
+    except Exception as error:  # a hostile pickle may raise anything, from opcodes and from constructors
         raise CheckpointDamaged(f"{file} cannot be read: {error}. Nothing in it was run", file=file) from None
     return metadata
 
@@ -94,7 +95,7 @@ _DTYPE_OF_STORAGE = {
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Reads what a frame says of its tensor, and makes no tensor."""
+    """Reads the description of a tensor in its frame, and makes no tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in REBUILDERS:
@@ -110,16 +111,16 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _told(storage: Any, offset: int, sizes: Any, strides: Any, *rest: Any) -> tuple[Any, ...]:
-    """dtype, offset, sizes and strides. The dtype is that of the storage's class, or given last."""
+    """Return dtype, offset, sizes and strides. The dtype is that of the storage's class, or the last argument."""
     named = rest[-1] if isinstance(rest[-1], str) else _DTYPE_OF_STORAGE[storage[1]]
     return named.removeprefix("torch."), offset, tuple(sizes), tuple(strides)
 
 
 def is_contiguous_frame(head: bytes, box: Box, dtype: str) -> bool:
-    """Whether a frame holds a plain tensor of that dtype whose elements lie one after another."""
+    """Return True if a frame holds a plain tensor of that dtype whose elements lie one after another."""
     try:
         start = 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         found = _TensorUnpickler(io.BytesIO(head[start:])).load()
-    except Exception:  # whatever is odd about it, torch may be able to read it
+    except Exception:  # torch may be able to read it all the same
         return False
     return bool(found == (dtype, 0, box.sizes, strides_of(box.sizes)))

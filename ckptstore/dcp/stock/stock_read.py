@@ -1,8 +1,8 @@
-"""Reading what stock DCP wrote: `.metadata` through an unpickler that knows its classes and no others.
+"""Reading of checkpoints of stock DCP: `.metadata` through an unpickler that knows its classes and no others.
 
-Payloads are found by parsing the archive around each tensor, and read straight into memory where the tensor in it is
-contiguous and alone; else, and for small ones, `torch.load(weights_only=True)` reads the whole frame. Plain values are
-read the same way. Stock files carry no digests that could be checked.
+Payloads are found by parsing the archive around each tensor. A tensor that is contiguous and alone in its frame is read
+straight into memory; for any other, and for small ones, `torch.load(weights_only=True)` reads the whole frame. Plain
+values are read the same way. Stock files carry no digests that could be checked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TAIL_BYTES = 2 << 10
 
 
 class _Frame(NamedTuple):
-    """Where an item lies."""
+    """The place of an item."""
 
     file: str
     offset: int
@@ -56,7 +56,7 @@ class StockState:
     read: Callable[[Sequence[RangeRead]], None]
     prefix: str
     sizes_bytes: Mapping[str, int]
-    """Of all files of the checkpoint, by name."""
+    """The sizes of all files of the checkpoint, by name."""
     allow_pickle: bool = False
     buffer_bytes: int = 256 << 20
     index: TensorIndex = field(init=False)
@@ -72,23 +72,23 @@ class StockState:
             self.index = self._build_index()
         except CkptstoreError:
             raise
-        except Exception as error:  # what a pickle says may be of any type, and lack anything
+        except Exception as error:  # the contents of a pickle may be of any type, and lack anything
             raise CheckpointDamaged(
                 f"{DCP_METADATA_NAME} is not what stock DCP writes: {error!r}", file=DCP_METADATA_NAME
             ) from None
 
     def whole_index(self) -> TensorIndex:
-        """See `StoredState.whole_index`."""
+        """Return the index; see `StoredState.whole_index`."""
         return self.index
 
     def all_keys(self) -> set[str]:
-        """The keys of tensors and of plain values."""
+        """Return the keys of tensors and of plain values."""
         return {*self.index.tensors, *self.index.aliases, *self._values}
 
     def values(self, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-        """The plain values whose keys are wanted.
+        """Return the plain values whose keys are wanted.
 
-        Raises InvalidState, with the key, for a value that needs code to be read, unless `allow_pickle` was given.
+        Raises InvalidState, with the key, for a value that needs code to be read, unless `allow_pickle` is set.
         """
         found = {}
         keys = [key for key in self._values if wanted(key)]
@@ -103,7 +103,7 @@ class StockState:
         return found
 
     def saved(self, wanted: Callable[[str], bool] = lambda key: True) -> Saved:
-        """What the checkpoint has, with the plain values whose keys are wanted; the same for every rank.
+        """Return the contents of the checkpoint, with the plain values whose keys are wanted; the same for every rank.
 
         Groups of an optimizer's parameters that are numbered come under the names of their parameters.
         """
@@ -128,7 +128,7 @@ class StockState:
         plan.opaque = self._opaque
         for source, pieces in wanted:
             plan.add(source, pieces, rank=0)
-        with torch.inference_mode():  # there inference tensors may be written to, and all others too
+        with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
             run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
             for frame, jobs in plan.whole_frames.items():
                 self._load_frame(frame, jobs)
@@ -161,7 +161,7 @@ class StockState:
         return buffers
 
     def _build_index(self) -> TensorIndex:
-        """Where every chunk's payload, or whole frame, lies."""
+        """Return the index with the place of every chunk's payload, or of its whole frame."""
         placed: list[tuple[_Frame, str, Box]] = []
         for item, place in self.metadata.storage_data.items():
             entry = self.metadata.state_dict_metadata.get(item.fqn)
@@ -186,7 +186,7 @@ class StockState:
     def _add_file(
         self, builder: PartBuilder, file: str, chunks: Sequence[tuple[_Frame, str, Box, tuple[int, int] | None]]
     ) -> None:
-        """The chunks of one file. The index wants digests of regions; these stand for none and are never compared."""
+        """Add the chunks of one file."""
         regions = []
         for frame, fqn, box, payload in chunks:
             offset, size_bytes = payload or (frame.offset, frame.size_bytes)
@@ -196,6 +196,7 @@ class StockState:
             if payload is None:
                 self._opaque[file, offset] = frame
         distinct = dict.fromkeys(regions)  # tied tensors may share a payload
+        # The index wants digests of regions; these zeros stand for none and are never compared.
         builder.add_file(file, [bytes(4 * -(-size_bytes // BLOCK_BYTES)) for _, size_bytes, _ in distinct])
         for offset, size_bytes, is_small in distinct:
             if is_small:
@@ -228,7 +229,7 @@ class StockState:
         return frame
 
     def _payloads(self, placed: Sequence[tuple[_Frame, str, Box]]) -> list[tuple[int, int] | None]:
-        """Offset and size of each payload that can be read as it is, None for a frame that torch has to read."""
+        """Return offset and size of each payload that can be read directly, None for a frame that torch has to read."""
         found: list[tuple[int, int] | None] = [None] * len(placed)
         large = [number for number, (frame, _, _) in enumerate(placed) if frame.size_bytes > SMALL_FRAME_BYTES]
         frames_ = [placed[number][0] for number in large]
@@ -254,7 +255,7 @@ class StockState:
 
 
 class _StockReadPlan(ReadPlan):
-    """A read plan that keeps the frames that torch has to read apart."""
+    """A read plan that keeps apart the frames that torch has to read."""
 
     opaque: Mapping[tuple[str, int], _Frame]
 
@@ -285,8 +286,8 @@ class _StockReadPlan(ReadPlan):
 
 
 def by_parameter(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values with `x.param_groups.0.lr` as `x.param_groups.<parameter>.lr` for each parameter of the group:
-    the names that do not depend on how parameters were grouped."""
+    """Return the same values with `x.param_groups.0.lr` as `x.param_groups.<parameter>.lr` for each parameter of the
+    group: the names that do not depend on how parameters were grouped."""
     keys: list[Any] = list(values)  # as somebody wrote them
     odd = [key for key in keys if not isinstance(key, str)]
     if odd:

@@ -1,4 +1,4 @@
-"""What a save of a state does so that stock DCP can read the checkpoint: the one thing that saves know of it."""
+"""The contribution of a save of a state to a checkpoint that stock DCP can read: all that saves know of stock DCP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StockShare:
         at_any_size: bool,
     ) -> None:
         """Add the values to the files of a rank that stores those of these keys: stock readers know one value for each
-        key, the lowest rank's. Unless `at_any_size`, none where there are very many."""
+        key, the lowest rank's. Unless `at_any_size`, add none if there are very many."""
         self._at_any_size = at_any_size
         self._places: Mapping[str, StockPlace] | None = None
         self._paths: dict[str, tuple[str | int, ...]] = {}
@@ -53,13 +53,13 @@ class StockShare:
                 self._paths.update(flat.paths)
 
     def report(self) -> list[Any]:
-        """Return what the leader has to know, as JSON has it. It has its own paths."""
+        """Return this rank's report to the leader, in types of JSON. The leader leaves out its own paths."""
         return [self._places, {} if self._is_leader else self._paths]
 
     @collector_paused()
     def metadata(self, reports: Sequence[Sequence[Any]], index: TensorIndex, memo: SaveMemo) -> bytes | None:
-        """Leader: return `.metadata`, from the reports of all ranks; None, with a warning once for a store, for more
-        than stock readers can be expected to take."""
+        """Leader: return `.metadata`, from the reports of all ranks. Return None, with a warning once for a store, if
+        it has more than stock readers can be expected to take."""
         found = [places for places, _ in reports if places is not None]
         is_large = len(found) < len(reports) or index.num_chunks + sum(map(len, found)) > MAX_CHUNKS
         if is_large and not self._at_any_size:
@@ -81,8 +81,8 @@ def _warn() -> None:
 
 
 def _joined(reports: Sequence[Sequence[Any]]) -> tuple[dict[str, StockPlace], Paths]:
-    """Where all ranks' values lie for stock readers, and the paths of all keys of other ranks than the leader; the
-    lowest rank's word counts."""
+    """Return the places of all ranks' values for stock readers, and the paths of all keys of other ranks than the
+    leader; the lowest rank has priority."""
     places: dict[str, StockPlace] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for of_rank, own_paths in reversed(reports):

@@ -1,4 +1,5 @@
-"""What makes a checkpoint of ours readable by stock DCP: `.metadata`, and plain values framed as DCP frames them."""
+"""The parts that make a checkpoint of ours readable by stock DCP: `.metadata`, and plain values framed as DCP does
+it."""
 
 from __future__ import annotations
 
@@ -17,21 +18,21 @@ from ckptstore.state.tensors.boxes import Box, Sizes
 from ckptstore.state.tensors.frames import MAX_PAYLOAD_BYTES, pickle_frame, template, value_frame
 
 MAX_CHUNKS = 200_000
-"""With more chunks and values than this `.metadata` is written on request only: it takes stock readers gigabytes to
+"""The most chunks and values for which `.metadata` is written without a request: it takes stock readers gigabytes to
 read it."""
 MAX_NESTED_VALUES = 10_000
 """The same for the values of dicts and lists, into which stock DCP takes them apart. Each of them takes some 600 bytes
 for stock readers alone."""
 
 _OF_TORCH = b"ctorch"
-"""Comes before the name of a function of torch in a pickle. Without any `torch.save` makes the same one."""
+"""The bytes before the name of a function of torch in a pickle. Without any, `torch.save` makes the same pickle."""
 
 Paths = Mapping[str, tuple[str | int, ...]]
 
 
 def has_many_values(flat: FlatState, keys: Iterable[str]) -> bool:
-    """Whether stock DCP would take the dicts and lists of these plain values apart into more than `MAX_NESTED_VALUES`,
-    or there are more than `MAX_CHUNKS` values. Stops counting there."""
+    """Return True if stock DCP would take the dicts and lists of these plain values apart into more than
+    `MAX_NESTED_VALUES`, or if there are more than `MAX_CHUNKS` values. Stop counting there."""
     nested = 0
     for count, key in enumerate(keys, 1):
         value = flat.values[key]
@@ -43,7 +44,7 @@ def has_many_values(flat: FlatState, keys: Iterable[str]) -> bool:
 
 
 def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
-    """The frames of these plain values, leaf by leaf as stock DCP flattens them, and the path of each leaf."""
+    """Return the frames of these plain values, leaf by leaf as stock DCP flattens them, and the path of each leaf."""
     frames: dict[str, bytes] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     made: dict[bytes, bytes] = {}
@@ -60,7 +61,7 @@ def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes]
 
 @collector_paused()
 def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: Paths) -> bytes:
-    """`.metadata` as stock DCP writes it. Of a tensor that differs between ranks it has the lowest rank's."""
+    """Return `.metadata` as stock DCP writes it. For a tensor that differs between ranks it has the lowest rank's."""
     metadata = MetadataPickle()
     names = stock_names({*index.tensors, *places})
 
@@ -77,7 +78,7 @@ def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: 
 
 
 def stock_tensors(index: TensorIndex) -> Iterator[tuple[str, torch.dtype, Sizes, list[tuple[Box, StockPlace]]]]:
-    """Key, dtype, shape, and the box and frame of each chunk of the tensors of an index."""
+    """Yield key, dtype, shape, and the box and frame of each chunk of the tensors of an index."""
     for fqn, entry in index.tensors.items():
         if entry.beside_value:
             continue
