@@ -1,4 +1,4 @@
-"""For those who call `dcp.save` and `dcp.load` of torch themselves.
+"""The interface for users who call `dcp.save` and `dcp.load` of torch themselves.
 
 It may know saves, states and storages. It gives `StoreWriter`, `StoreReader` and `translated`, and the targets that a
 writer takes. Modules load torch; importing the package does not.

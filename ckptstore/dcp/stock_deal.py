@@ -1,9 +1,9 @@
-"""Who writes what of stock plans: what the ranks hold, listed in their plans, dealt by the coordinator.
+"""Division of the writes of stock plans: the ranks list their boxes in their plans, and the coordinator deals them.
 
 A planner may cache plans (`DefaultSavePlanner(enable_plan_caching=True)`): a rank whose plan is as before sends an
-empty one that is not usable, and so does the coordinator. The rank then goes by the plan that it got at an earlier
-save. So a plan may hold only what stays true from save to save, and the place of the files does not. A rank hears it
-when the coordinator's answer arrives, whatever the planner then does with the answer.
+empty one that is not usable, and so does the coordinator. The rank then uses the plan that it got at an earlier save.
+So a plan may hold only contents that stay true from save to save, and the place of the files does not. A rank receives
+the place when the coordinator's answer arrives, whatever the planner then does with the answer.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.write.deal import Dealt, chunks_of, deal
 
 _Held = tuple[str, tuple[int, ...]]
-"""A key and the offsets of a box."""
+"""The key of a tensor and the offsets of a box."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a rank says with its plan: the boxes of tensors that it has, with their sizes."""
+    """The boxes of tensors that a rank has, with their sizes; sent with its plan."""
 
     boxes: Mapping[_Held, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the coordinator says for one save: the prefix of the keys of its files. Unpickling is hearing it."""
+    """The coordinator's message for one save: the prefix of the keys of its files. Unpickling it receives it."""
 
     prefix: str
 
@@ -51,42 +51,42 @@ def _hear(prefix: str) -> Told:
 
 
 def forget() -> None:
-    """A save begins in this thread: what was heard for the one before counts no more."""
+    """Forget the message of the save before; call it when a save begins in this thread."""
     _heard.told = None
 
 
 def heard() -> Told | None:
-    """What the coordinator said for the save that runs in this thread; None before its answer is there."""
+    """Return the coordinator's message for the save that runs in this thread; None before its answer arrives."""
     told: Told | None = getattr(_heard, "told", None)
     return told
 
 
 @dataclass(slots=True)
 class Assignment:
-    """What the coordinator gives a rank to do: for each item of its plan the boxes to write. Holds for later saves of
-    the same plan too."""
+    """The boxes that the coordinator assigned to a rank, for each item of its plan. Valid for later saves of the same
+    plan too."""
 
     deal_id: str
-    """The same on all ranks that were dealt to at once."""
+    """The same on all ranks of one deal."""
     split_plain_bytes: int | None
     told: Told
-    """Read by nobody: it is here in order to be heard."""
+    """The coordinator's message; nobody reads the field, but unpickling it calls `_hear`."""
     boxes: dict[int, list[Box]] = field(default_factory=dict)
 
 
 def held_boxes(plan: SavePlan) -> Holdings:
-    """The boxes of tensors that a rank has."""
+    """Return the boxes of tensors that a rank has."""
     return Holdings(
         {_held(item): tuple(item.tensor_data.chunk.sizes) for item in plan.items if item.tensor_data is not None}
     )
 
 
 def deal_plans(plans: Sequence[SavePlan], told: Told, *, split_plain_bytes: int | None) -> list[SavePlan]:
-    """The plans with what each rank writes. A box that several ranks hold is added to the plan of each that gets a
-    part of it.
+    """Return the plans with the boxes that each rank writes. A box that several ranks hold is added to the plan of each
+    that gets a part of it.
 
-    When no plan has changed since a save before, all stays as it was dealt then. When some have, all ranks are dealt to
-    anew. Raises InvalidState when the plans of the others are not to be had.
+    When no plan has changed since a save before, the earlier deal stays. When some have, all ranks get a new deal.
+    Raises InvalidState when the plans of the others are not available.
     """
     if not any(plan.usable for plan in plans):
         return [dataclasses.replace(plan, storage_data=told) for plan in plans]
@@ -119,7 +119,7 @@ class _Dealer:
                 self._holders.setdefault(held, []).append(rank)
 
     def take(self, rank: int, item: WriteItem) -> None:
-        """Take in an item that the planner gave to one rank."""
+        """Take in an item that the planner assigned to one rank."""
         if item.type is WriteItemType.BYTE_IO:
             self.items[rank].append(item)
             return
@@ -130,7 +130,7 @@ class _Dealer:
             self._shared.setdefault(tuple(ranks), []).append(item)
 
     def deal_shared(self, split_plain_bytes: int | None) -> None:
-        """Give each holder its share of what several ranks hold."""
+        """Assign each holder its share of the items that several ranks hold."""
         for ranks, group in self._shared.items():
             dealt = [_dealt(item, split_plain_bytes) for item in group]
             for share, rank in enumerate(ranks):
@@ -153,7 +153,7 @@ def _box(item: WriteItem) -> Box:
 
 
 def _dealt(item: WriteItem, split_plain_bytes: int | None = None) -> Dealt:
-    """The item for dealing; a plain tensor below the limit stays in one piece."""
+    """Return the item for dealing; a plain tensor below the limit stays in one piece."""
     assert item.tensor_data is not None  # every item but bytes has it
     sizes = tuple(item.tensor_data.chunk.sizes)
     element_bytes = item.tensor_data.properties.dtype.itemsize

@@ -1,6 +1,6 @@
-"""What one rank writes of a stock plan: its tensors, the inner tensors of those that wrap others, its plain values.
+"""One rank's writes of a stock plan: its tensors, the inner tensors of those that wrap others, its plain values.
 
-Everything is looked at, and what could not be read back is refused, before the first byte is written.
+Everything is checked, and anything that could not be read back is refused, before the first byte is written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ InnerPlace = tuple[str, tuple[str, ...]]
 
 
 class DcpShard:
-    """What one rank writes of a plan."""
+    """The tensors and values of a plan that one rank writes."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class DcpShard:
         algorithm: str,
         allow_pickle: bool,
     ) -> None:
-        """`algorithm` is that of the digests. Raises InvalidState, with the key, for what cannot be read back."""
+        """Take in the plan; `algorithm` is that of the digests. Raises InvalidState, with the key, for anything that
+        cannot be read back."""
         self._assignment: Assignment = plan.storage_data
         self._allow_pickle = allow_pickle
         self._keys = {item.index.fqn for item in plan.items}
@@ -59,9 +60,9 @@ class DcpShard:
         self._flags: dict[str, int] = {}
         self._frames: dict[str, bytes] = {}
         self.wrapped: list[WrappedBox] = []
-        """The boxes that are stored as what they wrap."""
+        """The boxes that are stored as their inner tensors."""
         self.inner: dict[str, InnerPlace] = {}
-        """The tensors inside of those, by key."""
+        """The inner tensors of those, by key."""
         self._shared: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         for number, item in enumerate(plan.items):
             data: Any = planner.resolve_data(item)
@@ -75,19 +76,20 @@ class DcpShard:
         spread = Spread(num_files, on_disk=on_disk)
         self.files = ShardFiles(self._described, planned, rank=rank, spread=spread, algorithm=algorithm)
         self.stock = self.files.add_frames(self._frames)
-        """Where plain values lie for stock readers."""
+        """The places of plain values for stock readers."""
 
     def fingerprints(self) -> list[tuple[str, tuple[int, ...], bytes]]:
-        """Key, offsets and fingerprint of each tensor of which other ranks write parts. Reads them whole."""
+        """Return key, offsets and fingerprint of each tensor of which other ranks write parts. Reads them whole."""
         found = fingerprints_of({repr(held): (tensor,) for held, tensor in self._shared.items()})
         return [(*held, found[repr(held)]) for held in self._shared]
 
     def _take_bytes(self, key: str, data: Any) -> None:
-        """A plain value: as stock wants it, and as JSON for everybody else."""
+        """Add a plain value twice: framed for stock readers, and as JSON for all others."""
         frame = bytes(data.getvalue())
         try:
-            value = torch.load(io.BytesIO(frame), map_location="cpu", weights_only=False)  # made here, just now
-        except Exception:  # a planner may give bytes of its own; whatever torch makes of them
+            # Safe without weights_only: this process has just made the frame.
+            value = torch.load(io.BytesIO(frame), map_location="cpu", weights_only=False)
+        except Exception:  # for bytes of the planner's own, torch may raise anything
             value = Frame(frame)
         beside: list[str] = []
 
@@ -130,8 +132,8 @@ class DcpShard:
     def _take_wrapped(
         self, key: str, tensor: torch.Tensor, held: Box, shape: tuple[int, ...], boxes: Sequence[Box]
     ) -> None:
-        """A tensor that wraps others cannot be cut: of the ranks that have it, the one that was given its beginning
-        stores it whole."""
+        """Add a tensor that wraps others. It cannot be cut: of the ranks that have it, the one that was assigned its
+        beginning stores it whole."""
         part = None if held == whole(shape) else WrappedPart(key, held.offsets, shape)
         wrapped = unwrap(tensor, key, part)
         if wrapped.label.shape != held.sizes:
@@ -160,7 +162,7 @@ class DcpShard:
             self._add_whole(name, inner)
 
     def _add_whole(self, key: str, tensor: torch.Tensor, *, flags: int = 0) -> None:
-        """A tensor that is in no plan; this rank alone writes it."""
+        """Add a tensor that is in no plan; this rank alone writes it."""
         number, box = len(self._items), whole(tuple(tensor.shape))
         dtype = dtype_name(tensor, key)
         self._numbers[key] = number
@@ -172,18 +174,18 @@ class DcpShard:
 
 
 def _dense(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    """The tensor, if its numbers are in memory as its shape and strides say."""
+    """Return the tensor if its numbers are in memory as its shape and strides say. Raises InvalidState otherwise."""
     if tensor.is_meta:
         raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise InvalidState(f"{key} has the layout {tensor.layout}", hint="Store a dense tensor")
     if type(tensor) not in PLAIN_TYPES and tensor.numel() and not tensor.data_ptr():
-        unwrap(tensor, key)  # says what is wrong with it
+        unwrap(tensor, key)  # raises, with the reason
     return tensor
 
 
 def _plain(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    """A tensor inside of a plain value, which must come back as it is."""
+    """Return a tensor inside a plain value. Raises InvalidState unless it comes back exactly."""
     if type(tensor) is not torch.Tensor or tensor.requires_grad:
         kind = type(tensor).__name__ if type(tensor) is not torch.Tensor else "tensor that requires a gradient"
         raise InvalidState(f"{key} has a {kind} inside of a plain value", hint="Store it under a key of its own")

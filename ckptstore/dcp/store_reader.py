@@ -1,4 +1,4 @@
-"""`StoreReader`: for those who call `dcp.load` themselves, on a checkpoint of ckptstore or of stock DCP.
+"""`StoreReader`: for users who call `dcp.load` themselves, on a checkpoint of ckptstore or of stock DCP.
 
 The metadata comes from the tensor index, or through the restricted unpickler; no pickle of the checkpoint is run. The
 ranges that a rank needs are read sorted, in parallel and, in checkpoints of ckptstore, against their digests.
@@ -69,12 +69,12 @@ class StoreReader(StorageReader):
 
     Args:
         uri: the directory or URI of one checkpoint; `Checkpoint.uri` is one.
-        per_rank: what to do, when the number of ranks has changed, with values that differed between ranks: "error",
+        per_rank: the treatment of values that differed between ranks, when the number of ranks has changed: "error",
             "first" (take the lowest rank's) or "skip".
-        allow_pickle: whether to read plain values whose reading can run code. Only for checkpoints that you trust.
+        allow_pickle: True to read plain values whose reading can run code. Only for checkpoints that you trust.
         storage_options: for the storage of the URI.
 
-    Damage raises CheckpointDamaged, in torch's CheckpointException; `translated` takes it out.
+    Damage raises CheckpointDamaged, in torch's CheckpointException; `translated` raises it alone.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class StoreReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint is, as it was given; without secrets."""
+        """The location of the checkpoint, as the caller wrote it; without secrets."""
         return printable(self._given)
 
     def _open(self) -> OpenedPlace:
@@ -111,22 +111,22 @@ class StoreReader(StorageReader):
         return self._opened
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew; a `checkpoint_id` given to `dcp.load` must be where the reader reads."""
+        """Begin again. A `checkpoint_id` of `dcp.load` must be the place that the reader reads."""
         if checkpoint_id is not None and not is_same_place(checkpoint_id, self._open().storage.uri):
             raise InvalidInput(f"the reader reads {self.checkpoint_id}, checkpoint_id is {checkpoint_id}")
         self._state, self._view, self._failed = None, View(), None
         self._load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint has, as stock planners want it. Raises CheckpointDamaged, FileMissing.
+        """Return the contents of the checkpoint in the form of stock planners. Raises CheckpointDamaged, FileMissing.
 
-        With `rank`, what stock DCP wrote for that rank with `use_collectives=False`.
+        With `rank`, return those that stock DCP wrote for that rank with `use_collectives=False`.
         """
         place = self._open()
         storage, transfer = place.storage, place.transfer
         self._rank = _rank_of(kwargs)
         if kwargs.get("rank") is not None and self._failed is not None:
-            raise self._failed  # DCP asks for the rank's after any failure: what is there and damaged is not missing
+            raise self._failed  # DCP tries the rank's after any failure: a damaged one is not missing
         try:
             return self._read_metadata(storage, transfer, kwargs)
         except FileMissing:
@@ -154,14 +154,15 @@ class StoreReader(StorageReader):
         return Metadata(view.items, view.paths, view.places, meta, DCP_VERSION)
 
     def _planned(self, storage: Storage) -> Metadata | None:
-        """The `.metadata` beside an index, None where there is none: how the planner of the save saw the state."""
+        """Return the `.metadata` beside an index, None if there is none. It shows how the planner of the save saw the
+        state."""
         try:
             data = storage.read(DCP_METADATA_NAME)
         except FileMissing:
             return None
         try:
             manifest = Manifest.decode(storage.read(MANIFEST_NAME))
-        except FileMissing:  # whoever moves the data files alone
+        except FileMissing:  # the data files alone were moved
             manifest = None
         for receipt in manifest.files if manifest else ():
             if receipt.name == DCP_METADATA_NAME and receipt.digest and receipt.digest.like(data) != receipt.digest:
@@ -181,20 +182,20 @@ class StoreReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP on every rank."""
+        """Read the metadata, unless this rank has; DCP calls it on every rank."""
         if self._state is None:
             self.read_metadata(**kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of the plan, and hand the planner its plain values."""
+        """Fill the tensors of the plan, and pass the planner its plain values."""
         batch = _Batch(self._stored, planner)
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
@@ -217,13 +218,13 @@ class StoreReader(StorageReader):
         return self._state
 
     def _box_of(self, item: ReadItem) -> Box:
-        """The wanted box, counted from the whole tensor."""
+        """Return the wanted box, counted from the whole tensor."""
         start = tuple(item.storage_index.offset or (0,) * len(item.lengths))
         offsets = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
         return Box(offsets, tuple(item.lengths))
 
     def _framed(self, key: str) -> io.BytesIO:
-        """A plain value as the planner wants it: framed here, from a value that was read safely."""
+        """Return a plain value as the planner wants it, in a new frame around a value that was read safely."""
         state, view = self._stored, self._view
         if isinstance(state, StockState) and key not in view.values:
             view.values.update(state.values(lambda name: name == key))
@@ -246,12 +247,13 @@ class StoreReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path or URI may be one."""
+        """Return True for any path or URI that is not empty."""
         return bool(os.fspath(checkpoint_id))
 
 
 def _index_in(storage: Storage, transfer: Transfer) -> TensorIndex | None:
-    """The index in a directory, None where there is none. DCP's planners look at every chunk."""
+    """Return the index in a directory, None if there is none. It is read whole, since DCP's planners look at every
+    chunk."""
     try:
         size_bytes = storage.stat(INDEX_NAME).size_bytes
     except FileMissing:
@@ -266,7 +268,7 @@ def _rank_of(kwargs: Mapping[str, Any]) -> int:
 
 
 def _with_numbers(state: StoredState, leaf: Any, name: str) -> Any:
-    """A tensor that stands in a plain value: read to the host, unless it was read with the value."""
+    """Return a leaf of a plain value; read a tensor to the host, unless it was read with the value."""
     if not isinstance(leaf, TensorRef):
         return leaf
     entry = state.entry(leaf.key)
@@ -287,7 +289,7 @@ class _Batch:
         self._addresses: set[int] = set()
 
     def add(self, item: ReadItem, key: str, box: Box) -> None:
-        """Fill what the planner gives for an item with a box of the tensor stored under `key`. Raises StateMismatch."""
+        """Fill the planner's tensor for an item with a box of the tensor stored under `key`. Raises StateMismatch."""
         target = self._planner.resolve_tensor(item)
         if tuple(target.shape) != box.sizes:
             raise StateMismatch(f"{key}: the planner gave {tuple(target.shape)} for {box.sizes}")
@@ -295,7 +297,7 @@ class _Batch:
         self._committed.append((item, target))
 
     def add_wrapped(self, item: ReadItem, key: str, saved: Wrapped) -> None:
-        """Fill the inner tensors of what the planner gives with those that were saved. Raises StateMismatch."""
+        """Fill the inner tensors of the planner's tensor with those that were saved. Raises StateMismatch."""
         name, label = item.storage_index.fqn, saved.label
         target = self._planner.resolve_tensor(item)
         if not is_wrapper(target):
@@ -337,7 +339,7 @@ class _Batch:
         dtype, memory = self._state.index.tensors[key].torch_dtype, target
         is_elsewhere = is_wrapper(target)
         if not is_elsewhere and target.numel():
-            if target.data_ptr() in self._addresses:  # a planner may use one piece of memory again and again
+            if target.data_ptr() in self._addresses:  # a planner may use the same memory repeatedly
                 self.finish()
             self._addresses.add(target.data_ptr())
         if dtype != target.dtype or is_elsewhere:
@@ -346,7 +348,7 @@ class _Batch:
         self._wanted.append((key, box, memory))
 
     def finish(self) -> None:
-        """Read, and hand over what was read."""
+        """Read the tensors, and commit them to the planner."""
         self._state.fill_boxes(self._wanted)
         with torch.no_grad():
             for target, memory in self._converted:

@@ -1,9 +1,10 @@
-"""A place in a store for those who call `dcp.save` themselves: attempt, manifest and commit around torch's own story.
+"""A place in a store for users who call `dcp.save` themselves: attempt, manifest and commit around torch's own save.
 
     dcp.save(state_dict, storage_writer=StoreWriter(store.dcp_target(metrics={"loss": 0.3}), step=100))
 
-The coordinator alone claims, begins and commits. The other ranks write their files under the prefix that it tells.
-Nobody deletes what a save that failed has written: torch tells no rank when the others have ended, so it is garbage.
+The coordinator alone claims, begins and commits. The other ranks write their files under the prefix that it sends.
+Nobody deletes the files of a save that failed: torch does not let a rank know when the others have ended, so they are
+garbage.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from ckptstore.transfer import Transfer
 
 @dataclass(kw_only=True)
 class StoreTarget:
-    """See `ckptstore.dcp.target.DcpTarget`. Pickled without the job that it belongs to, with its writer epoch."""
+    """A place in the store; see `ckptstore.dcp.target.DcpTarget`. Pickled without its job, with the job's writer
+    epoch."""
 
     storage: Storage
     config: StoreConfig
@@ -44,7 +46,7 @@ class StoreTarget:
     resume_from: int | None
     job: Job | None
     in_turn: Callable[[], object] | None
-    """Waits for what the store has in flight. Raises InvalidInput when the store is closed."""
+    """The function that waits for saves that the store has in flight. Raises InvalidInput when the store is closed."""
     _transfer: Transfer | None = None
     _request: Request | None = None
     _attempt: Attempt | None = None
@@ -60,7 +62,7 @@ class StoreTarget:
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None,
     ) -> StoreTarget:
-        """A place in the store of this job."""
+        """Return a place in the store of this job."""
         return StoreTarget(
             storage=job.storage,
             config=job.config,
@@ -79,11 +81,11 @@ class StoreTarget:
 
     @property
     def uri(self) -> str:
-        """The store, without secrets."""
+        """The URI of the store, without secrets."""
         return self.storage.uri
 
     def open(self) -> tuple[Storage, Transfer]:
-        """What moves bytes there."""
+        """Return the storage and its transfer."""
         if self.job is not None:
             self.job.check_open()
             return self.storage, self.job.transfer
@@ -115,7 +117,7 @@ class StoreTarget:
     def finish(
         self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings] | None = None
     ) -> None:
-        """Coordinator: commit what all ranks stored; then prune.
+        """Coordinator: commit the files that all ranks stored; then prune.
 
         Raises InvalidInput when another checkpoint was committed since `begin`.
         """
@@ -129,13 +131,13 @@ class StoreTarget:
             prune_behind(self.job)
 
     def close(self) -> None:
-        """Give back what `open` made here."""
+        """Close the transfer that `open` made."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.close()
 
     def _alone(self, *, world_size: int) -> Job:
-        """The coordinator as a job of its own: it agrees with nobody, torch does that."""
+        """Return the coordinator as a separate job that agrees with nobody, since torch does that."""
         group = SoloGroup()
         group.world_size = world_size
         storage, transfer = self.open()

@@ -1,8 +1,8 @@
-"""`StoreWriter`: for those who call `dcp.save` or `dcp.async_save` themselves. Works with torch's stock planners.
+"""`StoreWriter`: for users who call `dcp.save` or `dcp.async_save` themselves. Works with torch's stock planners.
 
-What several ranks have alike is shared out over them, inside large tensors too, though the stock planner gives each
-tensor to one rank: every rank lists what it holds in its plan, the coordinator deals boxes, and the metadata is
-rewritten in the end. Nothing of torch's own writing code is used, so no error of a thread is lost.
+Tensors that several ranks have alike are shared out over them, inside large tensors too, though the stock planner
+assigns each tensor to one rank: every rank lists its boxes in its plan, the coordinator deals boxes, and the metadata
+is rewritten in the end. Nothing of torch's own writing code is used, so no error of a thread is lost.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import MemorySource
 
 DCP_VERSION = "1.0.0"
-"""What stock DCP writes as the version of its metadata."""
+"""The version that stock DCP writes into its metadata."""
 
 
 class StoreWriter(StorageWriter):
@@ -56,18 +56,18 @@ class StoreWriter(StorageWriter):
     stock torch.
 
     Args:
-        target: a directory or URI that becomes one checkpoint, or a place in a store, as a store gives it.
+        target: a directory or URI that becomes one checkpoint, or a place in a store: `Store.dcp_target`.
         step: the step, for a place in a store.
-        split_plain_bytes: plain tensors from this size on are to be the same on all ranks that have them, as under DDP,
-            and each rank writes a part. What is written in parts is read once more and compared; where it differs the
-            save fails. One rank writes each smaller one whole; with None, every one.
-        num_files: how many files a rank writes at once when there is much to write.
-        allow_pickle: whether to store plain values whose reading can run code. The reader must allow it too.
+        split_plain_bytes: the size from which plain tensors must be the same on all ranks that have them, as under DDP,
+            and each rank writes a part. Tensors that are written in parts are read once more and compared; if they
+            differ, the save fails. One rank writes each smaller one whole; with None, every one.
+        num_files: the number of files that a rank writes at once when there is much to write.
+        allow_pickle: True to store plain values whose reading can run code. The reader must allow it too.
         storage_options: for the storage of a URI.
 
-    What could not be read back is refused with its key. `dcp.save` raises torch's CheckpointException when a rank
-    fails; `translated` turns it into a CkptstoreError. A directory that holds a checkpoint is refused, and no file is
-    ever overwritten. `use_collectives=False` is refused.
+    Anything that could not be read back is refused with its key. `dcp.save` raises torch's CheckpointException when a
+    rank fails; `translated` turns it into a CkptstoreError. A directory that holds a checkpoint is refused, and no file
+    is ever overwritten. `use_collectives=False` is refused.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StoreWriter(StorageWriter):
         self._told: Told | None = None
         self._clock = SaveClock()
         self._report: dict[str, Any] = {}
-        """What this rank took in the present save."""
+        """This rank's report on the present save."""
         self._step = step
         self._split_plain_bytes = split_plain_bytes
         self._num_files = num_files
@@ -100,23 +100,23 @@ class StoreWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint goes: what was given, or the URI of the store; without secrets."""
+        """The location of the checkpoint, as the caller wrote it, or the URI of the store; without secrets."""
         return self._target.uri if self._given is None else printable(self._given)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew. A `checkpoint_id` given to `dcp.save` would be a second place; it is refused unless it is the
-        same one."""
+        """Begin again. A `checkpoint_id` of `dcp.save` would be a second place; it is refused unless it is the same
+        one."""
         if checkpoint_id is not None and not is_same_place(checkpoint_id, self._target.uri):
             raise InvalidInput(f"the writer goes to {self.checkpoint_id}, checkpoint_id is {checkpoint_id}")
         self._save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
-        """What planners learn of the save."""
+        """Return the metadata of the save for planners."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP on every rank, first of all. The coordinator names the checkpoint: when that fails the planner
-        has not cached anything yet."""
+        """Prepare a save; DCP calls it first of all on every rank. The coordinator names the checkpoint: if that fails,
+        the planner has not cached anything yet."""
         self._clock = SaveClock()
         forget()
         self._told = None
@@ -128,16 +128,16 @@ class StoreWriter(StorageWriter):
             self._told = Told(self._target.begin(self._step))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """List what this rank holds, before the stock planner gives each key to one rank."""
+        """List this rank's boxes, before the stock planner assigns each key to one rank."""
         return dataclasses.replace(plan, storage_data=held_boxes(plan)) if plan.usable else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: deal what several ranks hold, and tell where the files go."""
+        """Coordinator: deal the boxes that several ranks hold, and send the place of the files."""
         assert self._told is not None  # DCP sets up first
         return deal_plans(plans, self._told, split_plain_bytes=self._split_plain_bytes)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files; returns when they are stored."""
+        """Write this rank's files; return when they are stored."""
         self._told = self._told or heard()
         if self._told is None:
             raise InvalidState("the coordinator's answer did not reach this rank: no file can be named")
@@ -186,7 +186,7 @@ class StoreWriter(StorageWriter):
         return done
 
     def _check_assignment(self, plan: SavePlan) -> str:
-        """The id of the deal that the plan is of, which a planner may have kept from an earlier save."""
+        """Return the id of the deal of the plan. A planner may have kept the plan from an earlier save."""
         assignment = plan.storage_data
         if not isinstance(assignment, Assignment):
             raise InvalidState(
@@ -201,7 +201,7 @@ class StoreWriter(StorageWriter):
         return assignment.deal_id
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator: join the index, put what was really written into the metadata, and publish."""
+        """Coordinator: join the index, put the written chunks into the metadata, and publish."""
         with self._clock.part(self._target.open()[0].uri, is_last=True):
             self._publish(metadata, results)
         self._target.close()
@@ -225,18 +225,16 @@ class StoreWriter(StorageWriter):
             for name, one in zip(files, self._upload(planned), strict=True)
         ]
         reports = {one["timings"]["rank"]: one["timings"] for one in told if one} | {self._rank: self._report}
-        took = [reports[rank] for rank in sorted(reports)]  # a rank that has nothing to write says nothing
+        took = [reports[rank] for rank in sorted(reports)]  # a rank that has nothing to write has no report
         self._target.finish(
             self._told.prefix, receipts, world_size=len(results), timings=lambda: self._clock.timings(took)
         )
         self._clock.met(longest_seconds(took))
 
     def _stored_metadata(self, metadata: Metadata, index: TensorIndex, told: Sequence[Mapping[str, Any]]) -> bytes:
-        """`.metadata`, with the chunks that were really written. Raises InvalidState when something was not.
-
-        The planner may keep the `Metadata` it gave for later saves, by any writer. So only those fields of it are
-        set that every writer sets.
-        """
+        """Return `.metadata` with the chunks that were really written. Raises InvalidState when something was not."""
+        # The planner may keep its `Metadata` for later saves, by any writer. So only those fields are set that every
+        # writer sets.
         try:
             index.check_complete()
         except CheckpointDamaged as error:
@@ -257,7 +255,7 @@ class StoreWriter(StorageWriter):
             if isinstance(properties, TensorProperties) and hasattr(item, "properties"):
                 item.properties = dataclasses.replace(properties, dtype=item.properties.dtype)
         add_stock_bytes(places, items, storage)
-        # In the planner's order. What is stored as what it wraps comes after, as tensors of its own.
+        # In the planner's order. Inner tensors of those that wrap others come after, as separate tensors.
         items = {key: items[key] for key in [*(key for key in planned if key in items), *items]}
         metadata.version, metadata.storage_data, metadata.storage_meta = DCP_VERSION, storage, self.storage_meta()
         paths = metadata.planner_data
@@ -275,7 +273,7 @@ class StoreWriter(StorageWriter):
         return data
 
     def _upload(self, files: Sequence[PlannedFile]) -> list[Stored]:
-        """Write files where nothing is yet."""
+        """Write files where nothing is yet. Raises StorageError for a file that exists."""
         storage, transfer = self._target.open()
         for file in files:
             try:
@@ -292,12 +290,12 @@ class StoreWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path or URI may be one."""
+        """Return True for any path or URI that is not empty."""
         return bool(os.fspath(checkpoint_id))
 
 
 def _outline_of(index: TensorIndex, parts: Sequence[bytes]) -> bytes:
-    """An outline after which each part may have something of every tensor, and values for all ranks."""
+    """Return an outline by which each part may have something of every tensor, and values for all ranks."""
     tensors = [one for one in index.tensors.values() if not one.beside_value]
     ranks = range(len(parts))
     return Outline(
@@ -310,13 +308,13 @@ def _outline_of(index: TensorIndex, parts: Sequence[bytes]) -> bytes:
 
 
 def printable(given: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """A location as it was given, without secrets."""
+    """Return a location as the caller wrote it, without secrets."""
     text = os.fspath(given)
     return given if redact(text) == text else redact(text)
 
 
 def is_same_place(one: str | os.PathLike[str], uri: str) -> bool:
-    """Whether a location is that of a URI, also where links of a disk lead there."""
+    """Return True if a location is that of a URI, also through links of a disk."""
     location = parse_uri(one)
     if location.uri == uri or location.scheme:
         return location.uri == uri
@@ -324,7 +322,7 @@ def is_same_place(one: str | os.PathLike[str], uri: str) -> bool:
 
 
 def _check_alike(told: Sequence[Mapping[str, Any] | None]) -> None:
-    """Raise InvalidState where ranks that wrote parts of a tensor have others of it."""
+    """Raise InvalidState if ranks that wrote parts of a tensor differ in it."""
     held: dict[tuple[str, tuple[int, ...]], dict[bytes, list[int]]] = {}
     for rank, one in enumerate(told):
         for key, offsets, fingerprint in one["shared"] if one else ():
@@ -356,7 +354,7 @@ def _check_all_written(
 
 
 def _inner_paths(paths: Mapping[str, Any], inner: Mapping[str, InnerPlace]) -> dict[str, tuple[Any, ...]]:
-    """The paths of the tensors inside of those that wrap others."""
+    """Return the paths of the inner tensors of those that wrap others."""
     found: dict[str, tuple[Any, ...]] = {}
     for name, (key, (first, *attributes)) in inner.items():
         *above, last = paths.get(key, (key,))

@@ -1,4 +1,4 @@
-"""Where a checkpoint goes that users save with `dcp.save` themselves: a directory on its own, or a store.
+"""The targets of checkpoints that users save with `dcp.save` themselves: a directory on its own, or a store.
 
 The coordinator alone begins and finishes; the other ranks write their files under the prefix that it chose.
 """
@@ -25,25 +25,26 @@ _OWN_FILE = re.compile(r"state-rank=\d{5,}-\d{2,}\.distcp")
 
 
 class DcpTarget(Protocol):
-    """A place for checkpoints. Pickled for `dcp.async_save` in a process of its own."""
+    """A place for checkpoints. Pickled for `dcp.async_save` in a separate process."""
 
     @property
     def uri(self) -> str:
-        """Where it is, without secrets."""
+        """The location, without secrets."""
 
     def open(self) -> tuple[Storage, Transfer]:
-        """What moves bytes there; the same pair until `close`."""
+        """Return the storage and its transfer; the same pair until `close`."""
 
     def begin(self, step: int | None) -> str:
-        """Coordinator: the prefix of the keys of a new checkpoint, where nothing is yet. May raise."""
+        """Coordinator: return the prefix of the keys of a new checkpoint, which has no files yet. May raise."""
 
     def finish(
         self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings] | None = None
     ) -> None:
-        """Coordinator: everything is stored; make the checkpoint visible. The manifest says what the save took."""
+        """Coordinator: make the checkpoint visible, once everything is stored. The manifest has the timings of the
+        save."""
 
     def close(self) -> None:
-        """Give back what `open` made."""
+        """Close the storage and the transfer that `open` made."""
 
 
 class DirectoryTarget:
@@ -56,7 +57,7 @@ class DirectoryTarget:
         storage_options: Mapping[str, Any] | None = None,
         config: TransferConfig | None = None,
     ) -> None:
-        """Nothing is looked at yet."""
+        """Keep the arguments; the directory is not opened yet."""
         self._given = os.fspath(uri)
         self._storage_options = storage_options
         self._config = config or TransferConfig.from_env()
@@ -71,15 +72,15 @@ class DirectoryTarget:
         return self.open()[0].uri
 
     def open(self) -> tuple[Storage, Transfer]:
-        """The storage whose root is the directory."""
+        """Return the storage whose root is the directory, and its transfer."""
         if self._opened is None:
             config = StoreConfig.from_env(transfer=self._config)
             self._opened = open_place(self._given, config=config, storage_options=self._storage_options)
         return self._opened.storage, self._opened.transfer
 
     def begin(self, step: int | None) -> str:
-        """Remove what a save that failed left. Raises InvalidInput when the directory holds a checkpoint: nothing is
-        ever overwritten."""
+        """Remove the files that a failed save left. Raises InvalidInput when the directory holds a checkpoint: nothing
+        is ever overwritten."""
         storage, _ = self.open()
         found = {file.key for file in storage.list("")}
         held = found & {MANIFEST_NAME, DCP_METADATA_NAME}

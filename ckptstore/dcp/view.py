@@ -1,7 +1,7 @@
-"""A checkpoint with a tensor index as planners of DCP want to see it: which keys it has, and under which paths.
+"""A checkpoint with a tensor index in the form that planners of DCP expect: its keys, and their paths.
 
-The index knows the tensors and the values. How a planner flattened the state, and which values it took in one piece,
-only `.metadata` knows, where it was written.
+The index knows the tensors and the values. Only `.metadata`, if it was written, shows how a planner flattened the
+state, and which values it took in one piece.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart
 
 
 class MissingPaths(dict[str, Any]):
-    """In the place of the paths of a checkpoint that has none: whoever needs them hears why."""
+    """The replacement for the paths of a checkpoint that has none: a look-up raises InvalidState, with the reason."""
 
     def __missing__(self, key: str) -> Any:
         raise InvalidState(
@@ -43,30 +43,32 @@ class MissingPaths(dict[str, Any]):
         )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As `self[key]`: to leave something out because its path is not known would be silent."""
+        """Return `self[key]`, which raises for a missing key: to leave something out because its path is not known
+        would be silent."""
         return self[key]
 
 
 @dataclass(slots=True)
 class View:
-    """What a planner sees, and what is behind it."""
+    """The items that a planner sees, and the stored tensors and values behind them."""
 
     items: dict[str, Any] = field(default_factory=dict)
-    """For `Metadata.state_dict_metadata`."""
+    """The items of `Metadata.state_dict_metadata`."""
     places: dict[MetadataIndex, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     """Plain values by the keys of the items, with references for tensors in them."""
     wrapped: dict[tuple[str, tuple[int, ...]], tuple[str, Wrapped]] = field(default_factory=dict)
-    """For key and offsets of a tensor that is stored as what it wraps: the key of its value, and the value."""
+    """The key of its value, and the value, for key and offsets of a tensor that is stored as its inner tensors."""
     paths: Mapping[str, Any] = field(default_factory=MissingPaths)
     keys: dict[str, str] = field(default_factory=dict)
-    """The key of the index for what a planner knows by another name."""
+    """The key of the index, for a tensor or value that a planner knows by another name."""
     barred: frozenset[str] = frozenset()
     """Keys of values that need code to be read, which was not allowed."""
 
 
 def view_of_state(state: StoredState, stock: Metadata | None) -> View:
-    """`stock` is the checkpoint's `.metadata`, if it has one. Raises StateMismatch as `StoredState.saved` does."""
+    """Return the view of a state; `stock` is the checkpoint's `.metadata`, if it has one. Raises StateMismatch as
+    `StoredState.saved` does."""
     index, view = state.index, View()
     encoded = {**index.common_values(), **index.own_values(state.rank)}
     allowed = state.allow_pickle
@@ -86,7 +88,7 @@ def view_of_state(state: StoredState, stock: Metadata | None) -> View:
         )
         for path, leaf in leaves:
             if isinstance(leaf, TensorRef):
-                continue  # an item of its own, of the tensor kind
+                continue  # a separate item, of the tensor kind
             name = join_path(path)
             view.values[name] = leaf
             view.items[name] = BytesStorageMetadata()
@@ -125,7 +127,7 @@ def _wrapped_in(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, 
 
 
 def _add_wrapped(view: View, key: str, value: Wrapped) -> Iterator[str]:
-    """Show a wrapped tensor as the one tensor that it is. Gives the keys of its inner ones."""
+    """Show a wrapped tensor as the one tensor that it is. Yield the keys of its inner ones."""
     label = value.label
     part = label.part or WrappedPart(key, (0,) * len(label.shape), label.shape)
     dtype = getattr(torch, label.dtype, None)
@@ -141,7 +143,7 @@ def _add_wrapped(view: View, key: str, value: Wrapped) -> Iterator[str]:
 
 
 def add_stock_tensors(index: TensorIndex, items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
-    """Put the tensors of an index into the two dicts of a `Metadata`; chunks of entries that are there are replaced."""
+    """Put the tensors of an index into the two dicts of a `Metadata`; the chunks of existing entries are replaced."""
     lies_at, size = storage_info_class(), lru_cache(None)(torch.Size)  # equal parts are pickled once
     properties = lru_cache(None)(TensorProperties)
     for fqn, dtype, shape, placed in stock_tensors(index):
