@@ -1,8 +1,8 @@
-"""What a job can resume from: what all nodes have found on their disks, merged with the log. Pure.
+"""Find the checkpoints that a job can resume from: merge the findings of all nodes with the log. Pure.
 
 The order of saves puts fast and committed checkpoints into one row. A fast one counts if its certificate belongs to
-this history of this store, the log does not void it, and each of its files lies on a node that is here. A committed one
-always counts; what nodes hold of it saves requests.
+this history of this store, the log does not void it, and each of its files lies on a node of this job. A committed one
+always counts; copies of its files on nodes save requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptstore.format.record import Record
 
 
 class CertificatePlace(NamedTuple):
-    """Where a certificate lies, and what it must be."""
+    """The place of a certificate, with the digest and the size that it must have."""
 
     node: str
     attempt: str
@@ -29,30 +29,30 @@ class CertificatePlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSighting:
-    """What one node has in the directory of one attempt."""
+    """The contents of the directory of one attempt on one node."""
 
     node: str
     attempt: str
     sha256: str = ""
-    """Of its certificate; empty where there is none."""
+    """The SHA-256 of its certificate; empty if it has none."""
     certificate_bytes: int = 0
     fault: str = ""
-    """Why the certificate that is there cannot be read."""
+    """The reason why its certificate cannot be read; empty if it can, or if it has none."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """The size of each file by its name, without the certificate."""
+    """The size of each file by name, without the certificate."""
 
     @property
     def place(self) -> CertificatePlace:
-        """Of its certificate, where there is one."""
+        """The place of its certificate, if it has one."""
         return CertificatePlace(self.node, self.attempt, self.sha256, self.certificate_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """For the leader."""
+        """Return it as JSON, for the leader."""
         return {**asdict(self), "sizes": dict(self.sizes)}
 
     @staticmethod
     def from_json(told: Mapping[str, Any]) -> NodeSighting:
-        """What `to_json` returned on a rank of this job."""
+        """Return the sighting of which `to_json` made this on a rank of this job."""
         return NodeSighting(**told)
 
 
@@ -64,16 +64,16 @@ class FastCandidate:
     step: int
     order: SaveOrder
     number: int | None
-    """The record that committed it; None where there is none."""
+    """The number of the record that committed it; None if there is none."""
     certificate: Certificate | None
-    """None where no node that is here has one: then the store has the files."""
+    """None if no node of this job has one: then the store has the files."""
     holders: Mapping[int, tuple[str, ...]]
-    """By a rank of the save that has files: the nodes that hold all of them, by name. Ranks without a node are left
-    out."""
+    """The names of the nodes that hold all files of a rank of the save, by rank. Ranks without files, or without such a
+    node, are left out."""
 
     @property
     def is_durable(self) -> bool:
-        """Whether a record of the log names it."""
+        """True if a record of the log names it."""
         return self.number is not None
 
 
@@ -85,15 +85,15 @@ class Refused:
     nodes: tuple[str, ...]
     reason: str
     is_void: bool = False
-    """Whether the log says that nobody ever may."""
+    """True if the log says that nobody ever may."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """All that was found."""
+    """The result of `merge`."""
 
     candidates: tuple[FastCandidate, ...]
-    """The newest first."""
+    """The candidates, newest first."""
     refused: tuple[Refused, ...]
 
 
@@ -106,11 +106,11 @@ def merge(
     *,
     store_id: str,
 ) -> Merged:
-    """Put what the nodes have found into one row with what the log says.
+    """Merge the findings of the nodes with the log into one row of candidates.
 
-    `certificates` has those of the sightings by their SHA-256. `newest` is the newest record, read after the claim of
-    the job that resumes; `committed` are the records of what is live or in the trash; `claims` are those by which the
-    epochs of the certificates were claimed, by number, as far as they exist.
+    `certificates` has the certificates of the sightings by their SHA-256. `newest` is the newest record, read after the
+    claim of the job that resumes; `committed` are the records of all checkpoints that are live or in the trash;
+    `claims` are the records that claimed the epochs of the certificates, by number, as far as they exist.
     """
     seen = list(sightings)
     live = {record.entry.attempt: record for record in committed if record.number in newest.state.live}
@@ -151,7 +151,7 @@ def merge(
 
 
 def foreign(certificate: Certificate, claims: Mapping[int, Record], *, store_id: str) -> str:
-    """Why a certificate is of another store, or of another history of this one; "" if it is of this one.
+    """Say why a certificate is of another store, or of another history of this one; "" if it is of this one.
 
     A copy of a store has its id, and so has one that was put back from a backup. Only in the history in which the epoch
     was claimed does the log have that claim.
@@ -170,7 +170,7 @@ def foreign(certificate: Certificate, claims: Mapping[int, Record], *, store_id:
 
 
 def void_reason(certificate: Certificate, state: StoreState, trashed: Mapping[str, Record]) -> str:
-    """Why nobody may resume from it, though it is whole; "" if anybody may. It is not live."""
+    """Say why nobody may resume from a checkpoint that is whole and not live; "" if anybody may."""
     void = void_of(state.void, certificate.order)
     if void is not None:
         return f"it is {certificate.order}, and what came of {void.after} takes its place"
@@ -185,7 +185,8 @@ def _contradicts(certificate: Certificate, record: Record | None) -> str:
 
 
 def _holders(certificate: Certificate, sha256: str, seen: Iterable[NodeSighting]) -> dict[int, tuple[str, ...]]:
-    """Nodes that crashed before they wrote the certificate had stored their files before anybody wrote it."""
+    """Return the nodes that hold all files of a rank, by rank."""
+    # A node that crashed before it wrote the certificate counts too: it stored its files before any node wrote one.
     nodes: dict[int, set[str]] = {}
     for sighting in seen:
         if sighting.attempt == str(certificate.attempt) and sighting.sha256 in (sha256, "") and not sighting.fault:
@@ -195,7 +196,7 @@ def _holders(certificate: Certificate, sha256: str, seen: Iterable[NodeSighting]
 
 
 def _lost(certificate: Certificate, holders: Mapping[int, tuple[str, ...]]) -> str:
-    """Which files no node has that is here; "" if there are none."""
+    """Say which files no node of this job has; "" if there are none."""
     lost = sorted(certificate.by_rank.keys() - holders.keys())
     if not lost:
         return ""

@@ -1,7 +1,7 @@
-"""The certificate of a fast checkpoint: that all ranks had stored their files, and where they lie (format-v1). Pure.
+"""The certificate of a fast checkpoint: the proof that all ranks stored their files, and on which nodes. Pure.
 
 Every node that holds files of the checkpoint has the same certificate beside them. The first one that is written is the
-commit of the fast checkpoint, so any one of them is enough.
+commit of the fast checkpoint, so any one of them is enough. See format-v1.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ckptstore.format.ranges import Numbers
 
 CERTIFICATE_NAME = "fast.json"
 MAX_RANKS = 1 << 18
-"""No fast checkpoint is of more, so that a false certificate costs no more memory than a true one."""
+"""The most ranks of a fast checkpoint, so that a false certificate costs no more memory than a true one."""
 
 MAX_CERTIFICATE_BYTES = 1 << 30
-"""No node is sent a larger one, whatever another one says."""
+"""The largest certificate that a node reads from another one, whatever size that one states."""
 
 _NODE = re.compile(r"[\w.:@+-]{1,255}")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -32,43 +32,43 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `fast.json` says. Immutable; `decode` has checked that it does not contradict itself."""
+    """The contents of `fast.json`. Immutable; `decode` has checked that it does not contradict itself."""
 
     manifest_data: bytes
     """The exact bytes of the manifest, as the store will have them."""
     save_number: int
     """The number of the save within its epoch, from 1."""
     claim_number: int
-    """The record by which its epoch was claimed."""
+    """The number of the record that claimed its epoch."""
     claim_sha256: str
-    """Of that record's exact bytes. Stores that were copied share their id, and their epochs mean different jobs."""
+    """The SHA-256 of that record's exact bytes: copies of a store share its id, yet their epochs are other jobs."""
     holders: Mapping[str, Numbers]
-    """By the name of a node, the ranks of the save whose files it holds. Each rank has a node, some may have more."""
+    """The ranks of the save whose files a node holds, by its name. Each rank has one node or two."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields that this version does not know; kept."""
     stored: bytes | None = field(default=None, repr=False, compare=False)
-    """The exact bytes that it was read from."""
+    """The exact bytes that it was read from; None if it was not read."""
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What the checkpoint consists of."""
+        """The manifest of the checkpoint."""
         return Manifest.decode(self.manifest_data, file=CERTIFICATE_NAME)
 
     @cached_property
     def attempt(self) -> Attempt:
-        """The attempt, whose name its directory has."""
+        """The attempt; its directory has the same name."""
         attempt = Attempt.parse(self.manifest.attempt)
         assert attempt is not None  # `decode` has checked it
         return attempt
 
     @property
     def order(self) -> SaveOrder:
-        """Its place among all saves of the store."""
+        """The place of the save among all saves of the store."""
         return SaveOrder(self.manifest.epoch, self.save_number)
 
     @cached_property
     def by_rank(self) -> Mapping[int, tuple[Receipt, ...]]:
-        """The files of each rank that has any."""
+        """The receipts of each rank that has files."""
         found: dict[int, list[Receipt]] = {}
         for receipt in self.manifest.files:
             found.setdefault(receipt.rank, []).append(receipt)
@@ -76,11 +76,14 @@ class Certificate:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the exact bytes of `fast.json`. Two certificates of one attempt differ only where one of them is false."""
+        """The SHA-256 of the exact bytes of `fast.json`.
+
+        Two certificates of one attempt differ only if one of them is false.
+        """
         return sha256_of(self.encode())
 
     def ranks_in(self, sizes: Mapping[str, int]) -> frozenset[int]:
-        """The ranks all of whose files are among those, given by name, with their sizes."""
+        """Return the ranks all of whose files are in `sizes`, by name, with the right size."""
         return frozenset(
             rank
             for rank, files in self.by_rank.items()
@@ -88,9 +91,9 @@ class Certificate:
         )
 
     def encode(self) -> bytes:
-        """The certificate as bytes: those that it was read from, if it was read.
+        """Return the certificate as bytes: those that it was read from, if it was read.
 
-        Raises CheckpointDamaged when it contradicts itself: nothing that cannot be read back is ever written.
+        Raises CheckpointDamaged when it contradicts itself, so that no certificate is written that cannot be read.
         """
         if self.stored is not None:
             return self.stored
@@ -121,7 +124,7 @@ class Certificate:
 
     @staticmethod
     def decode(data: bytes, *, file: str = CERTIFICATE_NAME) -> Certificate:
-        """Read a certificate, and distrust it.
+        """Read and check a certificate.
 
         Raises CheckpointDamaged when it is torn, was changed, contradicts itself or has a hostile name in it, and
         UnsupportedVersion when it is from a newer major version.
@@ -160,12 +163,12 @@ class Certificate:
 
 
 def held_by(nodes: Mapping[str, Iterable[int]]) -> dict[str, Numbers]:
-    """The holders as a certificate has them, from the ranks on each node."""
+    """Return the holders as a certificate has them, from the ranks on each node."""
     return {node: Numbers(ranks) for node, ranks in nodes.items()}
 
 
 def is_node_name(name: object) -> bool:
-    """Whether a certificate can have it as the name of a node."""
+    """Return True if a certificate can have it as the name of a node."""
     return isinstance(name, str) and _NODE.fullmatch(name) is not None
 
 
@@ -176,7 +179,7 @@ def _text(value: Any) -> str:
 
 
 def _check(certificate: Certificate, manifest: Manifest) -> None:
-    """Raise CheckpointDamaged where the parts contradict each other."""
+    """Raise CheckpointDamaged if the parts contradict each other."""
     attempt = Attempt.parse(manifest.attempt)
     number = certificate.claim_number
     ranks = Numbers() if manifest.world_size > MAX_RANKS else Numbers(range(manifest.world_size))

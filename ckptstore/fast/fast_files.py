@@ -23,14 +23,17 @@ from ckptstore.storage.disk.local import LocalStorage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastFiles(CheckpointFiles):
-    """The storage is the disk of this node, which has the files of some ranks, or all nodes that have any."""
+    """See `CheckpointFiles`.
+
+    The storage is the disk of this node, which has the files of some ranks, or a `HeldStorage` over all nodes.
+    """
 
     certificate: Certificate
     record: Record | None = None
-    """The record that committed it, if it is known to be in the store too."""
+    """The record that committed it; None if it is not known to be in the store too."""
     job: Job | None = None
     place: FastPlace | None = None
-    """The fast tier of this process, where its job has opened that."""
+    """The fast tier of this process, if its job has opened it."""
 
     @property
     def step(self) -> int:
@@ -39,7 +42,7 @@ class FastFiles(CheckpointFiles):
 
     @property
     def is_durable(self) -> bool:
-        """See `CheckpointFiles.is_durable`. Looks into the log."""
+        """See `CheckpointFiles.is_durable`. Reads the log."""
         return self.job is not None and self.job.log.commit_of(self.certificate.attempt) is not None
 
     @property
@@ -57,7 +60,7 @@ class FastFiles(CheckpointFiles):
 
     @contextmanager
     def held(self, *, is_handed_out: bool = False) -> Iterator[None]:
-        """Lock what lies on the disk of this node, so that no process of the node deletes it."""
+        """Lock the files on the disk of this node, so that no process of the node deletes them."""
         with ExitStack() as stack:
             if self.place is not None:
                 stack.enter_context(self.place.using(str(self.certificate.attempt)))
@@ -85,7 +88,7 @@ class FastFiles(CheckpointFiles):
         self.check_complete(manifest)
 
     def is_broken_by(self, error: StorageError) -> bool:
-        """See `CheckpointFiles.is_broken_by`: a disk of a node cannot read a file."""
+        """See `CheckpointFiles.is_broken_by`: True if the disk of a node could not read a file."""
         return type(error) is StorageError
 
     def receipts_here(self, manifest: Manifest) -> tuple[Receipt, ...]:

@@ -1,7 +1,7 @@
-"""Resuming with a fast tier: what all nodes and the log have, in one row, and what is said of it afterwards.
+"""Resume with a fast tier: put the checkpoints of all nodes and of the log into one row, and record the choice.
 
 every node looks at its disk → the leader merges that with the log → one candidate after another is tried →
-the log hears from which one the job goes on → every node deletes what is void, superseded or was never finished
+the log records from which one the job goes on → every node deletes what is void, superseded or was never finished
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("ckptstore")
 
 @dataclass(frozen=True, slots=True)
 class LeaderView:
-    """The fast checkpoints of all nodes beside the log, as the leader sees them."""
+    """The fast checkpoints of all nodes and the log, as the leader sees them."""
 
     sightings: tuple[NodeSighting, ...]
     certificates: Mapping[str, Certificate]
@@ -43,7 +43,7 @@ class LeaderView:
     refused: Sequence[str]
 
     def to_json(self, order: Callable[[Sequence[FastCandidate]], Sequence[FastCandidate]] | None) -> dict[str, Any]:
-        """Return the candidates in the order to try them, and what is refused."""
+        """Return the candidates in the order in which to try them, and the texts on those that are refused."""
         by_attempt = {record.entry.attempt: record for record in self.committed}
         tried = self.merged.candidates if order is None else order(self.merged.candidates)
         packed = [_packed(one, by_attempt.get(one.attempt), self.sightings) for one in tried]
@@ -52,34 +52,36 @@ class LeaderView:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The candidates of a resume with a fast tier, kept until the job has resumed."""
+    """The candidates of a resume with a fast tier; see `loading.newest.Candidates`."""
 
     job: Job
     place: FastPlace
     files: list[CheckpointFiles]
-    """In the order in which they are tried."""
+    """The candidates, in the order in which they are tried."""
     passed_over: tuple[str, ...]
-    """What nodes have of newer checkpoints that cannot be used, and why."""
+    """The newer checkpoints on nodes that cannot be used, each with the reason."""
     on_leader: LeaderView | None
     is_ordered: bool
-    """True if somebody chose what is tried: what that leaves out is not given up."""
+    """True if a caller chose the candidates: the checkpoints that it left out are not given up."""
 
     def resumed(self, files: CheckpointFiles | None) -> None:
-        """See `Candidates.resumed`. What nobody needs is deleted on every node. An error of that is only logged: the
-        next resume tries again."""
+        """See `Candidates.resumed`. Then delete superfluous attempts on every node.
+
+        An error of the deletion is only logged: the next resume tries again.
+        """
         if files is not None or not self.is_ordered:
             _resumed(self, files)
 
 
 @runtime_checkable
 class FastOrder(Protocol):
-    """An order that knows of fast checkpoints too: see `loading.newest.Order`."""
+    """An order of candidates that covers fast checkpoints too: see `loading.newest.Order`."""
 
     def __call__(self, numbers: Sequence[int]) -> Iterable[int]:
         """See `Order`."""
 
     def of_fast(self, candidates: Sequence[FastCandidate]) -> Sequence[FastCandidate]:
-        """From what the nodes and the store have, newest first, choose what is tried, in that order."""
+        """Choose which of the candidates are tried, and in which order. `candidates` has the newest first."""
 
 
 def look(
@@ -89,11 +91,11 @@ def look(
     *,
     is_loaded: bool = True,
 ) -> Findings:
-    """Claim the store, and find everything that this job can go on from, the newest first. Collective.
+    """Claim the store, and find all checkpoints that this job can go on from, newest first. Collective.
 
-    The leader calls `order` with that, for what is tried, and in which order. Without `is_loaded` nothing is read now,
-    and each candidate is there once, with all places of its files: what is damaged in one of them is found when the
-    candidates are forgotten.
+    The leader calls `order` with them, to choose which are tried, and in which order. Without `is_loaded` the
+    caller loads nothing yet, and each candidate comes once, with all places of its files: damage in one place is found
+    only after the candidates are forgotten.
     """
     place.settle()
     known: dict[str, Certificate] = {}
@@ -118,7 +120,7 @@ def look(
 def _leader_view(
     job: Job, place: FastPlace, sightings: tuple[NodeSighting, ...], known: dict[str, Certificate]
 ) -> LeaderView:
-    """Claim the store, and merge what the nodes have with the log. Certificates that are read are added to `known`."""
+    """Claim the store, and merge the sightings with the log. Certificates that are read are added to `known`."""
     for sighting in sightings:
         if sighting.sha256 and sighting.sha256 not in known:
             known[sighting.sha256] = place.certificate_of(sighting.place)
@@ -174,19 +176,19 @@ def _resumed(seen: Findings, files: CheckpointFiles | None) -> None:
 
 
 def _claims(job: Job, newest: Record, certificates: Iterable[Certificate]) -> dict[int, Record]:
-    """The records by which the epochs of the certificates were claimed, as far as there are such and can be read."""
+    """Return the records that claimed the epochs of the certificates, as far as they exist and can be read."""
     found = {}
     for number in {one.claim_number for one in certificates}:
         try:
             if number <= newest.number:
                 found[number] = job.log.records([number])[0]
-        except CheckpointDamaged as error:  # who only cannot be asked now is no reason to do without a checkpoint
+        except CheckpointDamaged as error:  # no more: a store that is away now must not cost a checkpoint
             logger.warning("record %d, by which a fast checkpoint is known, cannot be read: %s", number, error)
     return found
 
 
 def _tell_refused(merged: Merged) -> list[str]:
-    """Tell of what cannot be used, and return it."""
+    """Log or emit each checkpoint that cannot be used; return the texts on those that are not void."""
     told = []
     for refused in merged.refused:
         attempt = Attempt.parse(refused.attempt)
@@ -211,8 +213,10 @@ def _packed(candidate: FastCandidate, record: Record | None, sightings: Sequence
 def _opened(
     job: Job, place: FastPlace, told: Mapping[str, Any], known: Mapping[str, Certificate], *, is_loaded: bool
 ) -> list[CheckpointFiles]:
-    """The files of a candidate in the ways to read them: the disk of this node where it has all; all nodes, and the
-    store where it is durable; the store alone. All ranks have equally many."""
+    """Return the files of a candidate once for each way to read them; all ranks return equally many.
+
+    The ways are: the disk of this node, if it has all; all nodes, with the store if it is durable; the store alone.
+    """
     found = []
     record = Record.decode(told["record"][1].encode(), told["record"][0]) if told["record"] else None
     places = [CertificatePlace(*one) for one in told["certificates"]]
@@ -256,9 +260,9 @@ def _held(
 
 
 def _sweeps(job: Job, place: FastPlace, seen: LeaderView, newest: Record, source: SaveOrder | None) -> dict[str, Any]:
-    """Leader: by node which attempts stay, the first to go first, and which are deleted and why.
+    """Leader: return, by node, the attempts that stay, the first to go first, and those to delete with the reasons.
 
-    What is newer than the source was found damaged: it goes, or is the first to go where the log has it.
+    A candidate newer than the source was found damaged: it goes, or is the first to go if the log has it.
     """
     assert job.epoch is not None
     keep = place.tier.keep

@@ -26,7 +26,7 @@ class Guest:
     def __init__(self, tier: FastTier) -> None:
         self.tier = tier
         self.place: FastPlace | None = None
-        """None until the ranks have met for it."""
+        """The fast tier of this process; None until the ranks have met for it."""
         self._near: NearNode | None = None
 
     @property
@@ -35,10 +35,10 @@ class Guest:
         return self.place is not None
 
     def open(self, job: Job, step: int | None = None) -> FastPlace:
-        """Return the fast tier of this process. Collective when it is called first.
+        """Return the fast tier of this process. The first call is collective.
 
-        The store is claimed if it was not: to save `step`, where that is there. Raises InvalidInput where the ranks do
-        not fit together or a directory is not safe to use, StoreFenced, StorageError.
+        It claims the store if that is not claimed, to save `step` unless that is None. Raises InvalidInput when the
+        ranks do not fit together or a directory is not safe to use, StoreFenced, StorageError.
         """
         if self.place is not None:
             return self.place
@@ -82,7 +82,7 @@ class Guest:
         return self.place
 
     def candidates(self, job: Job, order: object, *, is_loaded: bool) -> finding.Findings | None:
-        """See `Tier.candidates`. Without `is_loaded` nothing is read now, and each is there once."""
+        """See `Tier.candidates`. Without `is_loaded` the caller loads nothing yet, and each comes once."""
         if order is newest_first:
             return finding.look(job, self.open(job), is_loaded=is_loaded)
         if isinstance(order, finding.FastOrder):
@@ -101,13 +101,13 @@ class Guest:
 
 
 def check_tier(tier: object) -> None:
-    """Raise InvalidInput for what is no FastTier."""
+    """Raise InvalidInput unless it is a FastTier."""
     if not isinstance(tier, FastTier):
         raise InvalidInput(f"fast is {tier!r}, it is a FastTier", hint='Write fast=FastTier("/a/directory")')
 
 
 def guest_of(job: Job) -> Guest:
-    """Return the fast tier of a job that has one. InvalidInput where it has none."""
+    """Return the fast tier of a job. Raises InvalidInput if it has none."""
     if not isinstance(job.tier, Guest):
         raise InvalidInput("The store was opened without a fast tier", hint='Write fast=FastTier("/a/directory")')
     return job.tier

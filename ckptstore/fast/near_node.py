@@ -1,5 +1,6 @@
-"""Fast checkpoints as one process reaches them, without the others: what lies on the disk of its node, judged by the
-log. Nothing is claimed or changed, and no rank is waited for.
+"""Fast checkpoints for one process on its own: the attempts on the disk of its node, judged by the log.
+
+No store is claimed, no file is changed, and no rank is waited for.
 
 The certificates are those on this node. Files are read from its disk, from the other nodes of the job where this
 process belongs to one that has opened its fast tier, and from the store once the checkpoint is durable.
@@ -42,9 +43,9 @@ class NearCheckpoint:
     order: SaveOrder
     attempt: str
     is_durable: bool
-    """Whether the log has it as live."""
+    """True if it is live in the log."""
     is_superseded: bool
-    """Whether the log has a newer one."""
+    """True if the log has a newer one."""
     files: CheckpointFiles
 
 
@@ -61,10 +62,12 @@ class NearNode:
             transfer.close()
 
     def look(self, place: FastPlace | None) -> list[NearCheckpoint]:
-        """Return what can be used, the oldest first. A `CheckpointSkipped` event names the rest, but for what is void.
+        """Return the checkpoints that can be used, oldest first.
 
-        `place` is the fast tier of this process, if its ranks have met for it. Raises InvalidInput where the directory
-        is not private to this user; StorageError where the log or the directory cannot be read.
+        A `CheckpointSkipped` event names each of the rest, except void ones.
+
+        `place` is the fast tier of this process, if its ranks have met for it. Raises InvalidInput when the directory
+        is not private to this user; StorageError when the log or the directory cannot be read.
         """
         job, tier, clients = self._job, self._tier, place.clients if place else {}
         node = place.disk.node if place else clean_node(tier.node or this_node())
@@ -131,7 +134,7 @@ def _others(certificate: Certificate, rank: int, clients: Mapping[str, NodeClien
 
 
 def _lost(found: HeldAttempt, clients: Mapping[str, NodeClient]) -> list[str]:
-    """Return what this node should have, and no node has that can be reached."""
+    """Return the files that this node should have, and that it and all nodes that can be reached lack."""
     certificate = found.certificate
     if certificate is None:
         return []

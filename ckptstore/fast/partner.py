@@ -1,4 +1,4 @@
-"""Second copies: what a rank stores on its own disk is sent to the partner node at the same time."""
+"""Second copies: the files that a rank stores on its own disk are sent to the partner node at the same time."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ckptstore.transfer.sources import FileSource
 
 _BLOCK_BYTES = 4 << 20
 _NUM_STREAMS = 2
-"""How many files a rank sends at once. Each takes a part of memory on the other node."""
+"""The number of files that a rank sends at once. Each takes a part of memory on the other node."""
 _BEAT_SECONDS = 0.5
 
 
 class DoubledUpload:
-    """An upload to the disk of this node that has ended when the partner has the same files, durable and equal.
+    """An upload to the disk of this node that returns when the partner has equal, durable copies of the files.
 
-    It takes two blocks of memory beside that of the upload. Raises what the upload raises, StorageError and its kin for
-    what the partner says, CheckpointDamaged when the copy is not equal.
+    It takes two blocks of memory in addition to those of the upload. Raises the errors of the upload, StorageError and
+    its subclasses for the errors of the partner, CheckpointDamaged when a copy differs.
     """
 
     def __init__(self, place: FastPlace, own: Upload) -> None:
-        """The job has two copies, and so at least two nodes."""
+        """The tier has `copies=2`, so there are at least two nodes."""
         self._own = own
         self._partner = place.partner()
         self._algorithm = place.transfer.algorithm
@@ -53,7 +53,7 @@ class DoubledUpload:
 
 
 def copy_to_partner(place: FastPlace, attempt: Attempt, digests: dict[str, Digest]) -> None:
-    """Send files that are on the disk of this node already to the partner. `digests` has theirs by name."""
+    """Send files that already lie on the disk of this node to the partner. `digests` has their digests by name."""
     storage = place.disk.storage
     keys = [attempt.key(name) for name in digests]
     files = [
@@ -75,7 +75,7 @@ class _Sending:
     """
 
     def __init__(self, client: NodeClient, files: Sequence[PlannedFile], *, algorithm: str) -> None:
-        """`algorithm` is that of the digests of files that name none."""
+        """`algorithm` is the digest algorithm of files that name none."""
         self._client, self._files, self._algorithm = client, files, algorithm
         self._digests: dict[int, Digest] = {}
         self._left = iter(enumerate(files))
@@ -90,7 +90,7 @@ class _Sending:
             thread.start()
 
     def result(self) -> list[Digest]:
-        """The digest of each copy, by the partner."""
+        """Wait for all files, and return the digest of each copy as the partner computed it."""
         for thread in self._threads:
             while thread.is_alive():
                 thread.join(_BEAT_SECONDS)
@@ -104,7 +104,7 @@ class _Sending:
         return [self._digests[number] for number in range(len(self._files))]
 
     def give_up(self) -> None:
-        """Nobody wants them any more. Returns when no source is read any more."""
+        """Give the files up. Returns when no source is read any more."""
         self._end()
         for thread in self._threads:
             thread.join()
@@ -129,7 +129,7 @@ class _Sending:
                 )
         except BaseException as error:
             with self._lock:
-                self._error = self._error or error  # what the others say now follows from it
+                self._error = self._error or error  # errors of the other threads follow from it
             self._end()
 
     def _next(self) -> tuple[int, PlannedFile] | None:
@@ -138,8 +138,8 @@ class _Sending:
 
 
 def _named(key: str) -> tuple[Attempt, str]:
-    """The attempt and the name in it."""
+    """Return the attempt of a key, and the name of the file in it."""
     attempt_name, _, name = key.removeprefix(CHECKPOINT_PREFIX).partition("/")
     attempt = Attempt.parse(attempt_name)
-    assert attempt is not None  # who uploads has made the key from one
+    assert attempt is not None  # the uploader made the key from one
     return attempt, name

@@ -1,4 +1,4 @@
-"""Publishes fast checkpoints: files on the disks of the nodes, and a certificate on each that says they are whole.
+"""Publish fast checkpoints: files on the disks of the nodes, and on each node a certificate that they are whole.
 
 The first certificate that is written is the commit. No request to the store is made once the job has claimed it.
 """
@@ -37,7 +37,7 @@ class FastPublisher:
 
     @property
     def destination(self) -> Destination:
-        """See `Publisher.destination`: the disk of this node, where one rank removes what lies there."""
+        """See `Publisher.destination`: the disk of this node, on which one rank removes files."""
         place = self._place
         return Destination(
             place.disk.storage,
@@ -48,7 +48,7 @@ class FastPublisher:
         )
 
     def begin(self, request: Request, decision: Decision) -> Mapping[str, Any]:
-        """See `Publisher.begin`. Raises StepExists, StoreFenced where this node knows of a later job, InvalidMetric."""
+        """See `Publisher.begin`. Raises StepExists, StoreFenced when this node knows of a later job, InvalidMetric."""
         job, place = self._job, self._place
         check_required(job.policy, request.metrics, missing=job.missing)
         if job.is_fenced or place.disk.marked_epoch() > place.epoch:
@@ -68,7 +68,7 @@ class FastPublisher:
         return attempt
 
     def publish(self, request: Request, attempt: Attempt, contents: Contents) -> bytes:
-        """See `Publisher.publish`. Return the certificate that every node will have, packed for all ranks."""
+        """See `Publisher.publish`. Return the compressed certificate, which every node will have."""
         place = self._place
         place.disk.storage.persist([attempt.key(name) for name in contents.pending])
         if place.tier.copies == 2 and contents.pending:
@@ -81,9 +81,9 @@ class FastPublisher:
         return zlib.compress(place.certificate(manifest.encode(), self._save_number).encode(), 1)
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Certificate | None:
-        """See `Publisher.outcome`: every node writes its certificate, and all hear whether one did.
+        """See `Publisher.outcome`: every node writes the certificate, and all ranks learn whether one node did.
 
-        An error says that the checkpoint may be there (`committed` None): a certificate whose write failed may be.
+        An error has `committed` None, since a certificate whose write failed may still exist.
         """
         if published is None:
             certificate = self._found(attempt)
@@ -114,7 +114,7 @@ class FastPublisher:
         return certificate
 
     def _certify(self, data: bytes, certificate: Certificate, attempt: Attempt) -> str | None:
-        """Write the certificate on the disk of this node. Return what keeps it from that."""
+        """Write the certificate on the disk of this node. Return the error as text; None if it succeeded."""
         disk = self._place.disk
         try:
             for name in certificate.manifest.directories:
@@ -127,14 +127,14 @@ class FastPublisher:
         return None
 
     def _found(self, attempt: Attempt) -> Certificate | None:
-        """Return what is on the disk of this node."""
+        """Return the certificate on the disk of this node; None if there is none, or none that can be read."""
         try:
             return self._place.disk.certificate(attempt)
         except CkptstoreError:
             return None
 
     def _committed(self, kept: Certificate, ended: Ended) -> None:
-        """Tell listeners. On each node one rank deletes what this one supersedes."""
+        """Emit FastCommitted. On each node one rank deletes the attempts that this one supersedes."""
         if self._place.members.is_reporter:
             self._place.delete_old()
         manifest = kept.manifest

@@ -35,19 +35,18 @@ class FastSaver(StateSaver):
     """See `StateSaver`."""
 
     open_place: Callable[[int | None], FastPlace]
-    """Opens the fast tier, to save a step. Collective when it is called first."""
+    """Opens the fast tier, to save a step. The first call is collective."""
     _drainer: Drainer | None = None
     _last_due: Candidate | None = None
-    """The fast checkpoint that was due last to be brought into the store."""
+    """The last fast checkpoint that was due for the store."""
     _last_fast: tuple[int, float] | None = None
-    """The step of the last fast checkpoint, and when it was complete, as `time.monotonic` has it."""
+    """The step of the last fast checkpoint, and the `time.monotonic` at which it was complete."""
 
     def begin_shard(
         self, shard: Shard, request: Request, *, clock: SaveClock
     ) -> tuple[Transaction[Any], Callable[[], Saved]]:
-        """See `StateSaver.begin_shard`. Only files of directories go to the fast tier: what else comes has no second
-        place to go to."""
-        if not isinstance(shard, DirectoryShard):
+        """See `StateSaver.begin_shard`. Only a `DirectoryShard` goes to the fast tier."""
+        if not isinstance(shard, DirectoryShard):  # no other shard can move to the store when the fast tier fails
             return super().begin_shard(shard, request, clock=clock)
         if request.options["link"]:
             raise InvalidInput(
@@ -71,8 +70,7 @@ class FastSaver(StateSaver):
         return Target(place.disk.storage, doubled, FastPublisher(self.job, place))
 
     def _finish(self, transaction: Transaction[Any], stored: Shard, shard: StateShard | DirectoryShard) -> Saved:
-        """See `StateSaver._finish`. Where the disk of a node is full, or a node cannot be reached, it goes to the
-        store."""
+        """See `StateSaver._finish`. If the disk of a node is full or a node cannot be reached, save to the store."""
         job, place = self.job, self.open_place(None)
         place.settle()  # a disk has room for what is being saved beside what stays, and for no more
         try:
@@ -89,7 +87,7 @@ class FastSaver(StateSaver):
         return Saved(files_of(job, record))
 
     def _offered(self, place: FastPlace, certificate: Certificate) -> Saved:
-        """Bring a fast checkpoint, which is whole, into the store if it is due."""
+        """Offer a whole fast checkpoint to the drainer, and return it."""
         if self._drainer is None:
             self._drainer = Drainer(self.job, place)
         manifest = certificate.manifest
@@ -104,13 +102,13 @@ class FastSaver(StateSaver):
         return Saved(fast_files_of(self.job, place, certificate), drain)
 
     def durable(self, later: Later, timeout_seconds: float | None) -> Saved:
-        """See `StateSaver.durable`. All ranks call it for a checkpoint that is not due."""
+        """See `StateSaver.durable`. Collective for a checkpoint that is not due."""
         if self._drainer is not None and isinstance(later, Drain):
             self._drainer.want(later)
         return super().durable(later, timeout_seconds)
 
     def drain_newest(self, timeout_seconds: float | None) -> Drain | None:
-        """See `StateSaver.drain_newest`: due or not."""
+        """See `StateSaver.drain_newest`. It need not be due."""
         if self._drainer is None:
             return None
         newest = self._drainer.drain_newest()
@@ -123,8 +121,10 @@ class FastSaver(StateSaver):
         return health_of(self._last_fast, self._last_record, drains, resumed)
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Bring the newest fast checkpoint into the store within that time, and give the memory back. No save is in
-        flight. Without a time it is tried until the store does not answer."""
+        """Bring the newest fast checkpoint into the store within that time, and give the memory back.
+
+        No save is in flight. Without a time the drain goes on until the store does not answer.
+        """
         if self._drainer is not None:
             self._drainer.close(timeout_seconds)
         super().close(timeout_seconds)

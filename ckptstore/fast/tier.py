@@ -1,4 +1,4 @@
-"""What a caller asks for: where fast checkpoints lie on a node, how many copies there are, what reaches the store."""
+"""The options of the fast tier: its directory on a node, the number of copies, which checkpoints reach the store."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from ckptstore.retention import Candidate, Policy
 class FastTier:
     """Save to a disk of the node first, and bring checkpoints into the store behind the training.
 
-    A save is complete when it is on the disks of the nodes; see `docs/explain/how-the-fast-tier-works.md` for what a
-    failure then costs. All ranks give the same, but for `path` and `node`.
+    A save is complete when it is on the disks of the nodes; `docs/explain/how-the-fast-tier-works.md` says what a
+    failure then costs. All ranks pass the same options, except `path` and `node`.
     """
 
     path: str | os.PathLike[str]
     """A directory on a disk of this node, created if absent. It must belong to this user alone (mode 700)."""
     copies: Literal[1, 2] = 1
-    """On how many nodes each file lies. Two need at least two nodes, which reach each other by TCP."""
+    """The number of nodes on which each file lies. Two need at least two nodes, which reach each other by TCP."""
     keep: int = 2
-    """How many fast checkpoints stay on a node, whether or not they are in the store."""
+    """The number of fast checkpoints that stay on a node, whether or not they are in the store."""
     drain: Policy | None = None
-    """Which fast checkpoints are brought into the store: those that the policy keeps beside the one that was last, so
-    `KeepEvery(steps=1000)` for the first of every 1000 steps. None for the newest, whenever the one before is there."""
+    """The policy that chooses the fast checkpoints to bring into the store: each that it keeps next to the last one so
+    chosen. `KeepEvery(steps=1000)` chooses the first of every 1000 steps. None: the newest, whenever the drain before
+    it has ended."""
     drain_bytes_per_second: float | None = None
-    """How fast a node reads and sends for that, all its ranks together; None for no limit."""
+    """The most bytes per second that a node sends to the store, all its ranks together; None for no limit."""
     interface: str | None = None
-    """The network interface by which the other nodes reach this one; None for all, with those addresses first by which
-    this machine reaches others."""
+    """The network interface by which the other nodes reach this one. None for all interfaces: the others then first try
+    the address by which this machine reaches other machines."""
     node: str | None = None
-    """The name of this node; None for the one that the job's group knows it by."""
+    """The name of this node; None for its name in the job's group."""
 
     def __post_init__(self) -> None:
         path, drain, rate = _given(self.path), _given(self.drain), _given(self.drain_bytes_per_second)
@@ -52,12 +53,12 @@ class FastTier:
             raise InvalidInput(f"{self.node!r} cannot be the name of a node: letters, digits and . _ : @ + - can")
 
     def is_due(self, candidate: Candidate, last: Candidate | None) -> bool:
-        """Whether a fast checkpoint is brought into the store, by the one that was before."""
+        """Return True if a fast checkpoint is to be brought into the store; `last` is the last one that was."""
         if self.drain is None or last is None:
             return True
         return candidate.number in self.drain.kept([last, candidate])
 
 
 def _given(value: object) -> object:
-    """What a caller gave may be of any type."""
+    """Return the value as an object: a caller may have passed any type."""
     return value

@@ -1,6 +1,6 @@
-"""Fast checkpoints come from the disks of the nodes into the store, behind the training.
+"""Bring fast checkpoints from the disks of the nodes into the store, behind the training.
 
-It may know the job, the fast tier, the transfer and the commit. It gives `Drainer`, which each process of a job has.
+It may know the job, the fast tier, the transfer and the commit. Each process of a job has one `Drainer`.
 """
 
 from ckptstore.fast.drain.book import Drain

@@ -1,6 +1,6 @@
-"""What one process was offered for the store, and what became of it; and how the leader chooses from what all were.
+"""The fast checkpoints that one process was offered for the store, their states, and the choice of the leader.
 
-    offered → active (due, or somebody waits for it) → begun → durable, failed
+    offered → active (due, or a caller waits for it) → begun → durable, failed
                      └→ dropped, when a newer one is active before it is begun
 
 Only active ones are kept from being deleted, so a store that is away costs the disk two checkpoints and no more. A
@@ -29,25 +29,25 @@ class Drain:
         self.attempt = certificate.manifest.attempt
         self.offered_at = time.monotonic()
         self.certificate: Certificate | None = certificate
-        """None once it is over, or dropped."""
+        """The certificate; None once the drain has ended or was dropped."""
         self.is_active = False
         self.is_told = False
-        """Whether this rank has told the others that it has this one, and they have not chosen yet."""
+        """True if this rank has reported it to the others, and they have not chosen yet."""
         self.is_begun = False
         self.may_be_committed = False
-        """Whether a try ended so that it may have a record: then its files are nobody's to remove."""
+        """True if a try failed in such a way that it may have a record: then nobody may remove its files."""
         self._changed = changed
         self._record: Record | None = None
         self._error: CkptstoreError | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, one way or the other."""
+        """Return True if it has ended, well or not."""
         return self._record is not None or self._error is not None
 
     def result(self, timeout_seconds: float | None = None) -> Record:
         """Wait until this checkpoint is durable, or a newer one of this job is, and return the record of that one.
 
-        Raises what the drain failed with, and TimeoutError when it has not ended in time.
+        Raises the error of the drain, and TimeoutError when it has not ended in time.
         """
         with self._changed:
             if not self._changed.wait_for(self.done, timeout_seconds):
@@ -59,16 +59,16 @@ class Drain:
 
     @property
     def superseded_by(self) -> Record | None:
-        """The record of a newer checkpoint that became durable in the place of this one; None where there is none."""
+        """The record of a newer checkpoint that became durable in place of this one; None if there is none."""
         record = self._record
         return record if record is not None and record.entry.attempt != self.attempt else None
 
     def error(self) -> CkptstoreError | None:
-        """What it failed with; None while it runs, and when it did not fail."""
+        """Return the error that it failed with; None while it runs, and when it did not fail."""
         return self._error
 
     def settle(self, outcome: Record | CkptstoreError, *, changed: threading.Condition | None = None) -> None:
-        """It has ended. The book calls this."""
+        """End it with this outcome. Only the book calls this."""
         self.certificate, self._changed = None, changed or self._changed
         if isinstance(outcome, Record):
             self._record = outcome
@@ -83,18 +83,18 @@ class Book:
         self._place = place
         self.changed = threading.Condition()
         self.ended: CkptstoreError | None = None
-        """Why nothing is drained any more, for good; None while all is well."""
+        """The reason why no more is drained, for good; None while all is well."""
         self._drains: dict[int, Drain] = {}
-        """By the number of the save, ascending."""
+        """The drains by the number of the save, ascending."""
         self._offered = 0
-        """The highest number so far."""
+        """The highest number that was offered so far."""
         self._wanted = 0
-        """The highest number that some rank has active."""
+        """The highest number that is active on some rank."""
         self._failed: tuple[float, CkptstoreError] | None = None
-        """When the oldest was offered that has failed since something was durable, and what the last failed with."""
+        """The offer time of the oldest drain that failed since the last success, and the error of the last one."""
 
     def offer(self, certificate: Certificate, *, is_active: bool) -> Drain:
-        """Take a new one in. Raises InvalidInput for one that is not newer than the last."""
+        """Add a fast checkpoint. Raises InvalidInput for one that is not newer than the last."""
         with self.changed:
             number = certificate.save_number
             if number <= self._offered:
@@ -112,8 +112,10 @@ class Book:
             return drain
 
     def want(self, drain: Drain | None = None) -> Drain | None:
-        """Make the newest one active, for who waits for `drain` or, without it, for the newest. What is older is safe
-        too once that is durable. Nothing happens where one is active that will do."""
+        """Make the newest one active and return it: the caller waits for `drain` or, without it, for the newest.
+
+        Older ones are safe too once it is durable. If one that is not older than `drain` is active, do nothing.
+        """
         with self.changed:
             newest = self._newest()
             if newest is not None and not (drain is not None and drain.done()):
@@ -124,7 +126,7 @@ class Book:
             return newest
 
     def told(self, sent: int) -> dict[str, Any]:
-        """What this rank tells the others: what it can drain. `sent` is the save of which it has sent some files."""
+        """Report the saves that this rank can drain. `sent` is the save whose files it has sent in part, or 0."""
         with self.changed:
             self._tell()
             self._drop_below(max((drain.save_number for drain in self._active()), default=0), begun_too=False)
@@ -134,7 +136,7 @@ class Book:
             return {"active": numbers, "newest": 0 if newest is None else newest.save_number, "sent": sent}
 
     def hear(self, choice: Mapping[str, Any]) -> Drain | None:
-        """What the leader has chosen: the one that is drained now, None where the ranks have none in common."""
+        """Apply the choice of the leader. Return the drain to run now; None if the ranks have none in common."""
         with self.changed:
             go, self._wanted = choice["go"], max(self._wanted, choice["wanted"])
             self._tell()
@@ -149,18 +151,18 @@ class Book:
             return chosen
 
     def has_active(self) -> bool:
-        """Whether anything drains or waits. The caller holds `changed`, or can do with what was true a moment ago."""
+        """Return True if one drains or waits. The caller holds `changed`, or accepts an answer of a moment ago."""
         return bool(self._active())
 
     def settle(self, record: Record) -> None:
-        """A checkpoint of this job is durable: all that are not newer have ended well."""
+        """End all drains that are not newer than a durable checkpoint of this job with its record."""
         with self.changed:
             covered = [number for number in self._drains if number <= record.entry.save_number]
             self._end(covered, record)
             self._failed = None
 
     def fail(self, numbers: Collection[int], error: CkptstoreError) -> None:
-        """These do not become durable. What was dropped for them has failed too, unless a newer one is active."""
+        """End these with an error, and those that were dropped for them too, unless a newer one is active."""
         with self.changed:
             self._end([number for number in numbers if number in self._drains], error)
             if not self._active():
@@ -168,26 +170,28 @@ class Book:
                 self._end([number for number in dropped if number < max(numbers, default=0)], error)
 
     def end(self, error: CkptstoreError) -> None:
-        """Nothing is drained any more, for this reason, which is what all have failed with."""
+        """Drain no more, for good, and end all drains with this error."""
         with self.changed:
             self.ended = error
             self._end(list(self._drains), error)
 
     def end_in_child(self, error: CkptstoreError) -> None:
-        """`end` in a forked child, where the thread that had the lock is not there."""
+        """As `end`, in a forked child, which does not have the thread that held the lock."""
         self.changed, self.ended = threading.Condition(), error
         for drain in self._drains.values():
             drain.settle(error, changed=self.changed)
         self._drains = {}
 
     def all_active(self) -> list[Drain]:
-        """Those that drain or wait, the oldest first."""
+        """Return the drains that run or wait, oldest first."""
         with self.changed:
             return self._active()
 
     def behind(self) -> tuple[float | None, CkptstoreError | None]:
-        """When the oldest was offered that is not durable, nor is a newer one, None where there is none; and what one
-        of those has failed with last."""
+        """Return since when the store is behind, None if it is not, and the last error since the last success.
+
+        It is behind since the offer of the oldest checkpoint that is not durable, and that no newer durable one covers.
+        """
         with self.changed:
             oldest = next(iter(self._drains.values()), None)
             since, error = self._failed or (None, None)
@@ -200,7 +204,7 @@ class Book:
         return [drain for drain in self._drains.values() if drain.is_active]
 
     def _newest(self) -> Drain | None:
-        """The newest, if it can be drained: what is not active may be deleted once a newer one is saved."""
+        """Return the newest, if it can be drained: only the newest is sure to exist without being active."""
         newest = self._drains.get(self._offered)
         return None if newest is None or newest.certificate is None else newest
 
@@ -211,7 +215,7 @@ class Book:
             self._drop_below(drain.save_number, begun_too=False)
 
     def _tell(self, *told: Drain) -> None:
-        """These are told now, and no others."""
+        """Mark these as reported to the others, and no more."""
         for drain in self._drains.values():
             drain.is_told = drain in told
 
@@ -238,10 +242,10 @@ class Book:
 
 
 def choose(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Leader: what is drained now (0 for nothing) and what any rank wants, from what all ranks have told. Pure.
+    """Leader: return the save to drain now (0 for none), and the newest that any rank wants. Pure.
 
-    The newest that every rank has and that one wants; but one of which files were sent goes on, so that a store that
-    fails now and then gets one to the end.
+    `told` are the reports of all ranks. The choice is the newest save that every rank has and that one wants; but one
+    whose files were sent in part goes on, so that one arrives even if the store fails now and then.
     """
     common = set.intersection(*({*each["active"], each["newest"]} for each in told)) - {0}
     wanted = {number for each in told for number in each["active"]}
@@ -250,7 +254,7 @@ def choose(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def given_up(reason: str) -> NotDurable:
-    """The error for what was not brought into the store."""
+    """Return the error of a drain that was given up."""
     return NotDurable(
         f"The fast checkpoint is not in the store: {reason}",
         hint="It stays on the disks of the nodes: the next job resumes from it there",

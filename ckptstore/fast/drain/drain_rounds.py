@@ -1,10 +1,10 @@
 """The rounds in which the ranks bring one fast checkpoint after another into the store.
 
-what each rank has → the leader chooses → each rank sends its own files → the leader commits → all hear
+each rank reports → the leader chooses → each rank sends its own files → the leader commits → all learn the outcome
 
-This is the save story once more, with files that are on the disks of the nodes, and a manifest that was made when the
-fast checkpoint was certified. When the store does not answer, all ranks wait and begin at the top: by then a newer
-checkpoint may be there.
+The story is that of a save, with files from the disks of the nodes, and the manifest that was made when the fast
+checkpoint was certified. When the store does not answer, all ranks wait and begin at the top: by then there may be a
+newer checkpoint.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger("ckptstore")
 
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 10.0
-"""One rank that waits keeps another one from closing its store for so long."""
+"""The longest wait for a store; for so long a rank that waits keeps another one from closing its store."""
 _TICK_SECONDS = 0.5
 
 
 class Rounds:
-    """What one process does in them, on a thread that does nothing else."""
+    """The part of one process in the rounds, on a thread that does nothing else."""
 
     def __init__(self, job: Job, place: FastPlace, book: Book) -> None:
         self._job, self._place, self._book = job, place, book
@@ -51,23 +51,23 @@ class Rounds:
         rate = place.tier.drain_bytes_per_second
         self._pacer = None if rate is None else Pacer(rate / len(place.members.ranks_of(place.members.node)))
         self.stopped = threading.Event()
-        """Set by whoever wants them to end: what is active is given up."""
+        """Set to end the rounds: active drains are given up."""
         self._is_last_try = False
-        """Whether a store that is away is not waited for any more."""
+        """True if the rounds do not wait for a store that is away."""
         self._files: tuple[Drain, OwnFiles, float] | None = None
-        """What was begun last, with the moment when it was."""
+        """The drain that was begun last, its files, and the `time.monotonic` of its beginning."""
         self._failures = 0
-        """How often the store has failed in a row."""
+        """The number of failures of the store in a row."""
         self._retry_at = 0.0
         self.away_since: float | None = None
-        """When the store failed first, if it has not answered since."""
+        """The `time.monotonic` of the first failure of the store; None if it has answered since."""
         self.error: CkptstoreError | None = None
-        """What it failed with last."""
+        """The last error of the store; None if it has answered since."""
         self.durable: tuple[Record, float] | None = None
-        """What became durable last, and when."""
+        """The record that became durable last, with the `time.monotonic`."""
 
     def hurry(self, *, is_last_try: bool) -> None:
-        """The job ends: a store that is away is tried at once, and with `is_last_try` not once more."""
+        """Try a store that is away at once, for the job ends; with `is_last_try` only once."""
         self._is_last_try, self._failures, self._retry_at = is_last_try, 0, 0.0
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Rounds:
             raise given_up(f"rank {self._rank} closed its store before")
 
     def round(self, lane: Group) -> None:
-        """The ranks agree on what is drained now, and drain it."""
+        """Agree with the other ranks on a fast checkpoint, and drain it."""
         active = [drain.save_number for drain in self._book.all_active()]
         has_met = False
 
@@ -91,10 +91,10 @@ class Rounds:
                 offers = meeting.gather(offer)
                 choice = meeting.tell(lambda: self._choice(offers))
         except CkptstoreError as error:
-            if not has_met:  # the others cannot even be asked, and that may be said without any delay
+            if not has_met:  # the others cannot be reached, and that error may come without any delay
                 self.stopped.wait(_TICK_SECONDS)
             if isinstance(error, RankTimeout) and self._rank in error.ranks and not self.stopped.is_set():
-                return  # this rank came late, and was given up: the others may come again
+                return  # this rank was late, and the others gave it up: they may meet again
             drains = [drain for drain in self._book.all_active() if drain.save_number in active]
             self._failed(drains, error)
             return
@@ -103,7 +103,7 @@ class Rounds:
             self._drain(lane, drain, is_over=choice["is_over"])
 
     def _offer(self) -> dict[str, Any]:
-        """Wait until the store may be tried again, and return what this rank can drain."""
+        """Wait until the store may be tried again, and return the report of this rank."""
         while (left_seconds := self._retry_at - time.monotonic()) > 0 and not self.stopped.is_set():
             beat()
             self.stopped.wait(min(left_seconds, _TICK_SECONDS))
@@ -119,8 +119,10 @@ class Rounds:
         return {**choice, "is_over": newest.state.save_number >= choice["go"] > 0}
 
     def _drain(self, lane: Group, drain: Drain, *, is_over: bool) -> None:
-        """Send the files of this rank, and hear what became of the checkpoint. With `is_over` it, or a newer one, is
-        committed already."""
+        """Send the files of this rank, and end the drain with the outcome.
+
+        With `is_over` the checkpoint, or a newer one, is committed already.
+        """
         job, certificate = self._job, drain.certificate
         assert certificate is not None  # the ranks have just agreed on it, and what is begun is not dropped
         files, number = self._begun(drain, certificate), drain.save_number
@@ -166,7 +168,7 @@ class Rounds:
     # How it ends
 
     def _ended(self, drain: Drain, record: Record) -> None:
-        """It is durable, or a newer one is."""
+        """End a drain with a record: its own, or that of a newer checkpoint."""
         assert self._files is not None  # it was begun
         _, files, began = self._files
         self._files, now = None, time.monotonic()
@@ -192,12 +194,12 @@ class Rounds:
         self._book.settle(record)
 
     def _named(self, drain: Drain) -> dict[str, Any]:
-        """What every event says of a drain."""
+        """Return the fields that every event of a drain has."""
         store = self._job.storage.uri
         return {"step": drain.step, "attempt": drain.attempt, "rank": self._rank, "store": store}
 
     def _failed(self, drains: Collection[Drain], error: CkptstoreError) -> None:
-        """These were not drained, as far as is known. When the store may answer later, all ranks try again."""
+        """Handle an error of these drains: try again if the store may answer later, else fail them."""
         if self._look(drains):
             return
         if error.retryable and not self._is_last_try and not self.stopped.is_set():
@@ -217,7 +219,7 @@ class Rounds:
         self.fail(drains, error)
 
     def _look(self, drains: Collection[Drain]) -> bool:
-        """Whether one has a record after all, though this rank was not told so."""
+        """End the first drain that has a record after all, and return True; False if none has."""
         for drain in drains:
             attempt = Attempt.parse(drain.attempt)
             if drain.may_be_committed and attempt is not None:
@@ -229,7 +231,7 @@ class Rounds:
         return False
 
     def fail(self, drains: Collection[Drain], error: CkptstoreError) -> None:
-        """These do not become durable."""
+        """End these drains with an error."""
         for drain in drains:
             emit(DrainFailed(**self._named(drain), error=str(error)))
             drain.may_be_committed |= drain.is_begun and error.committed is not False
@@ -243,7 +245,7 @@ class Rounds:
         self._files = None
 
     def _discard(self, drain: Drain) -> None:
-        """Leader: remove what the ranks have sent in vain. At the end of a job that is left to `gc`."""
+        """Leader: remove the files of a drain in vain. At the end of a job this is left to `gc`."""
         attempt = Attempt.parse(drain.attempt)
         is_mine = self._rank == 0 and drain.is_begun and not drain.may_be_committed and not self.stopped.is_set()
         if is_mine and attempt is not None:

@@ -34,10 +34,10 @@ class Drainer:
         self._rounds, self._thread = Rounds(self._job, self._place, self._book), None
 
     def offer(self, certificate: Certificate, *, is_due: bool = True, wanted: bool = False) -> Drain:
-        """Say that a fast checkpoint of this job is whole on the nodes; returns at once. All ranks offer the same.
+        """Offer a fast checkpoint of this job that is whole on the nodes; return at once. All ranks offer the same.
 
-        One that is due, or that somebody waits for, is drained; what waits and is older gives way to it. Others are
-        drained when somebody asks. Raises InvalidInput for one of another job, and for one older than the last.
+        One that is due, or `wanted` by a caller, is drained; older ones that wait give way to it. Others are drained
+        on request. Raises InvalidInput for one of another job, and for one that is not newer than the last.
         """
         place = self._place
         if (certificate.order.epoch, certificate.claim_number) != (place.epoch, place.claim_number):
@@ -51,25 +51,24 @@ class Drainer:
         return drain
 
     def want(self, drain: Drain) -> None:
-        """Somebody waits until this one, or a newer one, is durable: it is drained though it is not due. All ranks call
-        this, unless it is due."""
+        """Drain this one, or a newer one, though it is not due: a caller waits for it. Collective unless it is due."""
         self._book.want(drain)
         self._start()
 
     def drain_newest(self) -> Drain | None:
-        """Drain the newest that was offered, due or not; returns at once. None where it is over. All ranks call it."""
+        """Drain the newest that was offered, due or not; return at once. None if it has ended. Collective."""
         newest = self._book.want()
         self._start()
         return newest
 
     def finish(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until nothing drains or waits; False when the time was over before."""
+        """Wait until no drain runs or waits. Return False if the time is over before."""
         changed = self._book.changed
         with changed:
             return changed.wait_for(lambda: not self._book.has_active(), timeout_seconds)
 
     def health(self) -> DrainHealth:
-        """How far the store is behind."""
+        """Return how far the store is behind."""
         steps = {drain.is_begun: drain.step for drain in self._book.all_active()}
         durable, (behind_since, failure) = self._rounds.durable, self._book.behind()
         error = self._rounds.error or failure
@@ -84,11 +83,11 @@ class Drainer:
         )
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Drain the newest within that time, then end. All ranks call this.
+        """Drain the newest within that time, then end. Collective.
 
-        Without a time it is tried until the store does not answer. What is not in the store then never will be visible
-        there by this job; it stays on the nodes. A request that hangs, or a rank that does, is waited for as long as
-        the configuration says. No thread is left.
+        Without a time the drain goes on until the store does not answer. A checkpoint that is not in the store then
+        stays on the nodes, and this job never makes it visible in the store. A request or a rank that hangs is waited
+        for as long as the configuration says. No thread is left.
         """
         self.drain_newest()
         self._rounds.hurry(is_last_try=timeout_seconds is None)
@@ -116,7 +115,7 @@ class Drainer:
             while self._has_work():
                 try:
                     self._rounds.round(lane)
-                except Exception as error:  # nothing may be lost with the thread
+                except Exception as error:  # a thread that died would leave its drains without an end
                     rank = self._place.members.rank
                     failure = RankFailed(f"{type(error).__name__}: {error}", rank=rank, committed=None)
                     failure.__cause__ = error
@@ -128,4 +127,4 @@ class Drainer:
         changed = self._book.changed
         with changed:
             changed.wait_for(lambda: self._rounds.stopped.is_set() or self._book.has_active())
-            return self._book.has_active()  # else it was stopped; what is active is told to the others first
+            return self._book.has_active()  # if stopped, active drains are given up in a round, with the other ranks

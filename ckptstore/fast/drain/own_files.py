@@ -1,4 +1,4 @@
-"""What one rank brings into the store of a fast checkpoint: its own files, from the disk of its node."""
+"""The files of one rank in a fast checkpoint, which it sends from the disk of its node to the store."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ckptstore.transfer.sources import FileSource, Read, Source
 logger = logging.getLogger("ckptstore")
 
 _GROUP_BYTES = 1 << 30
-"""After so many bytes it is noted which files are there: what a store that goes away makes this rank send again."""
+"""Files are uploaded in groups of about so many bytes: after an error of the store only one group is sent again."""
 
 _UNREADABLE = SourceChanged, InvalidSource
-"""What a source raises, and never the store."""
+"""Errors of a source, never of the store."""
 _Upload = Callable[[Sequence[Receipt], Sequence[Source]], list[Stored]]
 
 
@@ -39,29 +39,30 @@ class OwnFiles:
         self._attempt = certificate.attempt
         self._receipts = certificate.by_rank.get(place.members.rank, ())
         self._sent: set[str] = set()
-        """Names of files that are in the store, with the digest of their receipts."""
+        """The names of the files that are in the store, with the digests of their receipts."""
         self.sent_bytes = 0
 
     @property
     def num_files(self) -> int:
-        """How many there are."""
+        """The number of the files."""
         return len(self._receipts)
 
     @property
     def size_bytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all files."""
         return sum(receipt.size_bytes for receipt in self._receipts)
 
     @property
     def has_sent(self) -> bool:
-        """Whether a file is in the store that need not be sent again."""
+        """True if a file is in the store, and need not be sent again."""
         return bool(self._sent)
 
     def send(self, storage: Storage, transfer: Transfer, *, pacer: Pacer | None, check: Beat) -> None:
-        """Send what the store has not, and compare its digests with the receipts. What `check` raises ends it.
+        """Send the files that the store lacks, and compare their digests with the receipts.
 
-        A file that is damaged on the disk of this node is sent from the partner's. Raises CheckpointDamaged where that
-        does not help either, and what the storage raises; files that were sent are not sent again then.
+        A file that is damaged on the disk of this node is sent from the partner's copy. Raises CheckpointDamaged when
+        that does not help either, the errors of the storage, and those of `check`, which is called now and then. The
+        next call does not send again the files that were sent.
         """
         if self._sent:
             start = len(self._attempt.prefix)
@@ -103,7 +104,7 @@ class OwnFiles:
                 self._send_copy(receipt, what, upload)
 
     def _send_copy(self, receipt: Receipt, what: str, upload: _Upload) -> None:
-        """The disk of this node does not have what was stored there: send the partner's copy."""
+        """Send the partner's copy of a file that is damaged or missing on the disk of this node."""
         place, damaged = self._place, dict[str, str]()
         if place.tier.copies == 2:
             partner = place.partner()
@@ -135,7 +136,7 @@ class OwnFiles:
                 damaged[receipt.name] = f"its {found.digest.title} is {found.digest.hex}, and was {receipt.digest.hex}"
 
     def _source(self, receipt: Receipt) -> FileSource:
-        """The file on the disk of this node. Raises InvalidSource where it is not there with its size."""
+        """Return the file on the disk of this node. Raises InvalidSource if it is not there with its size."""
         path = self._place.disk.storage.local_path(self._attempt.key(receipt.name))
         try:
             status = os.stat(path)
@@ -159,7 +160,7 @@ class _OnPartner:
 
     @contextmanager
     def open(self) -> Iterator[Read]:
-        """See `Source.open`. What the node says is an InvalidSource: it says nothing of the store."""
+        """See `Source.open`. An error of the node becomes InvalidSource: it is no error of the store."""
         yield self._read
 
     def _read(self, offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:

@@ -1,1 +1,1 @@
-"""The disks of the nodes: what lies on this node's, and how ranks reach those of the others."""
+"""The disks of the nodes: the one of this node, and connections to the others."""

@@ -1,4 +1,4 @@
-"""How the ranks of a job come to the fast tier: each finds its node, and every node says which job is there now."""
+"""Open the fast tier of a job: each rank finds its node, and every node marks the job that owns its disk."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from ckptstore.transfer import Transfer
 
 
 def offer(tier: FastTier, group: Group, keys: NodeKeys) -> dict[str, Any]:
-    """Describe the tier of this rank to the leader, with its public key. As JSON."""
+    """Return the tier of this rank with its public key, as JSON for the leader."""
     same = {"copies": tier.copies, "keep": tier.keep, "drain": repr(tier.drain), "rate": tier.drain_bytes_per_second}
     return {"node": clean_node(tier.node or group.node), "machine": group.node, "same": same, "key": keys.public}
 
 
 def agree(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Leader: the node of each rank. Raises InvalidInput where the ranks were given different tiers, or two copies
-    need more nodes."""
+    """Leader: return the node of each rank.
+
+    Raises InvalidInput when the tiers of the ranks differ, or two copies need more nodes.
+    """
     first = parts[0]["same"]
     for rank, part in enumerate(parts):
         if part["same"] != first:
@@ -47,7 +49,7 @@ def agree(parts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @dataclass(kw_only=True)
 class Arrival:
-    """A process that has come to its node's disk, before it knows how the others can be reached."""
+    """A process that opens the disk of its node, before it knows the addresses of the other nodes."""
 
     tier: FastTier
     members: Members
@@ -55,14 +57,17 @@ class Arrival:
     epoch: int
     claim: tuple[int, str]
     told: Mapping[str, Any]
-    """What the leader told all: "store_id", "is_one_machine", "job" and the public "keys" of all ranks."""
+    """The reply of the leader: "store_id", "is_one_machine", "job" and the public "keys" of all ranks."""
     keys: NodeKeys
     _disk: NodeDisk | None = None
     _server: NodeServer | None = None
 
     def come(self) -> dict[str, Any]:
-        """Open the disk. The reporter of a node says there which job has come, and serves its files if there are other
-        nodes. As JSON what the leader has to know. Raises what `NodeDisk` and `NodeServer` raise."""
+        """Open the disk, and return its identity and the addresses of this node, as JSON for the leader.
+
+        The reporter of a node also marks the epoch of the job on the disk, and serves its files if there are other
+        nodes. Raises the errors of `NodeDisk` and `NodeServer`.
+        """
         transfer, tier, told = self.config.transfer, self.tier, self.told
         self.keys.of_ranks, self.keys.job = told["keys"], told["job"]
         self._disk = disk = NodeDisk.open(
@@ -86,11 +91,11 @@ class Arrival:
 
     @property
     def _patience_seconds(self) -> float:
-        """How long a node may be silent: less than what a rank waits for another one."""
+        """The longest silence of a node: less than the time for which a rank waits for another one."""
         return self.config.rank_timeout_seconds / 4
 
     def enter(self, addresses: Mapping[str, Sequence[Sequence[Any]]]) -> FastPlace:
-        """The fast tier of this process, which reaches the other nodes at these addresses."""
+        """Return the fast tier of this process, which reaches the other nodes at these addresses."""
         assert self._disk is not None  # `come` was called
         config = self.config
         clients = {
@@ -118,14 +123,16 @@ class Arrival:
         )
 
     def leave(self) -> None:
-        """Some rank could not come: serve nobody."""
+        """Stop to serve: some rank could not open its disk."""
         if self._server is not None:
             self._server.close()
 
 
 def join_arrivals(parts: Sequence[Mapping[str, Any]], members: Members) -> dict[str, Any]:
-    """Leader: where each node can be reached. Raises InvalidInput where processes of one node were given different
-    directories."""
+    """Leader: return the addresses of each node.
+
+    Raises InvalidInput when processes of one node have different directories.
+    """
     for node in members.all_nodes:
         first, *others = members.ranks_of(node)
         for rank in others:

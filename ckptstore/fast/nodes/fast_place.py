@@ -1,4 +1,4 @@
-"""What one process of a job has of the fast tier, once its job has claimed the store and its ranks have met."""
+"""The fast tier of one process of a job that has claimed the store and whose ranks have met."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class FastPlace:
     members: Members
     claim_number: int
     claim_sha256: str
-    """Of the record by which the job claimed the store: certificates name it."""
+    """The SHA-256 of the record by which the job claimed the store: certificates name it."""
     epoch: int
     saved: list[str] = field(default_factory=list)
-    """Reporter: the attempts on this node that are certified, here or perhaps on another node; the oldest first."""
+    """Reporter: the attempts on this node that are certified, on it or perhaps on another one; oldest first."""
     server: NodeServer | None = None
-    """Reporter: what serves the files of this node to the others. None with one node."""
+    """Reporter: the server of the files of this node. None with one node."""
     clients: Mapping[str, NodeClient] = field(default_factory=dict)
-    """What reaches the other nodes, by name."""
+    """The clients of the other nodes, by name."""
     _in_use: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _deletion: threading.Thread | None = None
@@ -77,10 +77,13 @@ class FastPlace:
         """Undo one `hold`."""
         with self._lock:
             self._in_use[attempt] -= 1
-            self._in_use += Counter()  # what is not held any more is left out
+            self._in_use += Counter()  # drops the attempts that are not held any more
 
     def certificate(self, manifest_data: bytes, save_number: int) -> Certificate:
-        """That of a save of this job whose files lie where its ranks, and with two copies their partners, are."""
+        """Return the certificate of a save of this job.
+
+        Its files lie on the nodes of its ranks, and with two copies on their partners.
+        """
         members = self.members
         nodes = {node: list(members.ranks_of(node)) for node in members.all_nodes}
         if self.tier.copies == 2:
@@ -95,9 +98,9 @@ class FastPlace:
         )
 
     def certificate_of(self, *places: CertificatePlace) -> Certificate:
-        """A certificate that lies in these places, from this node if it can be.
+        """Read a certificate from one of these places, from this node if possible.
 
-        Raises CheckpointDamaged where it is not the one that was meant, StorageError where no place has it.
+        Raises CheckpointDamaged when it is not the expected one, StorageError when no place has it.
         """
         failure: CkptstoreError | None = None
         for at in sorted(places, key=lambda found: found.node != self.disk.node):
@@ -124,11 +127,11 @@ class FastPlace:
         return Certificate.decode(data, file=key)
 
     def partner(self) -> NodeClient:
-        """What reaches the node that has the second copies of this one's files."""
+        """Return the client of the node that has the second copies of this node's files."""
         return self.clients[self.members.partner_of(self.members.node)]
 
     def held_ranks(self) -> tuple[int, ...]:
-        """The ranks whose files this node holds of a save of this job."""
+        """Return the ranks whose files this node holds in a save of this job."""
         members = self.members
         ranks = list(members.ranks_of(members.node))
         if self.tier.copies == 2:
@@ -141,22 +144,22 @@ class FastPlace:
         return tuple(sorted(set(ranks)))
 
     def has_saved(self, attempt: Attempt) -> None:
-        """Reporter: an attempt is certified, or perhaps is."""
+        """Reporter: note an attempt that is certified, or perhaps is."""
         self.saved.append(str(attempt))
 
     def delete_old(self) -> None:
-        """Reporter: the last save has ended well. Every rank of the node has left the saves before it, and no rank has
-        begun another one.
+        """Reporter: delete superseded attempts, and the remains of failed saves of this job, on a thread of its own.
 
-        What is superseded goes, and so does what failed saves of this job have left. Nobody waits for the deletion but
-        the next save before it writes (`settle`). It needs no look at the log: a later job marks its epoch on this disk
-        before it looks, and no job of a lower one deletes after that. A failure is only logged: the next save tries
-        again. So it does with one that somebody reads.
+        Call it after a save that ended well, when every rank of the node has left the saves before it and none has
+        begun another one. Only the next save waits for the deletion, before it writes (`settle`). A failure is only
+        logged: the next save tries again. It also tries again to delete an attempt that is being read now.
         """
+        # It needs no look at the log: a later job marks its epoch on this disk before it looks, and no job of a lower
+        # epoch deletes after that.
         self.settle()
         old = {name for name in self.saved[: -self.tier.keep] if name not in self.in_use}
         try:
-            attempts = self.disk.attempts()  # now: that of the next save is not there yet
+            attempts = self.disk.attempts()  # now: the next save has not made its own yet
         except CkptstoreError as error:
             logger.warning("old fast checkpoints on %s could not be listed: %s", self.disk.node, error)
             return
@@ -168,7 +171,7 @@ class FastPlace:
             self._deletion.start()
 
     def settle(self) -> None:
-        """Wait until nothing is being deleted by this process."""
+        """Wait for the deletion by this process, if one runs."""
         if self._deletion is not None:
             self._deletion.join()
             self._deletion = None

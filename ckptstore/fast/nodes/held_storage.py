@@ -1,4 +1,4 @@
-"""A fast checkpoint that lies on several nodes, as one storage: from the own disk, another holder, or the store."""
+"""A fast checkpoint on several nodes as one storage, which reads from the own disk, another holder, or the store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class HeldStorage(Storage):
     """The files of one fast checkpoint, read-only. Safe for threads.
 
-    What is doubted, since its digest was wrong, is read from the next place that has the file from then on.
+    Once a range or a file is doubted, because its digest was wrong, it is read from the next place that has the file.
     """
 
     def __init__(
@@ -38,9 +38,11 @@ class HeldStorage(Storage):
         store: Storage | None,
         later: Callable[[], Storage | None] | None = None,
     ) -> None:
-        """`holders` are the nodes by rank, `clients` reach those that are not this one. `store` has the same files
-        under the same keys, where the checkpoint is durable. `later` is asked for it again when no node gives a file:
-        the checkpoint may have become durable meanwhile."""
+        """`holders` are the nodes by rank, `clients` reach the other nodes by name.
+
+        `store` has the same files under the same keys, if the checkpoint is durable. `later` is called for it when no
+        node can supply a file: the checkpoint may have become durable meanwhile.
+        """
         self._disk, self._certificate, self._clients, self._store = disk, certificate, clients, store
         self._holders, self._later = holders, later
         self._prefix = certificate.attempt.prefix
@@ -50,11 +52,11 @@ class HeldStorage(Storage):
 
     @property
     def uri(self) -> str:
-        """Of the part on this node."""
+        """The URI of the part on this node."""
         return self._disk.storage.uri
 
     def _places(self, receipt: Receipt) -> list[str]:
-        """Where a file lies, the nearest first; "" is the store."""
+        """Return the places of a file, nearest first; "" is the store."""
         nodes = [
             node for node in self._holders.get(receipt.rank, ()) if node == self._disk.node or node in self._clients
         ]
@@ -64,29 +66,32 @@ class HeldStorage(Storage):
         return [*nodes, *([""] if self._store is not None else [])]
 
     def _ask_store(self) -> bool:
-        """Whether the store has it now, where that was not known."""
+        """Return True if the store has the checkpoint now, and that was not known."""
         if self._store is not None or self._later is None:
             return False
         self._store = self._later()
         return self._store is not None
 
     def held(self) -> AbstractContextManager[None]:
-        """No process of this node deletes the checkpoint here while the context lasts."""
+        """Keep every process of this node from deleting the checkpoint on its disk while the context lasts."""
         return self._disk.reading(self._certificate.attempt)
 
     def is_gone(self) -> bool:
-        """Whether it was known by its certificate on this node, which was deleted since, and is not in the store."""
+        """Return True if its certificate on this node was deleted, and the store is not known to have it.
+
+        Always False without `later`: then it was not found by that certificate alone.
+        """
         certificate = self._disk.storage.local_path(self._certificate.attempt.key(CERTIFICATE_NAME))
         return self._later is not None and self._store is None and not os.path.lexists(certificate)
 
     def receipts_here(self) -> tuple[Receipt, ...]:
-        """The files that some place has, and those that this node should have."""
+        """Return the receipts of the files that some place has, or that this node should have."""
         own = self._certificate.holders.get(self._disk.node, ())
         files = self._certificate.manifest.files
         return tuple(receipt for receipt in files if receipt.rank in own or self._places(receipt))
 
     def unreachable(self, receipt: Receipt) -> StorageError:
-        """Of a file that no place has."""
+        """Return the error of a file that no place has."""
         nodes = sorted(node for node, ranks in self._certificate.holders.items() if receipt.rank in ranks)
         return StorageError(
             f"{receipt.name} of rank {receipt.rank} lies on {' and '.join(nodes)}, which this process does not reach",
@@ -97,7 +102,7 @@ class HeldStorage(Storage):
         )
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
-        """See `Storage.read_into`; there are no versions."""
+        """See `Storage.read_into`. The version is ignored."""
         receipt = self._receipt(key)
         with self._lock:
             first = self._doubts[key, offset, sum(map(len, views))] + self._doubts[key, 0, None]
@@ -109,7 +114,7 @@ class HeldStorage(Storage):
         self._from_any(key, places, first, lambda place: self._read(place, receipt, key, offset, views))
 
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """See `Doubts`: a file lies in more than one place."""
+        """See `Doubts`: from now on this is read from the next place."""
         with self._lock:
             self._doubts[key, offset, size_bytes] += 1
 
@@ -123,7 +128,7 @@ class HeldStorage(Storage):
             self._store.read_into(key, offset, views)
 
     def _from_any(self, key: str, places: Sequence[str], first: int, action: Callable[[str], T]) -> T:
-        """Do it with one place after another, from that with the number `first` on."""
+        """Return the result of `action` at the first place where it succeeds, beginning at `places[first]`, cyclic."""
         failure: CkptstoreError | None = None
         for number in range(len(places)):
             place = places[(first + number) % len(places)]
@@ -157,26 +162,26 @@ class HeldStorage(Storage):
         return bytes(data)
 
     def stat(self, key: str) -> StoredFile:
-        """See `Storage.stat`; times are not known."""
+        """See `Storage.stat`. The time is 0.0: it is not known."""
         return StoredFile(key, self._receipt(key).size_bytes, 0.0)
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        """See `Storage.list`: the files that some place has."""
+        """See `Storage.list`. It lists the files that some place has."""
         for receipt in self._certificate.manifest.files:
             key = self._prefix + receipt.name
             if key.startswith(prefix) and self._places(receipt):
                 yield StoredFile(key, receipt.size_bytes, 0.0)
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
-        """Raises StorageError: nothing is written here."""
+        """Raise StorageError: the storage is read-only."""
         raise StorageError(f"{key} is a file of a fast checkpoint, which is never written again", file=key)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Raises StorageError: nothing is deleted here."""
+        """Raise StorageError: the storage is read-only."""
         raise StorageError("Files of a fast checkpoint are deleted with all of it")
 
     def close(self) -> None:
-        """What it reads from is somebody else's."""
+        """Do nothing: the owners of the disk, the clients and the store close them."""
 
     def _receipt(self, key: str) -> Receipt:
         receipt = self._certificate.manifest.by_name.get(key.removeprefix(self._prefix))

@@ -1,4 +1,4 @@
-"""Which rank of a job is on which node, who speaks for a node, and which nodes are partners. Pure."""
+"""The nodes of the ranks of a job, the reporter of each node, and the partner of each node. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Members:
     nodes: tuple[str, ...]
     """The name of the node of each rank, in the order of the ranks."""
     rank: int
-    """This process."""
+    """The rank of this process."""
 
     @property
     def node(self) -> str:
@@ -33,18 +33,18 @@ class Members:
         return {node: tuple(ranks) for node, ranks in found.items()}
 
     def ranks_of(self, node: str) -> tuple[int, ...]:
-        """The ranks on a node, ascending."""
+        """Return the ranks on a node, ascending."""
         return self._ranks[node]
 
     def reporter_of(self, node: str) -> int:
-        """The rank that looks at the node's disk, certifies and deletes there: the lowest one."""
+        """Return the rank that looks at the node's disk, certifies and deletes on it: the lowest one."""
         return self._ranks[node][0]
 
     @property
     def is_reporter(self) -> bool:
-        """Whether this process speaks for its node."""
+        """True if this process is the reporter of its node."""
         return self.reporter_of(self.node) == self.rank
 
     def partner_of(self, node: str) -> str:
-        """The node that holds second copies of what a node stores: the next one of a ring. One node is its own."""
+        """Return the node that holds second copies of a node's files: the next one of a ring. One node is its own."""
         return self.all_nodes[(self.all_nodes.index(node) + 1) % len(self.all_nodes)]

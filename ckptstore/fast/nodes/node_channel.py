@@ -1,17 +1,17 @@
-"""What two processes of a job say to each other: who they are, proved, and then messages that nobody else can make.
+"""Connections between two processes of a job: each proves its identity, and then they exchange authentic messages.
 
 Each process has a pair of keys (Diffie and Hellman's, in the group of 2,048 bits of RFC 3526), and all learn all public
-ones where the ranks meet, which may be a bucket that others read: they are no secret. From its own private key and the
-other's public one each side has the same key, which is never sent. Before anything else each proves that it has it, for
-two numbers that were never used before:
+keys when the ranks meet. They may meet in a bucket that others read: public keys are no secret. Each side derives the
+same key from its own private key and the other's public one; that key is never sent. First each side proves that it has
+the key, for two numbers that were never used before:
 
     client    {"rank", "node", "nonce"}
     server    {"nonce", "proof"}            HMAC of both numbers
     client    {"proof"}                     HMAC of both numbers, the other way round
 
 From then on every header, and the bytes of every file of at most 1 MiB, are followed by an HMAC with a key of this
-connection, which counts the messages. Larger files are neither encrypted nor authenticated, as the collectives of torch
-are not: on a network where somebody changes what is sent, their digests find damage, and not intent.
+connection, which counts the messages. Larger files are neither encrypted nor authenticated, like the collectives of
+torch: their digests find damage, but no attacker on the network who changes bytes on purpose.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PRIME = int(
     "3995497CEA956AE515D2261898FA051015728E5A8AACAA68FFFFFFFFFFFFFFFF",
     16,
 )
-"""RFC 3526, group 14; its generator is 2."""
+"""The prime of group 14 of RFC 3526; its generator is 2."""
 
 
 class NotProved(ConnectionError):
@@ -55,12 +55,15 @@ class NodeKeys:
         self._private = secrets.randbits(_PRIVATE_BITS) | 1 << (_PRIVATE_BITS - 1)
         self.public = f"{pow(2, self._private, _PRIME):x}"
         self.of_ranks: Sequence[str] = ()
-        """Those of all ranks, once they have met."""
+        """The public keys of all ranks, once they have met."""
         self.job = ""
-        """What no other start of a job has."""
+        """A text that no other start of a job has."""
 
     def shared_with(self, rank: int) -> bytes:
-        """The key that this process and a rank of the job have, and nobody else. Raises NotProved for no such rank."""
+        """Return the key that only this process and a rank of the job have.
+
+        Raises NotProved when there is no such rank, or it has sent no public key.
+        """
         if not 0 <= rank < len(self.of_ranks):
             raise NotProved(f"there is no rank {rank} in this job")
         public = int(self.of_ranks[rank], 16)
@@ -86,14 +89,17 @@ class Channel:
         self.line.sendall(_LENGTH.pack(len(data)) + data + self._mac(0, [memoryview(data)]))
 
     def receive(self) -> dict[str, Any]:
-        """A header. Raises OSError at the end of the connection, ValueError for what is none, NotProved for one that
-        the other side has not sent."""
+        """Receive a header.
+
+        Raises OSError at the end of the connection, ValueError for a malformed header, NotProved for one that the other
+        side has not sent.
+        """
         data = _received(self.line, _MAX_HEADER_BYTES)
         self.check([memoryview(data)])
         return _parsed(data)
 
     def check(self, views: Sequence[memoryview]) -> None:
-        """Read the HMAC of bytes that came. Raises NotProved when it is not theirs."""
+        """Receive the HMAC of bytes that were received. Raises NotProved when it does not match them."""
         mac = bytearray(MAC_BYTES)
         receive_into(self.line, memoryview(mac))
         if not hmac.compare_digest(mac, self._mac(1, views)):
@@ -112,9 +118,9 @@ class Channel:
 
 
 def greet(line: socket.socket, keys: NodeKeys, *, rank: int, server_rank: int, node: str) -> Channel:
-    """Client: prove who this is to the server of a node, which `server_rank` runs, and have it prove the same.
+    """Client: prove its identity to the server of a node, which `server_rank` runs, and have the server prove its own.
 
-    Raises NotProved when it does not, OSError and ValueError for a side that says something else.
+    Raises NotProved when the server does not, OSError and ValueError when it sends something else.
     """
     key = keys.shared_with(server_rank)
     mine = secrets.token_hex(32)
@@ -129,9 +135,9 @@ def greet(line: socket.socket, keys: NodeKeys, *, rank: int, server_rank: int, n
 
 
 def welcome(line: socket.socket, keys: NodeKeys, *, node: str, seconds: float) -> Channel:
-    """Server: have a client prove who it is, in at most so many seconds for all of it.
+    """Server: have a client prove its identity, in at most so many seconds in all.
 
-    Raises NotProved when it does not, OSError and ValueError for a side that says something else, or too slowly.
+    Raises NotProved when it does not, OSError and ValueError when it sends something else, or too slowly.
     """
     deadline = time.monotonic() + seconds
     asked = _parsed(_received(line, _MAX_GREETING_BYTES, deadline))
@@ -149,7 +155,7 @@ def welcome(line: socket.socket, keys: NodeKeys, *, node: str, seconds: float) -
 
 
 def receive_into(line: socket.socket, view: memoryview, deadline: float | None = None) -> None:
-    """Fill the view. Raises OSError when the connection ends before, or the deadline of `time.monotonic` comes."""
+    """Fill the view. Raises OSError when the connection ends, or the deadline of `time.monotonic` comes, before."""
     while view:
         if deadline is not None:
             line.settimeout(max(0.001, deadline - time.monotonic()))

@@ -1,11 +1,11 @@
-"""The directory of fast checkpoints on one node: what lies there, and how a certificate comes and goes.
+"""The directory of fast checkpoints on one node: its attempts, their certificates, and their deletion.
 
     <directory>/<store id>/checkpoints/<attempt>/   the files of the ranks of this node, under their names in the store
-    <directory>/<store id>/checkpoints/<attempt>/fast.json   the certificate: last to come, first to go
-    <directory>/<store id>/epoch                    the highest writer epoch whose job has come here
-    <directory>/<store id>/lock                     locked by who deletes, and by who marks an epoch
+    <directory>/<store id>/checkpoints/<attempt>/fast.json   the certificate: written last, deleted first
+    <directory>/<store id>/epoch                    the highest writer epoch of a job that used the directory
+    <directory>/<store id>/lock                     locked during a deletion, and while an epoch is marked
 
-Below the id of the store lies what lies below the root of the store, so an attempt has the same keys on both.
+The directory below the id of the store is laid out like the root of the store, so an attempt has the same keys in both.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.disk.private import make_private
 
 STORE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
-"""What can be the name of the part of a store."""
+"""The ids of stores that can be the name of a directory."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _EPOCH_KEY = "epoch"
 _LOCK_NAME = "lock"
 LOCK_SECONDS = 60.0
-"""How long one waits for another process to end a deletion."""
+"""The longest wait for another process to end a deletion."""
 
 
 class NodeDisk:
     """The fast checkpoints of one store on this node. Any number of processes may have one open."""
 
     def __init__(self, storage: LocalStorage, node: str) -> None:
-        """Use `open`."""
+        """Do not call it: use `open`."""
         self.storage = storage
-        """Its keys are those of the store."""
+        """The storage of this part; its keys are those of the store."""
         self.node = node
 
     @staticmethod
     def open(
         directory: str | os.PathLike[str], store_id: str, *, node: str, durable: bool = True, direct_io: bool = True
     ) -> NodeDisk:
-        """The part of the directory that belongs to a store, created if absent, for this user alone.
+        """Return the part of the directory that belongs to a store, created if absent, for this user alone.
 
         Raises InvalidInput when the directory is a symbolic link, belongs to another user or lets others in, and
         StorageError when it cannot be used. `durable` and `direct_io` as for `LocalStorage`.
@@ -80,8 +80,7 @@ class NodeDisk:
         return NodeDisk(disk_storage(root / store_id, durable=durable, direct_io=direct_io), node)
 
     def attempts(self) -> list[Attempt]:
-        """Every attempt that has a directory here, in order. Links, and names that are none of an attempt, are not
-        looked at."""
+        """Return every attempt that has a directory on this disk, in order. Links and other names are ignored."""
         path = self.storage.local_path(CHECKPOINT_PREFIX.rstrip("/"))
         try:
             with os.scandir(path) as entries:
@@ -91,7 +90,7 @@ class NodeDisk:
         return sorted(attempt for attempt in found if attempt is not None)
 
     def certificate(self, attempt: Attempt) -> Certificate | None:
-        """The certificate of an attempt, None where there is none.
+        """Return the certificate of an attempt, None if there is none.
 
         Raises CheckpointDamaged when it is not one, or is that of another attempt; UnsupportedVersion, StorageError.
         """
@@ -105,8 +104,10 @@ class NodeDisk:
         return found
 
     def look(self) -> tuple[list[NodeSighting], dict[str, Certificate]]:
-        """What is here, and the certificates by their SHA-256. What is wrong with one attempt is told in its sighting,
-        so that it hides no other. No byte is read but those of certificates: whoever loads compares digests.
+        """Return a sighting of each attempt, and the certificates by their SHA-256.
+
+        A fault of one attempt is in its sighting, and hides no other attempt. Only certificates are read: a load
+        compares digests.
 
         Raises StorageError when the directory cannot be listed.
         """
@@ -138,10 +139,10 @@ class NodeDisk:
     def certify(self, data: bytes, *, ranks: Collection[int]) -> Certificate:
         """Write a certificate beside the files of `ranks`, which this node holds; it is durable when this returns.
 
-        Every file is there with its size. Whoever stored it has made it durable; the directories are made so here,
-        for several processes create them. Where the same certificate is there already, nothing happens. Raises
-        CheckpointDamaged when a file is not as the manifest says, or another certificate is there; StorageError. After
-        an error the certificate may be there: it is whole then, and so are the files.
+        It checks that every file exists with its size. The ranks made their files durable; this makes the directories
+        durable. It does nothing if the same certificate exists. Raises CheckpointDamaged when a file is not as the
+        manifest says, or another certificate exists; StorageError. After an error the certificate may exist: then it is
+        whole, and so are the files.
         """
         certificate = Certificate.decode(data)
         attempt, sizes = certificate.attempt, self._sizes(certificate.attempt)
@@ -155,6 +156,7 @@ class NodeDisk:
                     rank=receipt.rank,
                     file=receipt.name,
                 )
+        # Several processes create the directories, so no rank could make them durable on its own.
         self._flush_directories([attempt.key(receipt.name) for receipt in receipts])
         key = attempt.key(CERTIFICATE_NAME)
         if not self.storage.create(key, data) and self.storage.read(key) != data:
@@ -162,8 +164,11 @@ class NodeDisk:
         return certificate
 
     def identity(self) -> tuple[str, int, int]:
-        """Boot of the machine, device and inode of the directory: equal for processes that see the same one. Machines
-        that were set up alike have equal numbers, and may have been given one name."""
+        """Return the boot of the machine, with the device and the inode of the directory.
+
+        It is equal for processes that see the same directory. Raises StorageError.
+        """
+        # Device and inode alone are equal on machines that were set up alike, and those may have the same node name.
         path = self.storage.local_path("")
         try:
             status = path.stat()
@@ -173,7 +178,7 @@ class NodeDisk:
         return boot, status.st_dev, status.st_ino
 
     def marked_epoch(self) -> int:
-        """The highest writer epoch whose job has come to this disk, 0 for none. Raises StorageError."""
+        """Return the highest writer epoch that was marked on this disk, 0 for none. Raises StorageError."""
         try:
             text = self.storage.read(_EPOCH_KEY).decode("ascii", "replace").strip()
         except FileMissing:
@@ -181,20 +186,23 @@ class NodeDisk:
         return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else 0
 
     def mark_epoch(self, epoch: int) -> None:
-        """Say that a job with this writer epoch has come. A job of a lower one deletes nothing from here on, and what
-        it was deleting is over when this returns. Raises StoreFenced where a later job was here, StorageError."""
+        """Mark that a job with this writer epoch uses the disk.
+
+        From then on a job of a lower epoch deletes nothing, and a deletion that it had begun has ended when this
+        returns. Raises StoreFenced when a higher epoch is marked, StorageError.
+        """
         with self._alone(epoch):
-            self.storage.remove_unfinished("", before_seconds=math.inf)  # whoever marks is alone, so they are dead
+            self.storage.remove_unfinished("", before_seconds=math.inf)  # their writers are dead: it is alone
             if epoch > self.marked_epoch():
                 self._write_epoch(epoch)
 
     def _write_epoch(self, epoch: int) -> None:
-        """Over the one that is there, which takes no room: a job must be able to resume where the disk is full."""
+        """Overwrite the epoch in place, which needs no space: a job must be able to resume when the disk is full."""
         path = str(self.storage.local_path(_EPOCH_KEY))
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                os.pwrite(descriptor, f"{epoch:018d}\n".encode(), 0)  # as long as every other, so never torn
+                os.pwrite(descriptor, f"{epoch:018d}\n".encode(), 0)  # of constant length, so never torn
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -203,14 +211,16 @@ class NodeDisk:
             raise posix.translate(error, what="Writing", file=_EPOCH_KEY, directory=os.path.dirname(path)) from error
 
     def delete_as(self, epoch: int, attempt: Attempt) -> bool:
-        """`delete` for a job with this writer epoch. Raises StoreFenced where a later job was here, StorageError."""
+        """As `delete`, for a job with this epoch. Raises StoreFenced when a higher one is marked, StorageError."""
         with self._alone(epoch):
             return self.delete(attempt)
 
     @contextlib.contextmanager
     def reading(self, attempt: Attempt) -> Iterator[None]:
-        """Keep every process of this node from deleting an attempt while the context lasts. A process that is killed
-        keeps nothing. Where the attempt has no certificate here, nothing is held."""
+        """Keep every process of this node from deleting an attempt while the context lasts.
+
+        The lock ends when this process is killed. An attempt without a certificate on this disk is not locked.
+        """
         descriptor = _open_certificate(self.storage.local_path(attempt.key(CERTIFICATE_NAME)))
         try:
             if descriptor is not None:
@@ -223,7 +233,7 @@ class NodeDisk:
 
     @contextlib.contextmanager
     def _alone(self, epoch: int) -> Iterator[None]:
-        """Nobody else marks or deletes here while the context lasts. Raises StoreFenced where a later job was here."""
+        """Let nobody else mark or delete while the context lasts. Raises StoreFenced when a higher epoch is marked."""
         with locked(str(self.storage.local_path(_LOCK_NAME))):
             if (marked := self.marked_epoch()) > epoch:
                 raise StoreFenced(
@@ -233,10 +243,10 @@ class NodeDisk:
             yield
 
     def delete(self, attempt: Attempt) -> bool:
-        """Delete the directory of an attempt, its certificate first; False where somebody reads it, so that it stays.
+        """Delete the directory of an attempt, its certificate first. If it is read now, return False and leave it.
 
-        What was begun and not ended is deleted by the next call. Symbolic links in it stay, and so does what they lead
-        to. Raises StorageError.
+        The next call ends a deletion that was begun. Symbolic links in it stay, and so do their targets. Raises
+        StorageError.
         """
         directory = self.storage.local_path(attempt.prefix.rstrip("/"))
         with _unread(directory / CERTIFICATE_NAME) as is_unread:
@@ -254,7 +264,7 @@ class NodeDisk:
         return True
 
     def _flush_directories(self, keys: Collection[str]) -> None:
-        """Make all directories durable that lead to these files, with the names in them."""
+        """Make all directories that lead to these files durable, with the names in them."""
         for directory in sorted({str(parent) for key in keys for parent in PurePosixPath(key).parents}, reverse=True):
             path = str(self.storage.local_path("" if directory == "." else directory))
             try:
@@ -270,7 +280,7 @@ class NodeDisk:
 
 
 def _open_certificate(path: Path) -> int | None:
-    """None where there is none that can be opened."""
+    """Return a descriptor of the certificate; None if it cannot be opened."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -279,7 +289,7 @@ def _open_certificate(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _unread(certificate: Path) -> Iterator[bool]:
-    """Whether nobody reads the attempt of a certificate. Nobody begins to while the context lasts."""
+    """Yield True if nobody reads the attempt of a certificate. No reader begins while the context lasts."""
     descriptor, is_unread = _open_certificate(certificate), True
     try:
         if descriptor is not None:
@@ -292,13 +302,13 @@ def _unread(certificate: Path) -> Iterator[bool]:
 
 
 def disk_storage(path: Path, *, durable: bool, direct_io: bool) -> LocalStorage:
-    """The storage of a node's part. A simulation puts its own in this place."""
+    """Return the storage of a part. A simulation replaces this function."""
     return LocalStorage(path, durable=durable, direct_io=direct_io)
 
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
-    """Hold a lock file. Raises StorageError after a minute. A simulation puts its own in this place."""
+    """Hold a lock file. Raises StorageError after `LOCK_SECONDS`. A simulation replaces this function."""
     lock = Exclusive(path)
     try:
         if not lock.take(wait_seconds=LOCK_SECONDS):

@@ -1,13 +1,13 @@
-"""How bytes of fast checkpoints get from node to node: each node serves its files to the ranks of its job.
+"""Transfer of fast checkpoints between nodes: each node serves its files to the ranks of its job.
 
     read      a header: node, attempt, name, offset, size_bytes
-              the answer: a header, {} or the error; then the bytes
+              the reply: a header, {} or the error; then the bytes
     write     a header: node, attempt, name, size_bytes, is_written, algorithm; then the bytes
-              the answer, when the file is durable: a header, the digest of what was written, or the error
+              the reply, when the file is durable: a header with the digest of the file as written, or the error
 
 A connection begins with a proof in both directions, and then carries one request after another: see `node_channel`.
-Strangers cost little: few of them are listened to at once, and each for a short time. A process that has no
-descriptors, threads or memory left refuses who comes meanwhile, and serves again when it has.
+Strangers cost little: only a few connect at once, and each for a short time. A process that has no descriptors, threads
+or memory left refuses new connections, and accepts them again when it has some.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ logger = logging.getLogger("ckptstore")
 
 LOOPBACK = "127.0.0.1"
 _MAX_STRANGERS = 64
-"""How many may be proving who they are at once; one more takes the place of the one that is longest at it."""
+"""The most connections without a proof at once; one more replaces the oldest of them."""
 _GREETING_SECONDS = 10.0
 _PAUSE_SECONDS = 0.2
-"""How long nobody is let in when nothing is left to serve them with."""
+"""The time without new connections after descriptors, threads or memory have run out."""
 _WARN_SECONDS = 60.0
 _SIOCGIFADDR = 0x8915
 _TEST_NETWORK = ("192.0.2.1", 9)
-"""Of RFC 5737: nothing is sent there, but the system says which of its addresses it would be sent from."""
+"""An address of RFC 5737: nothing is sent to it, but the system chooses the own address it would send from."""
 
 
 class NodeServer:
-    """The files of one node for the ranks of its job. Serves from threads of its own until it is closed."""
+    """Serves the files of one node to the ranks of its job, on threads of its own, until it is closed."""
 
     def __init__(
         self,
@@ -62,8 +62,11 @@ class NodeServer:
         is_one_machine: bool,
         timeout_seconds: float = 60.0,
     ) -> None:
-        """Raises InvalidInput for an interface that is not there, StorageError when nothing can be listened to. Who
-        falls silent in the middle of something for the timeout is given up."""
+        """Begin to serve. A client that is silent for the timeout in the middle of a request is given up.
+
+        Raises InvalidInput when the interface does not exist or has no address, StorageError when no port can be
+        listened to.
+        """
         self._disk, self._keys, self._timeout_seconds = disk, keys, timeout_seconds
         host = LOOPBACK if is_one_machine else address_of(interface) if interface else ""
         hosts = [host] if host else own_addresses()
@@ -78,17 +81,17 @@ class NodeServer:
             raise posix.translate(error, what="Listening", file=host or "all addresses", directory="") from error
         port = self._listener.getsockname()[1]
         self.addresses: list[Address] = [(name, port) for name in hosts]
-        """Where it can be reached, the best first."""
+        """The addresses of the server, best first."""
         self._open: set[socket.socket] = set()
         self._strangers: dict[socket.socket, None] = {}
-        """Who has proved nothing yet, in the order of coming."""
+        """The connections without a proof, oldest first."""
         self._warned_seconds = -_WARN_SECONDS
         self._lock = threading.Lock()
         self._is_closed = False
         threading.Thread(target=self._accept, name="ckptstore-node-server", daemon=True).start()
 
     def close(self) -> None:
-        """Serve nobody any more."""
+        """Stop to serve, and close all connections."""
         with self._lock:
             self._is_closed = True
             connections = list(self._open)
@@ -108,7 +111,7 @@ class NodeServer:
                 continue
             try:
                 self._let_in(connection)
-            except (OSError, RuntimeError, MemoryError) as error:  # of threads there may be too many as well
+            except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no more threads can be started
                 self._forget(connection)
                 connection.close()
                 self._pause(error)
@@ -129,7 +132,7 @@ class NodeServer:
         threading.Thread(target=self._serve, args=(connection,), name="ckptstore-node-server", daemon=True).start()
 
     def _pause(self, error: BaseException) -> None:
-        """Something is used up for the moment, most often descriptors: go on when it may be there again."""
+        """Wait after an error of a new connection, most often a lack of descriptors, and log it now and then."""
         if self._is_closed:
             return
         now = time.monotonic()
@@ -153,7 +156,7 @@ class NodeServer:
                 with self._lock:
                     self._strangers.pop(connection, None)
                 while True:
-                    connection.settimeout(None)  # who has proved it may ask again after hours
+                    connection.settimeout(None)  # a proven client may send its next request after hours
                     asked = channel.receive()
                     connection.settimeout(self._timeout_seconds)
                     if asked.get("is_written"):
@@ -164,7 +167,7 @@ class NodeServer:
             self._forget(connection)
 
     def _key(self, asked: Mapping[str, Any]) -> str:
-        """What is meant, distrusted."""
+        """Return the key of the file that a request names. Raises InvalidInput, StorageUnavailable for another node."""
         if asked["node"] != self._disk.node:
             raise StorageUnavailable(f"This is {self._disk.node}, and {asked['node']} was meant")
         attempt = Attempt.parse(str(asked["attempt"]))
@@ -173,7 +176,7 @@ class NodeServer:
         return attempt.key(str(asked["name"]))
 
     def _new_key(self, asked: Mapping[str, Any]) -> str:
-        """What may be written: a file of an attempt that is not certified."""
+        """As `_key`, for a file to write. Raises InvalidInput also if its attempt is certified."""
         key = self._key(asked)
         certificate = f"{key.removesuffix(str(asked['name']))}{CERTIFICATE_NAME}"
         if key == certificate or os.path.lexists(self._disk.storage.local_path(certificate)):
@@ -181,7 +184,7 @@ class NodeServer:
         return key
 
     def _take(self, channel: Channel, asked: Mapping[str, Any]) -> None:
-        """Write a file. After an error what the other side still sends is not read: the connection ends."""
+        """Receive and write a file. An error ends the connection: the rest of the bytes is not read."""
         try:
             hasher = Hasher(asked["algorithm"])
             _write(self._disk, self._new_key(asked), int(asked["size_bytes"]), channel, hasher)
@@ -212,7 +215,7 @@ class NodeServer:
             channel.prove([memoryview(data)])
 
     def _opened(self, key: str) -> int:
-        path = self._disk.storage.local_path(key)  # which refuses names with dots; the directory lets nobody else in
+        path = self._disk.storage.local_path(key)  # refuses names with dots; no other user can write to the directory
         try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
@@ -220,7 +223,7 @@ class NodeServer:
 
 
 def _write(disk: NodeDisk, key: str, size_bytes: int, channel: Channel, hasher: Hasher) -> None:
-    """Write what comes as a file, durable, and hash it. Raises StorageError; OSError of the connection."""
+    """Receive a file, write it durably, and hash it. Raises StorageError, and OSError of the connection."""
     connection = channel.line
     storage = disk.storage
     part_bytes = min(storage.part_bytes(size_bytes), size_bytes)
@@ -247,12 +250,12 @@ def _write(disk: NodeDisk, key: str, size_bytes: int, channel: Channel, hasher: 
 
 
 def _memory(size_bytes: int) -> memoryview:
-    """Memory that begins at a page where it is large: so a disk takes it without another copy."""
+    """Return new memory. Large memory begins at a page, so that a disk takes it without another copy."""
     return memoryview(bytearray(size_bytes) if size_bytes < mmap.PAGESIZE else mmap.mmap(-1, size_bytes))
 
 
 class NodeClient:
-    """The files of another node. Safe for threads: each has a connection of its own."""
+    """Reads and writes files of another node. Safe for threads: each has a connection of its own."""
 
     def __init__(
         self,
@@ -264,9 +267,9 @@ class NodeClient:
         server_rank: int,
         timeout_seconds: float,
     ) -> None:
-        """`rank` is this process, `server_rank` the one that serves the files of the node."""
+        """`rank` is the rank of this process, `server_rank` that of the process that serves the files of the node."""
         self.node = node
-        """Its name."""
+        """The name of the other node."""
         self._addresses, self._keys = list(addresses), keys
         self._rank, self._server_rank = rank, server_rank
         self._timeout_seconds = timeout_seconds
@@ -275,8 +278,10 @@ class NodeClient:
         self._lock = threading.Lock()
 
     def read_into(self, attempt: Attempt, name: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill the views with a stretch of a file. Raises StorageUnavailable when the node does not answer, and what
-        it says: FileMissing, StorageError."""
+        """Fill the views with a range of a file.
+
+        Raises StorageUnavailable when the node does not answer, and the errors of the node: FileMissing, StorageError.
+        """
         asked = self._asked(attempt, name, offset=offset, size_bytes=sum(map(len, views)))
 
         def talk(channel: Channel) -> dict[str, Any]:
@@ -301,10 +306,10 @@ class NodeClient:
         algorithm: str,
         given_up: threading.Event,
     ) -> Digest:
-        """Send a file, and return the digest of what the node has written, when that is durable.
+        """Send a file, and return the digest of the file that the node has written, when that is durable.
 
-        Raises StorageUnavailable when the node does not answer and when it is given up, what the node says
-        (StorageFull, StorageError), and what the source raises.
+        Raises StorageUnavailable when the node does not answer and when `given_up` is set, the errors of the node
+        (StorageFull, StorageError), and those of the source.
         """
         asked = self._asked(attempt, name, size_bytes=source.size_bytes, is_written=True, algorithm=algorithm)
 
@@ -319,7 +324,7 @@ class NodeClient:
                     for offset in range(0, source.size_bytes, len(block) or 1):
                         views = read(offset, min(len(block), source.size_bytes - offset), block)
                         if not _sent(channel.line, views):
-                            break  # it may have said why before it broke off
+                            break  # it may have sent an error before it broke off
                         if is_small:
                             channel.prove(views)
                 if is_small and not source.size_bytes:
@@ -332,9 +337,9 @@ class NodeClient:
         return {"node": self.node, "attempt": str(attempt), "name": name, **more}
 
     def _talk(self, name: str, talk: Callable[[Channel], dict[str, Any]]) -> dict[str, Any]:
-        """Ask on a connection that is idle, or else on a new one: the other side may have closed what was idle."""
+        """Call `talk` on an idle connection, or else on a new one, and return the reply. Raises the error in it."""
         while True:
-            idle = self._take_idle()
+            idle = self._take_idle()  # the other side may have closed it: then the next one is tried
             channel = idle or self._connected()
             try:
                 answer = talk(channel)
@@ -365,7 +370,7 @@ class NodeClient:
 
     @contextlib.contextmanager
     def _breakable(self, connection: socket.socket) -> Iterator[None]:
-        """`interrupt` breaks off what is done in this context."""
+        """Let `interrupt` break this connection while the context lasts."""
         with self._lock:
             self._writing.add(connection)
         try:
@@ -375,7 +380,7 @@ class NodeClient:
                 self._writing.discard(connection)
 
     def interrupt(self) -> None:
-        """Break off every `write` that goes on."""
+        """Break off every `write` in progress."""
         with self._lock:
             writing = list(self._writing)
         for connection in writing:
@@ -383,7 +388,7 @@ class NodeClient:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for channel in idle:
@@ -417,7 +422,7 @@ def _set_up(connection: socket.socket, timeout_seconds: float) -> None:
 
 
 def _sent(connection: socket.socket, views: Sequence[memoryview]) -> bool:
-    """Send these; False when the other side does not listen any more."""
+    """Send these. Return False if the other side has closed the connection."""
     try:
         for view in views:
             connection.sendall(view)
@@ -427,7 +432,7 @@ def _sent(connection: socket.socket, views: Sequence[memoryview]) -> bool:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface. Raises InvalidInput for one that is not there, or has none."""
+    """Return the IPv4 address of a network interface. Raises InvalidInput if it does not exist or has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
@@ -440,8 +445,7 @@ def address_of(interface: str) -> str:
 
 
 def own_addresses() -> list[str]:
-    """Addresses under which other machines may reach this one, the best first. Never that of the loopback, under which
-    each machine reaches itself."""
+    """Return addresses by which other machines may reach this one, best first. Loopback addresses are left out."""
     found: list[str] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect(_TEST_NETWORK)

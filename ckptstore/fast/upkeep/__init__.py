@@ -1,1 +1,1 @@
-"""What lies on the disk of a node, judged by the log: an inventory, and what may be deleted."""
+"""The disk of a node, judged by the log: an inventory, and the attempts that may be deleted."""

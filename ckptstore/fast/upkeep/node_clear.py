@@ -1,4 +1,4 @@
-"""What the log says of the fast checkpoints of a node, and how they are deleted from outside of a job."""
+"""Judge the fast checkpoints of a node by the log, and delete them from outside of a job."""
 
 from __future__ import annotations
 
@@ -22,46 +22,50 @@ Standing = Literal["durable", "superseded", "void", "only-here", "unfinished", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogView:
-    """What the log of one store says, as far as its fast checkpoints need it."""
+    """The records of one store that a judgement of its fast checkpoints needs."""
 
     uri: str
     store_id: str
     storage: Storage
     newest: Record | None
-    """None where the log is empty."""
+    """The newest record; None if the log is empty."""
     live: Mapping[str, Record] = field(default_factory=dict)
-    """By attempt."""
+    """The records of live checkpoints, by attempt."""
     trashed: Mapping[str, Record] = field(default_factory=dict)
-    """By attempt."""
+    """The records of checkpoints in the trash, by attempt."""
     claims: Mapping[int, Record] = field(default_factory=dict)
+    """The records that claimed the epochs of the certificates, by number, as far as they exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a fast checkpoint is to its store."""
+    """The standing of a fast checkpoint in its store, and the reason."""
 
     standing: Standing
     reason: str
     record: Record | None = None
-    """Of the checkpoint in the store that makes this one superfluous: its own, or a newer one's."""
+    """The record of the checkpoint in the store that makes this one superfluous: its own, or a newer one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleared:
-    """What became of one attempt directory, or would."""
+    """The outcome of `clear` for one attempt directory."""
 
     store_id: str
     found: HeldAttempt
     judged: Judged
     left: str = ""
-    """Why it was not deleted; "" where it was."""
+    """The reason why it was not deleted; "" if it was, or would be in a dry run."""
 
 
 def read_log(
     log: LogReader, storage: Storage, store_id: str, found: Iterable[HeldAttempt], *, newest: Record | None
 ) -> LogView:
-    """Ask the log what it knows of these. Who deletes gives the newest record as the log itself has it, since a hint
-    may be that of a copy. Raises CheckpointDamaged where the log cannot be read, StorageError."""
+    """Read the records of the log that a judgement of these attempts needs.
+
+    For a deletion, `newest` must have been read from the log itself: a hint may be that of a copy of the store. Raises
+    CheckpointDamaged when the log cannot be read, StorageError.
+    """
     if newest is None:
         return LogView(uri=storage.uri, store_id=store_id, storage=storage, newest=None)
     state = newest.state
@@ -79,7 +83,7 @@ def read_log(
 
 
 def judge(found: HeldAttempt, view: LogView | None) -> Judged:
-    """What an attempt on this node is to its store. Without a view nothing is known."""
+    """Judge an attempt on this node by the log of its store; "unknown" without a view."""
     if view is None:
         return Judged("unknown", "its store was not asked")
     name, certificate = str(found.attempt), found.certificate
@@ -104,7 +108,7 @@ def judge(found: HeldAttempt, view: LogView | None) -> Judged:
 
 
 def _void(found: HeldAttempt, view: LogView) -> str:
-    """Why nobody may resume from it, "" if anybody may. It is not live."""
+    """Say why nobody may resume from an attempt that is not live; "" if anybody may."""
     if view.newest is None:
         return ""
     if found.certificate is not None:
@@ -114,8 +118,10 @@ def _void(found: HeldAttempt, view: LogView) -> str:
 
 
 def sweepable(found: Sequence[HeldAttempt], view: LogView, *, keep: int) -> dict[str, str]:
-    """What the job that owns the store would delete here, once it has resumed: the reasons by attempt. What it uses at
-    that moment would stay."""
+    """Return the attempts that the job that owns the store would delete once it has resumed, with the reasons.
+
+    The attempts that it uses at that moment would stay.
+    """
     if view.newest is None:
         return {}
     sight = SweepView(
@@ -138,15 +144,15 @@ def clear(
     lose: bool = False,
     dry_run: bool = False,
 ) -> list[Cleared]:
-    """Delete attempt directories of these stores, each with its certificate first; say what was left, and why.
+    """Delete attempt directories of these stores, each with its certificate first; return the outcome of each.
 
-    A fast checkpoint goes if the store has it or a newer one, with all files and their sizes, or if nobody may resume
-    from it. With `lose` any other goes too. Where the directory, or the part of a store, is not private to this user,
-    nothing goes.
+    A fast checkpoint is deleted if the store has it or a newer one, with all files and their sizes, or if nobody may
+    resume from it. With `lose` all others are deleted too. Nothing is deleted in a directory, or a part of a store,
+    that is not private to this user.
 
-    It holds the lock that jobs hold while they delete, and deletes nothing where a job with a later writer epoch has
-    come meanwhile. It does not know whether a job uses what it deletes: such a job may lose a save that goes on, or a
-    fast checkpoint that is complete. It never loads a wrong one, for it compares sizes and digests.
+    It holds the lock that jobs hold while they delete, and deletes nothing once a job with a later writer epoch has
+    marked the disk. It does not know whether a job uses an attempt that it deletes: such a job may lose a save in
+    progress, or a complete fast checkpoint. That job never loads a wrong one, for it compares sizes and digests.
     """
     cleared = []
     for store in stores:
@@ -163,7 +169,7 @@ def clear(
 
 
 def _why_left(judged: Judged, view: LogView | None, lacking: dict[int, str], *, lose: bool) -> str:
-    """`lacking` has what was found of records before."""
+    """Say why an attempt stays; "" if it may be deleted. `lacking` caches `_lacking` by the number of the record."""
     record = judged.record
     if lose or judged.standing == "void":
         return ""
@@ -176,8 +182,8 @@ def _why_left(judged: Judged, view: LogView | None, lacking: dict[int, str], *, 
 
 
 def _lacking(record: Record, storage: Storage) -> str:
-    """What the store lacks of a checkpoint that it should have, as a listing shows it. A record is not enough: somebody
-    may have deleted files behind the store's back, and what is here may be the last copy."""
+    """Say what the store lacks of a committed checkpoint, by a listing; "" if it lacks nothing."""
+    # A record is not enough: files may have been deleted behind the store's back, and the node may have the last copy.
     entry = record.entry
     try:
         data = storage.read(f"{entry.prefix}{MANIFEST_NAME}")
@@ -196,7 +202,7 @@ def _lacking(record: Record, storage: Storage) -> str:
 
 
 def _delete(store: HeldStore, found: HeldAttempt) -> str:
-    """Why it is still there, "" if it is not."""
+    """Delete an attempt. Return the reason why it still exists, "" if it does not."""
     try:
         if not store.disk.delete_as(store.epoch, found.attempt):
             return "somebody reads it now"

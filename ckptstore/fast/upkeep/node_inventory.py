@@ -1,7 +1,7 @@
-"""What fast checkpoints lie below a directory of this node, of whichever stores. Nothing is created or changed.
+"""List the fast checkpoints of any stores below a directory of this node. Nothing is created or changed.
 
-For who looks from outside of a job: `NodeDisk.open` is for the processes of one, and creates what is not there. What a
-directory holds is told by names, sizes and certificates; no other byte is read.
+This is for a look from outside of a job: `NodeDisk.open` is for the processes of a job, and creates missing
+directories. Names, sizes and certificates are read, and no other bytes.
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ class HeldAttempt:
 
     attempt: Attempt
     certificate: Certificate | None
-    """None where there is none, or none that can be read."""
+    """The certificate; None if there is none, or none that can be read."""
     fault: str = ""
-    """Why it cannot be read."""
+    """The reason why the files cannot be listed or the certificate cannot be read; "" if they can."""
     ranks: tuple[int, ...] = ()
-    """Of the certificate: those all of whose files are here, with their sizes."""
+    """The ranks of the certificate all of whose files are on this node, with their sizes."""
     missing: tuple[str, ...] = ()
-    """The files that this node should hold, and that are not here with their sizes. Of a node whose name has changed,
-    what no file shows to be missing is not known."""
+    """The files that this node should have, and does not have with their sizes.
+
+    If the name of the node has changed, files of ranks that have no file on it may be left out.
+    """
     size_bytes: int = 0
-    """Of all files that are here."""
+    """The bytes of all files in the directory."""
     changed_seconds: float | None = None
-    """When the certificate was written, or else the newest file; by the clock of the node. None for an empty
-    directory."""
+    """The time at which the certificate, or else the newest file, was written, by the clock of the node.
+
+    None for an empty directory.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,33 +57,33 @@ class HeldStore:
     store_id: str
     disk: NodeDisk
     privacy_fault: str
-    """Why no job uses it, "" where one would."""
+    """The reason why no job uses it, "" if a job would."""
     fault: str = ""
-    """Why it cannot be listed."""
+    """The reason why it cannot be listed, "" if it can."""
     epoch: int = 0
-    """The highest writer epoch of a job that had come before it was listed, 0 for none."""
+    """The highest writer epoch that was marked before it was listed, 0 for none."""
     attempts: tuple[HeldAttempt, ...] = ()
-    """In the order of their names."""
+    """The attempts, in the order of their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All that lies below a directory."""
+    """The contents of a directory of fast checkpoints."""
 
     directory: str
     privacy_fault: str
-    """Why no job of this user uses the directory, "" where one would."""
+    """The reason why no job of this user uses the directory, "" if a job would."""
     stores: tuple[HeldStore, ...]
-    """By their ids."""
+    """The parts of stores, in the order of their ids."""
     others: dict[str, str]
-    """What is no fast checkpoint, by its name below the directory, with what it is. It is nobody's to delete."""
+    """The other entries: a description of each, by its name below the directory. Nobody may delete them."""
 
 
 def take_inventory(directory: str | os.PathLike[str]) -> Inventory:
-    """Look at a directory for fast checkpoints, and at those of each store below it.
+    """List the fast checkpoints of all stores below a directory.
 
-    What is wrong with one attempt or store hides no other. Raises InvalidInput where there is no directory, or a
-    symbolic link to one, and StorageError when it cannot be listed.
+    A fault of one attempt or store hides no other. Raises InvalidInput when there is no directory, or a symbolic link
+    in its place, and StorageError when it cannot be listed.
     """
     given = Path(os.path.abspath(directory))
     try:
@@ -98,9 +102,9 @@ def take_inventory(directory: str | os.PathLike[str]) -> Inventory:
 
 
 def held_store(directory: str | os.PathLike[str], store_id: str, *, node: str) -> HeldStore | None:
-    """The part of the directory that belongs to one store, on the node of that name; None where there is none.
+    """Return the part of the directory that belongs to one store, on the node of that name; None if there is none.
 
-    Raises InvalidInput where it is not private to this user: then others may have put anything there.
+    Raises InvalidInput when it is not private to this user: then others may have put anything into it.
     """
     given = Path(os.path.abspath(directory))
     path = Path(os.path.realpath(given.parent)) / given.name / store_id
@@ -120,7 +124,7 @@ def held_store(directory: str | os.PathLike[str], store_id: str, *, node: str) -
 
 
 def _directories(path: Path, prefix: str, others: dict[str, str]) -> Iterator[Path]:
-    """What is a directory and no link, by name; all else joins `others`."""
+    """Yield the directories that are no links, in the order of their names; add all other entries to `others`."""
     with os.scandir(path) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
@@ -131,11 +135,10 @@ def _directories(path: Path, prefix: str, others: dict[str, str]) -> Iterator[Pa
 
 
 def _is_of_a_tier(path: Path, others: dict[str, str]) -> bool:
-    """Whether it is the part of a store: a store itself has directories of the same names, and is not to be taken for
-    one."""
+    """Return True if it is the part of a store; else add it to `others`."""
     if not STORE_ID.fullmatch(path.name):
         others[path.name] = "a directory whose name is the id of no store"
-    elif any(os.path.lexists(path / name.rstrip("/")) for name in (STORE_KEY, LOG_PREFIX)):
+    elif any(os.path.lexists(path / name.rstrip("/")) for name in (STORE_KEY, LOG_PREFIX)):  # has CHECKPOINT_PREFIX too
         others[path.name] = "a store, not the fast checkpoints of one"
     elif not os.path.lexists(path / CHECKPOINT_PREFIX.rstrip("/")):
         others[path.name] = f"a directory without {CHECKPOINT_PREFIX}"
@@ -209,8 +212,9 @@ def _attempt(disk: NodeDisk, attempt: Attempt) -> HeldAttempt:
 
 
 def _missing(certificate: Certificate, sizes: Mapping[str, int], node: str) -> tuple[str, ...]:
-    """What this node should hold and does not. A node that has been started again has another name: then it is the one
-    whose ranks are those of the files that are here, if just one is."""
+    """Return the files that this node should have, and does not have with their sizes."""
+    # A node that was started again may have another name: then it is the only holder that has the ranks of the files
+    # on the disk, if just one has.
     receipts = certificate.manifest.files
     seen = {receipt.rank for receipt in receipts if receipt.name in sizes}
     held = certificate.holders.get(node)

@@ -1,4 +1,4 @@
-"""What the disk of this node has for one store, judged by its log: for whoever only looks. Nothing is changed."""
+"""View the fast checkpoints of one store on the disk of this node, judged by its log. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -17,49 +17,51 @@ from ckptstore.storage.base import Storage
 
 @dataclass(frozen=True, slots=True)
 class NodeFast:
-    """One attempt on this node, and what it is to its store."""
+    """One attempt on this node, and its standing in its store."""
 
     found: HeldAttempt
     judged: Judged
 
     @property
     def certificate(self) -> Certificate | None:
-        """None where there is none that can be read."""
+        """The certificate; None if there is none that can be read."""
         return self.found.certificate
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is certified and whole here, and a job may resume from it. Digests are not compared."""
+        """True if it is certified and whole on this node, and a job may resume from it. Digests are not compared."""
         may_be_used = self.judged.standing in ("only-here", "durable", "superseded")
         return self.certificate is not None and not self.found.missing and may_be_used
 
     @property
     def fault(self) -> str:
-        """What is wrong with its files, "" if nothing is."""
+        """The fault of its files, "" if there is none."""
         lost = self.found.missing
         return self.found.fault or (f"{lost[0]} is not there with its size" if lost else "")
 
 
 @dataclass(frozen=True, slots=True)
 class FastOnNode:
-    """All of one store."""
+    """The fast checkpoints of one store on this node."""
 
     fast: tuple[NodeFast, ...] = ()
-    """In the order of the saves; those without a certificate first in their epoch."""
+    """The attempts in the order of the saves; those without a certificate come first in their epoch."""
     fault: str = ""
-    """Why the directory cannot be listed."""
+    """The reason why the directory cannot be listed, "" if it can."""
     num_bytes: int = 0
-    """Of all files that are here."""
+    """The bytes of all files on this node."""
 
     @property
     def newest(self) -> Certificate | None:
-        """That of the newest that a job could resume from."""
+        """The certificate of the newest one that a job could resume from; None if there is none."""
         return next((one.certificate for one in reversed(self.fast) if one.is_usable), None)
 
     @property
     def not_durable_since(self) -> float | None:
-        """When the oldest was saved that is newer than what the store has, by the clock of its leader; None where there
-        is none."""
+        """The time of the oldest save that is newer than all of the store, by the clock of its leader.
+
+        None if there is none.
+        """
         waiting = [one.certificate for one in self.fast if one.judged.standing == "only-here"]
         return min((one.manifest.created_at for one in waiting if one is not None), default=None)
 
@@ -67,9 +69,9 @@ class FastOnNode:
 def view_node(
     directory: str | os.PathLike[str], store_id: str, log: LogReader, storage: Storage, *, newest: Record | None
 ) -> FastOnNode:
-    """Look below a directory of this node. `newest` is the newest record of the log.
+    """Return the fast checkpoints below a directory of this node. `newest` is the newest record of the log.
 
-    Raises InvalidInput where the directory is not private to this user, StorageError, CheckpointDamaged where the log
+    Raises InvalidInput when the directory is not private to this user, StorageError, CheckpointDamaged when the log
     cannot be read.
     """
     here = held_store(directory, store_id, node=clean_node(this_node()))

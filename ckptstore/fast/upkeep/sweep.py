@@ -1,4 +1,4 @@
-"""What may be deleted from the disk of a node: nothing that is neither durable nor superseded. Pure."""
+"""Choose the attempts to delete from the disk of a node: none that is neither durable nor superseded. Pure."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ckptstore.format.record import Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepView:
-    """What the leader of a job knows when it decides what goes."""
+    """The knowledge of the leader of a job from which it decides."""
 
     newest: Record
-    """Read from the log itself: a hint is not enough."""
+    """The newest record, as read from the log itself: a hint is not enough."""
     committed: Sequence[Record]
-    """The records of what is live or in the trash."""
+    """The records of all checkpoints that are live or in the trash."""
     claims: Mapping[int, Record]
-    """The records by which the epochs of the certificates were claimed, by number, as far as they exist."""
+    """The records that claimed the epochs of the certificates, by number, as far as they exist."""
     store_id: str
     epoch: int
     """The writer epoch of the job."""
     has_resumed: bool
-    """Whether its `resumed` record is in the log."""
+    """True if its `resumed` record is in the log."""
     kept: Collection[str] = ()
-    """Attempts that stay: those that are being saved, drained or loaded, and certified ones that other nodes keep."""
+    """Attempts to keep: those that are being saved, drained or loaded, and certified ones that other nodes keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class Deletion:
 
 
 def sweep(found: Mapping[Attempt, Certificate | None], view: SweepView, *, keep: int) -> list[Deletion]:
-    """The directories on one node that may be deleted, with the reasons; the others must stay.
+    """Return the directories on one node that may be deleted, with the reasons; all others must stay.
 
-    `found` has every attempt directory of the store on this node with its certificate, None where there is none. The
-    `keep` newest that can be resumed from stay, durable or not. Of the others, a certified one goes when it is durable
-    or a newer one is certified here, and at once when it is void. What has no certificate goes when its epoch is lower
-    than that of a job that has resumed: certified or not, it would be superseded or void.
+    `found` has every attempt directory of the store on this node with its certificate, None if it has none. The `keep`
+    newest that can be resumed from stay, durable or not. Of the others, a certified one goes when it is durable or a
+    newer one is certified on this node, and at once when it is void. One without a certificate goes when its epoch is
+    lower than that of a job that has resumed: even if another node certified it, it would be superseded or void.
 
-    Nothing goes when the job was fenced. A directory of this epoch without a certificate belongs to a save that goes
-    on, or to the next start. Raises InvalidInput when `keep` is below 1.
+    Nothing goes when the job was fenced. A directory of this epoch without a certificate belongs to a save in progress,
+    or is left to the next start. Raises InvalidInput when `keep` is below 1.
     """
     if keep < 1:
         raise InvalidInput(f"keep is {keep}, and the newest fast checkpoint always stays")
