@@ -1,4 +1,4 @@
-"""What people run and look at: the command line, `ckptstore run`, reports, watching, the benchmarks, the demo.
+"""The programs for people: the command line, `ckptstore run`, reports, watching, the benchmarks, the demo.
 
 The core imports nothing of it.
 """

@@ -56,7 +56,7 @@ class Spans:
         self._propagator = TraceContextTextMapPropagator()
         self._open: dict[_Key, trace.Span] = {}
         self._saved: dict[_Key, trace.SpanContext] = {}
-        """Of fast saves, for the drains that come after them."""
+        """The span contexts of fast saves, for the drains that come after them."""
         self._lock = threading.Lock()
         in_forked_child(self, Spans._after_fork)
 

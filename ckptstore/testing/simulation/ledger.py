@@ -22,11 +22,11 @@ class Violation(AssertionError):
 
 @dataclass
 class Ledger:
-    """What a store holds after each of its records."""
+    """The contents of a store after each of its records, by rules of its own."""
 
     epoch: int = 0
     source: int | None = None
-    """What the last claim found to be the latest checkpoint."""
+    """The latest checkpoint when the last claim was made."""
     live: set[int] = field(default_factory=set)
     pinned: set[int] = field(default_factory=set)
     trash: set[int] = field(default_factory=set)

@@ -34,7 +34,7 @@ _LATE = frozenset(["write", "create", "delete", "finish"])
 """Requests that may take effect after their caller has given up."""
 _NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri", "resolved"])
 _DISK_REQUESTS = frozenset(["persist", "free_bytes", "make_directory", "remove_directories"])
-"""What does nothing on a storage that is no disk."""
+"""Requests that do nothing on a storage that is no disk."""
 _READS = frozenset(["read", "read_into", "read_steps"])
 
 
