@@ -81,7 +81,7 @@ class Plan:
     board: str = "storage"
     """"storage", "torch", or "ray": through the storage, with a token broadcast by Ray's workers."""
     keeper: str = "ckptstore"
-    """Or "ray", which has a directory for each checkpoint and no log."""
+    """"ckptstore" or "ray", which has a directory for each checkpoint and no log."""
     contents: str = "directory"
     """The contents of jobs' saves: "directory", "state", or "mixed"."""
     policy: str = "all"

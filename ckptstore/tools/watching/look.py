@@ -84,13 +84,15 @@ class SeenOnNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenSigns:
-    """Signs of life that the ranks of the owner gave in the store. Ranks give them while they exchange or store, and
-    only where a `StorageGroup` connects them."""
+    """Signs of life that the ranks of the owner gave in the store.
+
+    Ranks give them while they meet or store, and only if a `StorageGroup` connects them.
+    """
 
     num_ranks: int
     """The number of ranks that have given one since the job began."""
     last_seconds: float
-    """Since the last one of any rank."""
+    """The seconds since the last sign of any rank."""
     oldest_rank: int
     """The rank whose last sign is the oldest."""
     oldest_seconds: float
