@@ -68,7 +68,7 @@ def metrics_of(trainer: Any) -> dict[str, float]:
 
 
 class MaybeMissing:
-    """Wraps an object that may be missing, or have an empty state; then it is not asked to load anything."""
+    """Wraps an object that may be missing; a state that is empty is not loaded."""
 
     def __init__(self, item: Any) -> None:
         self._item = item

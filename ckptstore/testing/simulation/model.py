@@ -228,7 +228,7 @@ class Model:
         for number in record.state.trash:
             self.trashed_at.setdefault(number, self.now())
         for number in record.state.live:
-            self.trashed_at.pop(number, None)  # restored: its grace period begins anew with the next drop
+            self.trashed_at.pop(number, None)  # restored: a new grace period begins with the next drop
         for number in before - set(record.state.live) - set(record.state.trash):
             self.saved[number].removed_at = self.now()
 

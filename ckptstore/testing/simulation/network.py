@@ -374,7 +374,7 @@ class _ConnectedWriter:
         try:
             self._network.request("abort", self._key, self._inner.abort)
         except StorageError:
-            """It cannot be told, and lies there until somebody cleans up."""
+            """The storage did not learn of it: the parts stay until a cleaner removes them."""
 
 
 def _open_parts(self: _Connected, key: str, size_bytes: int) -> Any:

@@ -42,7 +42,7 @@ class InFlight:
         """Take note of how it is now."""
         if found != self.found:
             self._changed_at = now
-        if found.size_bytes < self.found.size_bytes:  # a file is written anew
+        if found.size_bytes < self.found.size_bytes:  # a file is written again
             self._sizes.clear()
         self.found = found
         self._sizes.append((now, found.size_bytes))
