@@ -1,4 +1,4 @@
-"""The only place where payload bytes move: in parallel, over files and inside them, each byte hashed on its way.
+"""Move all payload bytes of ckptstore: in parallel, over files and inside them, each byte hashed on its way.
 
 Nothing of an operation runs on after it has returned or raised, and the buffers of all operations of a `Transfer`
 together stay within `TransferConfig.memory_budget_bytes`, whatever the size of the files.
@@ -42,12 +42,12 @@ class Transfer:
     """
 
     def __init__(self, storage: Storage, *, config: TransferConfig, retry: RetryConfig, rank: int = 0) -> None:
-        """The storage stays the caller's. Threads are started when they are needed."""
+        """Do not take over the storage, which the caller closes. Threads are started when they are needed."""
         self._engine = _engine(storage, config, retry, rank)
         in_forked_child(self, Transfer._after_fork)
 
     def _after_fork(self) -> None:
-        """A forked child has threads, locks and buffers of its own."""
+        """Give a forked child threads, locks and buffers of its own."""
         engine = self._engine
         self._engine = _engine(engine.storage, engine.config, engine.retry, engine.rank)
 
@@ -56,31 +56,31 @@ class Transfer:
 
     @property
     def rank(self) -> int:
-        """Whose events these are; 0 as long as nobody said."""
+        """The rank in the events of this transfer; 0 until it is set."""
         return self._engine.rank
 
     def set_rank(self, rank: int) -> None:
-        """Say whose rank this is, for the events of what begins from now on."""
+        """Set the rank in the events of operations that begin from now on."""
         if rank != self._engine.rank:
             self._engine = replace(self._engine, rank=rank)
 
     @property
     def algorithm(self) -> str:
-        """Of the digests of what it writes, unless a file says otherwise."""
+        """The algorithm of the digests of written files, unless a file names another."""
         return self._engine.config.digest
 
     @property
     def num_tasks(self) -> int:
-        """How many files or parts it moves at once."""
+        """The number of files or parts that move at once."""
         return self._engine.pool.num_threads
 
     def upload(self, files: Sequence[PlannedFile], *, check: Beat = no_beat) -> list[Stored]:
         """Write each source to its key, durable on a disk unless the configuration says otherwise.
 
-        The result has the order of the files. A file that the disk failed to keep is written anew, once. `check` is
-        called before each part and each try of a request, by the threads that make it: what it raises ends the upload
-        though nothing moves. After an error files may be there, whole or torn. Raises SourceChanged for a source that
-        changes or vanishes meanwhile, and what the storage raises.
+        The result has the order of the files. A file that the disk failed to keep is written again from the beginning,
+        once. `check` is called before each part and each try of a request, by the threads that make it; an error that
+        it raises ends the upload, even while nothing moves. After an error files may exist, whole or torn. Raises
+        SourceChanged for a source that changes or vanishes meanwhile, and the errors of the storage.
         """
         from ckptstore.transfer.upload import upload
 
@@ -93,11 +93,11 @@ class Transfer:
         read_only: bool = False,
         durable: bool = True,
     ) -> None:
-        """Fetch files to paths where nothing is yet; directories are created. With `read_only` nobody may write to the
+        """Fetch files to paths that do not exist yet; directories are created. With `read_only` nobody may write to the
         files. They are durable as after `upload`, unless `durable` is False.
 
         A file with a wrong digest is fetched a second time, then CheckpointDamaged is raised. After an error complete
-        files stay, torn ones do not. Raises StorageFull when the local disk is.
+        files stay, torn ones do not. Raises StorageFull when the local disk is full.
         """
         places = [(item, os.fspath(path)) for item, path in wanted]
         durable = durable and self._engine.config.durable
@@ -108,7 +108,7 @@ class Transfer:
     def check(self, wanted: Sequence[Wanted]) -> list[Checked]:
         """Read every byte of the files and compare size and digest; the result has the order of the files.
 
-        Raises what keeps the files from being read, AccessDenied for instance.
+        Raises the error that keeps the files from being read, AccessDenied for instance.
         """
         from ckptstore.transfer.fetch import check
 

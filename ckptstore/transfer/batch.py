@@ -1,4 +1,4 @@
-"""Small files: read, hashed and written many at a time, because each costs more than its bytes do."""
+"""Read, hash and write small files many at a time, because each costs more than its bytes do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptstore.transfer.sources import FileSource, Read
 
 
 def write_batch(engine: Engine, files: Sequence[PlannedFile], run: Operation) -> tuple[list[Stored], float]:
-    """Write files, each in one call or all in one; give the results in their order, and the seconds it took."""
+    """Write files, each in one call or all in one; return the results in their order, and the seconds it took."""
     began, used_bytes = time.monotonic(), 0
     stored: list[Stored] = []
     ready: list[tuple[str, Sequence[memoryview]]] = []
@@ -61,8 +61,8 @@ def _write(engine: Engine, ready: Sequence[tuple[str, Sequence[memoryview]]], ru
 def read_hashed(
     read: Read, digest: FileDigest, *, offset: int, size_bytes: int, scratch: memoryview
 ) -> tuple[Sequence[memoryview], Digest | None]:
-    """Read a part in steps, and hash each while it is in the processor's cache; the digest is that of the part, None
-    where it is not known."""
+    """Read a part in steps, and hash each while it is in the processor's cache. Return its views and its digest, None
+    where that is not known."""
     if size_bytes <= STEP_BYTES:
         views = read(offset, size_bytes, scratch)
         return views, digest.add(offset, views)
@@ -80,7 +80,7 @@ def read_hashed(
 def read_batch(
     engine: Engine, places: Sequence[tuple[Wanted, str | None]], read_only: bool, run: Operation
 ) -> list[Checked]:
-    """Read files, each in one call, and write those whose bytes are the right ones to their paths, where they have one.
+    """Read files, each in one call, and write those with the right bytes to their paths, where they have one.
     The result has their order."""
     with engine.scratch.take(sum(item.size_bytes for item, _ in places), run) as scratch:
         found, start = [], 0
@@ -99,7 +99,7 @@ def read_batch(
 
 
 def _read_checked(engine: Engine, item: Wanted, view: memoryview, whole: bool, run: Operation) -> Checked:
-    """`whole` has the file hold these bytes and no more."""
+    """Read a file and compare its digest; with `whole` it must also have no byte more."""
     key = item.key
     try:
         version = version_of(engine, item, run) if whole else None
@@ -113,7 +113,7 @@ def _read_checked(engine: Engine, item: Wanted, view: memoryview, whole: bool, r
 
 
 def version_of(engine: Engine, item: Wanted, run: Operation) -> str | None:
-    """The version of a file. Raises CheckpointDamaged when it has another size, FileMissing."""
+    """Return the version of a file. Raises CheckpointDamaged when it has another size, FileMissing."""
 
     def look() -> str | None:
         found = engine.storage.stat(item.key)
@@ -126,7 +126,7 @@ def version_of(engine: Engine, item: Wanted, run: Operation) -> str | None:
 
 
 def fault_of(item: Wanted, found: Digest) -> CheckpointDamaged | None:
-    """What is wrong with a file whose bytes have the digest `found`; None if nothing, or if no digest is known."""
+    """Return the error for a file whose bytes have the digest `found`; None if it is right, or no digest is known."""
     if item.digest is None or found == item.digest:
         return None
     text = f"{item.key} is damaged: {item.digest.shown} is expected, {found.hex} is found"

@@ -1,4 +1,4 @@
-"""What every operation of a transfer works with."""
+"""The storage, threads, buffers and limits that all operations of a transfer share."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STEP_BYTES = 1 << 20
-"""What is hashed at once, so that it is still in the processor's cache when it is used next."""
+"""The bytes hashed at once: few enough to be still in the processor's cache when they are used next."""
 TASK_BYTES = 16 << 20
-"""What a thread does without asking for more work."""
+"""The bytes that one task of a thread moves."""
 _REQUEST_BYTES = 16 << 20
 """The largest single read from a storage on a network."""
 _MAX_BATCH_FILES = 64
@@ -49,12 +49,12 @@ class Engine:
     doubts: Doubts | None = field(init=False)
     """The storage, where it can be read in another way."""
     reading: threading.Semaphore = field(init=False)
-    """Held while the bytes of a part are read and hashed, which keeps a processor or a disk busy. Whoever waits for it
-    holds no buffer, so there are as many buffers as requests that wait for a server, and not as many as threads."""
+    """Held while the bytes of a part are read and hashed, which keeps a processor or a disk busy. A thread that waits
+    for it holds no buffer, so there are as many buffers as requests that wait for a server, not as many as threads."""
     flow: Flow | None = field(init=False)
-    """How many requests may be in flight; None on a disk, which throttles nobody."""
+    """The limit of requests in flight; None on a disk, which throttles nobody."""
 
-    def __post_init__(self) -> None:  # once: to ask a protocol whether an object is an instance takes microseconds
+    def __post_init__(self) -> None:  # once: `isinstance` with a protocol takes microseconds
         object.__setattr__(self, "disk", self.storage if isinstance(self.storage, Disk) else None)
         object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
         object.__setattr__(self, "doubts", self.storage if isinstance(self.storage, Doubts) else None)
@@ -68,15 +68,15 @@ class Engine:
 
     @property
     def request_bytes(self) -> int:
-        """The most that one read asks for."""
+        """The most bytes of one read."""
         return TASK_BYTES if self.disk else _REQUEST_BYTES
 
     def algorithm(self, file: PlannedFile) -> str:
-        """The algorithm of the digests of a file that is written."""
+        """Return the algorithm of the digests of a file to be written."""
         return file.algorithm or self.config.digest
 
     def part_bytes(self, size_bytes: int) -> int | None:
-        """The part size of a file of that size; None where it is written in one call."""
+        """Return the part size of a file of that size; None where it is written in one call."""
         if self.parts is None:
             return None
         part_bytes = self.parts.part_bytes(size_bytes)
@@ -95,17 +95,18 @@ class Engine:
         return retrying(self.retry, what, checked)
 
     def read(self, run: Operation, key: str, call: Callable[[], T]) -> T:
-        """The same for a read of a file. What it finds damaged or missing it looks at again, in another way."""
+        """Call as `request` does, for a read of a file; a file that seems damaged or missing is read again, in another
+        way."""
         return self.request(run, f"read {key}", partial(looked_twice, self.storage, key, call))
 
     def small_tasks(self) -> int:
-        """How many tasks small files are dealt to: no more than are of use on a disk, else as many as come."""
+        """Return the number of tasks for small files: no more than are of use on a disk, else without a limit."""
         if self.disk is None or (useful := self.disk.useful_threads()) >= self.pool.num_threads:
             return sys.maxsize
         return useful
 
     def batches(self, sizes_bytes: list[int]) -> list[slice]:
-        """How small files, given by their sizes, are dealt to tasks: what one task reads stays in the cache."""
+        """Deal small files, by their sizes, to tasks, so that the bytes of one task stay in the processor's cache."""
         most = max(1, min(_MAX_BATCH_FILES, len(sizes_bytes) // (4 * self.pool.num_threads)))
         found, start, total = [], 0, 0
         for index, size_bytes in enumerate(sizes_bytes):
@@ -117,5 +118,5 @@ class Engine:
 
 
 def is_worth_writing_anew(error: BaseException) -> bool:
-    """Whether a file that could not be finished may come through when it is written from the beginning."""
+    """Return True if a file that could not be finished may succeed when it is written from the beginning."""
     return isinstance(error, StorageError) and not isinstance(error, StorageFull | AccessDenied)

@@ -1,6 +1,6 @@
-"""Where a large job off the training path does its work: in this process, or in tasks on the nodes of a cluster.
+"""Run a large job off the training path in this process, or in tasks on the nodes of a cluster.
 
-The job is the same code in both cases: a task that works on a share of the files, which an executor calls.
+The job is the same code in both cases: a task for a share of the files, which an executor calls.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Task = Callable[[Sequence[Item]], Result]
-"""Works on a share of the items. It may run in another process, with a copy of all that is bound to it."""
+"""Works on a share of the items. It may run in another process, with a copy of everything bound to it."""
 
 
 class Executor(Protocol):
     """Runs a task on all items."""
 
     is_local: bool
-    """Whether everything stays in this process."""
+    """True if everything stays in this process."""
 
     def run(
         self, task: Task[Item, Result], items: Sequence[Item], *, size_bytes: Callable[[Item], int]
     ) -> list[Result]:
-        """Call the task with shares that hold each item once, as equal in bytes as may be; the results of all shares.
+        """Call the task with shares that hold each item once, as equal in bytes as possible; return all results.
 
-        Raises what a task raises, when no task is running any more.
+        Raises the error of a task, once no task is running any more.
         """
         ...
 
 
 class InProcess:
-    """Everything in one share, here."""
+    """Runs a task on all items as one share, in this process."""
 
     is_local = True
 
@@ -44,9 +44,9 @@ class InProcess:
 
 
 def deal(items: Sequence[Item], size_bytes: Callable[[Item], int], num_shares: int) -> list[list[Item]]:
-    """At most `num_shares` shares, none of them empty: the largest item first, each to the share with the least bytes.
+    """Deal items to at most `num_shares` shares, none empty: the largest first, each to the share with the least bytes.
 
-    No share is larger than 4/3 of what the best division has (Graham 1969, longest processing time first).
+    The largest share is at most 4/3 of that of the best division (Graham 1969, longest processing time first).
     """
     shares: list[list[Item]] = [[] for _ in range(min(num_shares, len(items)))]
     heap = [(0, 0, number) for number in range(len(shares))]

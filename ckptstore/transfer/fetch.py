@@ -1,4 +1,4 @@
-"""Whole files from a storage through buffers: to a local disk, or to nowhere just to check them."""
+"""Fetch whole files from a storage through buffers: to a local disk, or to nowhere just to check them."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _fetched_again(
     kept: _Kept,
     found: Sequence[Checked],
 ) -> list[Checked]:
-    """What was found, but that what seems damaged is fetched once more, in another way: a bit may have flipped on its
-    way."""
+    """Fetch files that seem damaged once more, in another way, and return the results of all files."""
+    # A bit may have flipped on its way.
     damaged = [place for place, checked in zip(places, found, strict=True) if checked.damage]
     if not damaged:
         return list(found)
@@ -69,14 +69,14 @@ def _fetched_again(
 
 
 class _Kept(NamedTuple):
-    """How files are kept that are fetched to a path."""
+    """The properties of files that are fetched to a path."""
 
     read_only: bool = False
     durable: bool = False
 
 
 def _fetch(engine: Engine, places: Sequence[tuple[Wanted, str | None]], kept: _Kept) -> list[Checked]:
-    """Fetch each file to its path, or to nowhere where that is None; the result has their order."""
+    """Fetch each file to its path, or to nowhere if that is None; the result has their order."""
     total_bytes = sum(item.size_bytes for item, _ in places)
     found: list[Checked | None] = [None] * len(places)
     large = [index for index, (item, _) in enumerate(places) if item.size_bytes > STEP_BYTES]
@@ -127,7 +127,7 @@ def _tell(key: str, size_bytes: int, total_bytes: int) -> None:
 
 
 class _Fetch:
-    """One file that is read by several threads, and where its bytes go."""
+    """One file that is read by several threads, and the destination of its bytes."""
 
     def __init__(self, engine: Engine, wanted: Wanted) -> None:
         self.wanted = wanted
@@ -141,16 +141,16 @@ class _Fetch:
         self._version: str | None = None
 
     def begin(self, run: Operation) -> None:
-        """Called before the first byte moves; the caller holds the lock."""
+        """Prepare for the first byte; the caller holds the lock."""
 
     def put(self, offset: int, view: memoryview) -> None:
         """Take some bytes."""
 
     def end(self) -> None:
-        """Called when all bytes came and are the right ones."""
+        """Finish the file, after all bytes came and are the right ones."""
 
     def abort(self) -> None:
-        """Drop what there is of an unfinished file. Called when no other task works on it."""
+        """Drop an unfinished file. Called when no other task works on it."""
 
     def move(self, start: int, end: int, run: Operation) -> None:
         """Read one stretch of the file; the last one compares the digests."""
@@ -175,7 +175,7 @@ class _Fetch:
                 self.end()
 
     def reject(self, error: Damage) -> None:
-        """The file is not what was wanted."""
+        """Note the first error that says the file is not the one wanted."""
         if self.damage is None:
             self.damage = error
 
@@ -202,7 +202,7 @@ class _Fetch:
 
 
 class _ToNowhere(_Fetch):
-    """For a file that is only checked. It must also have its size and no byte more."""
+    """Reads a file only to check it. The file must also have its size and no byte more."""
 
     def begin(self, run: Operation) -> None:
         if self._version is None and not self.damage:
@@ -210,7 +210,7 @@ class _ToNowhere(_Fetch):
 
 
 class _ToDisk(_Fetch):
-    """For a file that is kept."""
+    """Writes a file to its path on a disk."""
 
     def __init__(self, engine: Engine, wanted: Wanted, path: str, kept: _Kept) -> None:
         super().__init__(engine, wanted)

@@ -1,4 +1,4 @@
-"""How many requests of a transfer are in flight: half as many when the storage throttles, then more again."""
+"""Limit the requests of a transfer in flight: half as many when the storage throttles, then more again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptstore.errors import StorageThrottled
 from ckptstore.events import ConcurrencyChanged, emit
 
 _TICK_SECONDS = 0.2
-"""How often a request that waits for its turn looks whether it is still wanted."""
+"""The interval at which a waiting request looks whether its operation still goes on."""
 _RUN = 4
 """The least successes in a row after which one more request is let in."""
 
@@ -19,7 +19,7 @@ class Flow:
     """The requests of one transfer. Safe for threads."""
 
     def __init__(self, most: int) -> None:
-        """`most` requests at once, until the storage throttles."""
+        """Let `most` requests run at once, until the storage throttles."""
         self.limit = most
         self._most = most
         self._changed = threading.Condition()
@@ -29,9 +29,9 @@ class Flow:
 
     @contextmanager
     def request(self, check: Callable[[], None]) -> Iterator[None]:
-        """One request, made in this context. Waits for its turn; what `check` raises meanwhile ends the wait.
+        """Make one request in this context. Waits for its turn; an error that `check` raises meanwhile ends the wait.
 
-        Requests that were in flight when the limit was halved halve it no further: they say the same thing again.
+        Requests that were in flight when the limit was halved do not halve it again: they report the same throttling.
         """
         num_cuts = self._begin(check)
         try:

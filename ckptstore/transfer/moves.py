@@ -17,7 +17,7 @@ class PlannedFile(NamedTuple):
     key: str
     source: Source
     algorithm: str | None = None
-    """The algorithm of its digests; None for that of the configuration."""
+    """The algorithm of its digests; None for the configured one."""
 
     def __str__(self) -> str:
         return f"{self.key} <- {self.source.size_bytes} bytes"
@@ -30,7 +30,7 @@ class Stored(NamedTuple):
     size_bytes: int
     digest: Digest
     block_digests: tuple[bytes, ...] = ()
-    """For each payload of the source the digest of each block of 1 MiB, as little-endian integers."""
+    """The digests of the blocks of 1 MiB of each payload of the source, as little-endian integers."""
 
 
 class Upload(Protocol):
@@ -46,27 +46,27 @@ class Wanted(NamedTuple):
     key: str
     size_bytes: int
     digest: Digest | None
-    """None where no digest is known, so that the size is all that can be compared."""
+    """The expected digest; None where it is not known, so that only the size can be compared."""
 
     @property
     def algorithm(self) -> str:
-        """By which its bytes are hashed."""
+        """The algorithm that hashes its bytes."""
         return self.digest.algorithm if self.digest else DEFAULT
 
 
 class Checked(NamedTuple):
-    """What was found where a file was wanted."""
+    """The result of reading a wanted file."""
 
     wanted: Wanted
     digest: Digest | None
-    """Of the bytes found; None where they could not be read to the end."""
+    """The digest of the bytes found; None where they could not be read to the end."""
     damage: CheckpointDamaged | FileMissing | None
-    """What is wrong, None if nothing."""
+    """The error that says what is wrong, None if nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
 class RangeRead:
-    """A stretch of a file to be read straight into memory that exists."""
+    """A stretch of a file to be read straight into existing memory."""
 
     key: str
     offset: int
@@ -77,5 +77,5 @@ class RangeRead:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes are read."""
+        """The number of bytes to read."""
         return sum(map(len, self.views))

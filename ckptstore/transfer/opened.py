@@ -1,4 +1,4 @@
-"""A place that is open: its storage with retries, and what moves bytes there."""
+"""An open place: its storage with retries, and the transfer that moves its bytes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ckptstore.transfer import Transfer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedPlace:
-    """What is open at one URI."""
+    """The storage at one URI, its transfer and their configuration."""
 
     storage: Storage
     transfer: Transfer
     config: StoreConfig
 
     def sizes_bytes(self) -> dict[str, int]:
-        """The size of every file below it, by name."""
+        """Return the size of every file below it, by name."""
         return {file.key: file.size_bytes for file in self.storage.list("")}
 
     def close(self) -> None:
-        """Give connections back."""
+        """Close the transfer and the connections."""
         self.transfer.close()
         self.storage.close()
 
@@ -39,7 +39,7 @@ def open_place(
     storage_options: Mapping[str, Any] | None = None,
     engine: str | None = None,
 ) -> OpenedPlace:
-    """Open the place at a URI; without a `config` that of the environment holds. Nothing is created there.
+    """Open the place at a URI, with the environment's configuration if `config` is None. Creates nothing.
 
     Raises InvalidInput as `open_storage` does.
     """

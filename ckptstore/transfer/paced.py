@@ -1,4 +1,4 @@
-"""Sources that are read no faster than is allowed: for bytes that move behind other work."""
+"""Slow sources down to a limit of bytes per second, for bytes that move behind other work."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LONGEST_SLEEP_SECONDS = 0.5
 
 
 class Pacer:
-    """So many bytes per second, for all threads of a process together.
+    """Limits the bytes per second of all threads of a process together.
 
-    Bytes are waited for before they are read, and time that nobody used is not saved up: from the first call on, no
-    more than `bytes_per_second` times the elapsed seconds have been read at any moment.
+    A thread waits before it reads, and unused time is not saved up: from the first call on, no more than
+    `bytes_per_second` times the elapsed seconds have been read at any moment.
     """
 
     def __init__(self, bytes_per_second: float) -> None:
@@ -27,7 +27,7 @@ class Pacer:
         self._free_at = 0.0
 
     def wait(self, size_bytes: int, waiting: Beat) -> None:
-        """Return when so many bytes may be read. `waiting` is called now and then; what it raises passes through."""
+        """Wait until so many bytes may be read. `waiting` is called now and then; its errors pass through."""
         with self._lock:
             self._free_at = until = max(self._free_at, time.monotonic()) + size_bytes / self._bytes_per_second
         while (left_seconds := until - time.monotonic()) > 0:
@@ -41,7 +41,7 @@ class PacedSource:
 
     source: Source
     wait: Callable[[int], None]
-    """Returns when so many bytes may be read."""
+    """Waits until so many bytes may be read."""
 
     @property
     def size_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The threads of a transfer, and the end of its operations: nothing runs on after `run` has returned or raised."""
+"""Run the operations of a transfer on its threads: nothing runs on after `run` has returned or raised."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ckptstore.runtime.beat import Beat, beat, no_beat
 from ckptstore.storage.traffic import Traffic, counting, traffic_here
 
 _TICK_SECONDS = 0.2
-"""How often a waiting caller looks for progress."""
+"""The interval at which a waiting caller looks for progress."""
 _IDLE_SECONDS = 10.0
-"""How long a thread waits for more work before it ends."""
+"""The time that a thread waits for more work before it ends."""
 
 
 class Stopped(Exception):
@@ -20,28 +20,28 @@ class Stopped(Exception):
 
 
 class Operation:
-    """One operation: its tasks, what they have moved, and the first error."""
+    """One operation: its tasks, the bytes that they have moved, and the first error."""
 
     def __init__(self, tasks: Sequence[Task], *, check: Beat = no_beat) -> None:
-        """`check` is called often; what it raises ends the operation."""
+        """Take the tasks. `check` is called often; an error that it raises ends the operation."""
         self.tasks = deque(tasks)
         self.running = 0
         self.ended = threading.Event()
         self.stopped = threading.Event()
         self.error: BaseException | None = None
         self.traffic: list[Traffic] = []
-        """What each task has counted."""
+        """The traffic that each task has counted."""
         self._check = check
         self.moved_bytes = 0
-        """Grows while bytes move. Counted without a lock: good as a sign of life, not as a sum."""
+        """A number that grows while bytes move. Counted without a lock: good as a sign of life, not as a sum."""
 
     def moved(self, size_bytes: int) -> None:
-        """Tasks call it whenever bytes have moved."""
+        """Count bytes that a task has moved."""
         self.moved_bytes += size_bytes
-        beat()  # of the caller, where it does the task itself
+        beat()  # the caller's sign of life, where it does the task itself
 
     def check(self) -> None:
-        """Raise Stopped when there is no reason to go on. Tasks call it often."""
+        """Raise Stopped if another task has failed or the operation was given up. Tasks call it often."""
         if self.stopped.is_set():
             raise Stopped
         self._check()
@@ -80,8 +80,8 @@ class Pool:
     def run(self, tasks: Sequence[Task], *, check: Beat = no_beat) -> None:
         """Do all tasks, in their order as far as threads allow, and give signs of life while bytes move.
 
-        `check` is called by the threads that do them, often; what it raises ends the run.
-        Raises the first error of a task. When this returns or raises, also for KeyboardInterrupt, no task is running.
+        `check` is called by the threads that do them, often; an error that it raises ends the run.
+        Raises the first error of a task. No task runs any more when this returns or raises, KeyboardInterrupt included.
         """
         run = Operation(tasks, check=check)
         if len(tasks) > 1:
@@ -96,7 +96,7 @@ class Pool:
             raise run.error
 
     def close(self) -> None:
-        """End the threads. The pool is not used afterwards."""
+        """End the threads. The pool must not be used afterwards."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -138,7 +138,7 @@ class Pool:
             self._threads.add(thread)
             try:
                 thread.start()
-            except RuntimeError:  # the system, or an interpreter that ends, has no more: those that there are do it all
+            except RuntimeError:  # the system, or an ending interpreter, has no more: the existing ones do it all
                 self._threads.discard(thread)
                 return
 
@@ -159,7 +159,7 @@ class Pool:
             del run
 
     def _next(self) -> tuple[Operation, Task] | tuple[None, None]:
-        """A task of the run whose turn it is; None when there was none for long. The caller holds the lock."""
+        """Return a task of the run whose turn it is; None after a long time without one. The caller holds the lock."""
         while not self._closed:
             while self._runs:
                 run = self._runs[0]

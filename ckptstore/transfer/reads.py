@@ -1,4 +1,4 @@
-"""From a storage straight into memory that exists: parallel over ranges and inside them, each byte checked."""
+"""Read from a storage straight into existing memory: parallel over ranges and inside them, each byte checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(engine: Engine, ranges: Sequence[RangeRead]) -> None:
 
 
 def split(item: RangeRead, most_bytes: int) -> Iterator[RangeRead]:
-    """The same range in pieces of at most that size, cut between checks; a check that is larger stays whole."""
+    """Split a range into pieces of at most that size, cut between checks; a larger check stays whole."""
     if item.size_bytes <= most_bytes:
         yield item
         return
@@ -66,7 +66,7 @@ class _Cursor:
         self._at = 0
 
     def take(self, size_bytes: int) -> tuple[memoryview, ...]:
-        """The next bytes, without a copy."""
+        """Return the next bytes, without a copy."""
         start, view = self._at, self._views[self._index] if size_bytes else memoryview(b"")
         if 0 < size_bytes < len(view) - start:  # by far the most common
             self._at += size_bytes
@@ -102,7 +102,8 @@ def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run
 
 
 def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
-    """One request. Bytes that are not those expected are read a second time: they may have flipped on their way."""
+    """Make one request. Bytes that are not those expected are read a second time: they may have flipped on their
+    way."""
     views = _Cursor(piece.views)
     steps = [views.take(size_bytes) for size_bytes, _ in piece.checks] or [piece.views]
     if engine.disk is not None:
@@ -124,14 +125,14 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
 
 
 class _Check:
-    """Compares the digests of a range step by step. False for the first that is wrong; raises CheckpointDamaged for the
-    next one."""
+    """Compares the digests of a range step by step: returns False for the first wrong one, and raises CheckpointDamaged
+    for the next."""
 
     def __init__(self, piece: RangeRead, steps: Sequence[Sequence[memoryview]]) -> None:
         self._piece = piece
         self._steps = steps
         self.was_wrong: str | None = None
-        """What was wrong at first, None if nothing was."""
+        """The first fault, in words; None if there was none."""
 
     def __call__(self, number: int) -> bool:
         if not self._piece.checks:

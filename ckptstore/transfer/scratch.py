@@ -1,6 +1,6 @@
-"""Buffers that bytes pass through, under one budget for all operations of a transfer.
+"""Lend buffers that bytes pass through, under one budget for all operations of a transfer.
 
-Buffers are used again: memory that is new to the process costs more than the copy into it.
+Buffers are reused, because memory that is new to the process costs more than the copy into it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptstore.transfer.pool import Operation
 
 _ROUND_BYTES = 64 << 10
 _KEPT_BYTES = 64 << 20
-"""How much memory stays ready for the next operation."""
+"""The bytes that stay ready for the next operation."""
 _TICK_SECONDS = 0.1
 
 
@@ -29,7 +29,7 @@ class Scratch:
 
     @contextmanager
     def take(self, size_bytes: int, run: Operation) -> Iterator[memoryview]:
-        """A buffer of at least that size until the context ends; waits until the budget has room for it."""
+        """Lend a buffer of at least that size until the context ends; wait until the budget has room for it."""
         if not size_bytes:
             yield memoryview(bytearray())
             return
@@ -41,12 +41,12 @@ class Scratch:
             self._give_back(buffer)
 
     def trim(self) -> None:
-        """Give memory back to the system, all but a little for the next operation."""
+        """Free the kept memory, all but a little for the next operation."""
         with self._changed:
             self._drop_kept(_KEPT_BYTES)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all kept memory."""
         with self._changed:
             self._drop_kept(0)
 
@@ -78,7 +78,7 @@ class Scratch:
             self._changed.notify_all()
 
     def _drop_kept(self, left_bytes: int) -> None:
-        """Forget kept buffers, the oldest first, until no more than that is left."""
+        """Free kept buffers, the oldest first, until at most so many bytes are left."""
         kept_bytes = sum(map(len, self._kept))
         while kept_bytes > left_bytes:
             kept_bytes -= len(self._kept.pop(0))

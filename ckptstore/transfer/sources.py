@@ -1,7 +1,7 @@
-"""Sources: bytes that wait to be written, from memory or from a file. No torch here.
+"""Sources: bytes to be written, from memory or from a file. Independent of torch.
 
-A source is read in ranges, by several threads at once. It says which of its ranges are payloads: those get a digest for
-each block of 1 MiB beside the digest of the whole file (`ckptstore.format.digest`).
+A source is read in ranges, by several threads at once. It declares some of its ranges as payloads: those get a digest
+for each block of 1 MiB beside the digest of the whole file (`ckptstore.format.digest`).
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from typing import NamedTuple, Protocol
 from ckptstore.errors import InvalidSource, SourceChanged
 
 Read = Callable[[int, int, memoryview], Sequence[memoryview]]
-"""`read(offset, size_bytes, scratch)` gives the bytes of a range as views, in order.
+"""`read(offset, size_bytes, scratch)` returns the bytes of a range as views, in order.
 
 `scratch` has room for all of them unless the source is `in_memory`. It belongs to the source for the call: the source
-may write anything over its first `size_bytes`, and nothing behind them. The views are memory that the source owns or
-parts of `scratch`, wherever in it. So what lies in `scratch` afterwards means nothing by its place: the bytes are those
-of the views. They are valid until `scratch` is given to another call."""
+may write anything over its first `size_bytes`, and nothing behind them. The views are memory that the source owns, or
+parts of `scratch` at any place: use the views, never `scratch` itself. They are valid until the next call with
+`scratch`."""
 
 
 class Source(Protocol):
-    """What becomes one stored file."""
+    """The bytes of one file to be stored."""
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes there are. It does not change."""
+        """The number of bytes, which does not change."""
 
     @property
     def payloads(self) -> Sequence[tuple[int, int]]:
-        """(offset, size_bytes) of the ranges whose blocks get digests of their own; sorted, apart from each other."""
+        """The (offset, size_bytes) of the ranges whose blocks get digests of their own; sorted and disjoint."""
 
     @property
     def in_memory(self) -> bool:
-        """Whether reading copies nothing, so that no part of the byte budget is needed for it."""
+        """True if reading copies nothing, so that it needs no part of the byte budget."""
 
     def open(self) -> AbstractContextManager[Read]:
-        """Begin to read. Leaving the context checks that the source is still what it was."""
+        """Begin to read. Leaving the context checks that the source has not changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +78,22 @@ class MemorySource:
 
 
 class FileSource(NamedTuple):
-    """A local file, as it was when `of` looked at it."""
+    """A local file, in the state that `of` found."""
 
     path: str | os.PathLike[str]
     size_bytes: int
     identity: tuple[int, int, int]
-    """Device, inode and time of the last change in nanoseconds."""
+    """The device, the inode and the time of the last change in nanoseconds."""
     payloads: Sequence[tuple[int, int]] = ()
 
     @property
     def in_memory(self) -> bool:
-        """It is read into a buffer."""
+        """False: it is read into a buffer."""
         return False
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], status: os.stat_result | None = None) -> FileSource:
-        """The file at `path`, links followed."""
+        """Return the source for the file at `path`, links followed."""
         status = status or os.stat(path)
         return cls(path, status.st_size, _identity(status))
 
@@ -101,7 +101,7 @@ class FileSource(NamedTuple):
         return _Reading(self)
 
     def load(self, scratch: memoryview) -> memoryview:
-        """The whole file, read into `scratch`; what `open` does for a small file, in less time."""
+        """Read the whole file into `scratch`, with the checks of `open`; faster for a small file."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -119,11 +119,11 @@ class FileSource(NamedTuple):
         return view
 
     def unreadable(self, error: OSError) -> InvalidSource:
-        """The error for a file that the system does not give."""
+        """Return the error for a file that the system fails to read."""
         return InvalidSource(f"{self.path} could not be read: {error.strerror}", file=str(self.path))
 
     def changed(self, how: str) -> SourceChanged:
-        """The error for a file that is not what it was."""
+        """Return the error for a file that has changed."""
         return SourceChanged(
             f"{self.path} {how} while it was read",
             file=str(self.path),

@@ -1,4 +1,4 @@
-"""From sources to a storage: each byte is read once, hashed and written while it is in the processor's cache."""
+"""Write sources to a storage: each byte is read once, hashed and written while it is in the processor's cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptstore.transfer.moves import PlannedFile, Stored
 from ckptstore.transfer.pool import Operation, Task
 
 _PERSIST_FILES = 4096
-"""After so many small files they are made durable, while other threads write the next ones."""
+"""The number of small files after which they are made durable, while other threads write the next ones."""
 
 
 def upload(engine: Engine, files: Sequence[PlannedFile], check: Callable[[], None]) -> list[Stored]:
@@ -55,14 +55,14 @@ class _Upload:
         self._failed: list[tuple[int, CkptstoreError]] = []
         self._lock = threading.Lock()
         self._written: list[str] = []
-        """Keys that are not durable yet."""
+        """The keys that are not durable yet."""
         self._not_durable: CkptstoreError | None = None
 
     def results(self) -> list[Stored]:
         return [stored for stored in self._stored if stored is not None]
 
     def write_all(self, indices: Iterable[int]) -> None:
-        """Write these files. One whose last step fails is written anew, once."""
+        """Write these files. A file whose last step fails is written again from the beginning, once."""
         self._write(indices)
         if self._failed:
             again, self._failed = [index for index, _ in self._failed], []
@@ -101,7 +101,7 @@ class _Upload:
             self._engine.scratch.trim()
 
     def persist(self) -> None:
-        """Make durable what is not yet. Raises also what an earlier call on another thread raised."""
+        """Make the written files durable. Raises the error of an earlier call on another thread too."""
         if self._not_durable is not None:
             error, self._not_durable = self._not_durable, None
             self._written = []
@@ -112,10 +112,8 @@ class _Upload:
             self._engine.storage.persist(keys)
 
     def _write_chain(self, batches: deque[list[int]], from_end: bool, run: Operation) -> None:
-        """Write small files, batch after batch, until none is left, and have the disk keep up.
-
-        A directory takes one new file at a time. So half of the chains begin at the end, where other directories are.
-        """
+        """Write small files, batch after batch, until none is left, and have the disk keep up."""
+        # A directory takes one new file at a time. So half of the chains begin at the end, in other directories.
         while batches:
             try:
                 indices = batches.pop() if from_end else batches.popleft()
@@ -159,10 +157,8 @@ class _Upload:
 
 
 def in_turns(files: Sequence[Sequence[Task]], num_files: int) -> list[Task]:
-    """The tasks of so many files at a time, one of each in turn.
-
-    A file system lets one thread at a time copy into a file; the others spin. So each shall have a file of its own.
-    """
+    """Order the tasks of so many files at a time, one of each in turn."""
+    # A file system lets one thread at a time copy into a file; the others spin. So each thread gets its own file.
     groups = (files[first : first + num_files] for first in range(0, len(files), num_files))
     return [task for group in groups for turn in zip_longest(*group) for task in turn if task is not None]
 
@@ -190,7 +186,7 @@ class _InParts:
         return [partial(self._write, start) for start in range(0, self._source.size_bytes, self._task_bytes)]
 
     def abort(self) -> None:
-        """Drop what was written of an unfinished file. Called when no task is running."""
+        """Drop the written parts of an unfinished file. Called when no task is running."""
         if self._writer is not None:
             self._writer.abort()
 
