@@ -1,4 +1,4 @@
-"""`NodeCache.fetch_once`: the story of one download per node."""
+"""`NodeCache.fetch_once`: one download per node."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ckptstore.storage.disk.local_parts import flush_files
 logger = logging.getLogger("ckptstore")
 
 _LOOK_SECONDS = 0.01
-"""How late a waiter sees the copy, at most."""
+"""The longest time after which a waiter sees the copy."""
 _TURN_SECONDS = 0.1
-"""How late a waiter sees that the holder failed, at most."""
+"""The longest time after which a waiter sees that the holder failed."""
 _TELL_SECONDS = 60.0
 _PUBLISH_TRIES = 5
 _DOWNLOADS = 3
@@ -36,7 +36,7 @@ class NodeCache:
     """The cache in `config.cache_dir`. Any number of objects, threads and processes may use one directory."""
 
     def __init__(self, config: CacheConfig) -> None:
-        """Nothing is touched before the first fetch."""
+        """Touch nothing before the first fetch."""
         self.config = config
 
     @contextlib.contextmanager
@@ -49,18 +49,18 @@ class NodeCache:
         download: Callable[[Path], None],
         expected: Mapping[str, int | None] | None = None,
     ) -> Iterator[Path]:
-        """Give the path of the finished, read-only copy of a key (see `copy_key`) while the context lasts.
+        """Yield the path of the finished, read-only copy of a key (see `copy_key`) while the context lasts.
 
-        One process of the node calls `download`, which fills the given new empty directory with about `size_bytes`
-        and verifies what it wrote; the others wait for it, at most `cache_wait_seconds`, and then download for
-        themselves. When it fails or its process dies, the next one takes over.
+        One process of the node calls `download`, which fills the new empty directory it gets with about `size_bytes`
+        and verifies the files that it wrote; the others wait for it, at most `cache_wait_seconds`, and then download
+        for themselves. When it fails or its process dies, the next one takes over.
 
         `expected` has the size of each file of the copy by its name, None for a directory. A copy that has lost some of
-        them, to whatever cleans temporary directories, is downloaded again and gets them back one by one: those who
-        read it lose nothing, and it keeps its path.
+        them, for instance to a cleaner of temporary directories, is downloaded again and gets them back one by one: its
+        readers lose nothing, and it keeps its path.
 
-        Raises what `download` raises, StorageFull before it when the room is too small, and CacheError when the cache
-        directory cannot be used or lets others in. Who waited, and for whom, is told by a DownloadWaited event.
+        Raises the errors of `download`, StorageFull before it when there is too little room, and CacheError when the
+        cache directory cannot be used or lets others in. A process that waited emits a DownloadWaited event.
         """
         if not eviction.KEY.fullmatch(key):
             raise InvalidInput(f"{key!r} is no SHA-256 in hex")
@@ -79,7 +79,7 @@ class NodeCache:
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """One call; its process holds the lease, so what is finished stays."""
+    """One call; its process holds the lease, so a finished copy stays."""
 
     place: CachePlace
     config: CacheConfig
@@ -90,7 +90,7 @@ class _Fetch:
     expected: Mapping[str, int | None] | None
 
     def run(self) -> None:
-        """Return when a finished copy is there."""
+        """Return once a finished copy exists."""
         if self.is_there():
             return
         turn = Exclusive(self.place.lock(self.key))
@@ -106,10 +106,10 @@ class _Fetch:
                     f"{self.place.copy(self.key)} loses files again and again", step=self.step, hint=_CLEANED
                 )
         finally:
-            turn.give_back()  # the lock file stays: others wait for this very one, and it goes with the copy
+            turn.give_back()  # the lock file stays: others wait for this very one, and it is removed with the copy
 
     def is_there(self) -> bool:
-        """Return whether there is a finished copy with all its files."""
+        """Return True if a finished copy exists with all its files."""
         return self.place.copy(self.key).is_dir() and next(self.lost(), None) is None
 
     def lost(self) -> Iterator[str]:
@@ -118,7 +118,7 @@ class _Fetch:
         return (name for name, size in (self.expected or {}).items() if not _is_as_expected(f"{path}/{name}", size))
 
     def wait_for(self, turn: Exclusive) -> None:
-        """Return with the turn to download, or when a copy is there, or when the deadline is past."""
+        """Wait for the turn to download, until a copy exists or the deadline has passed."""
         started = told = time.monotonic()
         holder = ""
         with self.place.using():
@@ -136,14 +136,15 @@ class _Fetch:
             _write_holder(self.place.holder(self.key))
 
     def appears(self, seconds: float) -> bool:
-        """Look for the copy, which costs much less than to try the lock, until it is there or the time is over."""
+        """Look for the copy until it exists or the time is over; return True if it exists. Much cheaper than trying
+        the lock."""
         end = time.monotonic() + seconds
         while not (there := self.is_there()) and time.monotonic() < end:
             time.sleep(_LOOK_SECONDS)
         return there
 
     def fetch(self) -> None:
-        """Download into a private directory, and give it its name."""
+        """Download into a private directory, and rename it to its place."""
         eviction.make_room(self.place, size_bytes=self.size_bytes, step=self.step)
         emit(DownloadStarted(step=self.step, size_bytes=self.size_bytes))
         started = time.monotonic()
@@ -158,8 +159,8 @@ class _Fetch:
         emit(DownloadFinished(step=self.step, size_bytes=size_bytes, seconds=time.monotonic() - started))
 
     def publish(self, private: Path) -> None:
-        """Rename a finished download to its place, unless another process was first. One there that has lost files gets
-        them back."""
+        """Rename a finished download to its place, unless another process was first. An existing copy that has lost
+        files gets them back."""
         path = self.place.copy(self.key)
         for _ in range(_PUBLISH_TRIES):
             try:
@@ -175,7 +176,8 @@ class _Fetch:
         raise CacheError(f"{path} loses files again and again", step=self.step, hint=_CLEANED)
 
     def mend(self, private: Path, path: Path) -> None:
-        """Move what a copy lacks to its place. What it has stays as it is, for others may be reading that."""
+        """Move the files that a copy lacks to their places. Its other files stay as they are, for others may be reading
+        them."""
         lost = [name for name in self.lost() if (private / name).exists()]
         if lost:
             logger.warning(
@@ -203,8 +205,8 @@ def _is_as_expected(path: str, size_bytes: int | None) -> bool:
 
 
 def _write_holder(path: Path) -> None:
-    """Say who has the turn. It is for messages only, so it may fail; replaced whole, for a waiter may be reading it."""
-    with contextlib.suppress(OSError):
+    """Write down which process has the turn, for messages only, so errors are ignored."""
+    with contextlib.suppress(OSError):  # replaced whole, for a waiter may be reading it
         new = path.with_suffix(f".{os.getpid()}")
         new.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         new.replace(path)
@@ -218,8 +220,7 @@ def _read_holder(path: Path) -> str:
 
 
 def _make_final(directory: Path) -> int:
-    """Make the files read-only, and durable where a start of the machine is not told from the last one. Returns the
-    size in bytes."""
+    """Make the files read-only, and durable where the system has no boot id. Return the size in bytes."""
     size_bytes, files, directories = 0, [], [str(directory)]
     for parent in directories:  # grows meanwhile
         with os.scandir(parent) as entries:

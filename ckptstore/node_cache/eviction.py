@@ -1,5 +1,5 @@
-"""What goes from the node cache, and when: copies that nobody has read for long, then the least recently used ones
-until the rest fits its budget, or until a download has room. A copy that somebody reads always stays."""
+"""Remove copies from the node cache: those unread for long, then the least recently used ones until the rest fits the
+budget, or until a download has room. A copy that somebody reads always stays."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KEY = re.compile(r"[0-9a-f]{64}")
 
 _SPARE_FRACTION = 0.02
 _SPARE_BYTES = 64 << 20
-"""What a download needs beyond the bytes of its files: blocks that are not full, directories, and air to breathe."""
+"""The bytes that a download needs beyond those of its files: for partly filled blocks, directories, and some margin."""
 
 
 _OTHERS_SECONDS = 60.0
-"""How long a download without room waits for another process that is evicting."""
+"""The longest time that a download without room waits for another process that is evicting."""
 _POLL_SECONDS = 0.05
 
 
@@ -36,7 +36,7 @@ class _Copy:
 
 
 def make_room(place: CachePlace, *, size_bytes: int, step: int) -> None:
-    """Return when a download of that size fits, after evicting what it takes. Raises StorageFull naming the bytes."""
+    """Evict copies until a download of that size fits. Raises StorageFull naming the bytes."""
     needed_bytes = int(size_bytes * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
     deadline = time.monotonic() + _OTHERS_SECONDS
     while (free_bytes := place.free_bytes()) < needed_bytes:
@@ -54,10 +54,10 @@ def make_room(place: CachePlace, *, size_bytes: int, step: int) -> None:
 
 
 def evict(place: CachePlace, config: CacheConfig) -> None:
-    """Remove what is over the idle time or the budget. Best effort: what fails now is tried again next time."""
+    """Remove copies that are idle for too long or over the budget. Best effort: failures are tried again next time."""
     again = place.lock("evict").with_suffix(".again")
     with contextlib.suppress(OSError):
-        again.touch(mode=0o600)  # before the lock is tried: whoever has it looks for this after giving it back
+        again.touch(mode=0o600)  # before the lock is tried: its holder looks for this after giving it back
     with contextlib.suppress(OSError, CacheError):
         wanted = True
         while wanted:
@@ -81,7 +81,7 @@ def _evict_now(place: CachePlace, config: CacheConfig) -> None:
 
 
 def remove(place: CachePlace, key: str) -> bool:
-    """Remove a copy unless somebody reads it; say whether it is gone."""
+    """Remove a copy unless somebody reads it; return True if it is gone."""
     with readers.private_directory(place) as private:
         with readers.excluding_readers(place, key) as unread:
             if not unread:
@@ -89,11 +89,11 @@ def remove(place: CachePlace, key: str) -> bool:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(place.copy(key), private)
             readers.forget(place, key)
-        return True  # what is private now goes with the context
+        return True  # the private directory is removed with the context
 
 
 def _forget_lost(place: CachePlace) -> None:
-    """Remove leases and locks of copies that never came to be, or that somebody else removed."""
+    """Remove leases and locks of copies that do not exist."""
     beside = {path.name.partition(".")[0] for name in ("locks", "leases") for path in (place.root / name).iterdir()}
     for key in filter(KEY.fullmatch, beside):
         if not place.copy(key).exists():
@@ -117,5 +117,5 @@ def _unread(place: CachePlace) -> list[_Copy]:
 
 
 def _one_at_a_time(place: CachePlace) -> AbstractContextManager[bool]:
-    """Give True in one process at a time; two that evict at once would remove more than is needed."""
+    """Yield True in one process at a time, else False; two that evict at once would remove more than is needed."""
     return Exclusive(place.lock("evict")).held() if place.locks_work else nullcontext(False)

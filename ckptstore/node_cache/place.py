@@ -1,4 +1,4 @@
-"""The directory of the node cache: whether it is safe to use, and what is possible there."""
+"""The directory of the node cache: its paths, its safety, and the powers of its file system."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.ext4", "fuse.nt
 
 @cache
 def boot_id() -> str:
-    """Return the name of this start of the machine (random(4)), empty where the system has none."""
+    """Return the id of this boot of the machine (random(4)), empty where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -39,9 +39,9 @@ def boot_id() -> str:
 def copy_key(content: str) -> str:
     """Return the key of a copy of the content with that name: 64 hex digits.
 
-    A copy is not forced to the disk, so a machine that loses its power may start with files that have their sizes and
-    not their bytes. Hence no copy is found after a start that did not make it.
+    The key differs from boot to boot, so that no copy of an earlier boot is found.
     """
+    # A copy is not forced to the disk: after a loss of power files may have their sizes and not their bytes.
     return hashlib.sha256(f"{content}\n{boot_id()}".encode()).hexdigest()
 
 
@@ -51,7 +51,7 @@ class CachePlace:
 
     root: Path
     locks_work: bool
-    """Whether flock keeps others out. If not, every process downloads for itself and nothing is ever evicted."""
+    """True if flock keeps others out. If not, every process downloads for itself and nothing is ever evicted."""
 
     def copy(self, key: str) -> Path:
         """Return the path of the finished copy."""
@@ -62,7 +62,7 @@ class CachePlace:
         return self.root / "locks" / f"{key}.lock"
 
     def holder(self, key: str) -> Path:
-        """Return the path of the name of who has the turn, for messages."""
+        """Return the path of the file that names the process with the turn, for messages."""
         return self.root / "locks" / f"{key}.holder"
 
     def lease(self, name: str) -> Path:
@@ -70,7 +70,7 @@ class CachePlace:
         return self.root / "leases" / f"{name}.lease"
 
     def private(self, name: str) -> Path:
-        """Return the path of a directory that no reader looks at."""
+        """Return the path of a private directory, which no reader uses."""
         return self.root / f".tmp-{name}"
 
     def private_lease(self, name: str) -> Path:
@@ -78,7 +78,7 @@ class CachePlace:
         return self.root / "leases" / f"tmp-{name}"
 
     def free_bytes(self) -> int:
-        """Return how much can still be written. Raises CacheError."""
+        """Return the bytes that can still be written. Raises CacheError."""
         with self.using():
             return posix.free_bytes(str(self.root))
 
@@ -94,14 +94,14 @@ class CachePlace:
 
 
 _known: dict[Path, CachePlace] = {}
-"""No mutex: a process that is forked meanwhile would find it locked for ever."""
+"""The opened places. No mutex guards it: a process that is forked meanwhile would find it locked for ever."""
 
 
 def open_place(cache_dir: Path) -> CachePlace:
     """Open the cache directory, created if absent, for this user alone.
 
-    Raises CacheError when it is a symbolic link, belongs to another user, lets others in, or cannot be written. Warns
-    once per process of a file system that other nodes may share, and then keeps the copies of each node apart there.
+    Raises CacheError when it is a symbolic link, belongs to another user, lets others in, or cannot be written. On a
+    file system that other nodes may share, warns once per process and keeps the copies of each node apart.
     """
     given = Path(os.path.realpath(cache_dir.parent)) / cache_dir.name
     try:
@@ -136,7 +136,7 @@ def _make_private(path: Path) -> None:
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the kind of file system that holds an absolute path, "" where the system does not say."""
+    """Return the kind of file system that holds an absolute path, "" where it is unknown."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -154,7 +154,7 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
 
 
 def is_network(kind: str) -> bool:
-    """Return whether other nodes may see a file system of that kind."""
+    """Return True if other nodes may see a file system of that kind."""
     return kind in _NETWORK or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
 
 

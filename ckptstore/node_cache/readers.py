@@ -1,7 +1,7 @@
 """Leases: locks on small files, which the kernel releases when their holder dies.
 
-A reader locks the lease of a copy shared, and looks for the copy only then; who wants to remove the copy locks the
-lease exclusively. Threads of one process share one lock and count. A lease is released by closing its file, never by
+A reader locks the lease of a copy shared, and looks for the copy only then; a process that removes the copy locks the
+lease exclusively. Threads of one process share one lock and a count. A lease is released by closing its file, never by
 unlocking it, so that a worker forked by a reader keeps the copy as long as it lives.
 """
 
@@ -45,7 +45,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def take(place: CachePlace, key: str, *, wait_seconds: float) -> None:
     """Lock the lease of a copy for one more reader of this process.
 
-    Raises CacheError when somebody who removes the copy takes longer than `wait_seconds` for it.
+    Raises CacheError when another process takes longer than `wait_seconds` to remove the copy.
     """
     path, deadline = place.lease(key), time.monotonic() + wait_seconds
     while place.locks_work:
@@ -64,9 +64,9 @@ def take(place: CachePlace, key: str, *, wait_seconds: float) -> None:
 
 
 def _lease(path: Path, *, shared: bool) -> int | None:
-    """Return the descriptor of a lease, locked, or None where others hold it, or have removed it meanwhile: a lock on a
-    file without a name keeps nobody out."""
+    """Return the descriptor of a lease, locked, or None if others hold it or have removed it meanwhile."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    # A lock on a file without a name keeps nobody out.
     try:
         if lock_open_file(descriptor, shared=shared) and os.fstat(descriptor).st_nlink:
             return descriptor
@@ -78,7 +78,7 @@ def _lease(path: Path, *, shared: bool) -> int | None:
 
 
 def release(place: CachePlace, key: str) -> bool:
-    """Give back what `take` took; True when it was the last reader of this process."""
+    """Release the lease that `take` locked; return True if it was the last reader of this process."""
     if not place.locks_work:
         return False
     path = place.lease(key)
@@ -100,24 +100,24 @@ def _touch(descriptor: int) -> None:
 
 
 def note_size(place: CachePlace, key: str, size_bytes: int) -> None:
-    """Write down how large a copy is, so that nobody needs to walk through it. The caller holds the lease."""
+    """Write down the size of a copy, so that nobody needs to walk through it. The caller holds the lease."""
     with contextlib.suppress(OSError):
         place.lease(key).write_text(f"{size_bytes}\n")
 
 
 def last_use(place: CachePlace, key: str) -> tuple[float, int]:
-    """Return when the last reader came or went, in seconds since the epoch, and the size of the copy in bytes."""
+    """Return the time when the last reader came or went, in seconds since the epoch, and the copy's size in bytes."""
     path = place.lease(key)
     try:
         return path.stat().st_mtime, int(path.read_text())
-    except (OSError, ValueError):  # a process died before it could say, or somebody cleaned up here
+    except (OSError, ValueError):  # a process died before it noted the size, or somebody cleaned the directory
         files = [item.lstat() for item in place.copy(key).rglob("*")]
         return place.copy(key).stat().st_mtime, sum(status.st_size for status in files)
 
 
 @contextlib.contextmanager
 def excluding_readers(place: CachePlace, key: str) -> Iterator[bool]:
-    """Give True while nobody reads the copy, and nobody can begin to; False, at once, when somebody does."""
+    """Yield True while nobody reads the copy, and nobody can begin to; False, at once, if somebody reads it."""
     # By its descriptor, for filelock takes 0.4 ms: each use of the cache looks at all copies.
     descriptor = _lease(place.lease(key), shared=False) if place.locks_work else None
     try:
@@ -128,16 +128,16 @@ def excluding_readers(place: CachePlace, key: str) -> Iterator[bool]:
 
 
 def forget(place: CachePlace, key: str) -> None:
-    """Remove what is kept beside a copy that is gone. The caller excludes readers, and so everybody who has the turn to
-    download: who opened one of these files before finds out, by its inode, that it has no name any more."""
+    """Remove the locks and the lease of a copy that is gone. The caller excludes readers, and so a process that has the
+    turn to download. A process that opened one of these files before notices, by its inode, that its name is gone."""
     for path in (*(place.root / "locks").glob(f"{key}.*"), place.lease(key)):
         path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def private_directory(place: CachePlace) -> Iterator[Path]:
-    """Give a path that no other process uses. A directory that is there in the end is removed, after a process that
-    died by `sweep`."""
+    """Yield a path that no other process uses. A directory there is removed in the end, by `sweep` if the process
+    dies."""
     with place.using():
         while True:
             name = f"{os.getpid()}-{secrets.token_hex(8)}"
