@@ -1,4 +1,4 @@
-"""What Python and torch leave to us (forks, lazy imports, pauses of the collector, private names), and signs of life.
+"""Small helpers around Python and torch: forks, lazy imports, pauses of the collector, private names, signs of life.
 
-It may know no other room. It gives small helpers that any of them may use.
+It may know no other room, and any of them may use it.
 """

@@ -1,4 +1,4 @@
-"""The sign of life that whoever works gives to whoever waits."""
+"""Signs of life from a rank that works to the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Beat = Callable[[], None]
-"""Gives a sign of life. Cheap, and called from any thread. That of a group never raises; what another one raises ends
-the work."""
+"""Gives a sign of life. Cheap, and called from any thread. That of a group never raises; an error that another one
+raises ends the work."""
 
 
 def no_beat() -> None:
@@ -18,22 +18,22 @@ def no_beat() -> None:
 _current: ContextVar[Beat] = ContextVar("ckptstore-beat", default=no_beat)
 
 _awaited: list[Beat] = []
-"""Those of all work in this process for which other ranks wait."""
+"""The signs of life of all work in this process for which other ranks wait."""
 
 
 def beat() -> None:
-    """Give a sign of life for the work that this thread does. Called whenever bytes have moved."""
+    """Give a sign of life for the work of this thread. Called whenever bytes have moved."""
     _current.get()()
 
 
 def current_beat() -> Beat:
-    """Return what `beat` calls here, for a thread that works for this one."""
+    """Return the function that `beat` calls on this thread, for another thread that works for this one."""
     return _current.get()
 
 
 @contextmanager
 def beating(sign: Beat) -> Iterator[None]:
-    """Let `beat` call `sign` inside, on this thread and on those that it starts by `runtime.parallel`."""
+    """Have `beat` call `sign` in this context, on this thread and on those that it starts by `runtime.parallel`."""
     token = _current.set(sign)
     try:
         yield
@@ -43,7 +43,7 @@ def beating(sign: Beat) -> Iterator[None]:
 
 @contextmanager
 def awaited(sign: Beat) -> Iterator[None]:
-    """As `beating`; `alive`, on any thread of this process, calls it too."""
+    """Do as `beating` does, and have `alive`, on any thread of this process, call `sign` too."""
     _awaited.append(sign)
     try:
         with beating(sign):
@@ -53,7 +53,7 @@ def awaited(sign: Beat) -> Iterator[None]:
 
 
 def alive() -> None:
-    """Give all signs of life that other ranks wait for: a request has been answered, if only by an error, and is made
-    again. So a storage in trouble is not taken for the death of a rank, for as long as retries last."""
+    """Give all signs of life that other ranks wait for. Called before a request is retried."""
+    # So a storage in trouble is not taken for the death of a rank, for as long as retries last.
     for sign in tuple(_awaited):
         sign()

@@ -1,4 +1,4 @@
-"""Pauses of the garbage collector, which looks again and again at many small objects that are all still needed."""
+"""Pause the garbage collector, which looks again and again at many small objects that are all still needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause cyclic garbage collection of this process. Whoever paused it resumes it; short stretches only."""
+    """Pause cyclic garbage collection of this process while the context lasts, if it was on. Keep the context short."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

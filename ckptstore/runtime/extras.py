@@ -1,6 +1,6 @@
-"""What each extra of the package brings, and the error where it is missing.
+"""The packages of each extra, and the error where one is missing.
 
-Whoever needs an optional package just imports it. `boundary`, `lazy.attach_stub` and the command line turn the
+Code that needs an optional package just imports it. `boundary`, `lazy.attach_stub` and the command line turn the
 ModuleNotFoundError into this error. `needs` raises it before anything heavy is imported.
 """
 
@@ -31,12 +31,12 @@ EXTRAS = {
     "bench": (*TORCH, "psutil"),
     "serve": ("waitress",),
 }
-"""The packages without which what an extra is for does not work. Of several extras the first is named."""
+"""The packages that each extra cannot work without. A package of several extras is reported with the first of them."""
 
 _EQUALLY_GOOD = {"lightning": "pytorch_lightning"}
-"""The same code under another name."""
+"""The same code under another name, by package."""
 _OF_ITS_OWN = ("pytest",)
-"""What no extra brings."""
+"""Packages that no extra brings."""
 
 
 def needs(*extras: str, what: str = "This") -> None:
@@ -48,7 +48,7 @@ def needs(*extras: str, what: str = "This") -> None:
 
 
 def not_installed(error: ModuleNotFoundError) -> InvalidInput | None:
-    """The error for a module of an optional package that could not be imported, None for any other module."""
+    """Return the error for a module of an optional package that could not be imported, None for any other module."""
     package = (error.name or "").partition(".")[0]
     if package in _OF_ITS_OWN:
         return InvalidInput(f"This needs {package}, which is not installed", hint=f"Install it: pip install {package}")
@@ -62,7 +62,7 @@ def not_installed(error: ModuleNotFoundError) -> InvalidInput | None:
 
 
 def install_word(extras: str) -> str:
-    """What to give to `pip install` for one extra, or several with commas between, quoted for a shell."""
+    """Return the argument of `pip install` for one extra, or several with commas between, quoted for a shell."""
     return f"'ckptstore[{extras}]'"
 
 

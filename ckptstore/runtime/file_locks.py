@@ -1,5 +1,4 @@
-"""Locks on files, for the processes of one node. The system releases them when their holders are gone, however they
-ended."""
+"""Lock files, for the processes of one node. The system releases the locks when their holders end, in any way."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ _POLL_SECONDS = 0.05
 
 
 class Exclusive:
-    """An exclusive lock on a file of this user, created if absent, which stays when the lock is given back.
+    """An exclusive lock on a file of this user, created if absent, which stays when the lock is released.
 
-    A child that is forked meanwhile does not have it. The file may be removed by who holds the lock: who waits for it
-    then waits for the new file of that name.
+    A child that is forked meanwhile does not hold it. The holder of the lock may remove the file: waiting processes
+    then wait for the new file of that name.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -26,7 +25,7 @@ class Exclusive:
         self._lock = FileLock(path, mode=0o600, thread_local=False, fallback_to_soft=False)
 
     def take(self, *, wait_seconds: float = 0.0) -> bool:
-        """Try to take it for that long, at least once; return whether it is held. Raises OSError."""
+        """Try to take it for that long, at least once; return True if it is held. Raises OSError."""
         try:
             self._lock.acquire(timeout=wait_seconds, poll_interval=_POLL_SECONDS)
         except Timeout:
@@ -39,7 +38,7 @@ class Exclusive:
 
     @contextlib.contextmanager
     def held(self, *, wait_seconds: float = 0.0) -> Iterator[bool]:
-        """Hold it while the context lasts: True in one process at a time, False where another one has it that long."""
+        """Hold it while the context lasts; yield True in one process at a time, False if another holds it that long."""
         is_held = self.take(wait_seconds=wait_seconds)
         try:
             yield is_held
@@ -49,10 +48,10 @@ class Exclusive:
 
 
 def lock_open_file(descriptor: int, *, shared: bool) -> bool:
-    """Lock an open file at once; False where others hold it. Raises OSError where there are no locks.
+    """Lock an open file at once; return False if others hold it. Raises OSError where there are no locks.
 
     Closing the descriptor releases the lock, and nothing else does: forked children, and processes that inherit the
-    descriptor, hold it too until they close it or end. That is what readers need, and the trainer of an agent.
+    descriptor, hold it too until they close it or end. Readers rely on that, and so does the trainer of an agent.
     """
     if not shared:
         return lock_descriptor(descriptor, blocking=False)
@@ -64,7 +63,7 @@ def lock_open_file(descriptor: int, *, shared: bool) -> bool:
 
 
 def locks_work(probe: str | os.PathLike[str]) -> bool:
-    """Return whether a second lock on one file is refused: some file systems have none, some only pretend."""
+    """Return True if a second lock on one file is refused: some file systems have none, some only pretend."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         stack.callback(os.close, first := os.open(probe, flags, 0o600))

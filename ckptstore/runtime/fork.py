@@ -1,6 +1,6 @@
-"""A process may fork: in the child the threads of its parent are gone, and the locks they held are held for ever.
+"""Renew objects with threads or locks in a forked child, where the threads are gone and held locks stay held for ever.
 
-Whoever has threads or locks says here how it begins anew. Nothing else of ckptstore runs in a child before that.
+An owner of threads or locks registers a function that renews it. Nothing else of ckptstore runs in a child before.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _renewals: dict[int, tuple[weakref.ref[Any], Callable[[Any], None]]] = {}
-"""By the identity of an owner, which need not be hashable."""
+"""The owners and their functions, by the identity of the owner, which need not be hashable."""
 
 
 def in_forked_child(owner: T, renew: Callable[[T], None]) -> None:
-    """Call `renew(owner)` first thing in every forked child, as long as the owner lives. `renew` does not hold it."""
+    """Call `renew(owner)` first in every forked child, as long as the owner lives. `renew` must not refer to it."""
     number = id(owner)
     _renewals[number] = weakref.ref(owner, lambda _: _renewals.pop(number, None)), renew
 

@@ -1,4 +1,4 @@
-"""How much memory is left to this process, on Linux: on the machine, and in the control group that it runs in."""
+"""Measure the memory left to this process on Linux: on the machine, and in the control group that it runs in."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 class Room(NamedTuple):
-    """Of what memory there is at most, how much is free or can be freed at once."""
+    """The most memory there can be, and the part of it that is free or can be freed at once."""
 
     available_bytes: int
     limit_bytes: int
 
     @property
     def share(self) -> float:
-        """From 0 to 1."""
+        """The available part, from 0 to 1."""
         return self.available_bytes / self.limit_bytes
 
 
 def tightest_room() -> Room | None:
-    """The room that ends first; None where the system does not tell.
+    """Return the room that ends first; None where the system does not report any.
 
-    A control group counts the pages of files that its processes read and write; those that nobody uses are free. Of
-    version 1 and 2 of control groups: https://docs.kernel.org/admin-guide/cgroup-v2.html.
+    A control group counts the pages of files that its processes read and write; unused ones count as free. Knows
+    versions 1 and 2 of control groups: https://docs.kernel.org/admin-guide/cgroup-v2.html.
     """
     return min(_rooms(), key=lambda room: room.share, default=None)
 
@@ -44,8 +44,8 @@ def _rooms() -> Iterator[Room]:
 
 
 def _own_groups() -> Iterator[tuple[Path, str, str, str]]:
-    """Directory, and the names of limit, use and idle pages, of this process's groups and of those around them. Inside
-    a container the path may be that of the host; then the root is the group."""
+    """Yield the directory, and the names of limit, use and idle pages, of this process's groups and of those around
+    them. Inside a container the path may be that of the host; then the root is the group."""
     for line in _lines(_OWN_GROUPS):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -67,7 +67,7 @@ def _number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The lines of a name and a number."""
+    """Return the lines of the form "name number" as a dictionary."""
     words = [line.split() for line in _lines(path)]
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
 

@@ -1,4 +1,4 @@
-"""Load the public names of a package on first use, because what they need is heavy or may not be installed."""
+"""Load the public names of a package on first use, because their imports are heavy or may not be installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attach_stub(
     The stub, the `.pyi` file beside `file`, has a line `from MODULE import NAME as NAME` for each name; type checkers
     read the same list. A name whose MODULE is the package itself is a submodule, and not in `__all__`. `own` are names
     that the package defines. With `extra`, nothing is loaded where a package of that extra is missing. A module must
-    have another name than what it defines, for Python puts a loaded module in the place of that name.
+    not have the name of its contents, for Python puts a loaded module in the place of that name.
     """
     homes: dict[str, str] = {}
     with open(f"{splitext(file)[0]}.pyi", encoding="utf-8") as stub:

@@ -1,4 +1,4 @@
-"""What somebody may have meant who wrote a name that is not there. Pure."""
+"""Guess the name meant by one that does not exist. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ _MOST_SHOWN = 20
 
 
 def nearest(name: str, there: Iterable[str]) -> str | None:
-    """The name that is most like another one, None when none is."""
+    """Return the existing name that is most like this one, None if none is."""
     found = get_close_matches(name, sorted(set(there)), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def nearest_key(pattern: str, keys: Collection[str]) -> str | None:
-    """A pattern like another one that fits some of the keys: part by part the nearest, up to the first wildcard."""
+    """Return a similar pattern that fits some of the keys: part by part the nearest, up to the first wildcard; None if
+    no other one does."""
     mended: list[str] = []
     parts = pattern.split(".")
     for index, part in enumerate(parts):
@@ -33,12 +34,12 @@ def nearest_key(pattern: str, keys: Collection[str]) -> str | None:
 
 
 def shown(names: Iterable[str]) -> str:
-    """Names in their order, the first ones of very many; "nothing" where there are none."""
+    """Return sorted names as text, only the first ones of very many; "nothing" if there are none."""
     ordered = sorted(set(names))
     more = f" and {len(ordered) - _MOST_SHOWN} more" if len(ordered) > _MOST_SHOWN else ""
     return ", ".join(ordered[:_MOST_SHOWN]) + more if ordered else "nothing"
 
 
 def meant(found: str | None) -> str:
-    """What to say after a name that is not there: the question whether another one was meant, or a full stop."""
+    """Return the end of a message about a name that does not exist: a question for another one, or a full stop."""
     return f"; did you mean {found!r}?" if found else "."

@@ -1,9 +1,9 @@
-"""Memory that is new to this process: in huge pages, unless the system is slow to give these.
+"""Allocate memory that is new to this process: in huge pages, unless the system is slow to provide these.
 
-A system gives a huge page in a fraction of the time of the small ones that it stands for. It is another matter where a
-virtual machine hands free memory back to its host: it does so in huge pages, and gets them back one slow fault after
-another, while pieces of memory that are smaller stay with it (Linux, Documentation/mm/free_page_reporting.rst). Which
-of the two holds is seen from the first pages: from a slow one on, this process takes small ones.
+A system provides a huge page in a fraction of the time of the small ones that it replaces. But a virtual machine may
+hand free memory back to its host: it does so in huge pages, and gets them back one slow fault after another, while
+smaller pieces of memory stay with it (Linux, Documentation/mm/free_page_reporting.rst). The time of the first pages
+shows the case: from a slow one on, this process takes small ones.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import time
 from typing import Any
 
 HUGE_BYTES = 2 << 20
-"""A huge page, on most machines."""
+"""The size of a huge page, on most machines."""
 _SLOW_SECONDS = 0.0015
-"""More time of a processor than this for one huge page is more than its small pages take."""
+"""The processor time for one huge page above which its small pages are faster."""
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14; the module mmap has no name for it."""
+"""A constant of Linux 5.14, for which the module mmap has no name."""
 _UNKNOWN = frozenset({errno.EINVAL, errno.ENOSYS})
-"""What a system without it says."""
+"""The errors of a system without it."""
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 class _Pages:
     are_slow = False
-    """Whether huge pages were found to be slow."""
+    """True once a huge page was slow."""
 
 
 def new_memory(size_bytes: int) -> mmap.mmap:
-    """Memory of this process alone, all zeros. Its first pages are there already where it is large. Raises OSError."""
+    """Return memory of this process alone, all zeros; the first pages of a large one are populated. Raises OSError."""
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -44,14 +44,14 @@ def new_memory(size_bytes: int) -> mmap.mmap:
 
 
 def populate(memory: mmap.mmap, start: int, stop: int) -> None:
-    """Have the system give a stretch of new memory now, not page by page when it is used first.
+    """Have the system provide a stretch of new memory now, not page by page on its first use.
 
-    Call it before that: where the system has no call for it, zeros are written. The interpreter lock is free meanwhile.
-    From a slow huge page on it comes in small pages. Raises OSError when there is no memory for it.
+    Call it before that use: where the system has no call for it, zeros are written. The interpreter lock is free
+    meanwhile. From a slow huge page on small pages are used. Raises OSError when there is no memory for it.
     """
     while start < stop:
         end = stop if _Pages.are_slow else min(stop, start + HUGE_BYTES)
-        begun = time.thread_time()  # not the time in which other threads had the processor
+        begun = time.thread_time()  # without the time in which other threads had the processor
         _touch(memory, start, end)
         if not _Pages.are_slow and time.thread_time() - begun > _SLOW_SECONDS:
             _Pages.are_slow = True

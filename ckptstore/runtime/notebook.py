@@ -7,6 +7,6 @@ from html import escape
 
 
 def html_table(title: str, rows: Iterable[Iterable[object]]) -> str:
-    """Rows of cells below a title, as HTML in which nothing of theirs is markup."""
+    """Return rows of cells below a title as HTML, with all markup in them escaped."""
     lines = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<p>{escape(title)}</p><table>{lines}</table>"

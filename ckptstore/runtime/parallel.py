@@ -1,8 +1,8 @@
 """Work on several threads at once, also while the interpreter ends.
 
-The pools of `concurrent.futures` refuse work once the main thread has ended, which is when a trainer that runs in
-another thread, or a handler of `atexit`, may save for the last time. And no pool can work where the system, or an
-interpreter that ends, has no thread to give. Here the caller does what no thread does.
+The pools of `concurrent.futures` refuse work once the main thread has ended, though a trainer in another thread, or a
+handler of `atexit`, may then save for the last time. And no pool can work where the system, or an ending interpreter,
+has no thread left. So the caller does the work for which there is no thread.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ R = TypeVar("R")
 
 
 def is_ending() -> bool:
-    """Whether the main thread has ended: new threads may be waited for by nobody."""
+    """Return True if the main thread has ended: then nobody may wait for new threads."""
     return not threading.main_thread().is_alive()
 
 
 def at_exit(owner: T, tell: Callable[[T], object]) -> None:
-    """Call `tell` with an object when the interpreter ends, if the object is there then."""
+    """Call `tell` with an object when the interpreter ends, if the object still exists then."""
     reference = weakref.ref(owner)
 
     def call() -> None:
@@ -46,7 +46,7 @@ def mapped(
     """Return `work` of each item, in their order, done by up to so many threads, of which the caller is one.
 
     With `begin`, which each thread calls first, only new threads work, unless none can be started. When this returns or
-    raises, no thread works any more. Raises what `work` or `begin` raises; what was not begun then is left.
+    raises, no thread works any more. Raises the first error of `work` or `begin`; items not begun by then are left.
     """
     missing = object()
     results: list[object] = [missing] * len(items)
@@ -74,18 +74,18 @@ def mapped(
             run()
         for thread in threads:
             thread.join()
-    except BaseException as error:  # an interrupt: what is begun ends, and nothing more is
+    except BaseException as error:  # an interrupt: begun items are finished, and no more are begun
         with lock:
             errors.insert(0, error)
         for thread in threads:
             thread.join()
     if errors:
         raise errors[0]
-    return results  # type: ignore[return-value]  # all are there, or an error was raised
+    return results  # type: ignore[return-value]  # all are filled in, or an error was raised
 
 
 def started(works: Sequence[Callable[[], object]], *, name: str) -> list[threading.Thread]:
-    """Start a thread for each of these, as far as there are threads to be had; they do not keep the process alive.
+    """Start a daemon thread for each of these, as far as the system has threads, and return them.
 
     They see the context variables of the caller, `beat` among them.
     """

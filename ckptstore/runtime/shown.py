@@ -1,4 +1,4 @@
-"""Write numbers for people, sizes in binary units everywhere, and read durations from them."""
+"""Format numbers for people, sizes in binary units everywhere, and parse their durations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def show_size(size_bytes: float) -> str:
-    """Bytes for people: "17.3 MiB"."""
+    """Return bytes for people: "17.3 MiB"."""
     size, unit = float(size_bytes), UNITS[0]
     for unit in UNITS:
         if size < 1024 or unit == UNITS[-1]:
@@ -22,17 +22,17 @@ def show_size(size_bytes: float) -> str:
 
 
 def show_speed(size_bytes: float, seconds: float) -> str:
-    """A speed for people: "2.5 GiB/s"."""
+    """Return a speed for people: "2.5 GiB/s"."""
     return f"{show_size(size_bytes / max(seconds, 1e-9))}/s"
 
 
 def show_move(size_bytes: float, seconds: float) -> str:
-    """How much was moved how fast, for people: "5.0 GiB in 2.00 s (2.5 GiB/s)"."""
+    """Return the size, time and speed of a move for people: "5.0 GiB in 2.00 s (2.5 GiB/s)"."""
     return f"{show_size(size_bytes)} in {show_seconds(seconds)} ({show_speed(size_bytes, seconds)})"
 
 
 def show_duration(seconds: float) -> str:
-    """A duration for people: "59 min"."""
+    """Return a duration for people: "59 min"."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -40,14 +40,14 @@ def show_duration(seconds: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """What took a moment, for people: "0.84 s", "12.3 s", "3 min"."""
+    """Return a short duration for people: "0.84 s", "12.3 s", "3 min"."""
     if seconds >= 120:
         return show_duration(seconds)
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
 
 
 def read_duration(text: str) -> float:
-    """Return the seconds of a duration, which is a number of them or has a unit: "15m". Raises InvalidInput."""
+    """Return the seconds of a duration, a plain number or one with a unit: "15m". Raises InvalidInput."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None or match[2] not in _UNITS_SECONDS:
         raise InvalidInput(f"{text!r} is no duration. Write seconds, or a unit: 90, 15m, 1h, 2d")
@@ -55,7 +55,7 @@ def read_duration(text: str) -> float:
 
 
 def printable(text: str) -> str:
-    """The text without anything that moves a terminal: what cannot be printed is escaped, as in "a\\x1b[2J"."""
+    """Return the text with all unprintable characters escaped, as in "a\\x1b[2J", so that none controls a terminal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,4 +1,4 @@
-"""Every private name of torch that ckptstore uses: here and nowhere else. Importing this file does not load torch.
+"""All uses of private names of torch; no other file has any. Importing this file does not load torch.
 
 `TRIED_VERSIONS` are the releases on which the tests passed; a test refuses any other until it has been tried.
 """
@@ -14,7 +14,7 @@ TRIED_VERSIONS = ("2.10.0", "2.13.0")
 
 
 def default_store() -> Any:
-    """The key-value store through which the processes of this job met, None when there is none to be had.
+    """Return the key-value store through which the processes of this job met, None if there is none.
 
     None without `init_process_group`, and with back-ends that meet by other means (MPI).
     """
@@ -29,9 +29,9 @@ def default_store() -> Any:
 
 
 def cloned(store: Any) -> Any:
-    """A client of the same store with a connection of its own, so that blocking in one does not block the other.
+    """Return a client of the same store with a connection of its own, so that waiting in one does not block the other.
 
-    The store itself where torch cannot clone it.
+    Return the store itself where torch cannot clone it.
     """
     try:
         return store.clone()
@@ -40,11 +40,11 @@ def cloned(store: Any) -> Any:
 
 
 def canonical_names(root: Any, name: str) -> tuple[str, ...]:
-    """Return the names, free of what wrappers put in, of a parameter, buffer or entry that `root` calls `name`.
+    """Return the names, without the parts that wrappers add, of a parameter, buffer or entry that `root` calls `name`.
 
     Wrappers are DDP, FSDP1, torch.compile and activation checkpointing, nested in any way; a submodule of the user's
-    own that is called `module` keeps its name. A name that leads to no module below some point is kept from there on.
-    There are several names for the flat parameter of FSDP1, sorted.
+    own that is called `module` keeps its name. A name that leads to no module below some point is kept from that point
+    on. The flat parameter of FSDP1 has several names, sorted.
     """
     found: list[str] = []
     parts = name.split(".")
@@ -58,11 +58,11 @@ def canonical_names(root: Any, name: str) -> tuple[str, ...]:
                 flat = getattr(at, _FLAT_PARAMETER)
                 below = [own for raw in flat._fqns for own in canonical_names(inner, raw)]
                 return tuple(sorted(".".join([*found, own]) for own in below))
-            place += parts[place] == attribute  # what a wrapper gives may lack its own prefix
+            place += parts[place] == attribute  # a name from a wrapper may lack its own prefix
             at = inner
             continue
         part = parts[place]
-        if at is not None and hasattr(type(at), "_fqn_modifiers"):  # torch's way to say what a hook leaves out
+        if at is not None and hasattr(type(at), "_fqn_modifiers"):  # torch's way to name the parts a hook leaves out
             at = _child(at, at._fqn_modifiers().get(part)) or at
         found.append(part)
         at, place = _child(at, part), place + 1
@@ -70,16 +70,16 @@ def canonical_names(root: Any, name: str) -> tuple[str, ...]:
 
 
 def fsdp1_names(root: Any) -> dict[str, str]:
-    """By the canonical names of the parameters of `root`, those that FSDP1 has for them: it keeps what `torch.compile`
-    puts into a name."""
+    """Map the canonical names of the parameters of `root` to those of FSDP1, which keep the parts that `torch.compile`
+    adds."""
     from torch.distributed.fsdp._common_utils import _get_param_to_fqns
 
     return {canonical_names(root, name)[0]: name for names in _get_param_to_fqns(root).values() for name in names}
 
 
 def fsdp1_ties(root: Any) -> dict[str, str]:
-    """By the canonical names of tied parameters that FSDP1 keeps in flat ones, the name that their memory has there:
-    its state dict shows a copy under each name."""
+    """Map the canonical names of tied parameters in FSDP1's flat ones to the canonical name of the one that has their
+    memory: FSDP1's state dict shows a copy under each name."""
     found: dict[str, str] = {}
     for path, module in root.named_modules():
         kind: Any = type(module)
@@ -100,13 +100,13 @@ _WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )
-"""The module and name of each class of wrappers, and the attribute that has what is wrapped."""
+"""The module and name of each wrapper class, and its attribute that has the wrapped module."""
 
 
 @cache
 def _wrapper_attribute(kind: Any) -> str | None:
     for module, name, attribute in _WRAPPERS:
-        wrapper = getattr(sys.modules.get(module), name, None)  # not imported means that nothing is of that class
+        wrapper = getattr(sys.modules.get(module), name, None)  # if it is not imported, no object is of that class
         if wrapper is not None and issubclass(kind, wrapper):
             return attribute
     return None
@@ -117,8 +117,8 @@ def _child(module: Any, name: str | None) -> Any:
 
 
 def state_dict_like(given: Any, items: Any) -> Any:
-    """Return a state dict of these items for `load_state_dict`, with the versions of modules that are in `given`, which
-    `state_dict` returned: without them modules take the items for ones of their oldest version."""
+    """Return a state dict of these items for `load_state_dict`, with the module versions of `given`, which `state_dict`
+    returned: without them modules treat the items as those of their oldest version."""
     made = OrderedDict(items)
     if "_metadata" in getattr(given, "__dict__", ()):
         vars(made).update(_metadata=vars(given)["_metadata"])
@@ -126,7 +126,7 @@ def state_dict_like(given: Any, items: Any) -> Any:
 
 
 def convert_tensors(module: Any, chosen: Any, convert: Any) -> None:
-    """Replace the contents of those parameters and buffers of a module that `chosen` picks by what `convert` makes.
+    """Replace the parameters and buffers of a module that `chosen` picks by the results of `convert`.
 
     Parameters stay the same objects, so that an optimizer goes on with them and tied ones stay tied; plain
     `Module.to_empty` breaks both. Inner modules come first, since FSDP2 looks at its parameters after each one. Modules
@@ -152,7 +152,7 @@ def _fsdp2_class() -> type:
 
 
 def non_persistent_buffers(module: Any) -> list[str]:
-    """The names of the buffers that are not part of a state."""
+    """Return the names of the buffers that are not part of a state."""
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, inner in module.named_modules()
@@ -162,22 +162,22 @@ def non_persistent_buffers(module: Any) -> list[str]:
 
 
 def has_state_dict_hooks(optimizer: Any) -> bool:
-    """Whether hooks look at what an optimizer gives as its state dict, or takes."""
+    """Return True if an optimizer has hooks for its state dict, when it is made or loaded."""
     kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
     return any(getattr(optimizer, f"_optimizer_{kind}_hooks", None) for kind in kinds)
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """Whether a tensor is a subclass that keeps its numbers in other tensors (quantised weights, for instance)."""
+    """Return True if a tensor is a subclass that keeps its numbers in other tensors (such as quantised weights)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def cached_plans(plans: Any) -> list[Any]:
-    """The plans of all ranks to which these belong, where a planner that caches plans gave the changed ones alone.
+    """Return the full plans of all ranks, where a caching planner passed on only the changed ones as `plans`.
 
-    Empty when no planner of this process keeps a list of as many plans with one of these in it.
+    Return none if no planner of this process keeps a list of as many plans in which all usable ones of `plans` are.
     """
     from torch.distributed.checkpoint.planner import SavePlanner
 
@@ -190,8 +190,8 @@ def cached_plans(plans: Any) -> list[Any]:
 
 
 def save_planner_with_cache(name: str) -> Any:
-    """DCP's save planner with plan caching on. The plans lie in the class, by this name; DCP itself takes the class's,
-    so that savers of one process with different plans would find each other's."""
+    """Return DCP's save planner with plan caching on. The plans are kept in the class, by this name: under DCP's own
+    name, that of the class, savers of one process with different plans would find each other's."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(enable_plan_caching=True)
@@ -200,44 +200,44 @@ def save_planner_with_cache(name: str) -> Any:
 
 
 def is_tensor_parallel_fsdp1(module: Any) -> bool:
-    """Whether FSDP1 has flattened parameters that were distributed already, by tensor parallelism."""
+    """Return True if FSDP1 has flattened parameters that were distributed already, by tensor parallelism."""
     handle = getattr(module, "_handle", None)
     extensions = getattr(getattr(handle, "flat_param", None), "_param_extensions", None)
     return any(extension is not None for extension in extensions or ())
 
 
 def storage_info_class() -> Any:
-    """The class that stock DCP has in `.metadata` for where an item lies: made from file, offset and length."""
+    """Return the class by which stock DCP's `.metadata` locates an item, made from file, offset and length."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo
 
 
 REBUILDERS = frozenset({("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")})
-"""What the pickle of a tensor names for making it; it is recognised, not called."""
+"""The functions that the pickle of a tensor names for making it; they are recognised, not called."""
 
 
 SHARDED_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
-"""The module whose TensorProperties `.metadata` of older torch has."""
+"""The module of the TensorProperties in the `.metadata` of older torch."""
 
 
 def tensor_rebuilders() -> tuple[Any, Any]:
-    """The functions that a file of `torch.save` names for making a tensor from a storage: with the dtype that the
-    storage's class tells, and with one that is given."""
+    """Return the functions that a file of `torch.save` names for making a tensor from a storage: one takes the dtype
+    from the storage's class, the other as an argument."""
     from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
     return _rebuild_tensor_v2, _rebuild_tensor_v3
 
 
 def checkpoint_wrapper(module: Any) -> Any:
-    """A module whose activations are computed again in the backward, by the wrapper that large trainings use."""
+    """Wrap a module so that its activations are computed again in the backward pass."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as wrap
 
     return wrap(module)
 
 
 def fsspec_classes() -> tuple[Any, Any]:
-    """DCP's FsspecWriter and FsspecReader, which torch documents but keeps in a private module."""
+    """Return DCP's FsspecWriter and FsspecReader, which torch documents but keeps in a private module."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
     return FsspecWriter, FsspecReader

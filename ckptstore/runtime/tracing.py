@@ -1,6 +1,6 @@
-"""Traces over ranks: what the leader tells with a save or a load, so that the work of all ranks hangs together.
+"""Trace over ranks: the leader sends data of its trace with a save or a load, so that all ranks join one trace.
 
-Without a tracer nothing is made, nothing is told and no message grows.
+Without a tracer nothing is made, nothing is sent and no message grows.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import Any, Literal, Protocol
 logger = logging.getLogger("ckptstore")
 
 TOLD = "trace"
-"""The field of a message that has what the leader tells."""
+"""The field of a message that has the leader's data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What one rank does of one save or one load."""
+    """The part of one rank in one save or one load."""
 
     kind: Literal["save", "load"]
     name: str
-    """The attempt of a save, a name that no other load of this process has of a load: what events call it."""
+    """The name in events: the attempt of a save, or a name that no other load of this process has."""
     rank: int
     step: int | None
-    """None where it is not known yet."""
+    """The step; None where it is not known yet."""
     started_at: float
-    """In seconds since the epoch."""
+    """The time at which it began, in seconds since the epoch."""
 
 
 class Tracer(Protocol):
-    """Whoever traces. What it raises is logged and dropped."""
+    """An object that traces. Its errors are logged and dropped."""
 
     def tell(self, operation: Traced) -> Mapping[str, str]:
-        """Leader: what the other ranks have to hear."""
+        """Leader: return the data for the other ranks."""
 
     def hear(self, operation: Traced, told: Mapping[str, str]) -> None:
-        """Any rank: what the leader has told; nothing if it does not trace."""
+        """Any rank: receive the leader's data; empty if the leader does not trace."""
 
 
 _tracers: list[Tracer] = []
 
 
 def told(make: Callable[[], Traced]) -> dict[str, Any]:
-    """Leader: what is to be added to a message; nothing without a tracer, and then `make` is not called."""
+    """Leader: return the fields to add to a message; none without a tracer, and then `make` is not called."""
     if not _tracers:
         return {}
     operation = make()
@@ -57,7 +57,7 @@ def told(make: Callable[[], Traced]) -> dict[str, Any]:
 
 
 def hear(message: Mapping[str, Any], make: Callable[[], Traced]) -> None:
-    """Any rank: give the tracers what the leader's message has for them."""
+    """Any rank: pass the data in the leader's message to the tracers."""
     if not _tracers:
         return
     operation, given = make(), message.get(TOLD, {})
@@ -68,7 +68,7 @@ def hear(message: Mapping[str, Any], make: Callable[[], Traced]) -> None:
 
 @contextmanager
 def tracing(tracer: Tracer) -> Iterator[None]:
-    """Have `tracer` asked by every save and load of this process while the context lasts."""
+    """Call `tracer` for every save and load of this process while the context lasts."""
     _tracers.append(tracer)
     try:
         yield
