@@ -1,7 +1,7 @@
-"""The state of a store and the changes that lead from one to the next: a small machine over pure values.
+"""The state of a store and its changes: a small state machine over pure values.
 
-`apply` holds every rule about what may happen to a store: who may still write, what may be trashed and what may be
-dropped. Nothing here knows of storages, clocks or files; `ckptstore.format.record` puts changes into records, and
+`apply` holds every rule about changes of a store: which jobs may still write, and which checkpoints may be trashed or
+dropped. This module knows no storages, clocks or files; `ckptstore.format.record` puts changes into records, and
 `ckptstore.log` puts records into a storage.
 """
 
@@ -20,7 +20,7 @@ from ckptstore.format.ranges import Numbers
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
-    """What the log says of one checkpoint, so that a list of checkpoints opens no manifest."""
+    """The facts about one checkpoint in the log, so that a list of checkpoints opens no manifest."""
 
     step: int
     epoch: int
@@ -28,11 +28,11 @@ class CheckpointEntry:
     attempt: str
     """The name of its directory below `checkpoints/`."""
     manifest_sha256: str
-    """Of the manifest's exact bytes, hexadecimal."""
+    """The SHA-256 of the manifest's exact bytes, hexadecimal."""
     kind: Literal["directory", "state"]
     world_size: int
     size_bytes: int
-    """Of all files, the manifest apart."""
+    """The bytes of all files, without the manifest."""
     num_files: int
     created_at: float
     """Seconds since the epoch by the leader's clock; for people, never for decisions."""
@@ -40,9 +40,9 @@ class CheckpointEntry:
     bases: tuple[int, ...] = ()
     """The numbers of live checkpoints whose files it refers to."""
     committed_at: float | None = None
-    """Of a copy: when the original was committed, by the clock of the storage that it was copied from."""
+    """The time at which the original of a copy was committed, by the clock of the storage that it was copied from."""
     save_number: int = 0
-    """Its number among the saves of its epoch, from 1; 0 in records of before saves were counted."""
+    """Its number among the saves of its epoch, from 1; 0 in records from before saves were counted."""
 
     @property
     def order(self) -> SaveOrder:
@@ -56,7 +56,7 @@ class CheckpointEntry:
 
     @property
     def is_of_own_epoch(self) -> bool:
-        """Whether its directory was begun in the epoch in which it is committed."""
+        """True if its directory was begun in the epoch in which it is committed."""
         attempt = Attempt.parse(self.attempt)
         return attempt is not None and attempt.epoch == self.epoch
 
@@ -86,7 +86,7 @@ class Claim:
     """Equal on all ranks of one start of a job, new for every start."""
     world_size: int
     above_epoch: int = 0
-    """The epoch lies above this one too: a copy of a store goes on above the epochs in the names of what it copies."""
+    """An epoch above which the new one must lie too: a copy of a store continues above the epochs in copied names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +95,18 @@ class Commit:
 
     entry: CheckpointEntry
     replaces: tuple[int, ...] = ()
-    """Live checkpoints of the same step. They go to the trash, but pinned ones: those stay live."""
+    """Live checkpoints of the same step. They go to the trash, except pinned ones, which stay live."""
     drops: tuple[int, ...] = ()
-    """Live checkpoints that retention lets go: to the trash. None of them pinned or the resume source."""
+    """Live checkpoints that retention moves to the trash. None of them is pinned or the resume source."""
     reasons: Mapping[int, str] = field(default_factory=dict)
-    """Why, for some of `drops`; short."""
+    """Short reasons for some of `drops`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
     """Live checkpoints go to the trash, and checkpoints in the trash are dropped for good.
 
-    Where `trash` has the latest one, it is a roll back: it takes all live checkpoints above one that stays.
+    If `trash` has the latest one, this is a roll back: it takes all live checkpoints above one that stays.
     """
 
     trash: tuple[int, ...] = ()
@@ -115,7 +115,7 @@ class Remove:
     """The writer epoch of the job that removes; None for a command line, which fences nobody."""
     reason: str = ""
     voids: Void | None = None
-    """Of a roll back: the fast checkpoints that are void from now on, since they are newer than its target."""
+    """The fast checkpoints that a roll back makes void, since they are newer than its target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """Live checkpoints are pinned no more. One that was not pinned is no error."""
+    """Live checkpoints are no longer pinned. One that was not pinned is no error."""
 
     numbers: tuple[int, ...]
     epoch: int | None = None
@@ -145,15 +145,15 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A job has resumed: fast checkpoints that are newer than its source, and not its own from now on, are void.
+    """A job has resumed: fast checkpoints that are newer than its source are void, except its own from now on.
 
-    So one that still saves on the disks of its nodes, after another job has taken the store over, saves for nobody.
+    So nobody resumes from the saves of a job that goes on saving to the disks of its nodes after it was fenced.
     """
 
     epoch: int
     """The writer epoch of the job that has resumed."""
     source: SaveOrder | None
-    """What it resumed from, fast or committed; None when it found nothing and began anew."""
+    """The checkpoint that it resumed from, fast or committed; None if it found none and started from the beginning."""
     attempt: str = ""
     """The attempt of the source, for people; empty for none."""
     next_save: int = 1
@@ -165,7 +165,7 @@ class Resumed:
 
     @property
     def voids(self) -> Void:
-        """What is void from now on."""
+        """The saves that are void from now on."""
         return Void(self.source or BEGINNING, SaveOrder(self.epoch, self.next_save))
 
 
@@ -178,47 +178,47 @@ Change = Claim | Commit | Remove | Pin | Unpin | Restore | Resumed | Noop
 
 
 RESUMED_FROM = "the running job resumed from it"
-"""Why a resume source stays."""
+"""The reason for which a resume source stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreState:
-    """What a store holds after a record. Checkpoints are known by the numbers of the records that committed them."""
+    """The state of a store after a record. Checkpoints go by the numbers of the records that committed them."""
 
     epoch: int = 0
     """The highest writer epoch, 0 before the first claim."""
     resume_from: int | None = None
-    """What was the latest checkpoint when that epoch was claimed. Never dropped before the next claim."""
+    """The latest checkpoint at the time of that claim. Never dropped before the next claim."""
     live: Numbers = field(default_factory=Numbers)
     pinned: Numbers = field(default_factory=Numbers)
     """Part of `live`."""
     trash: Mapping[int, int] = field(default_factory=dict)
-    """What is removed but not dropped: its number -> the number of the record that removed it."""
+    """The removed checkpoints that are not dropped: number -> number of the record that removed it."""
     bases: Mapping[int, Numbers] = field(default_factory=dict)
-    """Which checkpoints, live or in the trash, refer to files of another one: base -> those that refer to it."""
+    """The checkpoints, live or in the trash, that refer to files of another one: base -> those that refer to it."""
     save_number: int = 0
     """The highest number of a save that was committed in this epoch; 0 when there is none."""
     void: tuple[Void, ...] = ()
-    """Between which places of the order a fast checkpoint is void; in order and apart from each other."""
+    """The intervals of the order of saves in which a fast checkpoint is void; in order and disjoint."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that this version does not know; carried on."""
+    """Fields that this version does not know; kept."""
 
     @property
     def latest(self) -> int | None:
-        """The number of the latest checkpoint, None when nothing is live."""
+        """The number of the latest checkpoint, None if none is live."""
         return self.live.highest
 
     def protected(self, *, latest: int | None) -> dict[int, str]:
-        """Which numbers retention leaves alone, with the reason. `latest` is, or is about to be, the latest."""
+        """Return the numbers that retention keeps, with reasons. `latest` is, or is about to be, the latest."""
         reasons = dict.fromkeys(self.pinned, "pinned")
         reasons |= {} if self.resume_from is None else {self.resume_from: RESUMED_FROM}
         return reasons | ({} if latest is None else {latest: "the latest"})
 
     def droppable(self, expired: Iterable[int]) -> tuple[int, ...]:
-        """Which of these numbers a `Remove` may drop now, in ascending order: those in the trash that nothing holds.
+        """Return those of `expired` that a `Remove` may drop now, in ascending order: in the trash, held by nothing.
 
-        `expired` are those whose grace period is over; clocks are not known here. A base is dropped together with the
-        last checkpoint that refers to it, or after it.
+        `expired` are the numbers whose grace period is over. A base is dropped together with the last checkpoint that
+        refers to it, or after it.
         """
         dropped = {number for number in expired if number in self.trash and number != self.resume_from}
         while held := {base for base in dropped if not dropped.issuperset(self.bases.get(base, ()))}:
@@ -230,10 +230,10 @@ EMPTY = StoreState()
 
 
 def apply(state: StoreState, number: int, change: Change) -> StoreState:
-    """The state after the record `number` with this change.
+    """Return the state after the record `number` with this change.
 
     Raises StoreFenced when the change carries an epoch that is not the highest one, CheckpointGone when it names a
-    checkpoint that is not there any more, InvalidInput when it breaks another rule; the message says which.
+    checkpoint that no longer exists, InvalidInput when it breaks another rule, which the message states.
     """
     match change:
         case Noop():
@@ -314,7 +314,7 @@ def _resumed(state: StoreState, change: Resumed) -> StoreState:
 
 
 def _end_of(state: StoreState) -> SaveOrder:
-    """Behind every save that can be made before the next claim."""
+    """Return the place behind every save that can be made before the next claim."""
     return SaveOrder(state.epoch + 1, 0)
 
 

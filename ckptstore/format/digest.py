@@ -1,7 +1,7 @@
-"""Digests: of whole files and of blocks of 1 MiB, at memory speed and off the interpreter lock.
+"""Digests of whole files and of blocks of 1 MiB, at memory speed and off the interpreter lock.
 
-All that is particular to an algorithm is in this file. A digest finds damage. It never decides that two things are
-equal: that is for a `fingerprint`.
+All details of the algorithms are in this file. A digest finds damage. It never proves that two contents are equal: a
+`fingerprint` does.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ Bytes = bytes | bytearray | memoryview
 
 DEFAULT = "crc32c"
 STRUCTURES = "crc32c"
-"""The algorithm by which structures of the format check themselves, in 4 bytes; that of the files may be another."""
+"""The algorithm of the checksums inside structures of the format, 4 bytes long; files may have another one."""
 
 
 class Stream(Protocol):
-    """Takes bytes, and gives the digest of all that it took."""
+    """The digest of bytes that come one after another."""
 
     def update(self, data: Bytes) -> None:
-        """Take the bytes that follow."""
+        """Add the next bytes."""
 
     def value(self) -> int:
-        """The digest of what came so far."""
+        """Return the digest of all bytes so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """All that the rest of ckptstore must know of an algorithm."""
+    """The properties and functions of an algorithm."""
 
     title: str
-    """As people write it."""
+    """The name that people use."""
     code: int
-    """As columns of digests have it."""
+    """The number in the format for columns of its digests."""
     size_bytes: int
     begin: Callable[[], Stream]
     combine: Callable[[int, int, int], int] | None = None
-    """Makes the digest of two stretches one after another from both digests and the size of the second; None where
-    nothing can."""
+    """Computes the digest of two adjacent stretches from both digests and the size of the second; None if that is
+    impossible."""
 
 
 @cache
 def _native() -> tuple[Callable[[Bytes, int], int], Callable[[int, int, int], int]]:
-    """The functions of the C library, loaded by the first use; an import in each call costs as much as 10 KiB do."""
-    from awscrt import checksums
+    """Return the functions of the C library, loaded on first use."""
+    from awscrt import checksums  # in each call the import would cost as much as 10 KiB do
 
     return checksums.crc32c, checksums.combine_crc32c
 
@@ -91,13 +91,13 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "crc32c": Algorithm("CRC32C", 0, 4, _Crc32c, lambda first, second, size: _native()[1](first, second, size)),
     "xxh3-128": Algorithm("XXH3-128", 1, 16, _Xxh3),
 }
-"""By the names that the format has for them."""
+"""All algorithms, by their names in the format."""
 
 _TEXT = re.compile("([a-z0-9-]{1,32}):([0-9a-f]{1,128})")
 
 
 def algorithm_of_code(code: int, *, file: str) -> str:
-    """The name of the algorithm of a column. Raises UnsupportedVersion, naming `file`, for one that is not known."""
+    """Return the name of the algorithm of a column. Raises UnsupportedVersion, naming `file`, for an unknown code."""
     for name, algorithm in ALGORITHMS.items():
         if algorithm.code == code:
             return name
@@ -112,18 +112,18 @@ class Digest(NamedTuple):
 
     @staticmethod
     def of(*views: Bytes, algorithm: str = DEFAULT) -> Digest:
-        """The digest of the views, one after another."""
+        """Return the digest of the views, one after another."""
         stream = ALGORITHMS[algorithm].begin()
         for view in views:
             stream.update(view)
         return Digest(algorithm, stream.value())
 
     def like(self, *views: Bytes) -> Digest:
-        """The digest of other bytes by the same algorithm."""
+        """Return the digest of other bytes by the same algorithm."""
         return Digest.of(*views, algorithm=self.algorithm)
 
     def followed_by(self, second: Digest, size_bytes: int) -> Digest:
-        """The digest of two stretches one after another; the second one has that size."""
+        """Return the digest of two adjacent stretches, this one and `second`, which has that size."""
         return Digest(self.algorithm, _combined(self.algorithm, self.value, second.value, size_bytes))
 
     @property
@@ -133,21 +133,21 @@ class Digest(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name of the algorithm as people write it."""
+        """The name of the algorithm for people."""
         return ALGORITHMS[self.algorithm].title
 
     @property
     def shown(self) -> str:
-        """As messages have it."""
+        """The digest as messages have it."""
         return f"{self.title} {self.hex}"
 
     def __str__(self) -> str:
-        """As the format writes it in JSON."""
+        """Return the text of the digest in JSON of the format."""
         return f"{self.algorithm}:{self.hex}"
 
     @staticmethod
     def parse(text: Any) -> Digest:
-        """Read the text of a digest. Raises ValueError, and UnsupportedVersion for an algorithm that is not known."""
+        """Read the text of a digest. Raises ValueError, and UnsupportedVersion for an unknown algorithm."""
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if found is None:
             raise ValueError("a digest is not the name of an algorithm and lower-case hexadecimal digits")
@@ -169,32 +169,32 @@ def _combined(algorithm: str, first: int, second: int, size_bytes: int) -> int:
 
 
 def fields_of(digest: Digest | None) -> dict[str, str | None]:
-    """The digest as commands give it in JSON: its text, and by the name that scripts have known from the beginning."""
+    """Return the fields of a digest in the JSON of commands: its text, and "crc32c", the field that scripts know."""
     known = digest is not None and digest.algorithm == "crc32c"
     return {"digest": digest and str(digest), "crc32c": digest.hex if digest and known else None}
 
 
 def unpacked(algorithm: str, column: Bytes, first: int = 0, end: int | None = None) -> list[Digest]:
-    """The digests of a column, in which each is a little-endian number; those from `first` on, below `end`."""
+    """Return the digests of a column of little-endian numbers, those from index `first` on, below `end`."""
     size = ALGORITHMS[algorithm].size_bytes
     starts = range(first * size, len(column) if end is None else end * size, size)
     return [Digest(algorithm, int.from_bytes(column[start : start + size], "little")) for start in starts]
 
 
 def column_bytes(algorithm: str, size_bytes: int) -> int:
-    """The size of the column of the digests of all blocks of a file."""
+    """Return the size of the column with the digests of all blocks of a file of that size."""
     return ALGORITHMS[algorithm].size_bytes * -(-size_bytes // BLOCK_BYTES)
 
 
 class Hasher:
-    """Takes bytes one after another, and gives their digest."""
+    """The digest, with its algorithm, of bytes that come one after another."""
 
     def __init__(self, algorithm: str = DEFAULT) -> None:
         self._algorithm, self._stream = algorithm, ALGORITHMS[algorithm].begin()
         self.update = self._stream.update
 
     def digest(self) -> Digest:
-        """Of all bytes that came so far."""
+        """Return the digest of all bytes so far."""
         return Digest(self._algorithm, self._stream.value())
 
 
@@ -202,16 +202,16 @@ class Fingerprinter(Protocol):
     """XXH3-128, in the form of the hashes of `hashlib`."""
 
     def update(self, data: Bytes) -> None:
-        """Take the bytes that follow."""
+        """Add the next bytes."""
 
     def digest(self) -> bytes:
-        """The fingerprint, 16 bytes."""
+        """Return the fingerprint, 16 bytes."""
 
     def hexdigest(self) -> str:
-        """The same in hexadecimal."""
+        """Return the fingerprint in hexadecimal."""
 
     def intdigest(self) -> int:
-        """The same as a number."""
+        """Return the fingerprint as a number."""
 
 
 @cache
@@ -222,22 +222,22 @@ def _xxh3() -> Callable[[Bytes], Fingerprinter]:
 
 
 def fingerprinter(data: Bytes = b"") -> Fingerprinter:
-    """A hash of 128 bits, begun with some bytes. Contents are equal if theirs are: nobody here means to collide."""
-    return _xxh3()(data)
+    """Return a hash of 128 bits, begun with some bytes. Contents with equal fingerprints count as equal."""
+    return _xxh3()(data)  # not cryptographic: nobody gains by making two contents of a store collide
 
 
 def fingerprint(data: Bytes) -> bytes:
-    """The fingerprint of some bytes."""
+    """Return the fingerprint of some bytes."""
     return fingerprinter(data).digest()
 
 
 def block_borders(offset: int, size_bytes: int) -> Sequence[int]:
-    """Where the blocks of a payload at `offset` begin, and where the last one ends."""
+    """Return the offsets at which the blocks of a payload at `offset` begin, and the end of the last one."""
     return [*range(offset, offset + size_bytes, BLOCK_BYTES), offset + size_bytes] if size_bytes else [offset]
 
 
 _Segment = tuple[int, int, int]
-"""Offset and size of a stretch of a file, and the value of its digest."""
+"""The offset and size of a stretch of a file, and the value of its digest."""
 
 
 class FileDigest:
@@ -247,15 +247,15 @@ class FileDigest:
     """True if the bytes must come in the order of the file, from one thread at a time."""
 
     def __init__(self, payloads: Sequence[tuple[int, int]] = (), *, algorithm: str = DEFAULT) -> None:
-        """`payloads` are the (offset, size_bytes) of the ranges whose blocks get digests; sorted, apart."""
+        """Collect also the digests of the blocks of `payloads`, (offset, size_bytes) of ranges; sorted and disjoint."""
         self._name, self._algorithm = algorithm, ALGORITHMS[algorithm]
         self._payloads = payloads
         self._cuts = [cut for offset, size in payloads if size for cut in block_borders(offset, size)]
         self._segments: list[_Segment] = []
 
     def add(self, offset: int, views: Sequence[memoryview]) -> Digest | None:
-        """Hash the bytes at `offset`, and return the digest of them, None where it is not known. Each byte of the file
-        is added exactly once."""
+        """Hash the bytes at `offset`, and return their digest, None where it is not known. Each byte of the file must
+        be added exactly once."""
         added: list[_Segment] = []
         index = bisect_right(self._cuts, offset)
         start, stream = offset, self._algorithm.begin()
@@ -275,11 +275,11 @@ class FileDigest:
         return self._joined(added)
 
     def digest(self) -> Digest:
-        """The digest of the whole file, once all of it was added."""
+        """Return the digest of the whole file, once all of it was added."""
         return self._joined(self._segments)
 
     def _joined(self, segments: Iterable[_Segment]) -> Digest:
-        """The digest of the stretch that the segments cover. Raises ValueError where they have a gap."""
+        """Return the digest of the stretch that the segments cover. Raises ValueError for a gap or an overlap."""
         total, end = self._algorithm.begin().value(), None
         for offset, size_bytes, value in sorted(segments):
             if end is not None and offset != end:
@@ -289,7 +289,7 @@ class FileDigest:
         return Digest(self._name, total)
 
     def block_digests(self) -> tuple[bytes, ...]:
-        """For each payload the digests of its blocks of 1 MiB, as little-endian integers."""
+        """Return for each payload the digests of its blocks of 1 MiB, as little-endian integers."""
         segments = iter(sorted(self._segments)) if self._payloads else iter(())
         found = []
         for offset, size_bytes in self._payloads:
@@ -307,7 +307,7 @@ class FileDigest:
 
 
 class _OrderedFileDigest(FileDigest):
-    """The same for an algorithm whose digests do not combine."""
+    """A `FileDigest` for an algorithm whose digests cannot be combined."""
 
     needs_order = True
 
@@ -340,6 +340,6 @@ class _OrderedFileDigest(FileDigest):
 
 
 def file_digest(payloads: Sequence[tuple[int, int]] = (), *, algorithm: str = DEFAULT) -> FileDigest:
-    """What collects the digests of a file and of the blocks of its payloads, by that algorithm."""
+    """Return a collector for the digests of a file and of the blocks of its payloads, by that algorithm."""
     kind = _OrderedFileDigest if ALGORITHMS[algorithm].combine is None else FileDigest
     return kind(payloads, algorithm=algorithm)

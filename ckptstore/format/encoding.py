@@ -1,7 +1,7 @@
 """JSON as the store format has it: UTF-8, sorted keys, no bare NaN, an integer version in every object.
 
 A float that JSON cannot hold is `{"$t": "float", "v": "NaN" | "Infinity" | "-Infinity"}` (format-v1, "JSON").
-Unknown fields are kept by whoever reads and writes an object again.
+Code that reads an object and writes it again keeps unknown fields.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def float_name(value: float) -> str:
-    """The name of a float that JSON lacks."""
+    """Return the name of a float that JSON lacks."""
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 _ATOMS = frozenset({str, int, bool, type(None)})
-"""What JSON holds as it is: most of a manifest, and not worth a call each."""
+"""The types that JSON holds as they are: most of a manifest, and not worth a call each."""
 
 
 def _encode(value: Any, path: str) -> Any:
@@ -63,8 +63,8 @@ _dump = json.JSONEncoder(
 def dump_json(value: Any, *, what: str = "metadata", plain: Mapping[str, Any] = MappingProxyType({})) -> bytes:
     """Encode a value of None, bool, int, float, str, lists and dicts.
 
-    `plain` are further fields of an object that are known to hold no float, and no key that JSON or the format lacks:
-    they are not looked through. Raises InvalidMetadata, with the path inside `value`, for anything else.
+    `plain` are further fields of an object, which are not checked: they must hold no float, and no key that JSON or the
+    format lacks. Raises InvalidMetadata, with the path inside `value`, for anything else.
     """
     try:
         encoded = _encode(value, what)
@@ -80,24 +80,24 @@ def dump_json(value: Any, *, what: str = "metadata", plain: Mapping[str, Any] = 
 
 
 _MOST_SECONDS = 250_000_000_000.0
-"""No time is as late: that is the year 9892."""
+"""A limit for times, in the year 9892."""
 _SHOWN_CHARS = 300
 
 
 def shortened(text: str) -> str:
-    """What an error shows of a text that may be of any length."""
+    """Return the beginning of a text of any length, for an error."""
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"
 
 
 def check_seconds(value: Any) -> float:
-    """The value if it is a time in seconds since the epoch; raises ValueError."""
+    """Return the value if it is a time in seconds since the epoch, else raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST_SECONDS:
         raise ValueError(f"not a time: {shortened(repr(value))}")
     return float(value)
 
 
 def load_json(data: bytes, *, file: str) -> Any:
-    """Decode what `dump_json` wrote. Raises CheckpointDamaged, naming `file`, when it is not that."""
+    """Decode the output of `dump_json`. Raises CheckpointDamaged, naming `file`, for invalid JSON."""
     try:
         return json.loads(data, object_hook=_decode, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Where everything lies below a store's root, and which names are legal. Pure.
+"""The layout of a store below its root, and the rules for legal names. Pure.
 
 A name is relative to its checkpoint ("model-rank=00003.pt"); a key is relative to the root of the storage
 ("checkpoints/step-0000012000-e0007-3f9a1c2e/model-rank=00003.pt").
@@ -28,9 +28,9 @@ USER_METADATA_NAME = "user-metadata.json"
 DCP_METADATA_NAME = ".metadata"
 RESERVED_NAMES = frozenset({MANIFEST_NAME, USER_METADATA_NAME})
 RAY_METADATA_NAME = ".metadata.json"
-"""Where Ray keeps a user's metadata of a checkpoint, which may change at any time."""
+"""The file of Ray with a user's metadata of a checkpoint, which may change at any time."""
 UNLISTED_NAMES = RESERVED_NAMES | {RAY_METADATA_NAME}
-"""What may lie beside the files of a checkpoint without being in its manifest."""
+"""The files that may lie beside those of a checkpoint without being in its manifest."""
 
 MAX_NAME_BYTES = 1024
 MAX_PART_BYTES = 255
@@ -44,7 +44,7 @@ _LEASE = re.compile(r"leases/([0-9]{10})-([0-9a-zA-Z._-]+)\.json")
 
 
 def check_step(step: Any) -> int:
-    """The step as an int; raises InvalidStep when it is not one, negative, or above `MAX_STEP`."""
+    """Return the step as an int; raise InvalidStep if it is not one, negative, or above `MAX_STEP`."""
     try:
         value = operator.index(step)
     except TypeError:
@@ -55,8 +55,8 @@ def check_step(step: Any) -> int:
 
 
 def known_step(step: Any) -> int | None:
-    """The step, None when it is none: `check_step` says so later, on all ranks."""
-    try:
+    """Return the step as an int, None if it is not valid."""
+    try:  # `check_step` raises later, on all ranks
         return check_step(step)
     except InvalidStep:
         return None
@@ -84,34 +84,34 @@ class Attempt:
         return f"{CHECKPOINT_PREFIX}{self}/"
 
     def key(self, name: str) -> str:
-        """The key of a file of the attempt."""
+        """Return the key of a file of the attempt."""
         return f"{self.prefix}{name}"
 
     @staticmethod
     def parse(directory: str) -> Attempt | None:
-        """The attempt that a directory name stands for, None when the format does not know the name."""
+        """Return the attempt with a directory name, None if the name is not one of an attempt."""
         match = _ATTEMPT.fullmatch(directory)
         return Attempt(int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def record_key(number: int) -> str:
-    """The key of a log record; records are numbered from 1."""
+    """Return the key of a log record; records are numbered from 1."""
     return f"{LOG_PREFIX}{number:010d}.json"
 
 
 def parse_record_key(key: str) -> int | None:
-    """The number of a log record, None when the key is not one."""
+    """Return the number of a log record, None if the key is not that of one."""
     match = _RECORD.fullmatch(key)
     return int(match[1]) if match else None
 
 
 def lease_key(number: int, reader: str) -> str:
-    """The key of a reader's lease on the checkpoint with that number."""
+    """Return the key of a reader's lease on the checkpoint with that number."""
     return f"{LEASE_PREFIX}{number:010d}-{reader}.json"
 
 
 def parse_lease_key(key: str) -> int | None:
-    """The number that a lease protects, None when the key is not one."""
+    """Return the number of the checkpoint that a lease protects, None if the key is not that of one."""
     match = _LEASE.fullmatch(key)
     return int(match[1]) if match else None
 
@@ -119,9 +119,9 @@ def parse_lease_key(key: str) -> int | None:
 def check_name(name: str) -> str:
     """Return the name if it is safe on every storage, else raise InvalidName with the reason.
 
-    Relative, "/" between its parts, no empty part, no "." or "..", no control character, no backslash, valid Unicode,
-    at most 1,024 bytes in all and 255 in a part. The same check holds for what a caller gives and for what a manifest
-    or a listing says.
+    A safe name is relative, with "/" between its parts, no empty part, no "." or "..", no control character, no
+    backslash, valid Unicode, at most 1,024 bytes in all and 255 in a part. The same check holds for names from a
+    caller, a manifest or a listing.
     """
     reason = _fault_of(name)
     if reason:
@@ -158,14 +158,14 @@ def _fault_of(name: str) -> str | None:
 
 
 def check_user_name(name: str) -> str:
-    """`check_name` for a file that a user brings: the names of the format itself are refused too."""
+    """Check the name of a user's file as `check_name` does, and refuse the names of the format itself too."""
     if check_name(name).casefold() in RESERVED_NAMES:
         raise InvalidName(f"The name {name!r} is reserved by ckptstore", hint="Rename the file")
     return name
 
 
 def ranked_name(name: str, rank: int) -> str:
-    """The name with the rank before its extension: "a/model.pt" of rank 3 is "a/model-rank=00003.pt"."""
+    """Return the name with the rank before its extension: "a/model.pt" of rank 3 is "a/model-rank=00003.pt"."""
     directory, slash, base = name.rpartition("/")
     stem, dot, extension = base.rpartition(".")
     if not stem:
@@ -174,12 +174,12 @@ def ranked_name(name: str, rank: int) -> str:
 
 
 def folded(name: str) -> str:
-    """What a case-insensitive, normalising file system takes the name for."""
+    """Return the name as a case-insensitive, normalising file system compares it."""
     return name if name.isascii() and name.islower() else unicodedata.normalize("NFC", name).casefold()
 
 
 def directories_of(names: Iterable[str]) -> set[str]:
-    """Every directory in which one of the names lies, and those above."""
+    """Return every directory in which one of the names lies, and those above it."""
     found: set[str] = set()
     left = {name.rpartition("/")[0] for name in names}
     while left:
@@ -189,7 +189,7 @@ def directories_of(names: Iterable[str]) -> set[str]:
 
 
 def check_collisions(names: Iterable[str]) -> None:
-    """Raise InvalidName when two names would be one file somewhere, or one is a directory of another."""
+    """Raise InvalidName if two names are one file on some file system, or one is a directory of another."""
     given = list(names)
     seen = {folded(name): name for name in given}
     if len(seen) < len(given):

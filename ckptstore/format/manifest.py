@@ -1,4 +1,4 @@
-"""The manifest: what one checkpoint consists of. Pure values, encoded as JSON (format-v1, "Manifest")."""
+"""The manifest, the list of everything in one checkpoint. Pure values, encoded as JSON (format-v1, "Manifest")."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Receipt(NamedTuple):
     """The proof that one file is stored."""
 
     name: str
-    """As it is stored, relative to the checkpoint."""
+    """The stored name, relative to the checkpoint."""
     size_bytes: int
     digest: Digest | None
-    """None for a file that was linked and not read: its size is all that can be checked."""
+    """The digest; None for a file that was linked and not read, so that only its size can be checked."""
     rank: int
     """The rank that wrote it."""
     original_name: str | None = None
-    """What that rank called it, None where that is `name`."""
+    """The name on that rank, None if that is `name`."""
     attempt: str | None = None
-    """The directory of another checkpoint of the store in which it lies, None where it lies in its own."""
+    """The directory of another checkpoint of the store in which it lies, None if it lies in its own."""
 
     def to_json(self) -> dict[str, Any]:
-        """The receipt as an entry of the manifest."""
+        """Return the receipt as an entry of the manifest."""
         name, size_bytes, digest, rank, original_name, attempt = self
         text = None if digest is None else str(digest)
         entry: dict[str, Any] = {"digest": text, "name": name, "rank": rank, "size_bytes": size_bytes}
@@ -46,7 +46,7 @@ class Receipt(NamedTuple):
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Receipt:
-        """The receipt of an entry; raises KeyError, TypeError or ValueError when it is not one, and
+        """Return the receipt of an entry; raise KeyError, TypeError or ValueError if it is not one, and
         UnsupportedVersion for a digest that this version does not know."""
         size_bytes, rank, text = entry["size_bytes"], entry["rank"], entry["digest"]
         original, attempt = entry.get("original_name"), entry.get("attempt")
@@ -62,19 +62,19 @@ class Receipt(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint holds. Immutable; its bytes are what a record's SHA-256 is of."""
+    """The contents of a checkpoint. Immutable; records have the SHA-256 of its bytes."""
 
     store_id: str
     step: int
     epoch: int
     attempt: str
-    """The name of the directory it was written to. A copy keeps it, wherever it lies."""
+    """The name of the directory it was written to. A copy keeps the name of its original."""
     kind: Kind
     world_size: int
     created_at: float
     """Seconds since the epoch by the leader's clock; for people, never for decisions."""
     files: tuple[Receipt, ...]
-    """Sorted by name."""
+    """The receipts, sorted by name."""
     directories: tuple[str, ...] = ()
     """Directories without a file in them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -84,12 +84,12 @@ class Manifest:
 
     @cached_property
     def timings(self) -> Timings | None:
-        """What the save took; None where the manifest does not say, or not in a way that this version can read."""
+        """The timings of the save; None if the manifest has none, or none that this version can read."""
         return Timings.from_json(self.extra.get("timings"))
 
     @cached_property
     def size_bytes(self) -> int:
-        """The bytes of all files, the manifest apart."""
+        """The bytes of all files, without the manifest."""
         return sum(receipt.size_bytes for receipt in self.files)
 
     @cached_property
@@ -103,13 +103,13 @@ class Manifest:
         return frozenset(receipt.attempt for receipt in self.files if receipt.attempt is not None)
 
     def made_whole(self) -> Manifest:
-        """The manifest of a copy that has all files in its own directory."""
+        """Return the manifest of a copy that has all files in its own directory."""
         if not self.references:
             return self
         return replace(self, files=tuple(receipt._replace(attempt=None) for receipt in self.files))
 
     def encode(self) -> bytes:
-        """The manifest as bytes; the same manifest always gives the same bytes."""
+        """Return the manifest as bytes; the same manifest always gives the same bytes."""
         return dump_json(
             {
                 **self.extra,
@@ -131,7 +131,7 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes, *, file: str = MANIFEST_NAME) -> Manifest:
-        """Read a manifest, and distrust it: every name is checked.
+        """Read a manifest, and check every name and value in it.
 
         Raises CheckpointDamaged when it is torn or not a manifest, InvalidName when a name is hostile,
         UnsupportedVersion when it is from a newer major version.
@@ -180,10 +180,10 @@ def _check_scalars(known: Mapping[str, Any]) -> None:
 
 
 def sorted_receipts(receipts: Iterable[Receipt]) -> list[Receipt]:
-    """By name, as a manifest has them."""
+    """Return the receipts sorted by name, as a manifest has them."""
     return sorted(receipts, key=attrgetter("name"))
 
 
 def sha256_of(data: bytes) -> str:
-    """What a record says of a manifest, and a record of its predecessor."""
+    """Return the SHA-256, hexadecimal, as records have it of a manifest and of the record before."""
     return hashlib.sha256(data).hexdigest()

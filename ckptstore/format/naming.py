@@ -1,7 +1,7 @@
-"""How the files of all ranks get their names in one checkpoint (format-v1, "File names"). Pure.
+"""Name the files of all ranks in one checkpoint (format-v1, "File names"). Pure.
 
 Each rank makes an `Offer`; the leader turns all offers into one `Naming`, before any byte moves; with it every rank
-knows what its own files are called. Names decide, never content, but for the files that are declared shared.
+names its own files. Names decide, never content, except for the files that are declared shared.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ Suffix = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one rank brings."""
+    """The files and directories of one rank."""
 
     suffix: Suffix
     names: Sequence[str] = ()
     directories: Sequence[str] = ()
-    """Those without a file in them."""
+    """Directories without a file in them."""
     shared: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """For each shared name that this rank has: size and SHA-256."""
+    """The size and the SHA-256 of each shared file that this rank has, by name."""
     size_bytes: int = 0
-    """What must be newly stored."""
+    """The bytes to be newly stored."""
 
     def to_json(self) -> list[Any]:
-        """The offer as JSON, for the leader."""
+        """Return the offer as JSON, for the leader."""
         fields = [self.suffix, list(self.names), list(self.directories), dict(self.shared)]
         return [*fields, self.size_bytes]
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> Offer:
-        """The inverse of `to_json`."""
+        """Invert `to_json`."""
         return Offer(*fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What all ranks need to know to name their own files."""
+    """The agreement by which all ranks name their own files."""
 
     suffix: Suffix
     colliding: frozenset[str]
@@ -53,20 +53,20 @@ class Naming:
     """The rank that writes each shared file."""
     directories: tuple[str, ...]
     size_bytes: int
-    """Of all ranks together."""
+    """The bytes to be newly stored, of all ranks together."""
 
     def to_json(self) -> list[Any]:
-        """The agreement as JSON, for all ranks."""
+        """Return the agreement as JSON, for all ranks."""
         return [self.suffix, sorted(self.colliding), dict(self.shared), list(self.directories), self.size_bytes]
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> Naming:
-        """The inverse of `to_json`."""
+        """Invert `to_json`."""
         suffix, colliding, shared, directories, size_bytes = fields
         return Naming(suffix, frozenset(colliding), shared, tuple(directories), size_bytes)
 
     def stored(self, names: Iterable[str], rank: int) -> dict[str, str]:
-        """What this rank's files are called in the checkpoint, by their names; without those that another rank
+        """Map the names of this rank's files to their names in the checkpoint, without those that another rank
         writes."""
         if not self.shared and not self.colliding and self.suffix != "always":
             return {name: name for name in names}
@@ -84,7 +84,7 @@ class Naming:
 def agree(offers: Sequence[Offer]) -> Naming:
     """Join the offers of all ranks, in rank order.
 
-    The options are those of rank 0; the story has checked that all ranks ask for the same. Raises InvalidName for a
+    The options are those of rank 0; the caller has checked that they are equal on all ranks. Raises InvalidName for a
     collision or a name that is too long with its suffix, InvalidSource when a shared file differs between ranks.
     """
     suffix = offers[0].suffix
@@ -131,8 +131,8 @@ def _agree_on_shared(offers: Sequence[Offer]) -> dict[str, int]:
 
 
 def spread_directory(rank: int, num_prefixes: int) -> str:
-    """The directory of a rank's files with its slash, "" where they are not spread. The digit that differs from rank to
-    rank comes first, for storages split by the beginnings of keys."""
+    """Return the directory of a rank's files with its slash, "" if they are not spread. The digit that differs from
+    rank to rank comes first, for storages that partition by the beginnings of keys."""
     if num_prefixes == 1:
         return ""
     num_digits = len(f"{num_prefixes - 1:x}")

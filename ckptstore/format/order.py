@@ -1,8 +1,8 @@
-"""The one order of all saves of a store, and which fast checkpoints are void (format-v1, "The order of saves"). Pure.
+"""The one order of all saves of a store, and the intervals of void fast checkpoints (format-v1, "The order of saves").
 
-A save is known by its writer epoch and its number within that epoch. A job that goes on from a save leaves behind what
-is newer: those saves lead to a future that did not happen. What is left behind is an open interval of the order, so
-neither a clock nor a request to the job that made it is needed to tell it. The log keeps such intervals.
+A save is known by its writer epoch and its number within that epoch. A job that goes on from a save abandons all newer
+ones: they lead to a future that did not happen. The abandoned saves form an open interval of the order, so neither a
+clock nor a request to the job that made them is needed to find them. The log keeps such intervals. Pure.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 MAX_VOIDS = 16
-"""A record holds no more. Above it the two oldest become one, with what lies between them."""
+"""The most intervals in a record. Above it the two oldest are joined, with everything between them."""
 _MOST = 10**18
-"""Epochs and numbers of saves are at most this."""
+"""The highest epoch and number of a save."""
 
 
 class SaveOrder(NamedTuple):
@@ -23,14 +23,14 @@ class SaveOrder(NamedTuple):
     epoch: int
     """The writer epoch of the job that made it."""
     save_number: int
-    """From 1 within the epoch; 0 is before all saves of the epoch."""
+    """The number from 1 within the epoch; 0 is before all saves of the epoch."""
 
     def __str__(self) -> str:
         return f"save {self.save_number} of epoch {self.epoch}"
 
     @staticmethod
     def of(epoch: Any, save_number: Any) -> SaveOrder:
-        """Check both; raises ValueError."""
+        """Check both values and return the place. Raises ValueError."""
         for value in (epoch, save_number):
             if type(value) is not int or not 0 <= value <= _MOST:
                 raise ValueError("an epoch or the number of a save is no number from 0 on")
@@ -38,7 +38,7 @@ class SaveOrder(NamedTuple):
 
 
 BEGINNING = SaveOrder(0, 0)
-"""Before every save."""
+"""The place before every save."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,9 +46,9 @@ class Void:
     """Every fast checkpoint strictly between two places is void: nobody may resume from it."""
 
     after: SaveOrder
-    """What the job went on from."""
+    """The place of the save that the job went on from."""
     before: SaveOrder
-    """Where what came of that begins."""
+    """The place at which the saves that continue it begin."""
 
     def __post_init__(self) -> None:
         if not self.after < self.before:
@@ -58,22 +58,22 @@ class Void:
         return self.after < order < self.before
 
     def to_json(self) -> list[int]:
-        """As records have it."""
+        """Return the interval as records have it."""
         return [*self.after, *self.before]
 
     @staticmethod
     def from_json(value: Any) -> Void:
-        """Raises ValueError when it is not one."""
+        """Read the interval of a record. Raises ValueError if it is not one."""
         if not isinstance(value, list) or len(value) != 4:
             raise ValueError("an interval is not a list of four numbers")
         return Void(SaveOrder.of(*value[:2]), SaveOrder.of(*value[2:]))
 
 
 def with_void(voids: Iterable[Void], more: Void) -> tuple[Void, ...]:
-    """The intervals with one more, in order and apart from each other.
+    """Return the intervals with one more, in order and disjoint.
 
-    The oldest are joined where there would be more than `MAX_VOIDS`. That voids some that were not: as many starts ago,
-    nothing is lost that anybody would resume from.
+    If there would be more than `MAX_VOIDS`, the oldest are joined, which voids the saves between them too. They are so
+    many starts old that nobody would resume from them.
     """
     joined: list[Void] = []
     for void in sorted([*voids, more]):
@@ -87,5 +87,5 @@ def with_void(voids: Iterable[Void], more: Void) -> tuple[Void, ...]:
 
 
 def void_of(voids: Iterable[Void], order: SaveOrder) -> Void | None:
-    """The interval in which a save lies, None if it is not void."""
+    """Return the interval in which a save lies, None if it is not void."""
     return next((void for void in voids if order in void), None)

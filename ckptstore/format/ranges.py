@@ -1,8 +1,8 @@
-"""Numbers as the log writes them: arithmetic runs as short text ("3-40 50-500/10"), and a set that is kept as runs.
+"""Sequences and sets of numbers in the log: arithmetic runs as short text ("3-40 50-500/10"). Pure.
 
 Retention keeps "every tenth" and "the last five", a history without retention keeps everything between two claims: such
 sets are a few runs however many numbers they hold. A long irregular sequence is packed instead: its differences,
-zigzag varints, deflated, in base64, after a "z". Pure.
+zigzag varints, deflated, in base64, after a "z".
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 _PACK_ABOVE_CHARS = 256
 MAX_LISTED = 1 << 20
-"""No sequence is longer, and no set but that of the live ones: a few characters can stand for billions of numbers."""
+"""The most numbers in a sequence, and in a set except that of the live checkpoints: a few characters can stand for
+billions of numbers."""
 
 
 class Progression(NamedTuple):
@@ -47,7 +48,7 @@ class Progression(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Progression:
-        """The run that a text stands for; raises ValueError when it is not one."""
+        """Return the run that a text stands for; raise ValueError if it is not one."""
         first, star, count = text.partition("*")
         if star:
             if not _digits(count):
@@ -70,7 +71,7 @@ def _digits(text: str) -> int:
 
 
 def find_runs(numbers: Sequence[int]) -> list[Progression]:
-    """The one way to write the sequence as runs: from the left, a run being one number, or three and more."""
+    """Split the sequence into runs, in the one canonical way: from the left, runs of one number or at least three."""
     runs: list[Progression] = []
     start = 0
     while start < len(numbers):
@@ -102,14 +103,14 @@ def _encode_runs(runs: Sequence[Progression]) -> str:
 
 
 def encode_sequence(numbers: Sequence[int]) -> str:
-    """Any sequence of numbers of at least 0 as text; the order and repetitions are kept."""
+    """Return any sequence of numbers of at least 0 as text; the order and repetitions are kept."""
     return _encode_runs(find_runs(numbers))
 
 
 def decode_sequence(text: str, *, limit: int) -> list[int]:
-    """The sequence that `encode_sequence` wrote.
+    """Return the sequence that `encode_sequence` wrote.
 
-    Raises ValueError when it is not one, or has a number above `limit` or more than `limit` numbers, or more than
+    Raises ValueError if the text is not one, has a number above `limit`, more than `limit` numbers, or more than
     `MAX_LISTED`: so a torn or hostile text costs no more memory than an honest one.
     """
     return list(_expand(_check_listed(_decode_runs(text, limit))))
@@ -216,11 +217,11 @@ class Numbers(Set[int]):
 
     @property
     def highest(self) -> int | None:
-        """The highest number, None when there is none."""
+        """The highest number, None if there is none."""
         return self._runs[-1].last if self._runs else None
 
     def with_number(self, number: int) -> Numbers:
-        """The set with a number more; quick when it is the highest."""
+        """Return the set with one more number; fast if it is the highest."""
         if self._runs and number <= self._runs[-1].last:
             return Numbers([*self, number])
         runs = list(self._runs)
@@ -232,17 +233,17 @@ class Numbers(Set[int]):
         return Numbers._of([*runs, *find_runs(tail)])
 
     def without(self, numbers: Iterable[int]) -> Numbers:
-        """The set without these numbers; those that are not in it are no error."""
+        """Return the set without these numbers; those that are not in it are no error."""
         gone = set(numbers)
         return Numbers(number for number in self if number not in gone) if gone else self
 
     def encode(self) -> str:
-        """The set as text."""
+        """Return the set as text."""
         return _encode_runs(self._runs)
 
     @staticmethod
     def decode(text: str, *, limit: int) -> Numbers:
-        """The set that `encode` wrote; raises ValueError when it is not one, or has a number above `limit`."""
+        """Return the set that `encode` wrote; raise ValueError if it is not one, or has a number above `limit`."""
         runs = _decode_runs(text, limit)
         ends = [-1, *(run.last for run in runs)]
         if any(run.stride <= 0 or run.first <= end for run, end in zip(runs, ends, strict=False)):

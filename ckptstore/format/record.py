@@ -1,10 +1,10 @@
 """Records: the numbered objects of the log, one change each and the state after it (format-v1, "The log"). Pure.
 
-How large a state gets: live numbers are written as arithmetic runs of about 12 characters, so a history without
-retention, or with a regular one, stays far below 4 KiB however long it is. An irregular set of numbers is bounded by
-nothing but its entropy: it is packed, at half a character a number for gaps of 18 to 22, at 1.7 for gaps of 1 to 200,
-so that 2,400 to 8,000 checkpoints can be live within 4 KiB. What is in the trash costs the same again, until its grace
-period is over. Nothing breaks above that; the records are larger.
+The size of a state: live numbers are written as arithmetic runs of about 12 characters, so a history without
+retention, or with a regular one, stays far below 4 KiB however long it is. An irregular set of numbers is bounded only
+by its entropy: it is packed, at half a character a number for gaps of 18 to 22, at 1.7 for gaps of 1 to 200, so that
+2,400 to 8,000 checkpoints can be live within 4 KiB. The trash costs the same again, until its grace period is over.
+Nothing breaks above that; the records are larger.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ class Record:
     """One record of the log. Immutable; `following` makes a new one, `decode` reads one."""
 
     number: int
-    """From 1, without gaps. It is in the name of the object and in the object."""
+    """The number, from 1, without gaps. It is in the name of the object and in the object."""
     change: Change
     previous: str
     """The SHA-256 of the exact bytes of the record before, hexadecimal; "" for the first."""
     write_id: str
-    """Random, new for every record that is built: who reads it back knows whose it is."""
+    """A random text, new for every record that is built, by which a writer that reads it back recognises its own."""
     created_at: float
     """Seconds since the epoch by the writer's clock; for people, never for decisions."""
     encoded_state: Mapping[str, Any]
-    """The state as the record has it. Decoded when `state` is first asked for: a listing needs one state, not all."""
+    """The state as the record has it. Decoded on the first use of `state`: a listing needs one state, not all."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields that this version does not know; kept."""
     stored: bytes | None = field(default=None, repr=False, compare=False)
-    """The exact bytes that it was read from."""
+    """The exact bytes that it was read from; None for a new record."""
 
     @staticmethod
     def following(newest: Record | None, change: Change, *, write_id: str, created_at: float) -> Record:
-        """The record that makes `change` after `newest`, or first of all. Raises what `apply` raises.
-
-        A new checkpoint must lie in a directory of its own epoch, or garbage collection could take it for dead. Copies
-        of stores by earlier releases have others, so `apply` allows them.
+        """Return the record that makes `change` after `newest`, or as the first one. Raises the errors of `apply`, and
+        InvalidInput for a new checkpoint in a directory of another epoch.
         """
+        # Garbage collection could take such a directory for dead. Copies of stores by earlier releases have them, so
+        # `apply` allows them.
         if isinstance(change, Commit) and not change.entry.is_of_own_epoch:
             raise InvalidInput(f"{change.entry.attempt} was not begun in the writer epoch {change.entry.epoch}")
         number = newest.number + 1 if newest else 1
@@ -93,7 +93,7 @@ class Record:
 
     @cached_property
     def state(self) -> StoreState:
-        """What the store holds after this record. Raises CheckpointDamaged when the record does not say so."""
+        """The state of the store after this record. Raises CheckpointDamaged if the record has no valid one."""
         try:
             return _state_from_json(self.encoded_state, limit=self.number)
         except _NOT_A_RECORD as error:
@@ -101,18 +101,18 @@ class Record:
 
     @property
     def entry(self) -> CheckpointEntry:
-        """The checkpoint that this record committed. Raises CheckpointDamaged when it is a record of another kind."""
+        """The checkpoint that this record committed. Raises CheckpointDamaged if it is a record of another kind."""
         if not isinstance(self.change, Commit):
             raise CheckpointDamaged(f"{record_key(self.number)} commits no checkpoint", file=record_key(self.number))
         return self.change.entry
 
     @cached_property
     def sha256(self) -> str:
-        """Of the exact bytes, hexadecimal: what the next record carries as `previous`."""
+        """The SHA-256 of the exact bytes, hexadecimal; the next record has it as `previous`."""
         return sha256_of(self.encode())
 
     def encode(self) -> bytes:
-        """The record as bytes: those it was read from, if it was read."""
+        """Return the record as bytes: those it was read from, if it was read."""
         return self._encoded if self.stored is None else self.stored
 
     @cached_property
@@ -136,10 +136,10 @@ class Record:
 
     @staticmethod
     def decode(data: bytes, number: int) -> Record:
-        """Read the record with that number, and distrust it.
+        """Read the record with that number, and check it; its state is checked on first use.
 
-        Raises CheckpointDamaged when it is torn or not that record, UnsupportedVersion when it is from a newer version
-        or carries a change that this version does not know.
+        Raises CheckpointDamaged if it is torn or not that record, UnsupportedVersion if it is from a newer version or
+        carries a change that this version does not know.
         """
         seal = _SEAL.match(data)
         if seal is None or sha256_of(data[seal.end() :]) != seal[1].decode():
@@ -178,7 +178,7 @@ _SEAL = re.compile(rb'\{"body_sha256":"([0-9a-f]{64})",')
 
 
 def sealed(text: bytes) -> bytes:
-    """The text of a JSON object as a record: its first field is the SHA-256 of all bytes behind it."""
+    """Return the text of a JSON object as a record: its first field is the SHA-256 of all bytes behind it."""
     body = text[1:]
     return b'{"%s":"%s",%s' % (_SEAL_FIELD.encode(), sha256_of(body).encode(), body)
 

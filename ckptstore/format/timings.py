@@ -1,6 +1,6 @@
-"""What a save took, as its manifest has it (format-v1, "Timings"). Pure values.
+"""The timings of a save, as its manifest has them (format-v1, "Timings"). Pure values.
 
-They are for people. Nothing is decided by them, so a reader that cannot make sense of them goes on without.
+They are for people. No decision depends on them, so a reader that cannot read them goes on without.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PHASES = ("agree", "stage", "upload", "wait", "commit")
 """The phases of a save, in their order."""
 
 MAX_RANKS = 64
-"""So many ranks are kept one by one; of more, the extremes of each phase."""
+"""The most ranks that are kept one by one; of more, only the extremes of each phase are."""
 _MAX_SLOWEST = 3
 _MAX_SECONDS = 1e9
 _MAX_COUNT = 1 << 63
@@ -25,24 +25,24 @@ _MAX_NODE_CHARS = 255
 
 @dataclass(frozen=True, slots=True)
 class RankTimings:
-    """What one rank took."""
+    """The timings of one rank."""
 
     rank: int
     node: str
     """The host that it ran on."""
     seconds: Mapping[str, float]
-    """By phase, those that it had: "stage" in asynchronous saves alone, "commit" on the leader alone."""
+    """The seconds of each phase that it had: "stage" in asynchronous saves only, "commit" on the leader only."""
     size_bytes: int
-    """What it wrote in its phase "upload"."""
+    """The bytes written in its phase "upload"."""
     requests: int
-    """Requests to the storage in its phase "upload", those that were tried again included."""
+    """The requests to the storage in its phase "upload", retries included."""
     retries: int
-    """How many of these requests were made again after a failure."""
+    """The number of these requests that were made again after a failure."""
     stalled_seconds: float
-    """How long the save held up its training loop."""
+    """The time for which the save held up its training loop."""
 
     def to_json(self) -> dict[str, Any]:
-        """The timings of a rank as an entry of the manifest."""
+        """Return the timings of a rank as an entry of the manifest."""
         return {
             "rank": self.rank,
             "node": self.node,
@@ -55,7 +55,7 @@ class RankTimings:
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> RankTimings:
-        """The timings of an entry; raises KeyError, TypeError or ValueError when it is not one."""
+        """Return the timings of an entry; raise KeyError, TypeError or ValueError if it is not one."""
         node = entry["node"]
         if not isinstance(node, str) or node != clean_node(node):
             raise ValueError("a node is not the name of a host")
@@ -72,7 +72,7 @@ class RankTimings:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How seconds are spread over the ranks that have them."""
+    """The spread of seconds over the ranks that have them."""
 
     minimum: float
     median: float
@@ -82,7 +82,7 @@ class Spread:
 
     @staticmethod
     def of(seconds: Mapping[int, float]) -> Spread:
-        """The spread of the seconds of at least one rank. Of two ranks that took as long, the lower one is first."""
+        """Return the spread of the seconds of at least one rank. Of two equally slow ranks the lower one is first."""
         order = sorted((-took, rank) for rank, took in seconds.items())
         middle = len(order) // 2
         median = -order[middle][0] if len(order) % 2 else -(order[middle - 1][0] + order[middle][0]) / 2
@@ -90,13 +90,13 @@ class Spread:
         return Spread(0.0 - order[-1][0], 0.0 + median, 0.0 - order[0][0], slowest)
 
     def to_json(self) -> dict[str, Any]:
-        """The spread as the manifest has it."""
+        """Return the spread as the manifest has it."""
         slowest = list(self.slowest)
         return {"minimum": self.minimum, "median": self.median, "maximum": self.maximum, "slowest": slowest}
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Spread:
-        """The spread of an entry; raises KeyError, TypeError or ValueError when it is not one."""
+        """Return the spread of an entry; raise KeyError, TypeError or ValueError if it is not one."""
         minimum, median, maximum = (_seconds(entry[name]) for name in ("minimum", "median", "maximum"))
         slowest = entry["slowest"]
         if not minimum <= median <= maximum:
@@ -108,24 +108,24 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """What a save took, over all ranks."""
+    """The timings of a save, over all ranks."""
 
     seconds: float
-    """Of the leader, from the call to the moment at which it writes the manifest."""
+    """The seconds of the leader, from the call to the moment at which it writes the manifest."""
     phases: Mapping[str, Spread]
-    """By the names in PHASES, those that any rank had."""
+    """The spread of each phase that any rank had, by its name in PHASES."""
     size_bytes: int
-    """What all ranks wrote in their phase "upload"."""
+    """The bytes that all ranks wrote in their phase "upload"."""
     requests: int
     retries: int
     stalled: Spread
-    """How long the save held up the training loops."""
+    """The spread of the times for which the save held up the training loops."""
     ranks: tuple[RankTimings, ...]
-    """All of at most 64 ranks; of more, the fastest one and the slowest ones of each phase. In ascending order."""
+    """All ranks, if at most 64; else the fastest one and the slowest ones of each phase. In ascending order."""
 
     @staticmethod
     def of(ranks: Sequence[RankTimings], *, seconds: float) -> Timings:
-        """What all ranks together took: at least one."""
+        """Return the timings of all ranks together, of which there is at least one."""
         by_phase = {phase: {one.rank: one.seconds[phase] for one in ranks if phase in one.seconds} for phase in PHASES}
         stalls = {one.rank: one.stalled_seconds for one in ranks}
         phases = {phase: Spread.of(values) for phase, values in by_phase.items() if values}
@@ -147,7 +147,7 @@ class Timings:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The field `timings` of a manifest."""
+        """Return the field `timings` of a manifest."""
         return {
             "seconds": self.seconds,
             "phases": {phase: self.phases[phase].to_json() for phase in PHASES if phase in self.phases},
@@ -160,7 +160,7 @@ class Timings:
 
     @staticmethod
     def from_json(value: Any) -> Timings | None:
-        """The timings of a field; None where it is not there, or is anything else than what a save writes.
+        """Return the timings of a field; None if there is none, or it is not what a save writes.
 
         Phases that this version does not know are left out.
         """
@@ -184,7 +184,7 @@ class Timings:
 
 
 def clean_node(node: str) -> str:
-    """A node's name as timings have it: letters, digits and ``. _ : @ + -``, at most 255 of them."""
+    """Return a node's name as timings have it: letters, digits and ``. _ : @ + -``, at most 255 of them."""
     return _NO_NODE.sub("-", node)[:_MAX_NODE_CHARS] or "unknown"
 
 
