@@ -1,1 +1,1 @@
-"""Storages: where bytes lie. `base` is the contract; one module for each kind of back-end."""
+"""Storages hold bytes. `base` is the contract; each kind of back-end has a module."""

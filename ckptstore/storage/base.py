@@ -1,11 +1,11 @@
 """The contract of a storage: seven verbs over keys, four that only a disk needs, and protocols for further powers.
 
-A key is a relative POSIX path below the storage's root ("log/0000000042.json"); `layout.check_key` says what is legal.
+A key is a relative POSIX path below the storage's root ("log/0000000042.json"); `layout.check_name` has the rules.
 A storage is safe to use from several threads and belongs to one process; it is pickled as URI and options and connects
 again in the new process.
 
-What is asked of every storage: read-after-write (a `write` that returned is seen by every later `read`, `stat` and
-`list`, from any process), ranged reads, listing by prefix. No order of a listing, no rename, no directories.
+Every storage must have read-after-write (a `write` that returned is seen by every later `read`, `stat` and `list`, from
+any process), ranged reads and listing by prefix. It needs no order of a listing, no rename and no directories.
 
 Errors come as `FileMissing`, `AccessDenied`, `StorageFull`, `StorageUnavailable` (worth a retry) or `StorageError`,
 and name the key. A storage retries nothing itself: `ckptstore.storage.retry` does, above it.
@@ -28,62 +28,62 @@ class StoredFile(NamedTuple):
     key: str
     size_bytes: int
     modified_seconds: float
-    """When it was last written, in seconds since the epoch by the storage's own clock, never this machine's."""
+    """The time of the last write, in seconds since the epoch by the storage's own clock, never this machine's."""
     version: str | None = None
-    """An opaque mark of these exact contents (an ETag or generation), None where there is none."""
+    """An opaque mark of these exact contents (an ETag or generation), None if there is none."""
 
 
 @runtime_checkable
 class Storage(Protocol):
-    """The seven verbs, and four that do nothing on a storage which is no disk. A back-end inherits it."""
+    """The seven verbs, and four that do nothing on a storage that is no disk. A back-end inherits from it."""
 
     @property
     def uri(self) -> str:
         """The root, without user info, query or any other secret."""
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
-        """Make the file hold the views' bytes, one after another; whatever was there is replaced.
+        """Write the views' bytes, one after another, to the file; an existing one is replaced.
 
         The file may be visible, and torn, before this returns. It is durable when this returns, except on a storage
-        which is a `Disk`. The views are not kept.
+        that is a `Disk`. The views are not kept.
         """
 
     def read(self, key: str) -> bytes:
-        """The whole file. For small objects; raises FileMissing."""
+        """Return the bytes of a whole, small file. Raises FileMissing."""
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
         """Fill the views, one after another, with the bytes from `offset` on.
 
-        Raises CheckpointDamaged when the file ends before the views are full, or when `version` is given and the file
-        has another one. The views may hold anything after an error.
+        Raises CheckpointDamaged if the file ends before the views are full, or has another version than `version`,
+        unless that is None. The views may hold anything after an error.
         """
 
     def stat(self, key: str) -> StoredFile:
-        """One file; raises FileMissing."""
+        """Return the facts about one file. Raises FileMissing."""
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        """Every file whose key starts with `prefix` (a plain string prefix), in no order. Empty if there is none."""
+        """Yield every file whose key starts with `prefix` (a plain string prefix), in no order."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove files; those that are not there are no error."""
+        """Remove files; missing ones are no error."""
 
     def close(self) -> None:
-        """Give back connections. The storage is not used afterwards."""
+        """Close the connections. The storage must not be used afterwards."""
 
     def persist(self, keys: Sequence[str]) -> None:
-        """Return when these files, and the directories that lead to them, would survive a loss of power. On a storage
-        which is no `Disk` they do already.
+        """Make these files, and the directories that lead to them, durable: they would survive a loss of power. On a
+        storage that is no `Disk` they are already.
 
-        After an error the state of the files is unknown: write them anew (a second fsync may lie about the first).
+        After an error the state of the files is unknown: write them again (a second fsync may lie about the first).
         """
         return
 
     def free_bytes(self) -> int | None:
-        """Return how much can still be written, None where nothing limits it."""
+        """Return the bytes that can still be written, None if nothing limits them."""
         return None
 
     def make_directory(self, key: str) -> None:
-        """Create a directory and its parents, where there are any; one that exists is no error."""
+        """Create a directory and its parents, on a storage that has directories; an existing one is no error."""
         return
 
     def remove_directories(self, key: str) -> None:
@@ -92,15 +92,15 @@ class Storage(Protocol):
 
 
 class ProcessBound(Storage):
-    """For back-ends: a storage that was opened here and is used in a forked child says so, instead of sharing
-    connections, locks or memory with its parent without either knowing."""
+    """A base for back-ends, by which a storage refuses to work in a forked child, where it would unknowingly share
+    connections, locks or memory with its parent."""
 
     def __init__(self) -> None:
         self._process_id = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that opened the storage."""
+        """True in the process that opened the storage."""
         return os.getpid() == self._process_id
 
     def check_process(self) -> None:
@@ -114,13 +114,13 @@ class ProcessBound(Storage):
 
 @runtime_checkable
 class CreatesExclusively(Protocol):
-    """Create-if-absent: what commits rest on."""
+    """Create-if-absent, on which commits rely."""
 
     def create(self, key: str, data: bytes) -> bool:
-        """Create the file whole and durable, and return True; return False if it exists, and change nothing.
+        """Create the file whole and durable, and return True; if it exists, change nothing and return False.
 
-        Of several callers at once exactly one gets True, and no reader ever sees a part of the file. An error may
-        leave it created or not: the caller reads back.
+        Exactly one of several callers at once gets True, and no reader ever sees a part of the file. After an error it
+        may have been created or not: the caller reads it back.
         """
 
 
@@ -128,17 +128,17 @@ class PartWriter(Protocol):
     """A file that is being written in parts, from several threads, in any order."""
 
     def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
-        """Write one part. Parts start at multiples of the storage's `part_bytes` and have that size, but the last.
+        """Write one part. Parts start at multiples of the storage's `part_bytes` and have that size, except the last.
 
-        `digest` is that of the views, where it is known: a storage that sends one along need not compute it.
+        `digest` is that of the views, if it is known: a storage that sends one along need not compute it.
         """
 
     def finish(self) -> None:
-        """Make the file visible with all its parts; durable as `write` is. Called after all parts, and again after an
-        error that may pass: where the first call has taken effect, the second does nothing."""
+        """Make the file visible with all its parts, as durable as after `write`. Called after all parts, and again
+        after a passing error: if the first call has taken effect, the second does nothing."""
 
     def abort(self) -> None:
-        """Drop what was written, as far as the storage can. Never raises; may follow a failed `finish`."""
+        """Drop the written parts, as far as the storage can. Never raises; may follow a failed `finish`."""
 
 
 @runtime_checkable
@@ -146,7 +146,7 @@ class WritesParts(Protocol):
     """Large files in parallel parts."""
 
     def part_bytes(self, size_bytes: int) -> int:
-        """The part size for a file of that size; a file that is not larger than one part goes through `write`."""
+        """Return the part size for a file of that size; a file no larger than one part goes through `write`."""
 
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
         """Begin a file of exactly that size."""
@@ -154,19 +154,19 @@ class WritesParts(Protocol):
 
 @runtime_checkable
 class Disk(Storage, Protocol):
-    """A disk, or a file system that machines share. Its files have paths, are durable when `persist` has returned, and
+    """A disk, or a file system that machines share. Its files have paths, are durable once `persist` has returned, and
     are read-only from the start, for everybody."""
 
     def local_path(self, key: str) -> Path:
-        """The path of a key ("" is the root). Nothing is created."""
+        """Return the path of a key ("" is the root). Creates nothing."""
 
     def remove_unfinished(self, key: str, *, before_seconds: float, dry_run: bool = False) -> Sequence[str]:
-        """Remove from a directory ("" is the root) what writers that were killed have left, where it was last changed
-        before that time by the storage's clock. Gives their keys, which no listing shows."""
+        """Remove from a directory ("" is the root) the files that killed writers left, if they were last changed before
+        that time by the storage's clock; with `dry_run` only find them. Return their keys, which no listing shows."""
 
     def link(self, files: Sequence[tuple[str | os.PathLike[str], str]]) -> Sequence[bool]:
-        """For each path and key, make the key another name of the same inode, or a reflink; False where neither is
-        possible. No path may be that of a symbolic link. After an error any of them may be there."""
+        """Make each key another name of the inode of its path, or a reflink; return False for those where neither is
+        possible. No path may be that of a symbolic link. After an error any of the keys may exist."""
 
     def read_steps(
         self,
@@ -177,20 +177,20 @@ class Disk(Storage, Protocol):
         *,
         version: str | None = None,
     ) -> None:
-        """The same as `read_into` for the views of one step after another. `accept` is called with the number of each
+        """Do as `read_into` does, for the views of one step after another. `accept` is called with the number of each
         step as it is filled, while its bytes are in the processor's cache. A step that it does not accept is read
         again."""
 
     def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
-        """The same as `write` for each key and its views, in less time. After an error any of them may be written."""
+        """Write the views of each key as `write` does, in less time. After an error any of them may be written."""
 
     def useful_threads(self) -> int:
-        """How many threads that write small files at once are of use; more of them only wait for each other."""
+        """Return the most threads that are useful for writing small files; more only wait for each other."""
 
 
 @runtime_checkable
 class CopiesInside(Protocol):
-    """A copy that does not travel through this process."""
+    """Copies inside the storage, without moving bytes through this process."""
 
     def copy(self, source_key: str, key: str) -> None:
         """Copy a file within the storage; raises FileMissing."""
@@ -198,24 +198,24 @@ class CopiesInside(Protocol):
 
 @runtime_checkable
 class CopiesFrom(Protocol):
-    """A copy from another storage that does not travel through this process, where both are at one provider."""
+    """Copies from another storage of the same provider, without moving bytes through this process."""
 
     def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
-        """Copy a file of `source`, or return False, and do nothing, where only bytes that are read and written get
-        from there to here. Durable as `write` is. Raises FileMissing."""
+        """Copy a file of `source` and return True; do nothing and return False if its bytes would have to be read and
+        written. As durable as after `write`. Raises FileMissing."""
 
 
 @runtime_checkable
 class Bucket(Protocol):
-    """A bucket, which has rules of its own for what is deleted, never finished, or damaged on its way, and where
-    uploads in parts that were never finished keep costing money."""
+    """A bucket, which has its own rules for deleted files, unfinished uploads and damage in transit, and where
+    unfinished uploads in parts keep costing money."""
 
     def rules(self) -> Mapping[str, str]:
-        """Of "versioning", "soft delete", "object lock", "unfinished uploads" and "upload checksum" what there is, in
-        words; "" for what there is not. What is left out is not known."""
+        """Return the rules for "versioning", "soft delete", "object lock", "unfinished uploads" and "upload checksum",
+        in words; "" for one that is off. Unknown ones are left out."""
 
     def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
-        """(key, upload id) of every unfinished upload below the prefix; nothing where uploads leave nothing behind."""
+        """Return (key, upload id) of every unfinished upload below the prefix; none if uploads leave nothing behind."""
 
     def abort_unfinished(self, key: str, upload_id: str) -> None:
         """Drop one; no error if it is gone."""
@@ -223,25 +223,25 @@ class Bucket(Protocol):
 
 @runtime_checkable
 class Doubts(Protocol):
-    """A storage that can be read in another way than the last one: by new connections, past a cache, elsewhere."""
+    """A storage that can be read in another way than the last time: by new connections, past a cache, elsewhere."""
 
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """What was read of a stretch of a file, or of all of it, was not what it should be: what is read from now on
-        comes in another way. Nothing is read here, and nothing is raised."""
+        """Have later reads come in another way, since the bytes read of a stretch of a file, or of all of it, were not
+        those expected. Reads nothing, and raises nothing."""
 
 
 @runtime_checkable
 class Configured(Protocol):
-    """A service that options, variables and files say how to reach."""
+    """A service that is reached by options, variables and configuration files."""
 
     def resolved(self) -> Mapping[str, str]:
-        """What they say, each with what says it, in words, without any secret. Nothing is asked of any server."""
+        """Return the settings in effect with the source of each, in words, without any secret. Asks no server."""
 
 
 POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside, CopiesFrom, Bucket, Configured, Doubts)
-"""Every optional power. A storage has a power when it has all its methods; some of them count for nothing."""
+"""Every optional power. A storage has a power only if it has all its methods."""
 
 
 def methods_of(protocol: type) -> frozenset[str]:
-    """The names of what a storage with this power has, or of the verbs and `uri` for `Storage`."""
+    """Return the names of the methods of a power, or of the verbs and `uri` for `Storage`."""
     return frozenset(name for name in vars(protocol) if not name.startswith("_"))

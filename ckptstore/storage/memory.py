@@ -1,7 +1,7 @@
 """A storage in the memory of this process, for tests, examples and notebooks.
 
-`memory://name` is one dictionary for each name and process: whoever opens the same name sees the same files, and
-`memory://name/below` sees those under "below/". It has the powers of an object store (create-if-absent, parts, copies)
+`memory://name` is one dictionary for each name and process: all storages of one name have the same files, and
+`memory://name/below` has those under "below/". It has the powers of an object store (create-if-absent, parts, copies)
 and none of a disk. Files live until they are deleted or the process ends; no other process ever sees them.
 """
 
@@ -50,7 +50,7 @@ _spaces_lock = threading.Lock()
 
 
 def _after_fork() -> None:
-    """A forked child has copies of the spaces, and locks of its own."""
+    """Give a forked child, which has copies of the spaces, locks of its own."""
     global _spaces_lock
     _spaces_lock = threading.Lock()
     for space in _spaces.values():
@@ -67,7 +67,7 @@ class MemoryStorage(ProcessBound):
     """
 
     def __init__(self, uri: str) -> None:
-        """Open the space, which is created empty by its first use. Raises InvalidInput for a URI without a name."""
+        """Open the space, created empty on its first use. Raises InvalidInput for a URI without a name."""
         super().__init__()
         location = parse_uri(uri)
         if location.scheme != "memory":
@@ -128,7 +128,7 @@ class MemoryStorage(ProcessBound):
                 self._space.files.pop(self._prefix + key, None)
 
     def close(self) -> None:
-        """Nothing to give back; the files stay."""
+        """Do nothing; the files stay."""
 
     def create(self, key: str, data: bytes) -> bool:
         self.check_process()

@@ -1,8 +1,8 @@
-"""From a URI to a storage: which back-end serves it.
+"""Open the storage at a URI with the back-end that serves it.
 
-A plain path, `file://` and `memory://` are served here. Cloud schemes are served by obstore ("the fast engine") where
-it is installed and understands the options, else by fsspec, which serves every other scheme as well. Those modules,
-and the third parties behind them, are loaded by the first URI that needs them.
+A plain path, `file://` and `memory://` are served by ckptstore itself. Cloud schemes are served by obstore ("the fast
+engine") if it is installed and understands the options, else by fsspec, which serves every other scheme as well. Those
+modules, and the packages behind them, are loaded by the first URI that needs them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Engine = Literal["local", "memory", "obstore", "fsspec"]
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """Which engine serves a URI, and why."""
+    """The engine that serves a URI, and the reason."""
 
     engine: Engine
     reason: str
@@ -40,12 +40,12 @@ def open_storage(
     durable: bool = True,
     direct_io: bool = True,
 ) -> Storage:
-    """The storage at a URI. Nothing is created there, and whether it can be reached is not tried.
+    """Return the storage at a URI. Creates nothing there, and does not try to reach it.
 
     `storage_options` go to the client of an object store and are shown nowhere. `engine` is "obstore" or "fsspec",
-    to have that one or an error. `durable=False` lets a disk write back when it likes, `direct_io=False` has it write
+    to get that one or an error. `durable=False` lets a disk write back at any time, `direct_io=False` has it write
     through the page cache. Raises InvalidInput for a URI, option or engine that cannot be used, naming the extra to
-    install where one is missing.
+    install if one is missing.
     """
     location = parse_uri(uri)
     uri = location.uri
@@ -73,24 +73,24 @@ def open_storage(
             needs(location.kind, what=repr(location.uri))  # fsspec's own words name the package alone
         hint = "Install the package that fsspec needs for it"
         raise InvalidInput(f"{location.uri!r} cannot be opened: {error}", hint=hint) from error
-    except ValueError:  # how fsspec says that it does not know a scheme
+    except ValueError:  # fsspec does not know the scheme
         known = ", ".join(["a path", "file://", "memory://", *(f"{name}://" for name in KINDS)])
         hint = f"Known: {known}, and what fsspec knows"
         refused = InvalidInput(f"{location.uri!r} cannot be opened", hint=hint)
-    raise refused  # here, so that no context of it shows what was said
+    raise refused  # outside the handler, so that its context does not show the text of the other error
 
 
 def choose_engine(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, engine: str | None = None
 ) -> EngineChoice:
-    """What `open_storage` would use for the same arguments. Raises InvalidInput as it does."""
+    """Return the engine that `open_storage` uses for the same arguments. Raises InvalidInput as it does."""
     return _chosen(uri, storage_options, engine)[0]
 
 
 def _chosen(
     uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, engine: str | None
 ) -> tuple[EngineChoice, ObstoreConfig | None]:
-    """The same, and what obstore takes where it is that."""
+    """Return the engine, and obstore's configuration if it is obstore."""
     location = parse_uri(uri)
     scheme = location.scheme
     if scheme in ("", "memory"):
@@ -113,7 +113,7 @@ def _chosen(
 
 
 def _for_obstore(location: Location, storage_options: Mapping[str, Any] | None) -> ObstoreConfig | str:
-    """What obstore takes, or why it cannot serve a location."""
+    """Return obstore's configuration, or the reason for which it cannot serve a location."""
     if location.kind is None:
         return f"obstore does not know {location.scheme}://"
     if importlib.util.find_spec("obstore") is None:

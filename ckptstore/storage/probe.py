@@ -1,4 +1,4 @@
-"""Whether a storage can create-if-absent, found by trying: some servers take the condition and ignore it."""
+"""Test by trying whether a storage can create-if-absent: some servers accept the condition and ignore it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _RACE_SECONDS = 5.0
 
 
 def is_server(storage: Storage) -> bool:
-    """Whether another program keeps the files, of which only its answers are known."""
+    """Return True if another program keeps the files, so that only its responses are known."""
     return "://" in storage.uri and not storage.uri.startswith("memory://")
 
 
 def has_exclusive_create(storage: Storage) -> bool:
-    """Whether of eight creates of one new key exactly one wins, and a ninth one loses.
+    """Return True if exactly one of eight creates of one new key wins, and a ninth one loses.
 
-    Costs about ten small requests below "probe/" and removes the key. Raises what the creates raise, when none of them
-    could be answered (StorageUnavailable, AccessDenied).
+    Costs about ten small requests below "probe/" and removes the key. Raises the first error of the creates if none of
+    them won (StorageUnavailable, AccessDenied).
     """
     if not isinstance(storage, CreatesExclusively):
         return False
@@ -33,7 +33,7 @@ def has_exclusive_create(storage: Storage) -> bool:
     errors: list[CkptstoreError] = []
 
     def race(racer: int) -> bool:
-        with suppress(threading.BrokenBarrierError):  # who cannot have a thread comes later
+        with suppress(threading.BrokenBarrierError):  # a racer without a thread of its own comes later
             start.wait(_RACE_SECONDS)
         try:
             return storage.create(key, b"racer %d" % racer)

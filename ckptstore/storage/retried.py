@@ -1,7 +1,7 @@
-"""A storage whose requests are tried again, for those that ask it directly: listings, manifests, deletions.
+"""Wrap a storage so that its requests are retried, for direct callers: listings, manifests, deletions.
 
-It has the powers of the one inside, no more and no fewer. Where a caller retries on its own, as transfers and the log
-do, its retries are the only ones: `retrying` does not multiply.
+The wrapper has the powers of the storage inside, no more and no fewer. If a caller retries itself, as transfers and the
+log do, its retries are the only ones: `retrying` does not multiply.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ckptstore.storage.retry import retrying
 _AGAIN = frozenset(
     ["abort_unfinished", "copy", "copy_from", "delete", "read", "read_into", "stat", "unfinished", "write"]
 )
-"""What has the same outcome when it is done twice. A create has not: who asks for it settles it."""
+"""The methods with the same outcome when they run twice. A create is none: its caller settles an unknown outcome."""
 
 
 def with_retries(storage: Storage, config: RetryConfig) -> Storage:
-    """The same storage, with retries. A disk is given back as it is: what fails there fails for good."""
+    """Return the storage with retries. A disk is returned as it is, for its errors are final."""
     if isinstance(storage, Disk) or config.retry_attempts == 1:
         return storage
     names = frozenset().union(*(methods_of(power) for power in (Storage, *POWERS) if isinstance(storage, power)))
@@ -40,7 +40,7 @@ class _Retried(Storage):
         return self.inner.uri
 
     def list(self, prefix: str) -> Any:
-        """Begun anew when it breaks off, so that it is whole before the first file is given out."""
+        """List all files before the first one is yielded: a listing that breaks off is started again."""
         return iter(retrying(self.config, f"list {prefix}", lambda: [*self.inner.list(prefix)]))
 
     def __repr__(self) -> str:

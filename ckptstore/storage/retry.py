@@ -1,6 +1,6 @@
-"""Retries: one layer, small, bounded in tries and in time, with full jitter. The only importer of tenacity.
+"""Retry requests in one small layer, bounded in tries and in time, with full jitter. The only importer of tenacity.
 
-Only errors whose class says `retryable` are tried again. A create-if-absent is never retried here: the log settles it.
+Only errors whose class is `retryable` are retried. A create-if-absent never is: the log settles its outcome.
 `RetryConfig(retry_attempts=1)` switches retries off, in tests for instance. Retries within retries do not multiply: the
 outermost call on a thread is the one that tries again.
 """
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 class _Here(threading.local):
     is_inside = False
-    """Whether this thread is inside a request that is retried."""
+    """True if this thread is inside a request that is retried."""
     is_hurried = False
-    """Whether it is in `hurried`."""
+    """True if it is in `hurried`."""
 
 
 _here = _Here()
@@ -37,8 +37,8 @@ _HURRIED_SHARE = 0.1
 
 @contextmanager
 def hurried() -> Iterator[None]:
-    """Inside, requests of this thread are retried for a tenth of the deadline: for what follows a failure, which may be
-    that the storage has been away for a whole deadline already."""
+    """Retry requests of this thread for only a tenth of the deadline while the context lasts. For requests after a
+    failure, which may mean that the storage has been unreachable for a whole deadline already."""
     before, _here.is_hurried = _here.is_hurried, True
     try:
         yield
@@ -47,14 +47,14 @@ def hurried() -> Iterator[None]:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether the same request may go through later."""
+    """Return True if the same request may succeed later."""
     return isinstance(error, CkptstoreError) and error.retryable
 
 
 def retrying(config: RetryConfig, what: str, request: Callable[[], T]) -> T:
-    """Call `request` until it returns, and return what it returns.
+    """Call `request` until it returns, and return its result.
 
-    Raises what the last try raised; errors that no retry can mend are raised at once.
+    Raises the error of the last try; errors that are not retryable are raised at once.
     """
     if _here.is_inside:
         return request()

@@ -1,7 +1,7 @@
-"""Damage is believed after a second look, in another way than the first.
+"""Look a second time, in another way, before a file counts as damaged.
 
-A proxy, a cache, a connection or a page of memory can give wrong bytes, an older file or none, of a file that is whole.
-To take that for damage would cost a checkpoint.
+A proxy, a cache, a connection or a page of memory can deliver wrong bytes, an older file or none, though the file is
+whole. To treat that as damage would cost a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 def looked_twice(storage: Storage, key: str, look: Callable[[], T], *, missing: bool = True) -> T:
-    """Return what `look` returns; call it again, after a `doubt` of the key, where it raises CheckpointDamaged or
-    UnsupportedVersion, or with `missing` FileMissing. What the second call raises counts. A storage that has no other
-    way is looked at once."""
+    """Return the result of `look`; call it again, after a `doubt` of the key, if it raises CheckpointDamaged or
+    UnsupportedVersion, or with `missing` FileMissing. Errors of the second call are raised. A storage without `Doubts`
+    gets one look."""
     try:
         return look()
     except (CheckpointDamaged, FileMissing, UnsupportedVersion) as error:
         if not isinstance(storage, Doubts) or (isinstance(error, FileMissing) and not missing):
             raise
-        first = error.message  # not the error: its traceback holds what is read into
+        first = error.message  # not the error: its traceback keeps the buffers alive
     storage.doubt(key)
     found = look()
     tell(storage, key, first)
@@ -34,7 +34,7 @@ def looked_twice(storage: Storage, key: str, look: Callable[[], T], *, missing: 
 
 
 def has_bytes(storage: Storage, key: str, data: bytes) -> bool:
-    """Return whether a file has these bytes; where it seems to have others it is looked at again, as in `looked_twice`.
+    """Return True if a file has these bytes; if it seems to have others, it is read again as in `looked_twice`.
     Raises FileMissing."""
     if storage.read(key) == data:
         return True

@@ -1,9 +1,9 @@
-"""What one piece of work asks of a storage: requests, retries and bytes, counted where each of them is made.
+"""Count the requests, retries and bytes of a piece of work on a storage.
 
-Each thread counts for itself, so nothing is locked and two pieces of work at once are not mixed up. Whoever hands work
-to another thread, or another process, adds what that one has counted. Requests are counted where they are tried again
-(`ckptstore.storage.retry`): all of a transfer, and on a server all others but creates. What is not tried again, as on
-a disk, is counted in transfers only.
+Each thread counts for itself, so nothing is locked and two pieces of work at once are not mixed up. Code that hands
+work to another thread or process adds the counts from there. Requests are counted where they are retried
+(`ckptstore.storage.retry`): all of a transfer, and on a server all others except creates. Requests that are not
+retried, as on a disk, are counted in transfers only.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Traffic:
-    """How much was asked of a storage. One thread at a time changes it."""
+    """The requests to a storage and their bytes. One thread at a time changes it."""
 
     requests: int = 0
-    """Tries of requests: one that is made again counts twice."""
+    """The tries of requests: one that is made again counts twice."""
     retries: int = 0
-    """Those that were made again after a failure."""
+    """The tries after a failure."""
     written_bytes: int = 0
-    """Of the files that a transfer has stored. What was sent in vain does not count."""
+    """The bytes of the files that a transfer has stored, without failed tries."""
     read_bytes: int = 0
-    """That a transfer has read, in whole tasks."""
+    """The bytes that a transfer has read, in whole tasks."""
 
     def add(self, other: Traffic) -> None:
-        """Count what was counted elsewhere too."""
+        """Add the counts of another one."""
         self.requests += other.requests
         self.retries += other.retries
         self.written_bytes += other.written_bytes
@@ -44,13 +44,13 @@ _here = _Here()
 
 
 def traffic_here() -> Traffic:
-    """What this thread counts in now."""
+    """Return the object in which this thread counts now."""
     return _here.traffic
 
 
 @contextmanager
 def counted_twice() -> Iterator[Traffic]:
-    """Count what this thread does in this context, and in what is counted around it too."""
+    """Count the requests of this thread in this context, and also in the context around it."""
     traffic = Traffic()
     try:
         with counting() as traffic:
@@ -61,7 +61,7 @@ def counted_twice() -> Iterator[Traffic]:
 
 @contextmanager
 def counting() -> Iterator[Traffic]:
-    """Count what this thread does in this context, and not in what is counted around it."""
+    """Count the requests of this thread in this context, and not in the context around it."""
     before, _here.traffic = _here.traffic, Traffic()
     try:
         yield _here.traffic

@@ -1,8 +1,8 @@
-"""The one reading of a URI: which place a name stands for. Pure, but for links in a path that has "..".
+"""Parse URIs and paths into the places that they name. Pure, except for links in a path that has "..".
 
 A URI with a scheme is taken literally, character by character, or it is refused; nothing is decoded, cut off or folded.
 So two URIs that are accepted lead to one place only where their `Location` is the same one. A path without a scheme
-means what it means to the operating system, links included.
+has its meaning for the operating system, links included.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _CONTAINER_BEFORE_HOST = frozenset({"abfs", "abfss", "wasb", "wasbs"})
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a URI points to."""
+    """The place that a URI names."""
 
     scheme: str
-    """In its shortest spelling ("s3" for "s3a"); "" for a path of this machine, `file://` included."""
+    """The scheme in its shortest spelling ("s3" for "s3a"); "" for a path of this machine, `file://` included."""
     container: str
     """The bucket, the container, the name of a space in memory, or the host."""
     prefix: str
-    """Without slashes at its ends. For a path of this machine the absolute path."""
+    """The path inside the container, without slashes at its ends. For a path of this machine the absolute path."""
     account: str = ""
     """The host of an abfs URI that names its account."""
 
@@ -49,19 +49,19 @@ class Location:
 
     @property
     def uri(self) -> str:
-        """The URI, which has no secrets; `parse_uri` gives this location for it again."""
+        """The URI, which has no secrets; `parse_uri` turns it into this location again."""
         if not self.scheme:
             return self.prefix
         authority = f"{self.container}@{self.account}" if self.account else self.container
         return f"{self.scheme}://{authority}" + (f"/{self.prefix}" if self.prefix else "")
 
     def full_key(self, key: str) -> str:
-        """A key of the storage as a key of the bucket or container."""
+        """Return a key of the storage as a key of the bucket or container."""
         return f"{self.prefix}/{key}" if self.prefix else key
 
 
 def parse_uri(uri: str | os.PathLike[str]) -> Location:
-    """The place that a URI or a path names. Raises InvalidInput where it could be read in two ways."""
+    """Return the place that a URI or a path names. Raises InvalidInput if it could be read in two ways."""
     given: Any = os.fspath(uri)
     if not isinstance(given, str) or not given or "\0" in given:
         raise InvalidInput(f"{given!r} is no URI and no path", hint="Give text that is not empty")
@@ -84,8 +84,8 @@ def parse_uri(uri: str | os.PathLike[str]) -> Location:
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> str:
-    """The absolute path of something that can lie on this machine alone. Raises InvalidInput, with `what` it is, for a
-    URI of another place, which would else be made into directories of that name."""
+    """Return the absolute path of something that can lie on this machine only. Raises InvalidInput, naming it by
+    `what`, for a URI of another place, which would otherwise become directories of that name."""
     location = parse_uri(path)
     if location.scheme:
         raise InvalidInput(f"{what} is {redact(os.fspath(path))!r}, and has to be a directory or file of this machine")
@@ -93,7 +93,7 @@ def local_path(path: str | os.PathLike[str], what: str) -> str:
 
 
 def redact(uri: str) -> str:
-    """The URI without user info and query. A plain path stays as it is."""
+    """Return the URI without user info and query. A plain path stays as it is."""
     if "://" not in uri:
         return uri
     return "::".join(_redact_one(link) if "://" in link else link for link in uri.split("::"))
@@ -114,7 +114,7 @@ def _redact_one(uri: str) -> str:
 
 
 def _split(uri: str, scheme: str, authority: str) -> tuple[str, str]:
-    """The container and the account of an authority."""
+    """Return the container and the account of an authority. Raises InvalidInput."""
     kind, account = KINDS.get(_ALIASES.get(scheme, scheme)), ""
     if kind == "azure" and "@" in authority and ":" not in authority:
         authority, _, host = authority.rpartition("@")
@@ -138,7 +138,7 @@ def _split(uri: str, scheme: str, authority: str) -> tuple[str, str]:
 
 
 def _check_literal(uri: str, text: str) -> None:
-    """Raise InvalidInput unless all storages take the text for itself."""
+    """Raise InvalidInput unless all storages take the text literally."""
     if text.endswith("/") or not text:
         _refuse(uri, "it ends in a slash", hint="Leave the slash out")
     if text.startswith("/"):
@@ -150,7 +150,7 @@ def _check_literal(uri: str, text: str) -> None:
 
 
 def _file_path(uri: str, rest: str) -> str:
-    """The path of a `file://` URI."""
+    """Return the path of a `file://` URI. Raises InvalidInput."""
     if not rest.startswith("/"):
         raise InvalidInput(f"{uri!r} is not a path of this machine", hint="Write file:///absolute/path")
     odd = sorted(set("%?#") & set(rest))
@@ -161,7 +161,7 @@ def _file_path(uri: str, rest: str) -> str:
 
 
 def _here(path: str) -> str:
-    """The current directory, below which a path lies. Raises InvalidInput."""
+    """Return the current directory, below which a path lies. Raises InvalidInput."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -172,14 +172,14 @@ def _here(path: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    """What the operating system takes a path for."""
+    """Return the absolute form of a path, as the operating system resolves it. Raises InvalidInput."""
     if "://" in path:
         raise InvalidInput(f"{redact(path)!r} is a path with a URI in it", hint="Give the URI, or a path, alone")
     if _LOST_SLASH.match(path):
         raise InvalidInput(f"{path!r} is a URI that lost a slash", hint="Keep URIs as str: pathlib breaks them")
     path = os.path.expanduser(path)
     parts = (path if path.startswith("/") else f"{_here(path)}/{path}").split("/")
-    if ".." in parts:  # a link before it leads elsewhere than the names say
+    if ".." in parts:  # a link before it leads elsewhere than its name
         above = len(parts) - parts[::-1].index("..")
         parts = [*os.path.realpath("/".join(parts[:above])).split("/"), *parts[above:]]
     return "/" + "/".join(part for part in parts if part not in ("", "."))

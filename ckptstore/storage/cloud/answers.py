@@ -1,7 +1,7 @@
-"""Whether an answer is the one to the request: of every read, by every client. Pure.
+"""Check that a response matches its request, for every read by every client. Pure.
 
-A server, a proxy or a cache may leave out the range, answer another one, an older object, or one in another encoding.
-To take that for the file would call a whole checkpoint damaged. So it is trouble of the way, and tried again.
+A server, a proxy or a cache may leave out the range, send another one, an older object, or one in another encoding.
+To treat that as the file would call a whole checkpoint damaged. So it counts as a passing error, and is retried.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _PLAIN = frozenset({"", "identity", "aws-chunked"})
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What the head of an answer says of its body."""
+    """The facts about the body of a response in its head."""
 
     first: int = 0
     """The offset of its first byte in the file."""
     total_bytes: int | None = None
-    """The size of the file, None where that is not said."""
+    """The size of the file, None if it is not stated."""
     encoding: str | None = None
     version: str | None = None
 
     @staticmethod
     def of(key: str, status: int, headers: Mapping[str, str], *, version: str | None = None) -> AnswerHead:
-        """What the headers of an answer say, their names in small letters; raises StorageUnavailable for those that no
+        """Read the headers of a response, their names in small letters. Raises StorageUnavailable for headers that no
         range can have."""
         encoding, length = headers.get("content-encoding"), headers.get("content-length", "")
         if status == 206:
@@ -41,13 +41,13 @@ class AnswerHead:
             if length.isdigit() and int(length) != int(last) - int(first) + 1:
                 raise wrong(key, f"it is said to have {length} bytes, and to be of the range {first}-{last}")
             return AnswerHead(int(first), int(total) if total.isdigit() else None, encoding, version)
-        if status == 200:  # of the whole file
+        if status == 200:  # the whole file
             return AnswerHead(0, int(length) if length.isdigit() else None, encoding, version)
         raise wrong(key, f"its status is {status}")
 
     def check(self, key: str, *, offset: int = 0, version: str | None = None) -> None:
-        """Raise StorageUnavailable unless this may be the answer to a request for what begins at `offset`, of that
-        version. It may have more or less than was asked for: whoever reads it counts."""
+        """Raise StorageUnavailable unless this may be the response to a request for bytes from `offset` on, of that
+        version. It may have more or fewer bytes than requested: the reader counts them."""
         if (self.encoding or "").strip().lower() not in _PLAIN:
             raise wrong(key, f"it is encoded as {self.encoding}")
         if self.first != offset:
@@ -58,7 +58,7 @@ class AnswerHead:
 
 @contextmanager
 def complete(key: str) -> Iterator[None]:
-    """Raise StorageUnavailable where something is missing in an answer that is taken apart, or is of another kind."""
+    """Raise StorageUnavailable if a response, parsed in this context, lacks a field or has one of a wrong type."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -66,7 +66,7 @@ def complete(key: str) -> Iterator[None]:
 
 
 def wrong(key: str, what: str) -> StorageUnavailable:
-    """The error for an answer that is none."""
+    """Return the error for a response that does not match its request."""
     return StorageUnavailable(
         f"The answer is not one to the request: {what}",
         file=key,

@@ -1,5 +1,5 @@
-"""S3 through botocore: what the fsspec engine is on S3, and of the obstore engine the parts, and over plain HTTP the
-large reads.
+"""S3 through botocore: the fsspec engine on S3, and for the obstore engine the parts, and over plain HTTP the large
+reads.
 
 The body of an upload carries a checksum, which the server checks, and is not signed as well (SHA-256 would cost more
 than the transfer); without that checksum it is signed over plain HTTP.
@@ -34,7 +34,7 @@ from ckptstore.storage.uri import Location
 
 _DELETE_KEYS = 1000
 _COPY_BYTES = 5 << 30
-"""The most that one copy request takes."""
+"""The most bytes of one copy request."""
 _COPY_PART_BYTES = 1 << 30
 _CLEARING_TRIES = 5
 
@@ -47,7 +47,7 @@ class S3Files(CloudFiles[AwsConnection]):
         self._maybe_begun: set[str] = set()
 
     def call(self, operation: str, *, file: str, **parameters: Any) -> Any:
-        """One request; `file` is the key that an error names."""
+        """Make one request; `file` is the key that an error names."""
         self.check_process()
         connection = self._connection
         with connection.seam(f"{operation} {self.uri}", file):
@@ -56,7 +56,7 @@ class S3Files(CloudFiles[AwsConnection]):
         return answer
 
     def full(self, key: str) -> str:
-        """The key in the bucket."""
+        """Return the key in the bucket."""
         return self._location.full_key(key)
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
@@ -83,7 +83,7 @@ class S3Files(CloudFiles[AwsConnection]):
         )
 
     def checksum(self, views: Sequence[memoryview], digest: Digest | None = None) -> dict[str, str]:
-        """The checksum that goes with a body; `digest` is one that is known of it."""
+        """Return the checksum to send with a body, none if that is off; `digest` is its digest, if that is known."""
         if not self._connection.sends_checksum:
             return {}
         return {f"Checksum{CHECKSUM_TITLE}": checksum_text(checksum_of(views, digest))}
@@ -129,7 +129,7 @@ class S3Files(CloudFiles[AwsConnection]):
                 files = [
                     StoredFile(item["Key"][cut:], item["Size"], item["LastModified"].timestamp(), item["ETag"])
                     for item in page.get("Contents", ())
-                    if not item["Key"].endswith("/")  # what some tools leave for a directory
+                    if not item["Key"].endswith("/")  # some tools leave such a key for a directory
                 ]
                 token = {"ContinuationToken": page["NextContinuationToken"]} if page.get("IsTruncated") else {}
             yield from files
@@ -145,16 +145,16 @@ class S3Files(CloudFiles[AwsConnection]):
                     raise _refusal(refused, cut=len(self.full("")))
 
     def source_of_copy(self, key: str) -> dict[str, str]:
-        """A file, as a request that copies it names it."""
+        """Return a file in the form for a request that copies it."""
         return {"Bucket": self._location.container, "Key": self.full(key)}
 
     @property
     def put_options(self) -> dict[str, Any]:
-        """What a request that makes an object says besides, such as how it is encrypted."""
+        """Further parameters of requests that make an object, such as its encryption."""
         return self._connection.put_options
 
     def copy(self, source_key: str, key: str, *, files: S3Files | None = None) -> None:
-        """From another bucket, where `files` says so."""
+        """Copy a file, from the bucket of `files` if that is not None."""
         files = files or self
         source = files.source_of_copy(source_key)
         size_bytes = files.stat(source_key).size_bytes
@@ -182,11 +182,11 @@ class S3Files(CloudFiles[AwsConnection]):
             raise
 
     def drop_other_uploads(self, key: str) -> None:
-        """Abort the uploads of a key that were begun without an answer. Best effort; the key is written by us alone."""
+        """Abort uploads of a key whose begin got no response. Best effort; only ckptstore writes to the key."""
         for _ in range(_CLEARING_TRIES):
             if key not in self._maybe_begun:
                 return
-            with suppress(CkptstoreError):  # where one answer was lost, the next may be
+            with suppress(CkptstoreError):  # if one response was lost, the next may be too
                 for found, upload_id in self.unfinished(key):
                     if found == key:
                         self.abort_unfinished(key, upload_id)
@@ -208,7 +208,7 @@ class S3Files(CloudFiles[AwsConnection]):
             self.call("abort_multipart_upload", file=key, Key=self.full(key), UploadId=upload_id)
 
     def rules(self) -> dict[str, str]:
-        """See `Bucket`. Each of them needs a permission of its own; what may not be asked is left out."""
+        """See `Bucket`. Each rule needs its own permission; rules without permission are left out."""
         found = {"upload checksum": CHECKSUM_TITLE if self._connection.sends_checksum else ""}
         with suppress(AccessDenied):
             status = self.call("get_bucket_versioning", file="").get("Status", "")
@@ -237,7 +237,7 @@ class S3Files(CloudFiles[AwsConnection]):
 
 
 class _Upload:
-    """A multipart upload. Parts are sent again one by one; the last one to be sent of a number counts."""
+    """A multipart upload. Parts are retried one by one; the one sent last for a number counts."""
 
     def __init__(self, files: S3Files, key: str, size_bytes: int, *, checksum: bool) -> None:
         self._files = files
@@ -268,7 +268,7 @@ class _Upload:
             self._sent(number, {"ETag": answer["ETag"], **checksum})
 
     def copy_part(self, number: int, source: dict[str, str], range_header: str) -> None:
-        """A part from another file of the bucket."""
+        """Copy a part from another file."""
         answer = self._files.call(
             "upload_part_copy",
             file=self._key,
@@ -285,7 +285,8 @@ class _Upload:
             self._parts[number] = {"PartNumber": number, **proof}
 
     def finish(self) -> None:
-        """May be called again after an error: an upload that is gone by then has been finished by the first call."""
+        """Finish the upload. May be called again after an error: an upload that is gone by then has been finished by
+        the first call."""
         self._finishing = True
         parts = [part for _, part in sorted(self._parts.items())]
         try:
@@ -313,7 +314,7 @@ class _Upload:
 
 
 def _head(answer: dict[str, Any]) -> tuple[int, dict[str, str]]:
-    """The status of an answer and its headers, as they came."""
+    """Return the status of a response, and its headers with their names in small letters."""
     metadata = answer["ResponseMetadata"]
     return metadata["HTTPStatusCode"], {name.lower(): value for name, value in metadata["HTTPHeaders"].items()}
 

@@ -1,8 +1,7 @@
 """The client of S3: botocore, SDK of s3fs, as `aws_settings` makes it.
 
-Requests run on the calling thread, not on s3fs' one event loop. botocore
-makes and signs all of them, and understands the answers. It also sends those that go through TLS or a proxy; plain HTTP
-goes through `plain_http`.
+Requests run on the calling thread, not on s3fs' one event loop. botocore makes and signs all of them, and parses the
+responses. It also sends those that go through TLS or a proxy; plain HTTP goes through `plain_http`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class AwsConnection(LazyClient):
         return self.settings.resolved()
 
     def giver(self) -> chains.Giver:
-        """See `LazyClient.giver`. They are looked for anew."""
+        """See `LazyClient.giver`; the credentials are looked up again."""
         self.settings.forget_credentials()
         return chains.aws_giver(self.settings.credentials())
 
@@ -58,7 +57,7 @@ class AwsConnection(LazyClient):
         return client
 
     def _forget_credentials(self) -> None:
-        """Look for credentials anew, for a new client."""
+        """Look up the credentials again, for a new client."""
         self.settings.forget_credentials()
         self.renew_connections()
 
@@ -83,7 +82,7 @@ class AwsConnection(LazyClient):
             return foreign.from_status(status, code, key=key, what=what, storage_class=storage_class)
         refused = chains.aws_refusal(error, what=what, key=key, profile=self.settings.profile)
         if refused is not None:
-            self._forget_credentials()  # it found no credentials when it was made, and would not look again
+            self._forget_credentials()  # the client found no credentials when it was made, and would not look again
             return refused
         broken = (
             exceptions.ConnectionError,
@@ -102,7 +101,7 @@ class AwsConnection(LazyClient):
 
 
 def _plain_http(meta: Any) -> PlainHttp | None:
-    """What sends the requests of a client; None where they go through TLS or a proxy, which botocore knows."""
+    """Return the sender of a client's requests; None if they go through TLS or a proxy, which botocore handles."""
     config = meta.config
     if not meta.endpoint_url.startswith("http://") or (config.proxies or {}).get("http"):
         return None
@@ -112,8 +111,8 @@ def _plain_http(meta: Any) -> PlainHttp | None:
 
 
 def _sent(plain: PlainHttp, request: Any, **_: Any) -> Any:
-    """The answer to a request that botocore is about to send; None for one that it shall send itself, such as one that
-    was redirected to TLS."""
+    """Return the response to a request that botocore is about to send; None if botocore must send it itself, for
+    instance after a redirect to TLS."""
     from botocore.awsrequest import AWSResponse
 
     views = _views_of(request.body)
@@ -122,7 +121,7 @@ def _sent(plain: PlainHttp, request: Any, **_: Any) -> Any:
     answer = plain.send(request.method, request.url, request.headers, views)
     response = AWSResponse(request.url, answer.status, answer.headers, answer)
     if not request.stream_output:
-        _ = response.content  # read here, as botocore's own session does, so that what breaks off is its error
+        _ = response.content  # read now, as botocore's own session does, so that a break is an error of the request
     return response
 
 

@@ -1,9 +1,9 @@
-"""How a bucket of S3 is reached: resolved once, by botocore, for all clients that a store has.
+"""The settings for a bucket of S3, resolved once, by botocore, for all clients of a store.
 
-Options, variables and the AWS configuration say where S3 is, who asks, and how a bucket is addressed, in dozens of
-ways. So nothing of it is interpreted here: a request of a client with these options is made and signed, and taken
-before it is sent. Its URL and its signature say the rest. Nothing is asked of any server, unless nothing names the
-region of a bucket of AWS.
+Options, variables and the AWS configuration set the endpoint, the credentials and the addressing of a bucket in dozens
+of ways. So ckptstore does not interpret them: a client with these options makes and signs a request, which is caught
+before it is sent. Its URL and its signature have the results. No server is asked, unless nothing names the region of a
+bucket of AWS.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _KEY = "k"
 
 @dataclass(frozen=True, slots=True)
 class AwsAddress:
-    """What a request to the bucket is, whoever sends it."""
+    """The address and signature of requests to the bucket, the same for all clients."""
 
     endpoint_url: str
-    """Without the bucket."""
+    """The URL without the bucket."""
     virtual: bool | None
-    """Whether the bucket is part of the host's name; None where it is neither there nor first in the path."""
+    """True if the bucket is part of the host's name; None if it is neither there nor first in the path."""
     region: str
     service: str
-    """What it is signed for, "" without a signature."""
+    """The service in the signature, "" without a signature."""
     signature: str
-    """The name of the algorithm, "" without a signature."""
+    """The name of the signature's algorithm, "" without a signature."""
 
 
 class AwsSettings:
-    """What the options of s3fs, the environment and the AWS configuration say of one bucket."""
+    """The settings for one bucket from the options of s3fs, the environment and the AWS configuration."""
 
     def __init__(self, location: Location, options: Mapping[str, Any]) -> None:
-        """Raises InvalidInput for a profile that is not there, and for what botocore does not take."""
+        """Resolve the settings. Raises InvalidInput for a missing profile, and for options that botocore rejects."""
         self.bucket = location.container
         self.options = {name: value for name, value in options.items() if value is not None}
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class AwsSettings:
 
     @property
     def profile(self) -> str | None:
-        """The profile that was asked for."""
+        """The selected profile, None for the default."""
         return self.options.get("profile") or os.environ.get("AWS_DEFAULT_PROFILE") or os.environ.get("AWS_PROFILE")
 
     @property
@@ -81,17 +81,17 @@ class AwsSettings:
 
     @property
     def is_plain(self) -> bool:
-        """Whether requests go without TLS."""
+        """True if requests go without TLS."""
         return self.address.endpoint_url.startswith("http://")
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether requests are not signed."""
+        """True if requests are not signed."""
         return not self.address.signature
 
     @property
     def region_from(self) -> str:
-        """What names the region, "" where nothing does."""
+        """The setting that names the region, "" if none does."""
         client_options, config = self._inside("client_kwargs"), self._inside("config_kwargs")
         if client_options.get("region_name") or config.get("region_name"):
             return "region_name"
@@ -100,7 +100,7 @@ class AwsSettings:
 
     @property
     def endpoint_from(self) -> str:
-        """What names the endpoint, "" where nothing does and it is that of AWS."""
+        """The setting that names the endpoint, "" if none does and it is that of AWS."""
         if self.options.get("endpoint_url") or self._inside("client_kwargs").get("endpoint_url"):
             return "endpoint_url"
         if self._ignores_configured():
@@ -112,7 +112,7 @@ class AwsSettings:
 
     @property
     def credentials_from(self) -> str:
-        """What gives the credentials, in the words of botocore; nothing is asked of any service."""
+        """The source of the credentials, in the words of botocore. No service is asked."""
         if self.options.get("anon"):
             return "none: anon"
         if self.given_keys:
@@ -147,7 +147,7 @@ class AwsSettings:
         return {name: value for name, value in found.items() if value}
 
     def located(self) -> AwsAddress:
-        """The address, in the region of the bucket: S3 is asked for it once, where nothing names it."""
+        """Return the address, in the region of the bucket; S3 is asked for it once, if nothing names it."""
         with self._lock:
             if self._region is None and not self.region_from and not self.endpoint_from:
                 self._region = self._ask_region() or self.address.region
@@ -156,7 +156,7 @@ class AwsSettings:
             return self.address
 
     def credentials(self) -> Any:
-        """botocore's credentials, None where it finds none. Asks the services that the configuration names."""
+        """Return botocore's credentials, None if it finds none. Asks the services that the configuration names."""
         from botocore.credentials import Credentials
 
         given = self.given_keys
@@ -167,11 +167,11 @@ class AwsSettings:
         return self._session.get_credentials()
 
     def forget_credentials(self) -> None:
-        """Look for credentials anew from here on."""
+        """Look up the credentials again on their next use."""
         self._session = self._made_session()
 
     def client(self) -> Any:
-        """A new client of botocore, which looks nowhere but here."""
+        """Return a new client of botocore, which uses only these settings."""
         self.located()
         return self._made_client(self._session, self.given_keys, self.route)
 
@@ -211,11 +211,11 @@ class AwsSettings:
 
         session = botocore.session.Session(profile=self.options.get("profile"))
         session.register_component("data_loader", _loader())
-        session.get_scoped_config()  # raises for a profile that is not there
+        session.get_scoped_config()  # raises an error for a missing profile
         return session
 
     def _addressed(self) -> AwsAddress:
-        """The address of a request that is made and signed with keys that nobody has, and not sent."""
+        """Return the address of a request that is made, signed with invented keys, and not sent."""
         from botocore.awsrequest import AWSResponse
 
         client = self._made_client(
@@ -234,7 +234,7 @@ class AwsSettings:
         except Exception:
             if not taken:
                 raise
-            # a directory bucket asks for a session first, and nobody gave it one
+            # a directory bucket requests a session first, and gets none
         finally:
             client.close()
         return _address_of(taken[-1], self.bucket, client.meta.region_name)
@@ -247,7 +247,7 @@ class AwsSettings:
         return route_to(self.address.endpoint_url, os.environ, bundles, verify=verify)
 
     def _ask_region(self) -> str | None:
-        """Where a bucket lies, None when S3 does not say. Needs no credentials: a refusal carries it too."""
+        """Return the region of the bucket, None if S3 does not name it. Needs no credentials: a refusal has it too."""
         import botocore
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -281,7 +281,7 @@ class AwsSettings:
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
             "read_timeout": READ_TIMEOUT_SECONDS,
             "max_pool_connections": MAX_CONNECTIONS,
-            "request_checksum_calculation": "when_required",  # ours goes along as a value of its own
+            "request_checksum_calculation": "when_required",  # ckptstore sends its own
             "response_checksum_validation": "when_required",
             **self._inside("config_kwargs"),
             **more,
@@ -307,10 +307,10 @@ class AwsSettings:
 
 
 class _NoBody:
-    """The body of an answer that nobody gave."""
+    """The empty body of the response to a request that was not sent."""
 
     def stream(self) -> Iterator[bytes]:
-        """Nothing."""
+        """Yield nothing."""
         return iter(())
 
 
@@ -335,12 +335,12 @@ def _address_of(request: Any, bucket: str, region: str | None) -> AwsAddress:
 
 
 def _refused(error: Exception, profile_from: str) -> Any:
-    """The error for a configuration that botocore does not take; what it says may hold values of options."""
+    """Return the error for a configuration that botocore rejects, without its text, which may hold option values."""
     from botocore import exceptions
 
     files = "AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE, or ~/.aws/config and ~/.aws/credentials"
     if isinstance(error, exceptions.ProfileNotFound):
-        name = os.environ.get(profile_from)  # what options say is shown nowhere
+        name = os.environ.get(profile_from)  # values of options are shown nowhere
         shown = f": {name!r}" if name else ""
         what = f"{profile_from} names a profile that is not there{shown}"
         return InvalidInput(what, hint=f"Profiles are those of {files}")
@@ -354,7 +354,7 @@ def _refused(error: Exception, profile_from: str) -> Any:
 
 @functools.cache
 def _loader() -> Any:
-    """What reads the descriptions of services: 0.2 s the first time, nothing for every later client."""
+    """Return the one loader of service descriptions: it takes 0.2 s for the first client, nothing for later ones."""
     from botocore.loaders import create_loader
 
     return create_loader()

@@ -1,8 +1,8 @@
-"""Azure Blob Storage through its SDK: what the fsspec engine is on Azure, and the parts of the obstore engine.
+"""Azure Blob Storage through its SDK: the fsspec engine on Azure, and the parts of the obstore engine.
 
 Beside `chains` the only importer of azure, the SDK of adlfs. Requests run on the calling thread, not on adlfs' one
-event loop. Over HTTPS the transport protects a body on its way; Azure is sent no checksum, as the only one that its
-SDK offers, MD5, costs more than the transfer. What arrived damaged is found by ckptstore's own digests.
+event loop. Over HTTPS the transport protects a body in transit; bodies have no checksum, as the only one that the SDK
+offers, MD5, costs more than the transfer. ckptstore's own digests find bytes that arrived damaged.
 
 Blocks that were never committed are dropped by Azure after a week.
 """
@@ -57,11 +57,11 @@ class AzureConnection(LazyClient):
         names = self._names
         logging.getLogger("azure.core.pipeline.policies.http_logging_policy").setLevel(logging.WARNING)
         session = requests.Session()
-        session.trust_env = False  # what the environment says is in the route
+        session.trust_env = False  # the settings of the environment are in the route
         for scheme in ("http://", "https://"):
             adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
             session.mount(scheme, adapter)
-        # A transport that is given takes nothing of what a client is given.
+        # A transport of our own ignores the options of the client.
         transport = RequestsTransport(
             session=session,
             session_owner=True,
@@ -132,12 +132,12 @@ class AzureFiles(CloudFiles[AzureConnection]):
     """Files below a prefix of a container."""
 
     def blob(self, key: str) -> Any:
-        """The SDK's client of one blob."""
+        """Return the SDK's client of one blob."""
         self.check_process()
         return self._connection.client.get_blob_client(self._location.full_key(key))
 
     def seam(self, what: str, key: str) -> Any:
-        """Turns foreign errors into ours."""
+        """Translate foreign errors to those of ckptstore in a context."""
         return self._connection.seam(f"{what} {self.uri}", key)
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
@@ -202,7 +202,7 @@ class AzureFiles(CloudFiles[AzureConnection]):
             self.blob(key).delete_blob()
 
     def copy(self, source_key: str, key: str, *, files: AzureFiles | None = None) -> None:
-        """From another container, where `files` says so."""
+        """Copy a file, from the container of `files` if that is not None."""
         with self.seam("copy", source_key):
             target = self.blob(key)
             status = target.start_copy_from_url((files or self).blob(source_key).url)["copy_status"]
@@ -220,7 +220,7 @@ class AzureFiles(CloudFiles[AzureConnection]):
 
 
 class _Blocks:
-    """Blocks of a blob that are not seen until they are committed."""
+    """Blocks of a blob, invisible until they are committed."""
 
     def __init__(self, files: AzureFiles, key: str, size_bytes: int) -> None:
         self._files = files
@@ -237,7 +237,7 @@ class _Blocks:
         self._block_ids[number] = block_id
 
     def finish(self) -> None:
-        """May be called again after an error: the same blocks are committed again."""
+        """Commit the blocks. May be called again after an error: the same blocks are committed again."""
         from azure.storage.blob import BlobBlock
 
         blocks = [BlobBlock(block_id) for _, block_id in sorted(self._block_ids.items())]
@@ -245,11 +245,11 @@ class _Blocks:
             self._files.blob(self._key).commit_block_list(blocks)
 
     def abort(self) -> None:
-        """Nothing to do: Azure drops the blocks by itself."""
+        """Do nothing: Azure drops the blocks by itself."""
 
 
 def _checking(key: str, version: str | None = None) -> Callable[[Any], None]:
-    """What looks at each answer to a download, which may take several requests."""
+    """Return a hook that checks each response to a download, which may take several requests."""
 
     def check(response: Any) -> None:
         answer, asked = response.http_response, response.http_request.headers
@@ -258,7 +258,7 @@ def _checking(key: str, version: str | None = None) -> Callable[[Any], None]:
         headers = {name.lower(): value for name, value in answer.headers.items()}
         match = re.match(r"bytes=(\d+)-", asked.get("x-ms-range") or asked.get("Range") or "")
         try:
-            if match and answer.status_code == 200:  # the SDK wants a range where it asked for one
+            if match and answer.status_code == 200:  # the SDK wants a range if it requested one
                 raise StorageUnavailable("The answer is not one to the request: it is the whole file", file=key)
             told = AnswerHead.of(key, answer.status_code, headers, version=headers.get("etag"))
             told.check(key, offset=int(match[1]) if match else 0, version=version)

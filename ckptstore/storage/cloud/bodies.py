@@ -1,4 +1,4 @@
-"""What all object stores share about bytes: views as a body to send, views to fill, part sizes. Pure."""
+"""Bodies for all object stores: views as a body to send, views to fill, part sizes. Pure."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from ckptstore.errors import CheckpointDamaged, StorageUnavailable
 from ckptstore.format.digest import Digest
 
 PIECE_BYTES = 1 << 20
-"""What goes to or comes from a socket in one call: large enough to cost nothing, small enough for the cache."""
+"""The bytes of one call on a socket: large enough to cost nothing, small enough for the cache."""
 PART_BYTES = 16 << 20
 _LARGE_PART_BYTES = 32 << 20
 _LARGE_FILE_BYTES = 128 << 20
-"""From this size on a file has parts enough to be sent in parallel when they are large, and half as many requests cost
-half as much."""
+"""The size from which a file has enough large parts to be sent in parallel; half as many requests cost half as much."""
 _MAX_PARTS = 9_000
-"""The limit of S3 and GCS is 10,000."""
+"""The most parts of a file; the limit of S3 and GCS is 10,000."""
 _MIB = 1 << 20
 
 
 def total_bytes(views: Iterable[memoryview]) -> int:
-    """The bytes of all views."""
+    """Return the number of bytes of all views."""
     return sum(len(view) for view in views)
 
 
 def part_bytes(size_bytes: int) -> int:
-    """The part size for a file: 16 MiB, 32 MiB for a large one, more where the number of parts would meet the limit."""
+    """Return the part size of a file: 16 MiB, 32 MiB for a large one, more if there would be too many parts."""
     least_bytes = PART_BYTES if size_bytes < _LARGE_FILE_BYTES else _LARGE_PART_BYTES
     return max(least_bytes, -(-size_bytes // _MAX_PARTS // _MIB) * _MIB)
 
@@ -36,7 +35,7 @@ def part_bytes(size_bytes: int) -> int:
 class ViewsBody(io.RawIOBase):
     """Views as a file that an HTTP client sends: it can be rewound, and nothing is copied.
 
-    `read` gives a view of at most 1 MiB, whatever is asked for; HTTP clients send what they get.
+    `read` returns a view of at most 1 MiB, whatever size is requested; HTTP clients send the bytes that they get.
     """
 
     def __init__(self, views: Sequence[memoryview]) -> None:
@@ -57,7 +56,7 @@ class ViewsBody(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """To the begin or the end; nothing else is needed to measure and to send again."""
+        """Move to the beginning or the end, to measure the body and to send it again; nothing else is supported."""
         if (offset, whence) == (0, io.SEEK_SET):
             self._rewind()
         elif (offset, whence) == (0, io.SEEK_END):
@@ -77,7 +76,7 @@ class ViewsBody(io.RawIOBase):
         return b""
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as one piece goes; it is how the signer of the AWS Common Runtime reads a body."""
+        """Fill a buffer as far as one view goes, for the signer of the AWS Common Runtime."""
         target = memoryview(buffer).cast("B")
         while self._index < len(self.views):
             view = self.views[self._index][self._offset : self._offset + len(target)]
@@ -94,7 +93,7 @@ class ViewsBody(io.RawIOBase):
 
 
 class Filling:
-    """Views that are filled, one after another, by whatever chunks come in."""
+    """Views that are filled, one after another, by incoming chunks of any size."""
 
     def __init__(self, views: Sequence[memoryview], *, key: str) -> None:
         self._views = [view for view in views if len(view)]
@@ -104,19 +103,19 @@ class Filling:
         self.missing_bytes = total_bytes(views)
 
     def next(self, most_bytes: int = PIECE_BYTES) -> memoryview:
-        """Where the next bytes go. Say afterwards how many came, with `advance`."""
+        """Return the memory for the next bytes. Call `advance` afterwards with their number."""
         view = self._views[self._index]
         return view[self._offset : self._offset + most_bytes]
 
     def advance(self, size_bytes: int) -> None:
-        """So many bytes were written into what `next` gave."""
+        """Count so many bytes that were written into the result of `next`."""
         self._offset += size_bytes
         self.missing_bytes -= size_bytes
         if self._offset == len(self._views[self._index]):
             self._index, self._offset = self._index + 1, 0
 
     def take(self, chunk: bytes | memoryview) -> None:
-        """Copy a chunk. One that is too long is an error: the answer is not what was asked for."""
+        """Copy a chunk. Raises StorageUnavailable for one that is too long: then it does not match the request."""
         source = memoryview(chunk)
         if len(source) > self.missing_bytes:
             raise StorageUnavailable("The answer is longer than the range that was asked for", file=self._key)
@@ -128,7 +127,8 @@ class Filling:
             self.advance(count)
 
     def end(self, *, file_bytes: int | None, end_offset: int) -> None:
-        """Raise unless all views are full: damaged when the file is too short, else the answer was cut short."""
+        """Raise an error unless all views are full: CheckpointDamaged if the file is too short, else StorageUnavailable
+        for a response that broke off."""
         if not self.missing_bytes:
             return
         if file_bytes is not None and file_bytes < end_offset:
@@ -137,16 +137,16 @@ class Filling:
 
 
 CHECKSUM = "crc32c"
-"""The digest by which S3 and Google check a body that arrives, whatever the digests of the files are."""
+"""The algorithm by which S3 and Google check an incoming body, independent of the digests of files."""
 CHECKSUM_TITLE = CHECKSUM.upper()
 
 
 def checksum_of(views: Sequence[memoryview], digest: Digest | None) -> Digest:
-    """The digest that goes with a body; `digest` is one that is known of it."""
+    """Return the checksum to send with a body; `digest` is its digest, if that is known."""
     known = digest is not None and digest.algorithm == CHECKSUM
     return digest if digest and known else Digest.of(*views, algorithm=CHECKSUM)
 
 
 def checksum_text(checksum: Digest) -> str:
-    """A checksum as S3 and Google write it."""
+    """Return a checksum as S3 and Google write it."""
     return base64.b64encode(bytes.fromhex(checksum.hex)).decode()

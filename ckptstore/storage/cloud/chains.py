@@ -1,12 +1,12 @@
-"""The SDKs' own chains of credentials, where the SDK is installed: as obstore takes them, and what their errors mean.
+"""The SDKs' own chains of credentials, adapted for obstore, and the translation of their errors.
 
 obstore knows keys from the environment, web identities and the metadata services. The chains of the SDKs know more:
 profiles, single sign-on, `credential_process`, workload identity federation, `az login`. They are asked again whenever
 a credential is about to expire, so nothing is frozen.
 
-A service of credentials that does not answer is a passing state, as a storage that does not answer is. The SDKs say of
-a metadata service in trouble only that they found no credentials. So it is asked once more here: one that answers with
-an error or breaks off is in trouble; one that cannot be reached is there only if the configuration names it.
+A credential service that does not respond is a passing error, like a storage that does not respond. For a metadata
+service in trouble the SDKs report only that they found no credentials. So this module asks it once more: one that
+responds with an error or breaks off is in trouble; an unreachable one exists only if the configuration names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptstore.storage.cloud import foreign
 from ckptstore.storage.uri import Kind
 
 _LIFE = timedelta(minutes=10)
-"""How long a credential is used before the chain is asked again; the chains keep and refresh their own."""
+"""The time after which the chain is asked again for a credential; the chains keep and refresh their own."""
 _ASK_SECONDS = 2.0
 _METADATA = "http://169.254.169.254"
 _WAYS = {
@@ -41,11 +41,11 @@ _WAYS = {
     "azure": "Set AZURE_STORAGE_CONNECTION_STRING, or AZURE_CLIENT_ID, AZURE_TENANT_ID and AZURE_CLIENT_SECRET, or run "
     "`az login`; all ways: https://learn.microsoft.com/azure/developer/python/sdk/authentication/overview",
 }
-"""How credentials are given, and the cloud's own page on it."""
+"""The ways to set credentials, and the cloud's own page on them."""
 
 
 def installed(kind: Kind) -> bool:
-    """Whether the SDK of that cloud is there to find credentials."""
+    """Return True if the SDK of that cloud is installed to find credentials."""
     module = {"s3": "botocore", "gcs": "google.auth", "azure": "azure.identity"}[kind]
     try:
         return importlib.util.find_spec(module) is not None
@@ -54,16 +54,16 @@ def installed(kind: Kind) -> bool:
 
 
 Giver = Callable[[], dict[str, Any]]
-"""What gives credentials, each time as they are now."""
+"""Returns the current credentials."""
 
 
 class Provider:
-    """Gives obstore its credentials. obstore tells of a failure only that there was one, so it is kept here."""
+    """Gives obstore its credentials, and keeps the last error: obstore reports only that there was one."""
 
     def __init__(self, kind: Kind, make: Callable[[], Giver], *, profile: str | None = None) -> None:
-        """Raises AccessDenied when the SDK finds none, StorageUnavailable when it could not look."""
+        """Find the source. Raises AccessDenied if the SDK finds none, StorageUnavailable if it could not look."""
         self.error: CkptstoreError | None = None
-        """What the last try failed with, None if it did not."""
+        """The error of the last try, None if it succeeded."""
         self._kind, self._profile = kind, profile
         with self._seam():
             self._give = make()
@@ -96,7 +96,7 @@ def _refusal(kind: Kind, trouble: str | None, *, what: str, key: str) -> Ckptsto
 
 
 def aws_giver(credentials: Any) -> Giver:
-    """What gives the credentials of botocore. Raises its NoCredentialsError for None."""
+    """Return a giver of botocore's credentials. Raises NoCredentialsError of botocore for None."""
     import botocore.exceptions
 
     if credentials is None:
@@ -115,7 +115,7 @@ def aws_giver(credentials: Any) -> Giver:
 
 
 def aws_refusal(error: Exception, *, what: str, key: str, profile: str | None) -> CkptstoreError | None:
-    """The error for what the chain of AWS raised; None where the error is not one of credentials."""
+    """Translate an error of AWS' chain; return None if it is not one of credentials."""
     from botocore import exceptions
 
     if isinstance(error, exceptions.NoCredentialsError):
@@ -148,7 +148,7 @@ def _aws_metadata_trouble(profile: str | None) -> str | None:
 
 
 def _ask(url: str, headers: Mapping[str, str], *, method: str = "GET", named: bool) -> tuple[str, str | None]:
-    """What a metadata service answers, "" for a refusal, and what its trouble is, None if there is none."""
+    """Return the response of a metadata service, "" for a refusal, and its trouble in words, None if it has none."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(url, headers=dict(headers), method=method)
@@ -170,7 +170,7 @@ def _is_passing(status: int | None) -> bool:
 
 
 def google_giver(credentials: Any) -> Giver:
-    """What gives the tokens of google-auth."""
+    """Return a giver of google-auth's tokens."""
     import google.auth.transport.requests
 
     def give() -> dict[str, Any]:
@@ -183,12 +183,12 @@ def google_giver(credentials: Any) -> Giver:
 
 
 def _naive_now() -> datetime:
-    """google-auth keeps its times in UTC without saying so."""
+    """Return the time in UTC without a time zone, as google-auth keeps its times."""
     return datetime.now(UTC).replace(tzinfo=None)
 
 
 def google_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
-    """The error for what google-auth raised."""
+    """Translate an error of google-auth."""
     from google.auth import exceptions
 
     trouble = None
@@ -198,7 +198,7 @@ def google_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
             found, trouble = _ask(f"http://{host}/computeMetadata/v1/", {"Metadata-Flavor": "Google"}, named=True)
             trouble = trouble or ("it was in trouble a moment ago" if found else None)
     elif isinstance(error, exceptions.GoogleAuthError):
-        # A TransportError is kept inside the RefreshError of a metadata server, which does not say that it is passing.
+        # A metadata server's RefreshError has the TransportError inside, and is not marked as passing.
         inner = next((item for item in (error, error.__cause__) if isinstance(item, exceptions.TransportError)), None)
         status = getattr(inner.args[-1], "status", None) if inner and inner.args else None
         if error.retryable or (inner is not None and (status is None or _is_passing(status))):
@@ -209,7 +209,7 @@ def google_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
 
 
 def azure_giver(credential: Any) -> Giver:
-    """What gives the tokens of azure-identity."""
+    """Return a giver of azure-identity's tokens."""
 
     def give() -> dict[str, Any]:
         token = credential.get_token("https://storage.azure.com/.default")
@@ -219,7 +219,7 @@ def azure_giver(credential: Any) -> Giver:
 
 
 class AzureChain:
-    """The default chain of Azure. What its members raise is kept: the chain makes one text of it."""
+    """The default chain of Azure. Keeps the errors of its members, of which the chain makes one text."""
 
     def __init__(self) -> None:
         from azure.identity import DefaultAzureCredential
@@ -250,7 +250,7 @@ class _Member:
 
     @staticmethod
     def of(inner: Any, heard: threading.local) -> _Member:
-        """A member with the name of its class, by which the chain tells of it."""
+        """Return a member of a class with the inner one's class name, which the chain puts into its texts."""
         made: type[_Member] = type(type(inner).__name__, (_Member,), {})
         return made(inner, heard)
 
@@ -287,9 +287,12 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Drop the warnings of azure-identity and msal here, on this thread: with a traceback for each try, they quote what
-    a service of credentials answered, which may be what it was sent. The error that is raised says what happened. Who
-    asks these loggers for more than warnings is still given it."""
+    """Drop the warnings of azure-identity and msal on this thread while the context lasts.
+
+    Records below warnings still reach loggers that are set to them.
+    """
+    # With a traceback for each try, the warnings quote the response of a credential service, which may repeat secrets
+    # of the request. The raised error has the reason.
     for name, logger in [*logging.root.manager.loggerDict.items()]:  # a filter does not hold for the loggers below
         if name.startswith(_AZURE_LOGGERS) and isinstance(logger, logging.Logger):
             logger.addFilter(_is_wanted)
@@ -301,7 +304,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def azure_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
-    """The error for what azure-identity raised."""
+    """Translate an error of azure-identity."""
     from azure.core import exceptions
 
     members = [item for item in error.args if isinstance(item, Exception)] or [error]
@@ -318,8 +321,8 @@ def azure_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
 
 
 def _timed_out(error: Exception) -> bool:
-    """Whether a service that is there did not answer in time. Of one that nobody knows to be there, azure-identity says
-    that its credential is unavailable."""
+    """Return True if an existing service did not respond in time. For one that may not exist, azure-identity raises
+    CredentialUnavailableError."""
     from azure.core.exceptions import ClientAuthenticationError
     from azure.identity import CredentialUnavailableError
 

@@ -1,8 +1,8 @@
-"""From fsspec's option names and the environment to what obstore takes.
+"""Translate fsspec's options and the environment to obstore's configuration.
 
-`storage_options` and the environment speak the names of s3fs, gcsfs, adlfs and their SDKs on both engines. obstore is
-told all of it, and finds nothing by itself: it reads variables too, and others, and understands some in another way.
-What obstore cannot express raises `CannotExpress` with the reason; then fsspec serves the URI.
+`storage_options` and the environment have the names of s3fs, gcsfs, adlfs and their SDKs on both engines. obstore gets
+all settings explicitly and must not look for any: it reads variables too, also others, and understands some in another
+way. A setting that obstore cannot express raises `CannotExpress` with the reason; then fsspec serves the URI.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CACHING = frozenset(
         "use_listings_cache",
     ]
 )
-"""Options of fsspec that say how it works inside: no matter where the bytes lie and who may see them."""
+"""Options that concern only the inside of fsspec, not the place of the bytes or the access to them."""
 
 _OF_OBSTORE_ALONE: Mapping[Kind, tuple[str, ...]] = {
     "s3": (
@@ -83,33 +83,33 @@ _OF_OBSTORE_ALONE: Mapping[Kind, tuple[str, ...]] = {
         "AZURE_USE_FABRIC_ENDPOINT",
     ),
 }
-"""Variables that obstore reads, that nothing told to it overrides, and that the SDK does not know."""
+"""Variables that obstore reads, that no configuration overrides, and that the SDK does not know."""
 _NO_PROXY = {"proxy_excludes": "*,0.0.0.0/0,::/0"}
 _BUNDLE_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-"""Those of requests, which the SDKs of GCS and Azure use."""
+"""The variables of requests, which the SDKs of GCS and Azure use."""
 
 Options = dict[str, Any]
 
 
 class CannotExpress(ValueError):
-    """obstore has no equivalent; the message says of what, without its value."""
+    """obstore has no equivalent of a setting, which the message names without its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObstoreConfig:
-    """What obstore's constructor takes. Secrets are in it: it has no readable form."""
+    """The arguments of obstore's constructor. Has no readable form, because it holds secrets."""
 
     location: Location
     config: Options = field(repr=False)
     client: Options = field(repr=False)
     chain: bool
-    """Whether it needs credentials: they come from the SDK's own chain, or on S3 from whatever `aws` has."""
+    """True if it needs credentials, which come from the SDK's own chain, or on S3 from `aws`."""
     route: Route = DIRECT
     aws: AwsSettings | None = field(default=None, repr=False)
 
 
 def files_of_same_account(target: Any, source: Any) -> Any:
-    """What makes the requests of `source`, None unless the same credentials reach it at the same place.
+    """Return the object that makes the requests of `source`, None unless the target's credentials reach it too.
 
     Both are storages that were opened from a URI and options; the engines may differ.
     """
@@ -126,8 +126,8 @@ def _account(uri: str, options: Mapping[str, Any]) -> tuple[Kind | None, str, Op
 
 
 def for_obstore(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreConfig:
-    """The configuration that serves a URI, with the variables of this process; raises CannotExpress, and InvalidInput
-    for what nobody can use."""
+    """Return the configuration for a URI, with the variables of this process. Raises CannotExpress, and InvalidInput
+    for options that no engine can use."""
     location = parse_uri(uri)
     options = {name: value for name, value in (storage_options or {}).items() if value is not None}
     if location.kind is None:
@@ -139,7 +139,7 @@ def for_obstore(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreC
 
 
 class _Remaining:
-    """Options that are taken one by one; what is left at the end has no equivalent."""
+    """Options that are taken one by one; those left at the end have no equivalent."""
 
     def __init__(self, options: Mapping[str, Any], path: str = "storage_options") -> None:
         self._options = {name: value for name, value in options.items() if name not in _CACHING}
@@ -165,13 +165,13 @@ class _Remaining:
 
 
 def seconds_of(value: Any, default: float, name: str) -> float:
-    """A timeout that was given as an option; raises InvalidInput."""
+    """Return the timeout of an option, or the default for None. Raises InvalidInput."""
     with foreign.seam(lambda _error: InvalidInput(f"{name} is not a number of seconds")):
         return default if value is None else float(value)
 
 
 def _client(url: str, route: Route, *, read_seconds: Any = None, connect_seconds: Any = None) -> Options:
-    """The route to a server, as obstore takes it; raises CannotExpress."""
+    """Return obstore's client options for the route to a server. Raises CannotExpress."""
     read_seconds = seconds_of(read_seconds, READ_TIMEOUT_SECONDS, "The read timeout")
     connect_seconds = seconds_of(connect_seconds, CONNECT_TIMEOUT_SECONDS, "The connect timeout")
     is_plain = url.startswith("http://")
@@ -181,7 +181,7 @@ def _client(url: str, route: Route, *, read_seconds: Any = None, connect_seconds
         "read_timeout": f"{int(read_seconds * 1000)}ms",
         "connect_timeout": f"{int(connect_seconds * 1000)}ms",
         "timeout": "1h",  # of a whole request; a slow one is fine as long as bytes move
-        # where no proxy is given it looks for one itself, unless one that is excluded for all servers
+        # without a proxy obstore looks for one itself, unless it has one that is excluded for all servers
         **({"proxy_url": route.proxy_url} if route.proxy_url else {"proxy_url": "http://127.0.0.1:1", **_NO_PROXY}),
     }
     if is_plain:
@@ -236,7 +236,7 @@ def _s3(location: Location, options: _Remaining, _environ: Environment) -> Obsto
 
 
 def address_for_obstore(address: AwsAddress, location: Location) -> Options:
-    """Where and how a bucket is addressed, in obstore's names; raises CannotExpress."""
+    """Return the address of a bucket in obstore's names. Raises CannotExpress."""
     if address.signature not in ("", "AWS4-HMAC-SHA256") or address.service not in ("", "s3"):
         raise CannotExpress("obstore has no equivalent of how this bucket's requests are signed")
     if address.virtual is None:
@@ -266,7 +266,7 @@ def _s3_encryption(config: Options, extra: _Remaining) -> None:
 
 
 def _is_token(token: Any) -> bool:
-    """Whether google-auth makes credentials of what gcsfs calls a token, without asking anybody."""
+    """Return True if google-auth makes credentials of gcsfs' `token` without a prompt."""
     if isinstance(token, str):
         return token.endswith(".json") or token in ("google_default", "cloud")
     return token is None or isinstance(token, dict)
@@ -280,7 +280,7 @@ def _gcs(location: Location, options: _Remaining, environ: Environment) -> Obsto
     config: Options = {"base_url": url, "skip_signature": False}
     token = options.take("token") or ("anon" if endpoint else None)
     if token == "anon":
-        # The client asks for a token even where it signs nothing: a constant one keeps it from the metadata server.
+        # The client wants a token even if it signs nothing: a constant one keeps it from the metadata server.
         config |= {"skip_signature": True, "bearer_token": "anonymous"}
     elif not _is_token(token):
         raise options.fail("token")
@@ -304,7 +304,8 @@ _AZURE_VARIABLES = {
 
 
 def azure_names(location: Location, options: Mapping[str, Any], environ: Environment) -> Options:
-    """adlfs' options, completed from the environment and the URI, with the URL of the account."""
+    """Return adlfs' options, completed from the environment and the URI, with the URL of the account. Raises
+    InvalidInput if URI and options name different accounts."""
     names: Options = {name: value for name, value in options.items() if value is not None}
     account = location.account.partition(".")[0]
     if account and "account_name" not in names:
@@ -328,17 +329,17 @@ GOOGLE = "https://storage.googleapis.com"
 
 
 def gcs_route(url: str, environ: Environment) -> Route:
-    """The route to GCS. Raises InvalidInput as `route_to` does."""
+    """Return the route to GCS. Raises InvalidInput as `route_to` does."""
     return route_to(url, environ, variables(_BUNDLE_VARIABLES, environ))
 
 
 def azure_route(names: Mapping[str, Any], environ: Environment) -> Route:
-    """The route to an account, from what `azure_names` gave. Raises InvalidInput as `route_to` does."""
+    """Return the route to an account, from the result of `azure_names`. Raises InvalidInput as `route_to` does."""
     return route_to(azure_url(names), environ, variables(_BUNDLE_VARIABLES, environ))
 
 
 def gcs_endpoint(options: Mapping[str, Any], environ: Environment) -> str | None:
-    """The endpoint that was given, None for Google's own."""
+    """Return the configured endpoint, None for Google's own."""
     endpoint = options.get("endpoint_url") or environ.get("STORAGE_EMULATOR_HOST")
     if not endpoint or endpoint == "default":
         return None
@@ -371,13 +372,13 @@ def _azure(location: Location, options: _Remaining, environ: Environment) -> Obs
 
 
 def azure_url(names: Mapping[str, Any]) -> str:
-    """The URL of an account, from what `azure_names` gave."""
+    """Return the URL of an account, from the result of `azure_names`."""
     connected = from_connection_string(names.get("connection_string") or "")
     return str(connected.get("endpoint") or names["account_url"])
 
 
 def azure_key(names: Mapping[str, Any]) -> Options:
-    """The key or the signature that was given, in the names of obstore's credentials; nothing where none was."""
+    """Return the key or the signature among the options, in the names of obstore's credentials; empty if none is."""
     connection = names.get("connection_string")
     found = from_connection_string(connection) if connection else names
     if found.get("account_key"):
@@ -396,7 +397,7 @@ _DEVELOPMENT = {
 
 
 def from_connection_string(text: str) -> Options:
-    """Account, key or SAS, and endpoint of an Azure connection string."""
+    """Return the account, the key or SAS, and the endpoint of an Azure connection string."""
     pairs = (item.partition("=") for item in text.split(";") if item.strip())
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
     if fields.get("usedevelopmentstorage", "").lower() == "true":

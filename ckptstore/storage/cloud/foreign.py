@@ -1,4 +1,4 @@
-"""Foreign errors become ours by type and status, here for all object stores, so that both engines agree. Pure.
+"""Translate foreign errors by type and status, for all object stores, so that both engines agree. Pure.
 
     404                        FileMissing
     412                        ConditionFailed, which the callers of conditional requests expect
@@ -10,10 +10,10 @@
     408, 409, 5xx, none        StorageUnavailable: in conflict, broken off; worth another try
     any other                  StorageError
 
-A network that is not there (refused, reset, a name that does not resolve, a handshake that breaks off) is passing.
+A network failure (refused, reset, a name that does not resolve, a handshake that breaks off) is passing.
 
-Only the status, the store's own code and a cause in our words go into a message, and only types into the chain of
-causes: what an SDK says may hold a URL with a signature, a token, or an option that somebody filled with a key.
+Only the status, the store's own code and a cause in ckptstore's words go into a message, and only types into the chain
+of causes: the text of an SDK may hold a URL with a signature, a token, or an option that somebody filled with a key.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from ckptstore.errors import (
 
 
 class ConditionFailed(StorageUnavailable):
-    """412: the file is not as a conditional request wants it. Callers of such requests expect it; to any other request
-    it is no answer, and something on the way is out of step."""
+    """412: the condition of a request does not hold. Callers of conditional requests expect it; for any other request
+    it is a passing error of something on the way."""
 
 
 class ForeignError(Exception):
-    """Stands in a chain of causes for what an SDK raised: its types and its traceback, without its words."""
+    """A stand-in in a chain of causes for an error of an SDK, with its types and its traceback, without its text."""
 
 
 @contextmanager
 def seam(translate: Callable[[Exception], CkptstoreError]) -> Iterator[None]:
-    """Turns foreign errors into ours, and lets nothing else of them out."""
+    """Translate foreign errors in this context, and let nothing else of them out."""
     try:
         yield
         return
@@ -69,7 +69,7 @@ def seam(translate: Callable[[Exception], CkptstoreError]) -> Iterator[None]:
 
 
 def chain_of(error: BaseException) -> list[BaseException]:
-    """An error and what it came from, as far as it can be found: SDKs keep it in many places."""
+    """Return an error and its causes, as far as they can be found: SDKs keep them in many places."""
     found = [error]
     for item in found:
         named = (getattr(item, "reason", None), getattr(item, "inner_exception", None))  # of urllib3, of Azure
@@ -91,11 +91,11 @@ _PASSING: tuple[tuple[type[BaseException], str], ...] = (
 
 
 _BAD_URLS = frozenset({"InvalidSchema", "InvalidURL", "LocationParseError", "MissingSchema"})
-"""How http.client, urllib3 and requests call it."""
+"""The names of errors for wrong URLs in http.client, urllib3 and requests."""
 
 
 def passing_trouble(error: BaseException) -> str | None:
-    """What is wrong with the network, in a few words; None where nothing says that it is the network."""
+    """Return the fault of the network in a few words; None if no error in the chain is one of the network."""
     chain = chain_of(error)
     if any(isinstance(item, ssl.SSLCertVerificationError) for item in chain):
         return None
@@ -103,7 +103,7 @@ def passing_trouble(error: BaseException) -> str | None:
 
 
 def server_of(url: object) -> str:
-    """The host and the port of a URL, for messages: without user, path or query, which may hold secrets."""
+    """Return the host and the port of a URL, for messages: without user, path or query, which may hold secrets."""
     try:
         split = urlsplit(str(url or ""))
         return f"{split.hostname or ''}:{split.port}" if split.port else split.hostname or ""
@@ -112,8 +112,8 @@ def server_of(url: object) -> str:
 
 
 def broken_off(error: Exception, *, what: str, key: str, url: object = None, through: str = "") -> StorageError:
-    """The error for a request that got no answer; `url` is where it went, where that is known, and `through` tells of
-    a proxy."""
+    """Return the error for a request without a response; `url` is its server, if that is known, and `through` the words
+    about a proxy."""
     chain = chain_of(error)
     server = server_of(url)
     what = f"{what} at {server}{through}" if server else what
@@ -128,13 +128,13 @@ def broken_off(error: Exception, *, what: str, key: str, url: object = None, thr
 
 
 def unexpected(error: Exception, *, what: str, key: str) -> StorageError:
-    """The error for what an SDK raised for a reason of its own, most often an option that it cannot use."""
+    """Return the error for any other error of an SDK, most often about an option that it cannot use."""
     hint = "Check storage_options, the environment and the configuration of the SDK"
     return StorageError(f"{what}: {type(error).__name__}", file=key, hint=hint)
 
 
 EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
-"""What S3 answers, with 400 or 403, when credentials have run out: new ones may work."""
+"""The codes of S3, with 400 or 403, for expired credentials: new ones may work."""
 
 _FULL_CODES = frozenset({"QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "EntityQuotaExceeded"})
 _THROTTLED_CODES = frozenset(
@@ -151,7 +151,7 @@ _THROTTLED_CODES = frozenset(
         "userRateLimitExceeded",
     }
 )
-"""How a store asks for fewer requests, whatever the status: some say it with a 400 or a 500."""
+"""The codes by which a store wants fewer requests, with any status: some use 400 or 500."""
 _BUSY_CODES = frozenset(
     {
         "BadDigest",
@@ -160,7 +160,7 @@ _BUSY_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
-"""Answered with a 400 by some stores, though the same request may go through later: the body was damaged or late."""
+"""The codes of 400 in some stores for a damaged or late body, after which the same request may succeed later."""
 _DIGEST_CODES = frozenset({"BadDigest", "XAmzContentSHA256Mismatch"})
 _OTHER_BYTES = (
     "The bytes were damaged on their way, or changed while they were saved: nothing may write to a state that is saved"
@@ -175,8 +175,8 @@ _ARCHIVED_HINT = (
 
 
 def from_status(status: int | None, code: str, *, key: str, what: str, storage_class: str = "") -> CkptstoreError:
-    """The error for an HTTP status (None: there was no answer) and the store's own code for it. `storage_class` is that
-    of an object that cannot be read, where it was said."""
+    """Return the error for an HTTP status (None: no response) and the store's own code for it. `storage_class` is that
+    of an object that cannot be read, if it is known."""
     shown = " ".join(str(part) for part in (status, code) if part) or "no answer"
     message = f"{what}: {shown}"
     if status == 404:
@@ -213,21 +213,21 @@ def _hint(status: int | None, code: str) -> str:
 
 
 def other_version(key: str) -> CheckpointDamaged:
-    """The error of a pinned read of a file that was replaced."""
+    """Return the error for a read of a fixed version of a file that was replaced."""
     return CheckpointDamaged("The file is not the one that was recorded: it has another version", file=key)
 
 
 class Renewal:
-    """Expired credentials are looked up anew once; then they have to work before it is done again."""
+    """Allows one new look-up of expired credentials; they must work before the next one."""
 
     def __init__(self) -> None:
         self._begun = False
 
     def begin(self) -> bool:
-        """Whether to look them up anew now."""
+        """Return True if they are to be looked up again now."""
         begun, self._begun = self._begun, True
         return not begun
 
     def succeeded(self) -> None:
-        """A request went through."""
+        """Note that a request succeeded."""
         self._begun = False

@@ -1,4 +1,4 @@
-"""Google Cloud Storage over its JSON API: what the fsspec engine is on GCS, and the parts of the obstore engine.
+"""Google Cloud Storage over its JSON API: the fsspec engine on GCS, and the parts of the obstore engine.
 
 The only importer of google-auth (beside `chains`) and of requests, SDKs of gcsfs. Requests run on the calling thread,
 not on gcsfs' one event loop. Each upload carries a checksum, which GCS checks before it makes the object visible.
@@ -68,12 +68,12 @@ class GcsConnection(LazyClient):
         self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
 
     def request(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
-        """One request; its answer's body is not read yet."""
+        """Make one request; the body of its response is not read yet."""
         with self.seam(what, key):
             answer = self.client.request(
                 method, f"{self._endpoint}{path}", timeout=self._timeout, stream=True, **options
             )
-            if answer.status_code < 200:  # an answer that comes before the one that counts, which is on its way
+            if answer.status_code < 200:  # an interim response; the final one is still to come
                 with answer:
                     raise wrong(key, f"its status is {answer.status_code}")
             if answer.status_code >= 300:
@@ -93,7 +93,7 @@ class GcsConnection(LazyClient):
         session.mount("https://", adapter)
         session.mount("http://", adapter)
         session.headers["Accept-Encoding"] = "identity"
-        session.trust_env = False  # what the environment says is in the route
+        session.trust_env = False  # the settings of the environment are in the route
         session.proxies = self._route.proxies(self._endpoint)
         session.verify = self._route.verify
         return session
@@ -137,7 +137,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
         self._bucket = f"/b/{quote(location.container, safe='')}"
 
     def call(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
-        """One request, its answer as JSON."""
+        """Make one request, and return its response from JSON."""
         with self._stream(method, f"/storage/v1{path}", what=what, key=key, **options) as answer:
             return self._json(answer, what=what, key=key)
 
@@ -156,7 +156,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
         fields = "versioning,softDeletePolicy,retentionPolicy"
         try:
             answer = self.call("GET", self._bucket, what="rules", key="", params={"fields": fields})
-        except AccessDenied:  # takes storage.buckets.get, which nothing else here needs
+        except AccessDenied:  # this needs storage.buckets.get, and no other request does
             return {"upload checksum": CHECKSUM_TITLE}
         soft = int(answer.get("softDeletePolicy", {}).get("retentionDurationSeconds") or 0)
         kept = int(answer.get("retentionPolicy", {}).get("retentionPeriod") or 0)
@@ -169,14 +169,14 @@ class GcsFiles(CloudFiles[GcsConnection]):
         }
 
     def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
-        """Nothing: an upload that is not finished costs nothing, and ends by itself."""
+        """Return nothing: an unfinished upload costs nothing, and ends by itself."""
         return ()
 
     def abort_unfinished(self, key: str, upload_id: str) -> None:
-        """Nothing to drop."""
+        """Do nothing: there is nothing to drop."""
 
     def object(self, key: str) -> str:
-        """The path of an object in the API."""
+        """Return the path of an object in the API."""
         return f"{self._bucket}/o/{quote(self._location.full_key(key), safe='')}"
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
@@ -190,7 +190,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
         return True
 
     def put(self, key: str, views: Sequence[memoryview], *, digest: Digest | None = None, **condition: str) -> Digest:
-        """Upload an object in one request; returns its checksum."""
+        """Upload an object in one request, and return its checksum."""
         checksum = checksum_of(views, digest)
         resource = {"name": self._location.full_key(key), CHECKSUM: checksum_text(checksum)}
         border = uuid.uuid4().hex
@@ -286,7 +286,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
             self._stream("DELETE", f"/storage/v1{self.object(key)}", what="delete", key=key).close()
 
     def copy(self, source_key: str, key: str, *, files: GcsFiles | None = None) -> None:
-        """From another bucket, where `files` says so."""
+        """Copy a file, from the bucket of `files` if that is not None."""
         path = f"{(files or self).object(source_key)}/rewriteTo{self.object(key)}"
         params: dict[str, str] = {}
         while True:
@@ -296,7 +296,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
             params["rewriteToken"] = answer["rewriteToken"]
 
     def part_bytes(self, size_bytes: int) -> int:
-        """16 MiB, and more where two rounds of composing 32 objects would not be enough."""
+        """Return 16 MiB, or more if two rounds of composing 32 objects would not be enough."""
         return max(_PART_BYTES, -(-size_bytes // (_MAX_COMPOSED - 1) ** 2 // _MIB) * _MIB)
 
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
@@ -313,11 +313,11 @@ class GcsFiles(CloudFiles[GcsConnection]):
 
 
 _Part = tuple[str, int, Digest]
-"""Key, size and checksum of a temporary object."""
+"""The key, size and checksum of a temporary object."""
 
 
 class _Composition:
-    """Temporary objects that become one."""
+    """Temporary objects that are joined to one."""
 
     def __init__(self, files: GcsFiles, key: str, size_bytes: int) -> None:
         self._files = files
@@ -333,7 +333,7 @@ class _Composition:
         self._parts[offset] = name, total_bytes(views), self._files.put(name, views, digest=digest)
 
     def finish(self) -> None:
-        """May be called again after an error: the parts stay until the file is whole."""
+        """Join the parts. May be called again after an error: the parts stay until the file is whole."""
         parts = [part for _, part in sorted(self._parts.items())]
         while len(parts) > _MAX_COMPOSED:
             groups = [parts[start : start + _MAX_COMPOSED] for start in range(0, len(parts), _MAX_COMPOSED)]
@@ -356,7 +356,7 @@ class _Composition:
 
 
 def connect(names: Mapping[str, Any], environ: Environment) -> GcsConnection:
-    """A connection with gcsfs' options."""
+    """Return a connection with gcsfs' options."""
     endpoint = gcs_endpoint(names, environ)
     token = names.get("token") or ("anon" if endpoint else None)
     url = endpoint or GOOGLE
@@ -373,7 +373,7 @@ def connect(names: Mapping[str, Any], environ: Environment) -> GcsConnection:
 
 
 def credentials_of(token: Any) -> Callable[[], Any]:
-    """What makes google-auth credentials from gcsfs' `token`; what it makes is None for anonymous access."""
+    """Return a function that makes google-auth credentials from gcsfs' `token`, or None for anonymous access."""
 
     def make() -> Any:
         import google.auth

@@ -1,4 +1,4 @@
-"""What the three clouds have in common: a client that is made on first use, and the files that it reaches."""
+"""The common base of the three clouds: a client that is made on first use, and the files that it reaches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptstore.storage.uri import Location
 MAX_CONNECTIONS = 64
 _DELETE_THREADS = 16
 _MAX_RETIRED = 4
-"""How many clients are left to requests in flight: what is doubted one after another must not use up descriptors."""
+"""The most old clients kept for requests in flight: many doubts in a row must not use up descriptors."""
 
 
 class LazyClient(ABC):
@@ -28,19 +28,19 @@ class LazyClient(ABC):
         self._lock = threading.Lock()
         self._client: Any = None
         self._retired: list[Any] = []
-        """Clients that are used by requests in flight alone."""
+        """Old clients, which only requests in flight still use."""
         self._renewal = foreign.Renewal()
 
     @property
     def client(self) -> Any:
-        """The client; safe for threads."""
+        """The client, made if there is none. Safe for threads."""
         with self._lock:
             if self._client is None:
                 self._client = self._connect()
             return self._client
 
     def close(self) -> None:
-        """Give back the connections."""
+        """Close the connections."""
         self.renew_connections()
         with self._lock:
             retired, self._retired = self._retired, []
@@ -48,15 +48,15 @@ class LazyClient(ABC):
             client.close()
 
     def succeeded(self) -> None:
-        """A request went through."""
+        """Note that a request succeeded."""
         self._renewal.succeeded()
 
     def seam(self, what: str, key: str) -> AbstractContextManager[None]:
-        """Turns foreign errors into ours."""
+        """Translate foreign errors to those of ckptstore in a context."""
         return foreign.seam(lambda error: self._translated(error, what=what, key=key))
 
     def renew_connections(self) -> None:
-        """Send what comes next by a new client and its connections; requests in flight go on with this one."""
+        """Send later requests by a new client with new connections; requests in flight go on with the old one."""
         with self._lock:
             if self._client is not None:
                 self._retired.append(self._client)
@@ -71,7 +71,7 @@ class LazyClient(ABC):
 
     @abstractmethod
     def giver(self) -> Giver:
-        """What gives the credentials of this client to another one."""
+        """Return a function that gives the credentials of this client to another one."""
 
     @abstractmethod
     def _connect(self) -> Any:
@@ -79,7 +79,7 @@ class LazyClient(ABC):
 
     @abstractmethod
     def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
-        """Our error for one of the SDK."""
+        """Translate an error of the SDK."""
 
 
 C = TypeVar("C", bound=LazyClient)
@@ -106,7 +106,7 @@ class CloudFiles(ProcessBound, Generic[C]):
         return self._connection.resolved()
 
     def giver(self) -> Giver:
-        """What gives the credentials of these files to another client."""
+        """Return a function that gives the credentials for these files to another client."""
         return self._connection.giver()
 
     def __repr__(self) -> str:

@@ -5,8 +5,8 @@ finds unfinished uploads, and fewer ways to find credentials than the SDK of eac
 has to be installed as well (`aws`, `gcs`, `azure`, `chains`).
 
 On S3 each body carries a CRC64NVME, which the server checks; it is not signed as well, as SHA-256 would cost more than
-the transfer. Without that checksum a body is signed over plain HTTP. `client_options` says which of fsspec's options
-obstore can express. obstore retries nothing here.
+the transfer. Without that checksum a body is signed over plain HTTP. `client_options` translates those of fsspec's
+options that obstore can express. obstore's own retries are off.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from ckptstore.storage.uri import parse_uri
 _LIST_FILES = 1000
 _DELETE_THREADS = 16
 _STREAM_BYTES = 256 << 10
-"""The least that is handed over at once: it stays in the cache until it is copied, and its memory is reused."""
+"""The fewest bytes handed over at once: they stay in the cache until they are copied, and their memory is reused."""
 _DIRECT_BYTES = 4 << 20
-"""From this size on a read over plain HTTP goes straight from the socket into its views; below it, a request of obstore
-costs less."""
+"""The size from which a read over plain HTTP goes straight from the socket into its views; below it, a request of
+obstore costs less."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -48,17 +48,18 @@ _CLASS = re.compile(r"<StorageClass>(\w+)</StorageClass>")
 
 
 _threads: set[int] = set()
-"""The processes, of this one and those it was forked from, in which obstore has started its threads."""
+"""The processes in which obstore has started its threads: this one, and those that it was forked from."""
 
 
 def _lost_threads() -> str | None:
-    """Why obstore does not work here, if so: it waits for ever for threads that a fork has not taken along."""
+    """Return the reason why obstore does not work in this process, None if it does."""
+    # It would wait for ever for threads that a fork has not taken along.
     lost = _threads and os.getpid() not in _threads
     return "this process was forked from one that used obstore, and its threads stayed there" if lost else None
 
 
 def configured(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreConfig | str:
-    """What `open_fast` takes; why obstore cannot serve the URI with these options when it cannot."""
+    """Return the configuration for `open_fast`, or the reason why obstore cannot serve the URI with these options."""
     if reason := _lost_threads():
         return reason
     try:
@@ -73,7 +74,7 @@ def configured(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreCo
 def open_fast(
     uri: str, storage_options: Mapping[str, Any] | None = None, config: ObstoreConfig | None = None
 ) -> Storage:
-    """The storage at an s3, gs or az URI. Connects when it is first used. `config` is what `configured` made of both.
+    """Return the storage at an s3, gs or az URI. It connects on its first use. `config` is the result of `configured`.
 
     Raises CannotExpress, a ValueError, for options that obstore does not have.
     """
@@ -83,7 +84,7 @@ def open_fast(
 
 
 class _Exists(foreign.ConditionFailed):
-    """A create found the file there."""
+    """A create found an existing file."""
 
 
 class FastStorage(ProcessBound):
@@ -170,7 +171,7 @@ class FastStorage(ProcessBound):
         except foreign.ConditionFailed as error:
             raise foreign.other_version(key) from error
         except StorageUnavailable as error:
-            if type(error) is StorageUnavailable:  # obstore could make nothing of an answer: is the file too short?
+            if type(error) is StorageUnavailable:  # obstore did not understand a response: is the file too short?
                 with suppress(StorageError):
                     filling.end(file_bytes=self.stat(key).size_bytes, end_offset=end)
             raise
@@ -189,7 +190,7 @@ class FastStorage(ProcessBound):
 
     @property
     def _generations(self) -> bool:
-        """Whether a version is a number of its own (GCS), not an ETag."""
+        """True if a version is a generation number (GCS), not an ETag."""
         return self._config.location.kind == "gcs"
 
     def _exists(self, key: str) -> bool:
@@ -294,7 +295,7 @@ class FastStorage(ProcessBound):
 
     @contextmanager
     def _seam(self, what: str, key: str) -> Iterator[None]:
-        """Turns foreign errors into ours."""
+        """Translate foreign errors to those of ckptstore in a context."""
         with foreign.seam(lambda error: self._translated(error, what=f"{what} {self.uri}", key=key)):
             yield
         self._renewal.succeeded()
@@ -325,7 +326,7 @@ class FastStorage(ProcessBound):
                 return foreign.from_status(409, code, key=key, what=what)
             return _Exists(f"{what}: {code}", file=key)
         if isinstance(error, foreign_errors.GenericError):
-            if "source: Header" in text:  # asking again changes nothing
+            if "source: Header" in text:  # a retry changes nothing
                 return StorageError(
                     f"{what}: obstore does not understand the server", file=key, hint='Open it with engine="fsspec"'
                 )
@@ -337,7 +338,7 @@ class FastStorage(ProcessBound):
 
 
 _ASKED = "credential provider"
-"""In obstore's words for an error of a provider of credentials."""
+"""A part of obstore's text for an error of a provider of credentials."""
 _NETWORK = (
     ("dns error", "the name of the server does not resolve"),
     ("Connection refused", "the connection was refused"),
@@ -346,7 +347,7 @@ _NETWORK = (
     ("TimedOut", "it took too long"),
     ("HTTP error", "the connection broke off"),
 )
-"""What obstore's words mean, the first that is found; "" for the certificate, which is no passing trouble."""
+"""The meanings of parts of obstore's texts, in order of precedence; "" for a certificate, which is no passing error."""
 
 
 def _unanswered(text: str, what: str, key: str) -> CkptstoreError:
@@ -359,10 +360,10 @@ def _unanswered(text: str, what: str, key: str) -> CkptstoreError:
 
 
 class FastBucketStorage(FastStorage):
-    """S3, and what GCS has in common with it: rules, and uploads that were never finished."""
+    """S3, and the base for GCS, which has rules and unfinished uploads too."""
 
     def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
-        """(key, upload id) of every unfinished upload below the prefix."""
+        """Return (key, upload id) of every unfinished upload below the prefix."""
         found: Sequence[tuple[str, str]] = self._files.unfinished(prefix)
         return found
 
@@ -377,8 +378,8 @@ class FastBucketStorage(FastStorage):
 
 
 class FastGcsStorage(FastBucketStorage):
-    """GCS, where uploads and listings go over the JSON API: there an upload carries a checksum, and a listing versions.
-    obstore speaks the XML API, and has neither."""
+    """GCS, with uploads and listings over the JSON API, where an upload has a checksum and a listing has versions.
+    obstore uses the XML API, which has neither."""
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
         self._files.write(key, views)
@@ -408,7 +409,8 @@ def _files_of(config: ObstoreConfig, options: Mapping[str, Any]) -> Any:
 
 
 def _connect(config: ObstoreConfig, files: Any) -> tuple[chains.Provider | None, Any]:
-    """The store, which reaches what the other client of these files reaches, with the same credentials."""
+    """Return the provider of credentials and obstore's store, for the same place and credentials as those of
+    `files`."""
     from obstore.store import AzureStore, GCSStore, S3Store
 
     location, options = config.location, dict(config.config)
@@ -418,7 +420,7 @@ def _connect(config: ObstoreConfig, files: Any) -> tuple[chains.Provider | None,
         options |= address_for_obstore(config.aws.located(), location)
     provider = None
     if config.chain and location.kind:
-        # Only the SDK is asked: obstore's own search would call metadata services that may have been switched off.
+        # Only the SDK looks for credentials: obstore would call metadata services that may have been switched off.
         provider = options["credential_provider"] = chains.Provider(location.kind, files.giver, profile=profile)
     store = {"s3": S3Store, "gcs": GCSStore, "azure": AzureStore}[location.kind or "s3"]
     made = store(location.container, client_options=config.client, retry_config={"max_retries": 0}, **options)

@@ -1,8 +1,8 @@
 """HTTP/1.1 without TLS on sockets of our own, for requests whose bodies are large.
 
-A client library moves a body in pieces, and for each piece it waits for the socket and for the interpreter lock. Here
-the kernel waits: it takes the views of a body in one call, and fills memory in one call. `http.client` writes the head
-of a request and reads that of an answer.
+A client library moves a body in pieces, and for each piece it waits for the socket and for the interpreter lock. This
+module lets the kernel wait: it takes the views of a body in one call, and fills memory in one call. `http.client`
+writes the head of a request and reads that of a response.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _HEAD_BYTES = 8 << 10
-"""The buffer for the head of an answer; what is in it of the body is copied once more."""
+"""The buffer for the head of a response; bytes of the body in it are copied once more."""
 _MAX_VIEWS = 512
-"""In one call; Linux takes 1,024."""
+"""The most views in one call; Linux takes 1,024."""
 _KEPT_CONNECTIONS = 64
 _MOST_INTERIM = 16
-"""Answers of 1xx before the one that counts; no server has a reason to send two."""
+"""The most 1xx responses before the final one; no server has a reason to send two."""
 
 
 class PlainHttp:
-    """Requests to http:// URLs, a connection for each one that is in flight. Safe for threads.
+    """Sends requests to http:// URLs, with a connection for each one in flight. Safe for threads.
 
-    A connection that is not used is kept for the next request to the same server. Nothing is tried again.
+    An idle connection is kept for the next request to the same server. Nothing is retried.
     """
 
     def __init__(self, *, connect_seconds: float | None, read_seconds: float | None, keepalive: bool = False) -> None:
-        """`read_seconds` is the longest that a connection may stand still; `keepalive` switches on that of TCP."""
+        """Open no connection yet. `read_seconds` is the longest time that a connection may stand still, None for no
+        limit; `keepalive` switches on TCP's."""
         self._connect_seconds = connect_seconds
         self._read_seconds = read_seconds
         self._keepalive = keepalive
@@ -43,7 +44,7 @@ class PlainHttp:
         self._closed = False
 
     def send(self, method: str, url: str, headers: Mapping[str, Any], views: Sequence[memoryview]) -> HttpAnswer:
-        """Send a request with a body of these views, and read the head of the answer.
+        """Send a request with a body of these views, and read the head of the response.
 
         Raises OSError and `http.client.HTTPException`, and TimeoutError for a connection that stands still.
         """
@@ -66,13 +67,13 @@ class PlainHttp:
         return HttpAnswer(self, split.netloc, connection, response)
 
     def close(self) -> None:
-        """Close the connections that are not in use, and each other one when its request is done."""
+        """Close the idle connections, and each other one when its request is done."""
         with self._lock:
             self._closed = True
         self.drop_idle()
 
     def drop_idle(self) -> None:
-        """Close the connections that are not in use; those that are can be used again."""
+        """Close the idle connections; the others can be used again."""
         with self._lock:
             idle, self._idle = self._idle, {}
         for connections in idle.values():
@@ -80,7 +81,7 @@ class PlainHttp:
                 connection.end()
 
     def __del__(self) -> None:
-        """A client that is forgotten, as after expired credentials, leaves nothing open."""
+        """Close the connections of a client that is dropped, for instance after its credentials expired."""
         self.close()
 
     def _take(self, server: str) -> _Connection:
@@ -107,8 +108,8 @@ class PlainHttp:
 
 
 class HttpAnswer:
-    """The answer to a request, with a body that is read once. What is left of the body when it is closed is lost with
-    the connection."""
+    """The response to a request, with a body that is read once. Closing it loses the unread rest of the body, and with
+    it the connection."""
 
     def __init__(
         self, home: PlainHttp, server: str, connection: _Connection, response: http.client.HTTPResponse
@@ -128,11 +129,11 @@ class HttpAnswer:
         self.close()
 
     def stream(self) -> Iterator[bytes]:
-        """The rest of the body; it is how botocore reads one that it parses."""
+        """Yield the rest of the body, for botocore, which parses it."""
         yield self.read()
 
     def read(self, size: int | None = None) -> bytes:
-        """So many bytes, or the rest of the body."""
+        """Return so many bytes, or the rest of the body."""
         with self._ended_by_errors():
             data = self._response.read(size)
         self._release()
@@ -146,14 +147,14 @@ class HttpAnswer:
         return count
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Release the connection."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.end()
 
     @contextmanager
     def _ended_by_errors(self) -> Iterator[None]:
-        """Whoever reads need not close what has broken."""
+        """Close the connection on an error, so that the reader need not."""
         try:
             yield
         except BaseException:
@@ -171,8 +172,8 @@ class HttpAnswer:
 
 
 class _Response(http.client.HTTPResponse):
-    """An answer, of which `http.client` by itself would take 103 for the last, 100 without end, and of two lengths the
-    first: what comes behind such an answer would be read as that to the next request."""
+    """A response with stricter checks: `http.client` would treat 103 as final, read 100 without end, and use the first
+    of two lengths, and then read the rest of such a response as that to the next request."""
 
     def _read_status(self) -> tuple[str, int, str]:
         for _ in range(_MOST_INTERIM):
@@ -209,7 +210,7 @@ class _Connection(http.client.HTTPConnection):
         self.sock = _Readable(line)
 
     def is_alive(self) -> bool:
-        """Whether nothing has come that nobody asked for, such as the end of the connection."""
+        """Return True if nothing has come unrequested, such as the end of the connection."""
         try:
             self._line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -219,7 +220,7 @@ class _Connection(http.client.HTTPConnection):
         return False
 
     def end(self) -> None:
-        """Close it, also for an answer that is still read."""
+        """Close it, also for a response that is still being read."""
         self.close()
         self._line.close()
 
@@ -228,12 +229,12 @@ class _Connection(http.client.HTTPConnection):
         self._head = data
 
     def exchange(self, views: Sequence[memoryview]) -> http.client.HTTPResponse:
-        """Send the request that was put together, and read the head of the answer."""
+        """Send the prepared request with its body, and read the head of the response."""
         self.endheaders()
         try:
             self._send_all([memoryview(self._head), *views])
         except (BrokenPipeError, ConnectionResetError):
-            # A server that refuses a request need not read all of it: it may have said why.
+            # A server that refuses a request need not read all of it: it may have sent the reason.
             try:
                 response = self.getresponse()
             except (OSError, http.client.HTTPException):
@@ -263,8 +264,8 @@ class _Connection(http.client.HTTPConnection):
 
 
 class _Readable:
-    """What `http.client` needs of a socket: files to read answers from, which outlive a `close` as those of a socket
-    do."""
+    """The part of a socket that `http.client` uses: files to read responses from, which outlive a `close` as those of a
+    socket do."""
 
     def __init__(self, line: socket.socket) -> None:
         self.line = line
@@ -272,13 +273,13 @@ class _Readable:
         self._is_closed = False
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """A buffer for the head of an answer; large reads go past it."""
+        """Return a file with a buffer for the head of a response; large reads go past the buffer."""
         assert mode == "rb"
         self._num_files += 1
         return io.BufferedReader(_Incoming(self), _HEAD_BYTES)
 
     def let_go(self) -> None:
-        """A file was closed."""
+        """Note that a file was closed."""
         self._num_files -= 1
         if self._is_closed and not self._num_files:
             self.line.close()
@@ -291,7 +292,7 @@ class _Readable:
 
 
 class _Incoming(io.RawIOBase):
-    """The bytes that come in."""
+    """The incoming bytes of a connection."""
 
     def __init__(self, home: _Readable) -> None:
         self._home = home
@@ -300,7 +301,7 @@ class _Incoming(io.RawIOBase):
         return True
 
     def readinto(self, view: Any) -> int:
-        """Some bytes; a large view, which asks for what is sure to come, is filled in one call."""
+        """Read some bytes; a large view, whose bytes are sure to come, is filled in one call."""
         line, size_bytes = self._home.line, len(view)
         try:
             if size_bytes <= _HEAD_BYTES:

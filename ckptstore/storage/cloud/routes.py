@@ -1,12 +1,12 @@
-"""The route to a server: through which proxy, and whose certificates are trusted. Resolved once, for all clients.
+"""The route to a server: its proxy, and the trusted certificates. Resolved once, for all clients.
 
 The libraries below read the same variables with different rules: whether `ALL_PROXY` counts, whether `NO_PROXY` may
-hold networks or "*", whether `SSL_CERT_FILE` counts, and which certificates they trust when nothing is said. So none of
-them is left to look for itself.
+hold networks or "*", whether `SSL_CERT_FILE` counts, and which certificates they trust by default. So none of them is
+allowed to look for itself.
 
-A proxy is the one of `http_proxy` or `https_proxy`, after the scheme of the server, else of `all_proxy`; small letters
+The proxy is that of `http_proxy` or `https_proxy`, by the scheme of the server, else that of `all_proxy`; small letters
 go before capital ones. `no_proxy` holds hosts, domains, addresses and networks, each with a port or without, or "*".
-Trusted are the certificates of the variables that a client has for it, of `SSL_CERT_FILE`, or else of this machine.
+The trusted certificates are those of the client's own variables, of `SSL_CERT_FILE`, or else of this machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BUNDLES = (
     "/etc/ssl/ca-bundle.pem",
     "/etc/ssl/cert.pem",
 )
-"""Where systems keep the certificates that they trust, in one file."""
+"""The files in which systems keep the certificates that they trust."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +42,26 @@ class Route:
     """The route to one server."""
 
     proxy_url: str | None = field(default=None, repr=False)
-    """With its user and password; None where there is none."""
+    """The proxy with its user and password; None if there is none."""
     proxy_from: str = ""
-    """What names the proxy."""
+    """The variable that names the proxy."""
     verify: bool | str = True
     """A file of trusted certificates, True for those that the client brings along, False to trust all."""
     verify_from: str = ""
-    """What names the certificates; "" for those of this machine, which every client trusts."""
+    """The option or variable that names the certificates; "" for those of this machine, which every client trusts."""
 
     @property
     def proxy(self) -> str:
-        """Host and port of the proxy, for messages; "" without one."""
+        """The host and port of the proxy, for messages; "" without one."""
         return server_of(self.proxy_url)
 
     @property
     def through(self) -> str:
-        """The proxy as a message tells of it, "" without one."""
+        """The words about the proxy for a message, "" without one."""
         return f" through the proxy {self.proxy} ({self.proxy_from})" if self.proxy_url else ""
 
     def told(self, url: str) -> dict[str, str]:
-        """The route to a URL, in words."""
+        """Return the route to a URL, in words."""
         found = {"proxy": f"{self.proxy} ({self.proxy_from})" if self.proxy_url else "none"}
         if urlsplit(url).scheme == "https":
             if self.verify is False:
@@ -72,12 +72,12 @@ class Route:
         return found
 
     def proxies(self, url: str) -> dict[str, str]:
-        """The proxy as urllib3, requests and botocore take it."""
+        """Return the proxy in the form for urllib3, requests and botocore."""
         return {urlsplit(url).scheme: self.proxy_url} if self.proxy_url else {}
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raise InvalidInput, without the value, for what is no URL of a server."""
+    """Raise InvalidInput, without the value, for an endpoint that is no URL of a server."""
     if not endpoint:
         return
     try:
@@ -90,7 +90,7 @@ def check_endpoint(endpoint: str | None) -> None:
 
 
 DIRECT = Route()
-"""Without a proxy."""
+"""The route without a proxy."""
 
 
 def route_to(
@@ -98,9 +98,9 @@ def route_to(
 ) -> Route:
     """Return the route to the server of a URL.
 
-    `bundles` are the places in which its SDK is told of certificates, each with the file that it names, those first
-    that go before others; `verify` is what an option says of them. A server that is reached without TLS shows none.
-    Raises InvalidInput for a proxy that no client here speaks to.
+    `bundles` are the settings for certificates of its SDK, each with the file that it names, in order of precedence;
+    `verify` is the option for them. A server that is reached without TLS needs none. Raises InvalidInput for a proxy
+    of a kind that no client supports.
     """
     proxy_url, proxy_from = proxy_of(url, environ)
     if urlsplit(url).scheme != "https":
@@ -115,18 +115,18 @@ def route_to(
 
 
 def variables(names: Sequence[str], environ: Environment) -> list[tuple[str, str | None]]:
-    """Variables with their values, as `route_to` takes them."""
+    """Return variables with their values, as `route_to` takes them."""
     return [(name, environ.get(name)) for name in names]
 
 
 def system_bundle() -> str | None:
-    """The file of the certificates that this machine trusts, None where it has none."""
+    """Return the file of the certificates that this machine trusts, None if it has none."""
     return next((path for path in _BUNDLES if os.path.isfile(path)), None)
 
 
 def own_bundle() -> bytes | None:
-    """The certificates that the clients of Python bring along, for a machine that has none; None where botocore brings
-    its own."""
+    """Return the certificates that Python's clients bring along, for a machine without any; None if certifi is not
+    installed."""
     try:
         import certifi
     except ImportError:
@@ -135,20 +135,20 @@ def own_bundle() -> bytes | None:
 
 
 def other_directory(environ: Environment) -> bool:
-    """Whether `SSL_CERT_DIR` names certificates that are not those of this machine: it counts for some clients."""
+    """Return True if `SSL_CERT_DIR`, which some clients read, names other certificates than those of this machine."""
     path, system = environ.get("SSL_CERT_DIR"), system_bundle()
     return bool(path) and not is_same_file(path or "", os.path.dirname(system) if system else None)
 
 
 def is_same_file(path: str, other: str | None) -> bool:
-    """Whether two paths lead to one file or directory, which is there."""
+    """Return True if two paths lead to one existing file or directory."""
     with suppress(OSError):
         return other is not None and os.path.samefile(path, other)
     return False
 
 
 def proxy_of(url: str, environ: Environment) -> tuple[str | None, str]:
-    """The proxy for a URL and the variable that names it; (None, "") without one. Raises InvalidInput."""
+    """Return the proxy for a URL and the variable that names it; (None, "") without one. Raises InvalidInput."""
     split = urlsplit(url)
     value, name = _named(f"{split.scheme}_proxy", environ)
     if not name:
@@ -167,7 +167,7 @@ def proxy_of(url: str, environ: Environment) -> tuple[str | None, str]:
 
 
 def _named(name: str, environ: Environment) -> tuple[str, str]:
-    """A variable in small letters or capital ones, and how it is written; ("", "") where it is not there."""
+    """Return the value of a variable in small letters or capital ones, and its spelling; ("", "") if it is not set."""
     if name in environ:
         return environ[name].strip(), name
     capital = name.upper()

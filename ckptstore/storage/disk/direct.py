@@ -1,8 +1,8 @@
-"""Writes that pass by the page cache, for files that are to reach the disk at once anyway.
+"""Write past the page cache, for files that must reach the disk at once anyway.
 
 A buffered write that is fsynced in the end copies the bytes into memory that the training could use, waits while much
 of that memory is not on the disk yet, and then waits for the disk all the same. A direct one hands over the caller's
-memory where it is aligned as the disk wants it, else that of a small aligned buffer (open(2), O_DIRECT; statx(2),
+memory if it is aligned as the disk requires, else that of an aligned buffer (open(2), O_DIRECT; statx(2),
 STATX_DIOALIGN).
 """
 
@@ -19,14 +19,14 @@ from ckptstore.runtime.new_memory import HUGE_BYTES, new_memory
 from ckptstore.storage.disk import posix
 
 _ALIGN_BYTES = 4096
-"""What every disk takes, where the system does not say what it wants."""
+"""An alignment that every disk accepts, for systems that do not report the required one."""
 
 
 class DirectFile:
     """A descriptor that was opened with O_DIRECT, for the parts of one file. Safe for threads."""
 
     def __init__(self, descriptor: int) -> None:
-        """The descriptor stays the caller's."""
+        """Do not take over the descriptor, which the caller closes."""
         self._descriptor = descriptor
         self._is_direct = True
         memory, offset = posix.direct_alignment(descriptor)
@@ -45,7 +45,7 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._end()  # the disk wants what the system does not tell
+                self._end()  # the disk requires more than the system reports
             else:
                 if rest := b"".join(posix.after(views, whole_bytes)):
                     self._rest.append((offset + whole_bytes, rest))
@@ -54,7 +54,7 @@ class DirectFile:
         posix.write_at(self._descriptor, views, offset)
 
     def finish(self) -> None:
-        """Write what is left. Called once, after all parts. Raises OSError."""
+        """Write the remaining ends of parts. Called once, after all parts. Raises OSError."""
         self._end()
         for offset, data in self._rest:
             posix.write_at(self._descriptor, [memoryview(data)], offset)
@@ -72,7 +72,7 @@ class DirectFile:
         return _address(view) % self._memory_align_bytes == 0
 
     def _end(self) -> None:
-        """From now on everything goes through the page cache; what another thread is writing may go either way."""
+        """Write through the page cache from now on; a write in progress on another thread may go either way."""
         if self._is_direct:
             self._is_direct = False
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
@@ -84,11 +84,11 @@ class _Buffers(threading.local):
 
 
 _buffers = _Buffers()
-"""Each thread's aligned buffer, as large as its largest write so far; gone with the thread."""
+"""Each thread's aligned buffer, as large as its largest write so far; freed with the thread."""
 
 
 def _gathered(views: Sequence[memoryview], size_bytes: int) -> memoryview:
-    """The first bytes of the views, one after another in aligned memory, valid until this thread's next call."""
+    """Copy the first bytes of the views, one after another, to aligned memory, valid until this thread's next call."""
     whole = _buffers.view
     if len(whole) < size_bytes:
         whole = _buffers.view = _aligned(size_bytes)
@@ -104,8 +104,8 @@ def _gathered(views: Sequence[memoryview], size_bytes: int) -> memoryview:
 
 
 def _aligned(size_bytes: int) -> memoryview:
-    """Memory in huge pages, where the system has them: a disk takes a megabyte of these in one piece, of small pages it
-    takes a few hundred pieces, and a request of its own for so many."""
+    """Return aligned memory in huge pages, if the system has them."""
+    # A disk takes a megabyte of huge pages in one piece; small ones are a few hundred pieces, in several requests.
     room_bytes = -(-size_bytes // HUGE_BYTES) * HUGE_BYTES + HUGE_BYTES
     view = memoryview(new_memory(room_bytes))
     return view[-_address(view) % HUGE_BYTES :]

@@ -1,11 +1,11 @@
 """A directory on a disk or a shared file system as a storage.
 
 Keys are paths below the root. Create-if-absent is an exclusive hard link of a finished temporary file, so that it
-holds on every POSIX file system, NFS included. What was written is durable after `persist`, what was created at once,
-unless the storage was opened with `durable=False`. A file that is replaced is replaced whole.
+holds on every POSIX file system, NFS included. Written files are durable after `persist`, created ones at once, unless
+the storage was opened with `durable=False`. A file that is replaced is replaced whole.
 
-Nothing outside of the root is touched: nothing is written or deleted where a symbolic link below the root is on the
-way, and no link is listed. The root itself may lie below one.
+Nothing outside of the root is touched: nothing is written or deleted through a symbolic link below the root, and no
+link is listed. The root itself may lie below one.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _TEMPORARY = ".ckptstore-tmp-"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _OLD = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _PART_BYTES = 1 << 20
-"""Small enough that a part is still in the processor's cache when it is written after it was hashed."""
+"""A part size so small that a hashed part is still in the processor's cache when it is written."""
 _LARGE_BYTES = 16 << 20
 _LARGE_PART_BYTES = 4 << 20
-"""Fewer parts leave the interpreter to other threads."""
+"""The part size of large files: fewer parts leave the interpreter to other threads."""
 _DIRECT_PART_BYTES = 8 << 20
-"""Past the page cache fewer calls take half the processor's time."""
+"""The part size past the page cache, where fewer calls take half the processor time."""
 _DISK_THREADS = 2
-"""A directory takes one new file at a time, and the interpreter runs one thread at a time."""
+"""The useful threads on a disk: a directory takes one new file at a time, and the interpreter runs one thread."""
 _NETWORK_THREADS = 64
-"""There a new file is a wait for a server."""
+"""The useful threads on a network, where a new file is a wait for a server."""
 _DIRECTORY_TRIES = 8
-"""How often a directory that somebody else removes as it falls empty is made again."""
+"""The tries to create a directory that another process removes while it is empty."""
 
 
 class LocalStorage(Storage):
     """The files below one directory. Safe for threads and processes; pickled as its path and options."""
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True, direct_io: bool = True) -> None:
-        """Nothing is created before the first write. With `durable=False` nothing is ever told to reach the disk.
-        `direct_io` writes large files past the page cache, where they are to be durable and the file system can."""
+        """Create nothing before the first write. With `durable=False` no file is ever flushed to the disk.
+        `direct_io` writes large files past the page cache, if they are to be durable and the file system can."""
         self._root = os.path.abspath(root)
         self._durable = durable
         self._direct_io = direct_io
@@ -87,7 +87,7 @@ class LocalStorage(Storage):
             raise self._error(error, "Writing", key, views) from error
 
     def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
-        """What is not a plain new file in a directory that exists is left to `write`, and so are all errors."""
+        """Write new files in existing directories in less time; leave all others, and all errors, to `write`."""
         looked_at: set[str] = set()
         for key, views in files:
             path = self._own_path(key, looked_at)
@@ -142,7 +142,7 @@ class LocalStorage(Storage):
                 offset += wanted
 
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """See `Doubts`: what is read next comes from the disk itself, as far as the system allows."""
+        """See `Doubts`: the next read comes from the disk itself, as far as the system allows."""
         with contextlib.suppress(CkptstoreError), self._opened(key) as (descriptor, _):
             posix.forget_pages(descriptor)
 
@@ -173,7 +173,7 @@ class LocalStorage(Storage):
                 raise self._error(error, "Deleting", key) from error
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no connections."""
 
     def create(self, key: str, data: bytes) -> bool:
         path = self._own_path(key)
@@ -225,7 +225,7 @@ class LocalStorage(Storage):
             self._make_directories(self._own_directory(check_name(key)) if key else self._root)
 
     def remove_directories(self, key: str) -> None:
-        """Temporary files that a killed process left behind go too."""
+        """Remove also the temporary files that a killed process left behind."""
         for directory, _, names in os.walk(self._own_directory(check_name(key)), topdown=False):
             for name in names:
                 if name.startswith(_TEMPORARY):
@@ -270,7 +270,7 @@ class LocalStorage(Storage):
         self.copy_from(self, source_key, key)
 
     def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
-        """A reflink where the file system has them, else inside the kernel; never another name of the same inode."""
+        """Copy by a reflink if the file system has them, else inside the kernel; never as a name of the same inode."""
         if not isinstance(source, LocalStorage):
             return False
         path = self._own_path(key)
@@ -295,9 +295,9 @@ class LocalStorage(Storage):
         return f"{self._root}/{key}"
 
     def _own_path(self, key: str, looked_at: set[str] | None = None) -> str:
-        """The path of what is to be written or deleted. `looked_at` has the directories of earlier ones, to look once.
+        """Return the path of a file to be written or deleted. `looked_at` collects the directories already checked.
 
-        Raises StorageError where a symbolic link is on the way: what lies behind it is not the store's.
+        Raises StorageError if a symbolic link is on the way: files behind it are not the store's.
         """
         path, end = self._path(key), key.rfind("/")
         if end > 0 and (looked_at is None or key[:end] not in looked_at):
@@ -307,14 +307,14 @@ class LocalStorage(Storage):
         return path
 
     def _own_directory(self, key: str) -> str:
-        """The same for a directory, which must not be a link itself."""
+        """Return the path of a directory as `_own_path` does; it must not be a link itself."""
         path, end = f"{self._root}/{key}", 0
         while end >= 0:
             end = key.find("/", end + 1)
             part = f"{self._root}/{key[:end]}" if end > 0 else path
             try:
                 is_link = stat.S_ISLNK(os.lstat(part).st_mode)
-            except OSError:  # not there; whoever needs it finds out why
+            except OSError:  # it does not exist; the caller's next use of it raises the reason
                 break
             if is_link:
                 raise StorageError(
@@ -367,7 +367,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def _temporary(self, path: str, views: Sequence[memoryview], *, durable: bool) -> Iterator[str]:
-        """A finished file beside `path`, durable where that is asked for; its name is gone when the context ends."""
+        """Yield the path of a finished file beside `path`, durable on request, and remove it when the context ends."""
         temporary = f"{os.path.dirname(path)}/{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
         descriptor = self._in_directory(path, lambda: os.open(temporary, _NEW, READ_ONLY))
         try:
@@ -382,7 +382,7 @@ class LocalStorage(Storage):
             _remove(temporary)
 
     def _in_directory(self, path: str, action: Callable[[], T]) -> T:
-        """Do what needs the directory of `path`, which is created if absent."""
+        """Run an action that needs the directory of `path`, which is created if absent."""
         for _ in range(_DIRECTORY_TRIES):
             try:
                 return action()
@@ -391,7 +391,7 @@ class LocalStorage(Storage):
         return action()
 
     def _make_directories(self, path: str) -> None:
-        """Create what is missing, and remember which directories hold a new one: those are not durable yet."""
+        """Create missing directories, and remember those that hold a new one: they are not durable yet."""
         if os.path.isdir(path):
             return
         above, holders = path, set()
@@ -399,17 +399,17 @@ class LocalStorage(Storage):
             above = os.path.dirname(above)
             holders.add(above)
         first = f"{self._root}/{path[len(self._root) + 1 :].partition('/')[0]}"
-        if self._root in holders and first != path:  # what is made there holds checkpoints
-            with contextlib.suppress(FileExistsError):  # or somebody else makes and removes it meanwhile
+        if self._root in holders and first != path:  # the new directory below the root holds checkpoints
+            with contextlib.suppress(FileExistsError):  # if another process makes and removes it meanwhile
                 os.makedirs(first, exist_ok=True)
             posix.spread_directories(first)
         os.makedirs(path, exist_ok=True)
         self._made_in |= holders
 
     def _flush_directories(self, keys: Sequence[str]) -> None:
-        """fsync the directories of the files, and every one in which this storage has created another.
+        """Call fsync for the directories of the files, and for every one in which this storage has created another.
 
-        What somebody else creates, somebody else makes durable before anything refers to it.
+        Another process makes the directories that it creates durable before anything refers to them.
         """
         made = set(self._made_in)
         parents = {f"{self._root}/{key}".rstrip("/") or "/" for key in {key.rpartition("/")[0] for key in keys}}
@@ -446,7 +446,7 @@ def _reopen(root: str, durable: bool, direct_io: bool) -> LocalStorage:
 
 
 def _remove(path: str) -> None:
-    """Remove a file if it is there. Raises OSError when it stays."""
+    """Remove a file if it exists. Raises OSError if it stays."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 

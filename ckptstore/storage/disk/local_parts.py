@@ -1,4 +1,4 @@
-"""New files on a disk that several threads write in parts, and what makes files durable."""
+"""Write new files on a disk, in parts by several threads, and make files durable."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ if TYPE_CHECKING:
     from ckptstore.storage.disk.direct import DirectFile
 
 _WRITE_BACK_BYTES = 8 << 20
-"""How much is written before the disk is told to begin with it."""
+"""The bytes that are written before the disk is made to begin with them."""
 _SMALL_BYTES = 1 << 20
-"""A file of that size is written at once, and needs no room beforehand."""
+"""The size up to which a file is written at once, and needs no room beforehand."""
 READ_ONLY = 0o444
-"""The mode of what is never changed in place; who created the file can still write it through its descriptor."""
+"""The mode of files that are never changed in place; their creator can still write through its descriptor."""
 WRITABLE = 0o666
-"""The mode, less the umask, of what is the user's."""
+"""The mode, less the umask, of the user's files."""
 _MANY_FILES = 16
-"""From so many files on, one call that makes a whole file system durable is cheaper than an fsync of each."""
+"""The number of files from which one flush of a whole file system is cheaper than an fsync of each."""
 
 
 class NewFile:
-    """A file that has its name, and its room, from the beginning. Its parts may come in any order."""
+    """A new file that has its name, and its room, from the beginning. Its parts may come in any order."""
 
     def __init__(
         self, key: str, path: str, *, size_bytes: int, writes_back: bool, direct: bool = False, mode: int = WRITABLE
     ) -> None:
-        """`writes_back` has the disk begin early, for a file that is fsynced in the end; `direct` passes by the page
-        cache where that is possible. `key` is for errors.
+        """Create the file, and its directory if absent. Raises StorageFull when there is no room, StorageError when the
+        path exists.
 
-        The directory is created. Raises StorageFull when there is no room, StorageError when the path exists.
+        `writes_back` has the disk begin early, for a file that is fsynced in the end; `direct` bypasses the page cache
+        where that is possible. `key` is for errors.
         """
         self._key = key
         self._path = path
@@ -73,7 +74,7 @@ class NewFile:
             posix.start_writing_back(self._descriptor, start, end - start)
 
     def close(self) -> None:
-        """The file is complete. Raises StorageError."""
+        """Complete and close the file. Raises StorageError."""
         try:
             self._complete()
             self._close()
@@ -112,7 +113,7 @@ class LocalParts(NewFile):
     def __init__(
         self, key: str, path: str, *, size_bytes: int, flushed: Callable[[str], None] | None, direct: bool
     ) -> None:
-        """`flushed` hears of the key when it was fsynced; None asks for no fsync, and then nothing is direct."""
+        """Create the file. `flushed` is called with the key after its fsync; None means no fsync and no direct I/O."""
         durable = flushed is not None
         super().__init__(
             key, path, size_bytes=size_bytes, writes_back=durable, direct=durable and direct, mode=READ_ONLY
@@ -120,7 +121,7 @@ class LocalParts(NewFile):
         self._flushed = flushed
 
     def finish(self) -> None:
-        """Raises a StorageError that is not worth a retry: a second fsync may lie about the first."""
+        """Complete the file. Raises a StorageError that is not retryable: a second fsync may lie about the first."""
         try:
             self._complete()
             if self._flushed:
@@ -143,9 +144,10 @@ def _open_new(path: str, mode: int, flags: int = 0) -> int:
 
 
 def write_new(key: str, path: str, view: memoryview, *, mode: int) -> None:
-    """What `NewFile` does for a small file, in less time. `key` is for errors.
+    """Write a small new file as `NewFile` does, in less time. `key` is for errors.
 
-    The directory is created. Raises StorageFull, and StorageError when the path exists; there is nothing then.
+    The directory is created if absent. Raises StorageFull, and StorageError when the path exists; a failed write
+    leaves no file.
     """
     try:
         descriptor = _open_new(path, mode)
@@ -164,7 +166,7 @@ def write_new(key: str, path: str, view: memoryview, *, mode: int) -> None:
 
 
 def flush_files(paths: Sequence[str]) -> None:
-    """fsync of files. Raises OSError."""
+    """Call fsync for files. Raises OSError."""
     if len(paths) >= _MANY_FILES:
         paths = _left_by_filesystem_flush(paths)
     for path in paths:
@@ -179,7 +181,7 @@ def _left_by_filesystem_flush(paths: Sequence[str]) -> Sequence[str]:
 
 
 def make_durable(paths: Sequence[str]) -> None:
-    """fsync of files and of the directories that hold them. Raises StorageError."""
+    """Call fsync for files and the directories that hold them. Raises StorageError."""
     try:
         flush_files(paths)
         for directory in _parents(paths):

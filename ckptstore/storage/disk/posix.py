@@ -1,7 +1,7 @@
-"""What a disk can do that `os` does not offer, and what its errors mean in the tree of `ckptstore.errors`.
+"""Calls for disks that `os` lacks, and the translation of their errors to those of `ckptstore.errors`.
 
-Linux calls that are missing on another system, or refused by a file system, are either told so (a False) or left out
-where they are only a hint. Calls into the C library release the interpreter lock.
+A Linux call that is missing on another system, or refused by a file system, is either reported as False, or skipped if
+it is only a hint. Calls into the C library release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptstore.errors import AccessDenied, FileMissing, StorageError, StorageFul
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 _MAX_VIEWS = 1024
-"""IOV_MAX: the most buffers that one call takes."""
+"""The most buffers that one call takes (IOV_MAX)."""
 _COPY_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 20
 """The most that one call writes to the page cache. For more the kernel takes larger pages, and those of 2 MiB and more
@@ -30,7 +30,7 @@ are up to ten times as slow where the host of a virtual machine has taken them b
 _FLAGS = struct.Struct("i")
 _GET_FLAGS = 2 << 30 | struct.calcsize("l") << 16 | ord("f") << 8 | 1
 _SET_FLAGS = 1 << 30 | struct.calcsize("l") << 16 | ord("f") << 8 | 2
-"""ioctl_iflags(2); the numbers name a long, and an int is what is exchanged."""
+"""The requests of ioctl_iflags(2); the numbers name a long, but an int is exchanged."""
 _TOP_DIRECTORY = 0x00020000
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -39,10 +39,11 @@ _FICLONE = 0x40049409
 _REFUSED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM})
 _SYNCFS_REPORTS_SINCE = (5, 8)
 _PLAIN_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x2FC12FC1})
-"""ext2 to ext4, XFS, Btrfs, F2FS, tmpfs, ZFS. Others, FUSE and those on a network, may keep their promise only for an
-fsync of each file."""
+"""The magic numbers of ext2 to ext4, XFS, Btrfs, F2FS, tmpfs and ZFS. Others, FUSE and those on a network, may be
+durable only after an fsync of each file."""
 _DIRECT_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342})
-"""ext2 to ext4, XFS. Others copy all the same, or send each direct write to a server before they return."""
+"""The magic numbers of ext2 to ext4 and XFS. Others copy all the same, or send each direct write to a server before
+they return."""
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
@@ -87,7 +88,7 @@ def write_whole(descriptor: int, views: Sequence[memoryview], offset: int) -> in
 
 
 def _shared_out(views: Sequence[memoryview], most_bytes: int) -> Iterator[Sequence[memoryview]]:
-    """The views one after another, so many at once that they have no more bytes than that."""
+    """Yield the views one after another, in groups of at most so many bytes."""
     if sum(map(len, views)) <= most_bytes:
         yield views
         return
@@ -106,7 +107,7 @@ def _shared_out(views: Sequence[memoryview], most_bytes: int) -> Iterator[Sequen
 
 
 def read_at(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-    """Fill the views from `offset` on, and return how many bytes there were before the file ended. Raises OSError."""
+    """Fill the views from `offset` on, and return the number of bytes read before the file ended. Raises OSError."""
     start = offset
     for first in range(0, len(views), _MAX_VIEWS):
         pending = views[first : first + _MAX_VIEWS]
@@ -120,14 +121,14 @@ def read_at(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
 
 
 def forget_pages(descriptor: int) -> None:
-    """Drop what memory holds of a file, so that it is read from its disk or server again. Best effort: what was not
-    written back yet stays."""
+    """Drop the cached pages of a file, so that it is read from its disk or server again. Best effort: pages that are
+    not written back yet stay."""
     with contextlib.suppress(AttributeError, OSError):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def after(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
-    """What is left of views behind their first `count` bytes; a call may move less than it was asked to."""
+    """Return the views behind their first `count` bytes: a call may move fewer bytes than requested."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]
@@ -136,10 +137,11 @@ def after(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
 
 
 def allocate(descriptor: int, size_bytes: int) -> None:
-    """Reserve the room for a file, where the file system can: it is written faster, and a full disk is found first.
+    """Reserve the room for a file, if the file system can: it is written faster, and a full disk is found first.
 
-    The call of the C library by that name would write zeros where the file system cannot. Raises OSError (ENOSPC).
+    Raises OSError (ENOSPC).
     """
+    # Not by posix_fallocate, which writes zeros where the file system cannot.
     try:
         _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
     except OSError as error:
@@ -148,12 +150,12 @@ def allocate(descriptor: int, size_bytes: int) -> None:
 
 
 def spread_directories(path: str) -> None:
-    """Have what is created in this directory lie apart on the disk from now on, each directory with all below it.
+    """Spread the directories that are created in this one from now on over the disk, each with all files below it.
 
-    For a new file ext4 looks near its directory, and passes over every place there of which a file was deleted in the
-    last minutes, one by one: thousands of files beside thousands that have just gone take three times as long. This is
-    what chattr(1) calls the attribute T. A hint: never raises.
+    A hint by the attribute T of chattr(1): never raises.
     """
+    # For a new file ext4 looks near its directory, and passes over every place there from which a file was deleted in
+    # the last minutes, one by one: thousands of files beside thousands of just deleted ones take three times as long.
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -165,7 +167,7 @@ def spread_directories(path: str) -> None:
 
 
 def start_writing_back(descriptor: int, offset: int, size_bytes: int) -> None:
-    """Have the disk begin with these bytes now instead of at the fsync. A hint: never raises."""
+    """Make the disk begin with these bytes now instead of at the fsync. A hint: never raises."""
     with contextlib.suppress(OSError):
         _call(
             "sync_file_range",
@@ -177,13 +179,13 @@ def start_writing_back(descriptor: int, offset: int, size_bytes: int) -> None:
 
 
 def writes_directly(path: str) -> bool:
-    """Whether writes that pass by the page cache are known to be what they claim on the file system of a path."""
+    """Return True if the file system of a path is known to write past the page cache when it is told to."""
     return _file_system_of(path) in _DIRECT_FILE_SYSTEMS
 
 
 def direct_alignment(descriptor: int) -> tuple[int, int]:
-    """To multiples of what addresses in memory and offsets in the file a direct write has to keep, in bytes; 0 for what
-    the system does not tell (Linux before 6.1)."""
+    """Return the alignment that a direct write requires of addresses in memory and of offsets in the file, in bytes; 0
+    where the system does not report it (Linux before 6.1)."""
     facts = ctypes.create_string_buffer(_STATX_BYTES)
     try:
         _call("statx", descriptor, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), facts)
@@ -194,7 +196,7 @@ def direct_alignment(descriptor: int) -> tuple[int, int]:
 
 
 def flush(path: str) -> None:
-    """fsync of a file. Raises OSError."""
+    """Call fsync for a file. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -203,7 +205,7 @@ def flush(path: str) -> None:
 
 
 def flush_directory(path: str) -> None:
-    """fsync of a directory, where the file system knows such a thing; many in user space do not. Raises OSError."""
+    """Call fsync for a directory, if the file system supports it; many in user space do not. Raises OSError."""
     try:
         flush(path)
     except OSError as error:
@@ -221,12 +223,12 @@ def _syncfs_reports() -> bool:
 
 
 def is_on_disk(path: str) -> bool:
-    """Whether the file system of a path, which need not exist yet, is a plain one of this machine."""
+    """Return True if the file system of a path, which need not exist yet, is a plain one of this machine."""
     return _file_system_of(path) in _PLAIN_FILE_SYSTEMS
 
 
 def _file_system_of(path: str) -> int:
-    """The magic number of the file system of a path, which need not exist yet (statfs(2)); 0 when there is none."""
+    """Return the magic number of the file system of a path, which need not exist yet (statfs(2)); 0 if unknown."""
     facts = ctypes.create_string_buffer(256)
     try:
         _call("statfs", os.fsencode(_existing(path)), facts)
@@ -236,9 +238,9 @@ def _file_system_of(path: str) -> int:
 
 
 def flush_filesystem(path: str) -> bool:
-    """fsync of everything on the file system of `path` in one call, errors reported.
+    """Flush everything on the file system of `path` in one call that reports errors, and return True.
 
-    Returns False, and does nothing, where that call would promise less than an fsync of each file does. Raises OSError.
+    Return False, and do nothing, if that call would guarantee less than an fsync of each file. Raises OSError.
     """
     if not _syncfs_reports() or not is_on_disk(path):
         return False
@@ -251,7 +253,7 @@ def flush_filesystem(path: str) -> bool:
 
 
 def link_new(temporary: str, path: str) -> bool:
-    """Give a temporary file its name unless that is taken, atomically; say whether it was free.
+    """Give a temporary file its name unless that is taken, atomically; return True if it was free.
 
     Raises OSError, with EOPNOTSUPP where the file system offers no way.
     """
@@ -280,7 +282,7 @@ def _rename_new(temporary: str, path: str) -> bool:
 
 
 def clone(source: int, target: int) -> bool:
-    """Let an empty file share the blocks of another one (a reflink); False where that is not possible."""
+    """Let an empty file share the blocks of another one (a reflink); return False if that is not possible."""
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError as error:
@@ -291,9 +293,9 @@ def clone(source: int, target: int) -> bool:
 
 
 def copy_contents(source: int, target: int, size_bytes: int) -> None:
-    """Copy the first bytes of a file into an empty one, inside the kernel where that can be done.
+    """Copy the first bytes of a file into an empty one, inside the kernel if possible.
 
-    Raises OSError, EIO when there are fewer.
+    Raises OSError, EIO if the file has fewer.
     """
     done = 0
     while done < size_bytes:
@@ -310,7 +312,7 @@ def _copy_some(source: int, target: int, offset: int, most_bytes: int) -> int:
         if isinstance(error, OSError) and error.errno not in _REFUSED:
             raise
         count = 0
-    if count == 0:  # refused, at the end, or one of the file systems that answer so instead of refusing
+    if count == 0:  # refused, at the end, or on a file system that returns 0 instead of refusing
         data = os.pread(source, min(most_bytes, _COPY_BYTES), offset)
         write_at(target, [memoryview(data)], offset)
         count = len(data)
@@ -318,22 +320,23 @@ def _copy_some(source: int, target: int, offset: int, most_bytes: int) -> int:
 
 
 def _existing(path: str) -> str:
-    """The path, or the lowest directory above it that exists."""
+    """Return the path if it is a directory, else the lowest existing directory above it."""
     while not os.path.isdir(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
 
 
 def free_bytes(directory: str) -> int:
-    """How much can still be written to the file system of a directory that may not exist yet. Raises OSError."""
+    """Return the bytes that can be written to the file system of a directory, which need not exist yet. Raises
+    OSError."""
     facts = os.statvfs(_existing(directory))
     return facts.f_bavail * facts.f_frsize
 
 
 def translate(error: OSError, *, what: str, file: str, directory: str, needed_bytes: int | None = None) -> StorageError:
-    """The error of the tree for an error of the system; `what` says what was tried, with the path.
+    """Translate an error of the system to one of ckptstore; `what` names the failed operation, with the path.
 
-    A full disk is told with the bytes that were needed and those that are free in `directory`.
+    For a full disk the message has the needed bytes and those that are free in `directory`.
     """
     reason = f"{what} failed, {error.strerror or error}"
     code = error.errno

@@ -8,21 +8,21 @@ from pathlib import Path
 
 
 def make_private(path: Path) -> str:
-    """Create the directory if absent, its parents too. Returns why it is not safe to use, "" if it is.
+    """Create the directory and its parents if absent. Return the reason why it is not safe to use, "" if it is.
 
-    It is safe when it is a directory and no link, belongs to this user, and lets nobody else in. So nobody else can
-    have put anything into it. Raises OSError.
+    It is safe if it is a directory and no link, belongs to this user, and lets nobody else in. So nobody else can have
+    put anything into it. Raises OSError.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700)
     except FileExistsError:
-        """Then it is looked at."""
+        """An existing one is checked below."""
     return privacy_fault(path)
 
 
 def privacy_fault(path: Path) -> str:
-    """Why a directory is not safe to use, "" if it is; see `make_private`. Creates nothing. Raises OSError."""
+    """Return the reason why a directory is not safe to use, "" if it is; see `make_private`. Raises OSError."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return "is no directory, or a symbolic link"

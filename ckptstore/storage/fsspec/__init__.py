@@ -1,8 +1,8 @@
 """Object stores, and everything else that has a URL, through fsspec. The only importer of fsspec.
 
-s3fs, gcsfs and adlfs say what their options, their configuration and their environment mean. The requests then go
-through the SDK below each of them, file by file: their own calls for whole files retry nothing while a body is read,
-leave files with holes behind, and hold hundreds of megabytes. Any other URL is served by fsspec's calls for one file.
+s3fs, gcsfs and adlfs define the meaning of their options, configuration and environment. The requests then go through
+the SDK below each of them, file by file: their own calls for whole files retry nothing while a body is read, leave
+files with holes behind, and hold hundreds of megabytes. Any other URL is served by fsspec's calls for one file.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _Opened = tuple[Any, tuple[str, dict[str, Any]]]
 
 
 def open_remote(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
-    """The storage at any fsspec URL. Connects when it is first used.
+    """Return the storage at any fsspec URL. It connects on its first use.
 
-    Raises ValueError for a scheme that fsspec does not know, ImportError where its package is missing, InvalidInput
-    for options that the package does not take.
+    Raises ValueError for a scheme that fsspec does not know, ImportError if its package is missing, InvalidInput
+    for options that the package does not accept.
     """
     options = dict(storage_options or {})
     location = parse_uri(uri)
@@ -67,17 +67,18 @@ _FSSPEC_NAMES = frozenset(
         "use_listings_cache",
     ]
 )
-"""What every file system takes. It says how fsspec works inside, and nothing here."""
+"""Options of every file system. They concern fsspec's own calls, and have no effect on the requests of this package."""
 _NOT_DONE = {
     "s3": {"session"},
     "gcs": {"requester_pays", "session_kwargs"},
     "azure": {"request_session", "version_aware"},
 }
-"""Options that a package has and that mean nothing to the requests made here: better refused than ignored."""
+"""Options of a package that have no effect on the requests of this package: better refused than ignored."""
 
 
 def _class_of(uri: str, options: Mapping[str, Any]) -> Any:
-    """The file system of a scheme; raises ImportError where its package is missing, InvalidInput for its options."""
+    """Return the file system class of a scheme; raise ImportError if its package is missing, InvalidInput for wrong
+    options."""
     # gcsfs reads this at import: with it, it asks Google over gRPC about each bucket, and hangs where that is blocked.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     import fsspec
@@ -93,14 +94,14 @@ def _class_of(uri: str, options: Mapping[str, Any]) -> Any:
 
 
 def _instance(uri: str, options: Mapping[str, Any]) -> Any:
-    """The file system, for the meaning that it gives to options. Nothing is asked of it."""
+    """Return a file system, only for the meaning that it gives to options. It makes no request."""
     cls = _class_of(uri, options)
     with foreign.seam(lambda error: _refused(error, uri)):
         return cls(**{**options, "skip_instance_cache": True})
 
 
 def _refused(error: Exception, uri: str) -> CkptstoreError:
-    """The error for options that a package does not take; what it says of them may hold their values."""
+    """Return the error for options that a package does not accept, without its own text, which may hold values."""
     what = f"storage_options of {parse_uri(uri).scheme}:// cannot be used"
     if foreign.passing_trouble(error):
         return foreign.broken_off(error, what=what, key="")

@@ -1,7 +1,7 @@
-"""Any URL that fsspec knows, by its calls for one file. There is no create-if-absent that all of them keep.
+"""Serve any URL that fsspec knows, by its calls for one file. No create-if-absent works on all of them.
 
-So a store there needs `single_writer=True`. What a file system promises beyond this module's calls (is a write atomic,
-is a listing fresh) is its own; ckptstore's digests and manifests find what it breaks.
+So a store there needs `single_writer=True`. Further guarantees (atomic writes, fresh listings) depend on the file
+system; ckptstore's digests and manifests find the damage where it breaks them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GenericStorage(ProcessBound):
         location = parse_uri(uri)
         self.opened_as = (location.uri, dict(options))
         self._uri = location.uri
-        cls = fsspec.get_filesystem_class(location.scheme)  # one that is missing says so itself
+        cls = fsspec.get_filesystem_class(location.scheme)  # raises ImportError for a missing package
         with self._seam("open", ""):
             self._system, self._root = _open(cls, location, options)
 
@@ -78,7 +78,7 @@ class GenericStorage(ProcessBound):
             return bytes(self._system.cat_file(self._path(key)))
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
-        """`version` is never given: there are none."""
+        """Fill the views; there are no versions, so `version` is always None."""
         filling = Filling(views, key=key)
         if not total_bytes(views):
             return
@@ -123,7 +123,7 @@ class GenericStorage(ProcessBound):
                     self._system.rm_file(path)
 
     def close(self) -> None:
-        """The file system closes itself."""
+        """Do nothing: the file system closes itself."""
 
     def _path(self, key: str) -> str:
         self.check_process()
@@ -133,12 +133,12 @@ class GenericStorage(ProcessBound):
         return path
 
     def _seam(self, what: str, key: str) -> AbstractContextManager[None]:
-        """Turns foreign errors into ours."""
+        """Translate foreign errors to those of ckptstore."""
         return foreign.seam(lambda error: _translated(error, what=f"{what} {self.uri}", key=key))
 
 
 def _open(cls: Any, location: Location, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system and the path of a location. Raises InvalidInput when it takes the URI for another one."""
+    """Return the file system and the path of a location. Raises InvalidInput if it reads the URI as another one."""
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
