@@ -1,5 +1,5 @@
-"""How a checkpoint is saved, from what the caller asked for to the record that makes it visible.
+"""Save a checkpoint: from the caller's request to the record that makes it visible.
 
-It may know the job, the transfer, the group and states, and how a saved checkpoint is handed out. It gives one story
-for states and directories, at once or in the background.
+This room may import the job, the transfer, the group, states, and the handle of a saved checkpoint. It offers one story
+for states and directories, synchronous or in the background.
 """

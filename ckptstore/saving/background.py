@@ -1,7 +1,7 @@
-"""Saves in the background: one at a time, in the order of the calls, no failure lost.
+"""Run saves in the background: one at a time, in the order of the calls, with no failure lost.
 
-The thread that a save runs on does everything that follows its staging: it stores, agrees with the other ranks in a
-lane of their group of its own, and commits. It ends with the save; an interpreter that exits waits for it.
+The thread of a save does everything that follows the staging: it stores the files, agrees with the other ranks in a
+lane of its own, and commits. It ends with the save; the interpreter waits for it at exit.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class PendingSave:
     def __init__(self, step: int, *, stalled_seconds: float = 0.0, skipped: bool = False) -> None:
         self.step = step
         self.stalled_seconds = stalled_seconds
-        """How long the call held up the training: waiting for the save before, agreeing and copying."""
+        """The time for which the call held up the training: waiting for the save before, agreeing and copying."""
         self.skipped = skipped
-        """Whether the save was left out, because the one before was still in flight and on_busy="skip"."""
+        """True if the save was left out, because the one before was still in flight and on_busy="skip"."""
         self._ended = threading.Event()
         self._checkpoint: Checkpoint | None = None
         self._error: CkptstoreError | None = None
@@ -45,13 +45,13 @@ class PendingSave:
             self._ended.set()
 
     def done(self) -> bool:
-        """Whether it has ended, one way or the other."""
+        """Return True once the save has ended, with or without success."""
         return self._ended.is_set()
 
     def result(self, timeout_seconds: float | None = None) -> Checkpoint | None:
         """Wait for the commit and return the checkpoint; None if the save was skipped.
 
-        Raises what the save raised, the same on all ranks, and TimeoutError when it has not ended in time.
+        Raises the save's error, the same on all ranks, and TimeoutError if the save has not ended in time.
         """
         if not self._ended.wait(timeout_seconds):
             raise TimeoutError(f"The save of step {self.step} has not ended after {timeout_seconds} seconds")
@@ -60,14 +60,14 @@ class PendingSave:
         return self._checkpoint
 
     def durable(self, timeout_seconds: float | None = None) -> Checkpoint | None:
-        """Wait until the checkpoint is in the store, and return it as it is there; None if the save was skipped.
+        """Wait until the checkpoint is in the store, and return it as stored there; None if the save was skipped.
 
-        Without a fast tier that is `result`. With one, a checkpoint is complete when it is on the disks of the nodes,
-        and is brought into the store behind the training. Where a newer one came there in its place, that is returned.
-        All ranks call this for a checkpoint that `FastTier.drain` leaves out; then it is brought there all the same.
+        Without a fast tier this is `result`. With one, a checkpoint is complete once it is on the disks of the nodes,
+        and a drain brings it into the store behind the training. If a newer checkpoint was drained in its place, that
+        one is returned. When all ranks call this for a checkpoint that `FastTier.drain` leaves out, it is drained too.
 
-        Raises what the save raised; NotDurable and its kin when it could not be brought there: it is on the nodes
-        still. Raises TimeoutError when it has not ended in time.
+        Raises the save's error; NotDurable, or another error of the drain, if the checkpoint is still only on the
+        nodes; TimeoutError if it is not in the store in time.
         """
         began = time.monotonic()
         found = self.result(timeout_seconds)
@@ -77,11 +77,11 @@ class PendingSave:
         return self._bring(left)
 
     def brought_by(self, bring: Callable[[float | None], Checkpoint]) -> None:
-        """The save has ended on the nodes; `bring` waits until it is in the store."""
+        """Have `durable` call `bring`, which waits until a checkpoint that is complete on the nodes is in the store."""
         self._bring = bring
 
     def error(self) -> CkptstoreError | None:
-        """The error that it failed with; None while it runs, and when it did not fail."""
+        """Return the save's error; None while it runs, and if it has succeeded."""
         return self._error
 
     def __repr__(self) -> str:
@@ -90,7 +90,7 @@ class PendingSave:
 
 
 class Background:
-    """The saves of one store in one process that run in the background."""
+    """The background saves of one store in one process."""
 
     def __init__(self) -> None:
         self._pending: PendingSave | None = None
@@ -101,7 +101,7 @@ class Background:
         in_forked_child(self, Background._after_fork)
 
     def _after_fork(self) -> None:
-        """A forked child is not told how the save of its parent ends."""
+        """End the pending save in a forked child, which will not learn the outcome of its parent's save."""
         if (pending := self.pending) is not None:
             pending._error = RankFailed("the save goes on in the parent of this process", step=pending.step)
             pending._error.committed = None
@@ -110,18 +110,18 @@ class Background:
 
     @property
     def pending(self) -> PendingSave | None:
-        """The save in flight, None if there is none."""
+        """The save in flight; None if there is none."""
         return self._pending if self._pending is not None and not self._pending.done() else None
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until no save is in flight; False when the time was over before."""
+        """Wait until no save is in flight. Return False on timeout."""
         if self._thread is None:
             return True
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def is_free(self, job: Job, on_busy: OnBusy, *, step: Any) -> bool:
-        """Whether a save may begin, once `wait` returns; the same on all ranks. Collective. Raises SaveBusy."""
+        """Return True if a save may begin once `wait` returns; the same on all ranks. Collective. Raises SaveBusy."""
         if on_busy not in ("wait", "skip", "error"):
             raise InvalidInput(f"on_busy is {on_busy!r}, it is 'wait', 'skip' or 'error'")
         if on_busy == "wait":
@@ -135,7 +135,7 @@ class Background:
         return not is_busy
 
     def failure(self, *, max_failures: int = 0) -> CkptstoreError | None:
-        """What the last save failed with, once, when more than `max_failures` have failed in a row."""
+        """Return the error of the last save, once only, if more than `max_failures` saves have failed in a row."""
         if max_failures < 0:
             raise InvalidInput(f"max_failures is {max_failures!r}, it must be at least 0")
         error, self._unseen = self._unseen, None
@@ -145,18 +145,18 @@ class Background:
         return None
 
     def raise_failure(self, *, max_failures: int = 0) -> None:
-        """Raise the `failure`, if there is one."""
+        """Raise the error that `failure` returns, if any."""
         error = self.failure(max_failures=max_failures)
         if error is not None:
             raise error
 
     def forgive(self, pending: PendingSave) -> None:
-        """Somebody has dealt with what this save failed with: it counts as a failure, and is raised no more."""
+        """Drop the error of this save, which the caller has handled: it still counts, but is not raised again."""
         if self._unseen is pending.error():
             self._unseen = None
 
     def start(self, pending: PendingSave, save: Callable[[], Checkpoint]) -> PendingSave:
-        """Run `save` on a thread of its own. No other save is in flight."""
+        """Run `save` on a thread of its own, or at once if no thread can start. No other save may be in flight."""
 
         def run() -> None:
             try:
@@ -184,7 +184,7 @@ class Background:
         return pending
 
     def failed(self, pending: PendingSave, error: CkptstoreError, *, max_failures: int) -> PendingSave:
-        """Let a save have failed before it could `start`. Raises the error when it is not tolerated."""
+        """Record that a save failed before it could `start`. Raises the error if it exceeds `max_failures`."""
         self._fail(pending, error)
         pending._ended.set()
         self.raise_failure(max_failures=max_failures)
@@ -200,34 +200,34 @@ class Background:
             at_exit(self, Background._tell_unseen)
 
     def _tell_unseen(self) -> None:
-        """The process ends, and nobody has taken an error."""
+        """Log, when the process ends, an error that no caller has received."""
         if self._unseen is not None:
             logger.error("the process ends, and the last asynchronous save has failed: %s", self._unseen)
             self._unseen = None
 
 
 class Deadline:
-    """When this process must be done, set by a signal handler that does nothing else."""
+    """The time by which this process must be done, set by a signal handler that does nothing else."""
 
     def __init__(self) -> None:
         self._at: float | None = None
 
     def set(self, seconds: float) -> None:
-        """From now on there are so many seconds left."""
+        """Set the deadline to `seconds` from now."""
         self._at = time.monotonic() + seconds
 
     @property
     def is_set(self) -> bool:
-        """Whether the end was announced."""
+        """True once the deadline is set."""
         return self._at is not None
 
     def left_seconds(self) -> float | None:
-        """The seconds left, None when no end was announced."""
+        """Return the seconds left, at least 0; None without a deadline."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
 
 def install_sigterm(deadline: Deadline, seconds: float) -> None:
-    """On SIGTERM set the deadline, then call the handler that was there before. Main thread only."""
+    """On SIGTERM, set the deadline, then call the previous handler. Main thread only."""
     if not seconds > 0:
         raise InvalidInput(f"seconds is {seconds!r}, it must be above 0")
     before = signal.getsignal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The commit: the manifest, then the one record that makes a checkpoint visible. The leader alone runs this."""
+"""Commit a checkpoint: write the manifest, then the one record that makes it visible. Runs on the leader alone."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def commit(
     after: int | None = None,
     world_size: int | None = None,
 ) -> Record:
-    """Publish what is stored, as the next record of the log; retention decides in the same step.
+    """Publish the stored files as the next record of the log; retention decides in the same step.
 
-    With `after`, the number of a record, InvalidInput is raised when a checkpoint was committed later than that.
-    `world_size` is how many ranks stored it, where these are not the ranks of the job's group.
+    `after` is the number of a record: InvalidInput is raised if a checkpoint was committed later than that.
+    `world_size` is the number of ranks that stored files, if they are not the ranks of the job's group.
     """
     check_stored(job.storage, attempt, contents.receipts)
     beat()
@@ -64,11 +64,11 @@ def commit(
 
 
 def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: int) -> Record:
-    """Publish what is stored, with the exact bytes of a manifest that was made before. It may be called again after
-    any error: nothing is committed twice.
+    """Publish the stored files, with the exact bytes of an earlier manifest.
 
-    Returns the record of that save; where a later save of this job is committed already, that one's. Raises
-    CheckpointGone where it is not live any more, or a roll back has voided this save; and what `commit` raises.
+    May be called again after any error: nothing is committed twice. Returns the record of that save or, if it or a
+    later save of this job is committed already, the record that `covering` finds. Raises CheckpointGone if that
+    checkpoint is no longer live or a roll back has voided this save, and the errors of `commit`.
     """
     attempt, contents = _attempt_of(manifest), Contents(manifest.files, manifest.directories)
     check_stored(job.storage, attempt, contents.receipts, beside=[MANIFEST_NAME])
@@ -92,9 +92,9 @@ def refuse_void(state: StoreState, order: SaveOrder, *, step: int) -> None:
 
 
 def covering(job: Job, save_number: int, *, step: int) -> Record:
-    """The live checkpoint of the save of this epoch with that number, else the newest of a later one.
+    """Return the live checkpoint of this epoch's save with that number, else that of the latest save after it.
 
-    Raises CheckpointGone where there is neither.
+    Raises CheckpointGone if there is neither.
     """
     newest = job.log.newest()
     found = job.log.readable(newest.state.live if newest else ())
@@ -108,7 +108,10 @@ def covering(job: Job, save_number: int, *, step: int) -> Record:
 def _append(
     job: Job, manifest: Manifest, entry: CheckpointEntry, check: Callable[[Record | None], bool]
 ) -> Record | None:
-    """Append the commit, unless `check` says False of the newest record. A lost answer is looked up."""
+    """Append the commit, and return its record; None if `check` returns False for the newest record.
+
+    After an error with an unknown outcome, return the record if the log has it.
+    """
 
     def change(newest: Record | None) -> Commit | None:
         beat()
@@ -125,12 +128,12 @@ def _append(
 
 def _attempt_of(manifest: Manifest) -> Attempt:
     attempt = Attempt.parse(manifest.attempt)
-    assert attempt is not None  # who made the manifest has made it up
+    assert attempt is not None  # the name is one of ours
     return attempt
 
 
 def entry_of(manifest: Manifest, data: bytes) -> CheckpointEntry:
-    """What the record will say of the manifest with these bytes."""
+    """Return the entry of the record for the manifest with these bytes."""
     return CheckpointEntry(
         step=manifest.step,
         epoch=manifest.epoch,
@@ -146,7 +149,7 @@ def entry_of(manifest: Manifest, data: bytes) -> CheckpointEntry:
 
 
 def tell(record: Record, storage: Storage, *, rank: int, seconds: float, slowest: Sequence[Any] = ()) -> None:
-    """Any rank, when its save has ended well: emit the event of the commit. `slowest` as for `Keeper.committed`."""
+    """Any rank: emit the event of the commit after a successful save. `slowest` as in `Ended.slowest`."""
     entry = record.entry
     emit(
         CheckpointCommitted(
@@ -168,7 +171,8 @@ def tell(record: Record, storage: Storage, *, rank: int, seconds: float, slowest
 
 
 def _refuse_overtaken(since: Sequence[Record], step: int) -> None:
-    """Saves have one order, and nobody can wait for one that torch has begun: the one that ends too late fails."""
+    """Raise InvalidInput if one of these records commits a checkpoint."""
+    # Saves have one order, and a save that torch runs cannot be waited for: the one that ends too late fails.
     committed = [record.entry.step for record in since if isinstance(record.change, Commit)]
     if committed:
         raise InvalidInput(
@@ -179,7 +183,7 @@ def _refuse_overtaken(since: Sequence[Record], step: int) -> None:
 
 
 def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store_id: str, world_size: int) -> Manifest:
-    """What the attempt consists of, created now: right before it is written, so that its timings are whole."""
+    """Build the manifest of the attempt. Call it right before writing, so that the timings are complete."""
     return Manifest(
         store_id=store_id,
         step=request.step,
@@ -197,16 +201,16 @@ def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store
 
 
 def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references: Collection[str]) -> Commit:
-    """What the record will say: retention decides in the same step that makes the checkpoint visible."""
+    """Build the change of the commit: retention decides in the same step that makes the checkpoint visible."""
     newest = job.claim(newest)
-    save_number = entry.save_number or job.next_save_number(newest.state)  # saves have one order: this is the next
+    save_number = entry.save_number or job.next_save_number(newest.state)  # saves are ordered: this is the next
     entry = replace(entry, bases=_bases(job, newest, references), save_number=save_number)
     is_timed = job.policy.compares_times()
     earlier = job.candidates(newest, timed=is_timed)
     pinned = set(newest.state.pinned)
     replaces = {item.number for item in earlier if item.step == entry.step} - pinned
     number = newest.number + 1
-    manifest_key = entry.prefix + MANIFEST_NAME  # just written, so its time is the present one
+    manifest_key = entry.prefix + MANIFEST_NAME  # just written, so its time is now
     committed_at = job.storage.stat(manifest_key).modified_seconds if is_timed else math.nan
     candidate = Candidate(number=number, step=entry.step, committed_at=committed_at, metrics=entry.metrics)
     left = [item for item in earlier if item.number not in replaces]
@@ -223,7 +227,7 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references:
 
 
 def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, ...]:
-    """The numbers of the live checkpoints in whose directories some of the files lie."""
+    """Return the numbers of the live checkpoints that hold the referenced files. Raises CheckpointGone."""
     if not references:
         return ()
     live = {record.entry.attempt: record.number for record in job.log.readable(newest.state.live)}
@@ -236,10 +240,10 @@ def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, 
 def check_stored(
     storage: Storage, attempt: Attempt, receipts: Sequence[Receipt], *, beside: Collection[str] = ()
 ) -> None:
-    """Compare what is stored with the receipts, once, before anything refers to it. Files with the names in `beside`
-    may be there too.
+    """Compare the stored files with the receipts, once, before anything refers to them.
 
-    Raises StorageError when something is not there, or is there and nobody's.
+    Files named in `beside` may exist too. Raises StorageError for a file that is missing, has another size, or is in no
+    receipt.
     """
     prefix = attempt.prefix
     stored = {file.key: file.size_bytes for file in storage.list(prefix)}
@@ -264,12 +268,15 @@ def check_stored(
 def _created(
     storage: Storage, create: Callable[[str, bytes], bool], config: StoreConfig, key: str, data: bytes
 ) -> bool:
-    """Whether the key holds the data now. A create whose answer was lost may be tried again: it reads itself back."""
+    """Create the key; return True if it now holds `data`. Safe to retry after a lost reply: the data is read back."""
     return retrying(config.retry, f"create {key}", lambda: create(key, data) or has_bytes(storage, key, data))
 
 
 def write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, data: bytes) -> None:
-    """Write the bytes of the manifest, after what must be durable with it. They may arrive after an error."""
+    """Persist everything that must be durable with the manifest, then write the manifest.
+
+    It may still arrive after an error.
+    """
     key = attempt.key(MANIFEST_NAME)
     late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
     for name in contents.directories:
@@ -285,8 +292,8 @@ def write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, cont
 
 
 def _check_kept(storage: Storage, config: StoreConfig, key: str, size_bytes: int) -> None:
-    """Raise StorageError unless a file is there that was just written. A proxy that says yes before it has read a body
-    may keep nothing; all other files of a checkpoint were listed."""
+    """Raise StorageError unless the file that was just written exists with its size."""
+    # A proxy that confirms before it has read the body may keep nothing. All other files of a checkpoint were listed.
     try:
         found = retrying(
             config.retry, f"stat {key}", lambda: looked_twice(storage, key, lambda: storage.stat(key)).size_bytes

@@ -1,4 +1,4 @@
-"""What a local directory holds, before any of it is saved, and what is refused in it."""
+"""List a local directory before it is saved, and refuse what cannot be stored."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Directory:
     """The contents of one rank's directory."""
 
     files: dict[str, FileSource] = field(default_factory=dict)
-    """By name relative to the directory, "/" between the parts."""
+    """The files by name relative to the directory, with "/" between the parts."""
     empty: tuple[str, ...] = ()
-    """Directories without anything in them."""
+    """The empty directories."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """The bytes of all files."""
         return sum(source.size_bytes for source in self.files.values())
 
 
 def scan(directory: str | os.PathLike[str] | None) -> Directory:
-    """List a directory with all below it; None is an empty one.
+    """List a directory and everything below it; None counts as an empty one.
 
     Links are followed where they lead to something inside the directory. Raises InvalidSource for a missing
     directory, a link that leads outside or in a circle, a socket, a pipe, a device or an unreadable file, InvalidName
@@ -49,11 +49,11 @@ def scan(directory: str | os.PathLike[str] | None) -> Directory:
 
 
 def _walk(root: Path, path: str, prefix: str, files: dict[str, FileSource], empty: list[str], above: Set[str]) -> None:
-    """`path` is real, without links; `above` has it, and those through which it was reached."""
+    """Collect files and empty directories. `path` has no links; `above` has it and every directory on the way to it."""
     entries = _entries(path)
     if not entries and prefix:
         empty.append(prefix[:-1])
-    check = check_name if prefix else check_user_name  # the format has its own names at the top alone
+    check = check_name if prefix else check_user_name  # the format reserves names at the top level only
     for entry in entries:
         name = check(prefix + entry.name)
         real, status = _status(root, entry)
@@ -76,7 +76,7 @@ def _entries(path: str) -> list[os.DirEntry[str]]:
 
 
 def _status(root: Path, entry: os.DirEntry[str]) -> tuple[str, os.stat_result]:
-    """Where an entry leads, and what is there."""
+    """Return the real path of an entry, with its status."""
     try:
         if not entry.is_symlink():
             return entry.path, entry.stat(follow_symlinks=False)
@@ -91,7 +91,7 @@ def _status(root: Path, entry: os.DirEntry[str]) -> tuple[str, os.stat_result]:
 
 
 def sha256_of_files(directory: Directory, names: Collection[str]) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of those of the named files that the directory has."""
+    """Return size and SHA-256 of the named files, as far as the directory has them."""
     found: dict[str, tuple[int, str]] = {}
     for name in names:
         source = directory.files.get(name)

@@ -36,7 +36,7 @@ class DirectoryShard:
         shared: Collection[str],
         link: bool,
     ) -> None:
-        """`find` looks what this rank's directory holds; nothing is looked at yet."""
+        """`find` lists this rank's directory; `describe` calls it."""
         self._rank = rank
         self._storage = storage
         self._upload: Upload = transfer.upload
@@ -46,7 +46,7 @@ class DirectoryShard:
         self._agreement: Naming | None = None
 
     def move(self, storage: Storage, upload: Upload) -> None:
-        """Store everything in another storage from now on."""
+        """Use another storage from now on."""
         self._storage, self._upload = storage, upload
 
     def describe(self) -> bytes:
@@ -79,7 +79,7 @@ class DirectoryShard:
         return Contents(receipts, self._agreement.directories)
 
     def _link_files(self, attempt: Attempt, names: Mapping[str, str]) -> list[Receipt]:
-        """Other names for the files of this rank, as far as the disk can; nothing of them is read."""
+        """Hard-link this rank's files as far as the disk allows, and return their receipts. No file is read."""
         storage, found = self._storage, self._found.files
         if not isinstance(storage, Disk):
             return []
@@ -119,8 +119,8 @@ def directory_of(
     shared: Collection[str] = (),
     link: bool = False,
 ) -> tuple[Request, DirectoryShard]:
-    """What the caller of `save_directory` asks for, and what this rank's directory brings to it. Collective where the
-    former is wrong."""
+    """Return the checked request of a `save_directory`, and the shard of this rank. Collective if the request is bad,
+    so that its error is raised on all ranks."""
     rank, storage, transfer = job.group.rank, job.storage, job.transfer
     request = checked(
         job.group,

@@ -1,4 +1,4 @@
-"""What an operator watches of a job with a fast tier: how old the last checkpoint is, on the nodes and in the store."""
+"""The health of a job with a fast tier: the age of the last checkpoint, on the nodes and in the store."""
 
 from __future__ import annotations
 
@@ -10,63 +10,65 @@ from ckptstore.format.record import Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHealth:
-    """How far the store is behind what this process has saved since it opened it, or resumed from."""
+    """The lag of the store behind the checkpoints that this process has saved since it opened it, or resumed from."""
 
     fast_step: int | None
-    """The step that was complete on the nodes last; None where none was."""
+    """The step of the last checkpoint that was complete on the nodes; None if there is none."""
     fast_age_seconds: float | None
-    """Since when. Of one that the job resumed from, since it was saved, by the clocks of both leaders."""
+    """The time since it was complete there. If the job resumed from it: since its save, by the clocks of both leaders.
+    """
     durable_step: int | None
-    """The step that came into the store last; None where none did."""
+    """The step of the last checkpoint that reached the store; None if there is none."""
     durable_age_seconds: float | None
-    """Since when; as above."""
+    """The time since it reached the store; after a resume as above."""
     draining: int | None
-    """The step that is brought into the store now."""
+    """The step that is being drained now."""
     waiting: int | None
-    """The step that comes next."""
+    """The step that is drained next."""
     not_durable_seconds: float | None
-    """How long the oldest fast checkpoint has waited for the store, those that failed to come there too; None while the
+    """The time for which the oldest fast checkpoint has waited for the store, failed drains included; None while the
     store has the newest one."""
     away_seconds: float | None
-    """How long the store has not answered; None while all is well."""
+    """The time for which the store has not answered; None while it does."""
     error: str | None
-    """What the store failed with last, or a checkpoint that did not come there; None since the last one that did."""
+    """The last error of the store or of a drain; None since the last checkpoint that reached the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainHealth:
-    """How far the store is behind the fast checkpoints. Moments are those of `time.monotonic`."""
+    """The lag of the store behind the fast checkpoints. Moments are those of `time.monotonic`."""
 
     draining: int | None
-    """The step that is brought into the store now."""
+    """The step that is being drained now."""
     waiting: int | None
-    """The step that comes next."""
+    """The step that is drained next."""
     durable_step: int | None
-    """The step that became durable last, as far as this process brought it there."""
+    """The step of the last checkpoint that this process drained."""
     durable_at: float | None
-    """When that was."""
+    """The moment at which it became durable."""
     not_durable_since: float | None
-    """When the oldest fast checkpoint was saved that is not durable, nor is a newer one; None where all are."""
+    """The moment at which the oldest fast checkpoint was saved that is not durable and has no newer durable one; None
+    if there is none."""
     away_since: float | None
-    """When the store failed first, if it has not answered since; None while all is well."""
+    """The moment of the store's first failure, if it has not answered since; None while it does."""
     error: str | None
-    """What the store failed with last, or a checkpoint that did not come there."""
+    """The last error of the store or of a drain."""
 
 
 Moment = tuple[int, float]
-"""A step, and the moment of `time.monotonic` at which something became of it."""
+"""A step, and the moment of `time.monotonic` at which it was complete or durable."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumedFrom:
-    """What the job goes on from."""
+    """The checkpoint that the job resumed from."""
 
     moment: Moment
     is_durable: bool
 
     @staticmethod
     def of(step: int, created_at: float, *, is_durable: bool) -> ResumedFrom:
-        """`created_at` is in seconds since the epoch."""
+        """Convert `created_at`, in seconds since the epoch, to a moment."""
         return ResumedFrom((step, time.monotonic() - max(0.0, time.time() - created_at)), is_durable)
 
 
@@ -76,8 +78,8 @@ def health_of(
     drains: DrainHealth | None,
     resumed: ResumedFrom | None = None,
 ) -> StoreHealth:
-    """From the last fast checkpoint, the last one that was saved to the store directly, the drains, and what the job
-    resumed from."""
+    """Build the health from the last fast checkpoint, the last one saved to the store directly, the drains, and the
+    checkpoint that the job resumed from."""
     now = time.monotonic()
     durable = None if saved is None else (saved[0].entry.step, saved[1])
     behind_since = drains.not_durable_since if drains else None

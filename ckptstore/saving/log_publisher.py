@@ -1,4 +1,4 @@
-"""Publishes checkpoints by the log of a store: the job claims the store, and a record makes a checkpoint visible."""
+"""Publish checkpoints through the log of a store: the job claims the store, and a record makes them visible."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ckptstore.upkeep.prune import empty_trash, prune
 
 @dataclass(frozen=True, slots=True)
 class LogPublisher:
-    """See `Publisher`; it makes records."""
+    """See `Publisher`; this one appends records."""
 
     job: Job
     after: int | None = None
-    """The number of a record: another checkpoint that is committed later than that is an error."""
+    """The number of a record: a checkpoint that was committed later is an error."""
     world_size: int | None = None
-    """The number of ranks that store, where these are not the ranks of the job's group."""
+    """The number of ranks that store files, if they are not the ranks of the job's group."""
 
     @property
     def destination(self) -> Destination:
@@ -37,17 +37,17 @@ class LogPublisher:
         return Destination(job.storage, job.storage.uri, job.group.rank, removes=job.is_leader)
 
     def claim(self, request: Request) -> Record:
-        """Claim the store for this job, which the leader does, and return its newest record.
+        """Leader: claim the store for this job, and return its newest record.
 
-        Raises InvalidMetric when a metric that retention needs is missing, StoreFenced.
+        Raises InvalidMetric if a metric that retention needs is missing; StoreFenced.
         """
         job = self.job
         check_required(job.policy, request.metrics, missing=job.missing)
         return job.claim_to_save(request.step)
 
     def begin(self, request: Request, decision: Decision) -> Mapping[str, Any]:
-        """See `Publisher.begin`. Raises StepExists, StorageFull, StoreMissing where the store has
-        lost checkpoints or its log, and what `claim` raises."""
+        """See `Publisher.begin`. Raises StepExists; StorageFull; StoreMissing if the store has lost checkpoints or its
+        log; and the errors of `claim`."""
         newest = self.claim(request)
         if isinstance(self.job.storage, Disk):  # elsewhere it is a request, and a commit looks
             self.job.check_latest_there(newest)
@@ -60,7 +60,7 @@ class LogPublisher:
         """See `Publisher.join`."""
         self.job.join_claim(begun)
         attempt = Attempt.parse(begun["attempt"])
-        assert attempt is not None  # the leader has just made it up
+        assert attempt is not None  # the leader has just named it
         return attempt
 
     def publish(self, request: Request, attempt: Attempt, contents: Contents) -> Any:
@@ -69,7 +69,7 @@ class LogPublisher:
         return record.number, record.encode()
 
     def commit(self, request: Request, attempt: Attempt, contents: Contents) -> Record:
-        """Publish what is stored. Raises what `saving.commit.commit` does."""
+        """Publish the stored files; see `saving.commit.commit`."""
         return commit(self.job, request, attempt, contents, after=self.after, world_size=self.world_size)
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Record | None:
@@ -105,5 +105,5 @@ class LogPublisher:
 
 
 def prune_behind(job: Job) -> None:
-    """Delete in the background what was in the trash for long enough. The leader calls it after each commit."""
+    """Start a prune in the background. The leader calls this after each commit."""
     job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))

@@ -1,13 +1,13 @@
-"""What a save takes on each rank, phase by phase, and what the leader makes of it for the manifest.
+"""Time a save on each rank, phase by phase, and combine the timings on the leader for the manifest.
 
-    agree    from the call until the rank has heard the agreement; a save before, still in flight, is waited for in it
+    agree    from the call until the rank has the agreement, including the wait for a save in flight
     stage    asynchronous saves: until the copy is made
     upload   until the rank has stored its files
-    wait     until all ranks have
+    wait     until all ranks have stored theirs
     commit   on the leader, until it writes the manifest
 
-Each rank measures from the moment at which it hears the agreement, by a clock of its own. The last one to store its
-files says how long all the others wait, so clocks of different nodes are never compared.
+Each rank measures from the moment at which it has the agreement, by its own clock. All wait for the rank that takes
+longest, so clocks of different nodes are never compared.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ckptstore.runtime.tracing import Traced
 from ckptstore.storage.traffic import Traffic, counting
 
 _DIGITS = 6
-"""Of seconds: more of them say nothing."""
+"""The decimals of seconds that are kept."""
 
 
 class SaveClock:
-    """The phases of one save on one rank, one right after the other. An event says when one has ended."""
+    """The phases of one save on one rank, one right after the other. The end of each emits an event."""
 
     def __init__(self) -> None:
-        """The save is called now."""
+        """Start the clock at the call of the save."""
         self._called = self._mark = time.monotonic()
         self._rank = 0
         self._step = 0
@@ -41,25 +41,25 @@ class SaveClock:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since the call."""
+        """The seconds since the call."""
         return time.monotonic() - self._called
 
     def asked(self, *, step: int, rank: int) -> None:
-        """Whose save it is, before anything is agreed on."""
+        """Note step and rank of the save, before the agreement."""
         self._step, self._rank = step, rank
 
     def agreed(self, attempt: str, *, step: int, rank: int) -> None:
-        """This rank has heard which attempt it is."""
+        """Note the attempt that the ranks agreed on, and end the phase "agree"."""
         self._attempt, self._step, self._rank = attempt, step, rank
         self.ended("agree")
 
     def traced(self, attempt: str) -> Traced:
-        """The save as a tracer sees it. Its attempt has a name from here on."""
+        """Note the name of the attempt, and return the save as a tracer sees it."""
         self._attempt = attempt
         return Traced("save", attempt, self._rank, self._step, time.time() - self.elapsed_seconds)
 
     def ended(self, phase: str, seconds: float | None = None) -> None:
-        """A phase has ended that began where the one before did: now, or after so many seconds."""
+        """End a phase, now or after `seconds`. It began at the end of the phase before."""
         began, self._mark = self._mark, time.monotonic() if seconds is None else self._mark + seconds
         self._seconds[phase] = self._mark - began
         if self._attempt is not None and is_heard(SavePhase):
@@ -75,12 +75,12 @@ class SaveClock:
             )
 
     def released(self) -> float:
-        """The call returns, and training goes on: the seconds that it was held up."""
+        """Note that the call returns to the training, and return the seconds for which it held it up."""
         self._released_seconds = self.elapsed_seconds
         return self._released_seconds
 
     def report(self, traffic: Traffic, *, node: str) -> dict[str, Any]:
-        """What the leader has to know of this rank, which has stored its files. As JSON."""
+        """Return the report of this rank to the leader, as JSON, once its files are stored."""
         return {
             "rank": self._rank,
             "node": clean_node(node),
@@ -93,9 +93,10 @@ class SaveClock:
         }
 
     def met(self, longest_seconds: float | None) -> None:
-        """This rank has heard the outcome: the rest was for waiting, as far as one rank took so long, and the commit.
+        """End the last phases, now that this rank knows the outcome: "wait" until the slowest rank was done, "commit"
+        after that.
 
-        None says that it has not heard how long any rank took.
+        If `longest_seconds` is None, the time of the slowest rank is unknown, and all of the rest counts as "wait".
         """
         if longest_seconds is None:
             self.ended("wait")
@@ -105,8 +106,10 @@ class SaveClock:
 
     @contextmanager
     def part(self, store: str, *, is_last: bool, is_fast: bool = False) -> Iterator[None]:
-        """A part of the save, to the store of that URI or with `is_fast` to nodes, is done in this context. An error
-        ends the save, and so does its last part."""
+        """Run a part of the save in this context, to the store with that URI or, with `is_fast`, to nodes.
+
+        An error or the end of the last part ends the save, and emits `SaveEnded`.
+        """
         try:
             with counting() as traffic:
                 try:
@@ -141,7 +144,7 @@ class SaveClock:
             )
 
     def timings(self, reports: Sequence[Mapping[str, Any]]) -> Timings:
-        """Leader: what the save took so far, from the reports of all ranks. The manifest is written next."""
+        """Leader: build the timings of the save so far from the reports of all ranks, right before the manifest."""
         longest = longest_seconds(reports)
         wait = longest - _stored_seconds(self._seconds)
         commit = round(max(0.0, time.monotonic() - self._mark - wait), _DIGITS)
@@ -159,7 +162,7 @@ class SaveClock:
 
 
 def longest_seconds(reports: Sequence[Mapping[str, Any]]) -> float:
-    """How long the slowest rank took, from hearing the agreement, to store its files."""
+    """Return the seconds from the agreement until the slowest rank had stored its files."""
     return max(_stored_seconds(report["seconds"]) for report in reports)
 
 

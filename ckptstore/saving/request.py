@@ -1,4 +1,4 @@
-"""What the caller of a save asks for, checked before anything is written. Pure."""
+"""The request of a save, checked before anything is written. Pure."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ckptstore.format.manifest import Kind
 from ckptstore.retention import as_metrics
 
 Exists = Literal["replace", "error"]
-"""What becomes of an earlier checkpoint of the same step: it goes to the trash, or the save is refused."""
+"""The treatment of an earlier checkpoint of the same step: it goes to the trash, or the save is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the caller of a save asks for, checked."""
+    """A checked request of a save."""
 
     step: int
     kind: Kind
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What must be the same on all ranks."""
+    """The options that must be the same on all ranks."""
 
     @staticmethod
     def of(

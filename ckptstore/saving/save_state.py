@@ -1,4 +1,4 @@
-"""Saving a state: at once, or staged and then in the background."""
+"""Save a state: synchronously, or staged and then in the background."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ from ckptstore.transfer.moves import Upload
 
 
 class Later(Protocol):
-    """The way of a checkpoint into the store, where it lies elsewhere first."""
+    """The drain of a checkpoint that was saved elsewhere first."""
 
     attempt: str
 
     def done(self) -> bool:
-        """True once it has ended, one way or the other."""
+        """Return True once the drain has ended, with or without success."""
 
     def error(self) -> CkptstoreError | None:
-        """What it failed with; None while it runs, and when it did not fail."""
+        """Return the drain's error; None while it runs, and if it has succeeded."""
 
     @property
     def superseded_by(self) -> Record | None:
-        """The record of a newer checkpoint that came into the store in its place; None where there is none."""
+        """The record of a newer checkpoint that was drained in its place; None if there is none."""
 
     def result(self, timeout_seconds: float | None = None) -> Record:
-        """Wait until it is in the store, or a newer one is, and return the record of that one."""
+        """Wait until the checkpoint or a newer one is in the store, and return its record."""
 
 
 class Saved(NamedTuple):
-    """What a save leaves."""
+    """The result of a save."""
 
     files: CheckpointFiles
     later: Later | None = None
-    """None where the save ended in the store."""
+    """The drain that follows; None if the save went to the store."""
 
 
 class Target(NamedTuple):
-    """Where a state goes first."""
+    """The place to which a state is saved first."""
 
     storage: Storage
     upload: Upload
@@ -75,19 +75,19 @@ class Target(NamedTuple):
 
 @dataclass(kw_only=True)
 class StateSaver:
-    """What one process keeps from one save of a state to the next: plans and staging memory."""
+    """The saver of states of one process. It keeps plans and staging memory from save to save."""
 
     job: Job
     background: Background
     _memo: SaveMemo = field(default_factory=SaveMemo)
     _staging: Staging | None = None
     _kept: Kept | None = None
-    """What this rank has in the checkpoint that this job committed last, if that save was incremental."""
+    """The files of this rank in the checkpoint that this job committed last, if that save was incremental."""
     _last_record: tuple[Record, float] | None = None
-    """What was saved to the store directly last, and when."""
+    """The record of the last save that went to the store directly, and its moment of `time.monotonic`."""
 
     def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Saved:
-        """Save a state; returns when it is committed, or complete where it goes first. Collective."""
+        """Save a state, and return once it is committed or, with a fast tier, complete on the nodes. Collective."""
         self._give_back()
         target = self._target(request, options)
         shard = self._shard(state, options, target)
@@ -104,11 +104,11 @@ class StateSaver:
         max_failures: int = 0,
         clock: SaveClock,
     ) -> PendingSave:
-        """Save a copy of a state in the background, where no other save is; returns when the copy is made. Collective.
+        """Save a copy of a state in the background, and return once the copy is made. Collective.
 
-        `done` makes the result of the pending save from what `save` returns. The clock was started by the call. That
-        the job's store is not there counts as a save that has failed, of which `max_failures` in a row are tolerated:
-        a network mount may come back.
+        No other save may be in flight. `done` converts what `save` returns to the result of the pending save. `clock`
+        was started by the call. A missing store counts as a failed save, of which `max_failures` in a row are
+        tolerated: a network mount may come back.
         """
         target = self._target(request, options)
         shard = self._shard(state, options, target)
@@ -141,41 +141,42 @@ class StateSaver:
     def begin_shard(
         self, shard: Shard, request: Request, *, clock: SaveClock
     ) -> tuple[Transaction[Any], Callable[[], Saved]]:
-        """Let the ranks agree on a save of files. Return what finishes it, on any thread. Both are collective."""
+        """Let the ranks agree on a save of files. Return the transaction, and a function that finishes it on any
+        thread. Both calls are collective."""
         transaction = Transaction.begin(self.job.group, LogPublisher(self.job), shard, request, clock=clock)
         return transaction, lambda: Saved(files_of(self.job, transaction.finish(shard)))
 
     def _target(self, request: Request, options: StateOptions) -> Target:
-        """Choose where it goes first. Collective where that has to be opened."""
+        """Return the place to save to first. Collective if it has to be opened."""
         job = self.job
         return Target(job.storage, job.transfer.upload, LogPublisher(job))
 
     def _finish(self, transaction: Transaction[Any], stored: Shard, shard: StateShard | DirectoryShard) -> Saved:
-        """Do what follows the agreement, on any thread."""
+        """Store and commit after the agreement, on any thread."""
         record: Record = transaction.finish(stored)
         self._kept = shard.kept if isinstance(shard, StateShard) else None
         self._last_record = record, time.monotonic()
         return Saved(files_of(self.job, record))
 
     def watch(self, pending: PendingSave, saved: Saved, done: Callable[[Saved], Any]) -> None:
-        """Let a pending save say when its checkpoint is in the store, where it lies elsewhere first."""
+        """Connect a pending save to the drain of its checkpoint, if there is one."""
         if (later := saved.later) is not None:
             pending.brought_by(lambda timeout_seconds: done(self.durable(later, timeout_seconds)))
 
     def durable(self, later: Later, timeout_seconds: float | None) -> Saved:
-        """Wait until a checkpoint, or a newer one, is in the store."""
+        """Wait until a checkpoint, or a newer one, is in the store, and return that."""
         return Saved(files_of(self.job, later.result(timeout_seconds)))
 
     def drain_newest(self, timeout_seconds: float | None) -> Later | None:
-        """Bring the newest checkpoint into the store, and wait; None where there is none. All ranks call it."""
+        """Drain the newest checkpoint, and wait for it; None if there is none. All ranks call it."""
         return None
 
     def health(self, resumed: ResumedFrom | None) -> StoreHealth:
-        """Return how far the store is behind what this process has saved, or resumed from. No request is made."""
+        """Return the lag of the store behind the saves of this process. No request is made."""
         return health_of(None, self._last_record, None, resumed)
 
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions) -> None:
-        """Do now what only a first asynchronous save would do. Collective; nothing is written."""
+        """Do the one-time work of a first asynchronous save now. Collective; nothing is written."""
         job = self.job
         target = Target(job.storage, job.transfer.upload, LogPublisher(job))
         shard = self._shard(state, options, target, compares_replicas=False)
@@ -185,16 +186,16 @@ class StateSaver:
         self._staging_memory().reserve([source.size_bytes for _, source in shard.sources])
 
     def prepare(self, sizes_bytes: Sequence[int]) -> None:
-        """Have memory for a save of files of these sizes made in the background."""
+        """Allocate memory in the background for a save of files of these sizes."""
         self._staging_memory().prepare(sizes_bytes)
 
     def _give_back(self) -> None:
-        """Of a job that saves in other ways: what was made ready for a save in the background."""
+        """Free staging buffers that were prepared but never used."""
         if self._staging is not None and self._staging.is_unused:
             self._staging.close()
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Give the memory back. No save is in flight."""
+        """Free the staging memory. No save may be in flight."""
         if self._staging is not None:
             self._staging.close()
 
@@ -229,7 +230,11 @@ class StateSaver:
         )
 
     def _before(self, *, live_only: bool) -> Kept | None:
-        """What this rank has in the latest checkpoint; with `live_only`, as far as it lies in live ones."""
+        """Return the files of this rank that an incremental save may take over; None if there are none.
+
+        They are those of the latest checkpoint that lie in its own directory or, with `live_only`, in that of any live
+        checkpoint.
+        """
         job = self.job
         newest = job.log.newest()
         live = job.log.records(newest.state.live) if newest else []
@@ -244,7 +249,7 @@ class StateSaver:
         return kept.only_in(attempts)
 
     def _stored_kept(self, record: Record) -> Kept | None:
-        """As it is stored beside a checkpoint that an earlier start of the job saved."""
+        """Return the list of this rank's files that is stored in a checkpoint; None if it is missing or damaged."""
         key = record.entry.prefix + kept_file_name(self.job.group.rank)
         try:
             return Kept.decode(self.job.storage.read(key), attempt=record.entry.attempt, file=key)
@@ -260,7 +265,7 @@ class StateSaver:
 
 
 class _Staged:
-    """A shard whose files are copies. What kept them from being copied is raised where all ranks hear of it."""
+    """A shard whose files are copies. An error of copying is raised by `store`, in the meeting of all ranks."""
 
     def __init__(self, shard: StateShard, *, check_all: bool) -> None:
         self._shard = shard
@@ -269,7 +274,7 @@ class _Staged:
         self.describe, self.decide, self.hear, self.join = shard.describe, shard.decide, shard.hear, shard.join
 
     def stage(self, staging: Callable[[], Staging]) -> None:
-        """Copy everything that this rank will write."""
+        """Copy all files of this rank."""
         try:
             self._shard.stage(staging().stage, check_all=self._check_all)
         except Exception as error:  # no memory, for instance

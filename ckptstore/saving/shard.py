@@ -1,6 +1,6 @@
-"""A shard: what one rank contributes to a checkpoint, and how the shards of all ranks become one. A protocol.
+"""The protocol of shards: one rank's contribution to a checkpoint, and the way in which all of them become one.
 
-A transaction (`ckptstore.saving.transaction`) is the same for every kind of checkpoint; shards are where they differ.
+A transaction (`ckptstore.saving.transaction`) is the same for every kind of checkpoint; the shards differ.
 """
 
 from __future__ import annotations
@@ -14,42 +14,45 @@ from ckptstore.format.timings import Timings
 
 
 class Decision(NamedTuple):
-    """What the leader makes of all descriptions."""
+    """The leader's decision on the descriptions of all ranks."""
 
     told: bytes
-    """What every rank has to hear of it."""
+    """The message to every rank, for `Shard.hear`."""
     size_bytes: int | None
-    """About what all ranks together will write; None while the leader has to know more: all ranks describe again."""
+    """The approximate bytes that all ranks together will write; None if the ranks have to describe once more."""
     may_be_less: bool = False
-    """Whether some of that may be taken over from the checkpoint before, and not be written."""
+    """True if some of the bytes may be taken over from the checkpoint before."""
 
 
 class Contents(NamedTuple):
-    """What the checkpoint will consist of."""
+    """The contents of the checkpoint."""
 
     receipts: Sequence[Receipt]
     directories: Sequence[str] = ()
-    """Directories without a file in them."""
+    """The directories without a file in them."""
     pending: Sequence[str] = ()
-    """Names of files that the leader wrote, and that become durable together with the manifest."""
+    """The names of files that the leader wrote, and that become durable together with the manifest."""
     timings: Callable[[], Timings] | None = None
-    """What the save took, asked for when the manifest is made; None where that is not known."""
+    """A function that builds the timings of the save, called for the manifest; None if they are unknown."""
 
 
 class Shard(Protocol):
-    """One rank's shard. The story calls the methods in this order; those of the leader on the leader alone."""
+    """One rank's shard. A transaction calls the methods in this order, those marked "Leader" on the leader alone."""
 
     def describe(self) -> bytes:
-        """What this rank has, or what the leader wants to know besides. Nothing is written yet; may raise."""
+        """Return a description of this rank's data for the leader; in later rounds, the details it needs besides.
+
+        Nothing is written yet; may raise.
+        """
 
     def decide(self, descriptions: Sequence[bytes]) -> Decision:
-        """Leader: who writes what, from the descriptions of all ranks in their order. May raise."""
+        """Leader: decide who writes what, from the descriptions of all ranks in their order. May raise."""
 
     def hear(self, told: bytes) -> None:
-        """What the leader has decided. Does not raise: the others go on."""
+        """Accept the leader's decision. Must not raise: the other ranks go on."""
 
     def store(self, attempt: Attempt) -> bytes:
-        """Write this rank's files, and return what the leader needs to know of them."""
+        """Write this rank's files, and return their description for the leader."""
 
     def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
-        """Leader: what all ranks stored, with files that describe them together."""
+        """Leader: combine the results of `store` of all ranks, and write the files that describe them together."""

@@ -1,7 +1,6 @@
-"""Staging: a copy of what is to be saved, in memory that is kept from save to save, so that training may go on.
+"""Copy the state to memory that is kept from save to save, so that training may go on during the upload.
 
-The copy has the layout of the files that it becomes, so what is uploaded afterwards is one view of one buffer. Buffers
-are made once.
+The copy has the layout of the files, so each upload reads one view of one buffer. Buffers are allocated once.
 """
 
 from __future__ import annotations
@@ -22,70 +21,72 @@ from ckptstore.runtime.parallel import mapped
 from ckptstore.transfer.sources import MemorySource
 
 _COPY_BYTES = 8 << 20
-"""What one thread copies at once."""
+"""The bytes that one thread copies at once."""
 _ROUND_BYTES = 2 << 20
-"""Buffers are multiples of a huge page."""
+"""The unit of buffer sizes: a huge page."""
 _PREPARED_BYTES = 32 << 20
-"""Less than this is not made in the background: it costs a save some milliseconds."""
+"""The least memory that is allocated in the background. Less costs a save only some milliseconds."""
 _PREPARED_SHARE = 0.25
-"""Memory is made in the background as long as so much of what the machine, or the container, has is left."""
+"""The share of the memory of the machine, or container, that allocation in the background leaves free."""
 _UNUSED_SECONDS = 3600.0
-"""How long memory that was made in the background waits for a save."""
+"""The time for which memory that was allocated in the background waits for a save."""
 _NICE = 10
 
 logger = logging.getLogger("ckptstore")
 
 
 class Device(Protocol):
-    """How copies from an accelerator are made; see `ckptstore.state.tensors.device`."""
+    """Copies from an accelerator; see `ckptstore.state.tensors.device`."""
 
     def lock_memory(self, address: int, size_bytes: int) -> bool:
-        """Make memory a fast target of copies; whether it is now."""
+        """Pin memory, so that it is a fast target of copies. Return True on success."""
 
     def unlock_memory(self, address: int) -> None:
-        """Undo it."""
+        """Undo `lock_memory`."""
 
     def pinned_memory(self, size_bytes: int) -> memoryview | None:
-        """New memory that is one already, where the device cannot make other memory so; it stays while it is looked
-        at."""
+        """Allocate pinned memory, if the device cannot pin existing memory; else return None.
+
+        The memory lives as long as a view of it.
+        """
 
     def entrance(self) -> Callable[[], None]:
-        """What another thread calls before it makes memory a target of copies from the devices of this one."""
+        """Return a function that another thread calls before it pins memory for the devices of this thread."""
 
 
 class Staged(Protocol):
-    """What is staged: a file that can be copied in stretches, by several threads at once."""
+    """A file to stage, which several threads can copy in stretches at once."""
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes there are."""
+        """The size of the file."""
 
     @property
     def payloads(self) -> Sequence[tuple[int, int]]:
         """See `Source.payloads`."""
 
     def fill(self, offset: int, target: memoryview) -> None:
-        """Write the bytes from `offset` on over all of `target`, and over nothing else."""
+        """Fill all of `target`, and nothing else, with the bytes from `offset` on."""
 
 
 class Launched(Protocol):
-    """What must be finished on a device before the copies; see `ckptstore.state.tensors.device`."""
+    """Work on devices that must finish before the copies; see `ckptstore.state.tensors.device`."""
 
     def enter_thread(self) -> None:
-        """Copies of a new thread wait for it from here on, and run beside everything that is launched later."""
+        """Make further copies of this new thread wait for the work, and run beside everything launched later."""
 
     def finish_copies(self) -> None:
         """Wait for the copies of those threads."""
 
 
 class Buffer:
-    """Memory of this process that holds one file, or more than that."""
+    """Memory of this process that is large enough for one file."""
 
     def __init__(self, size_bytes: int, *, device: Device) -> None:
         size_bytes = max(_ROUND_BYTES, -(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES)
         self.memory: mmap.mmap | memoryview = device.pinned_memory(size_bytes) or new_memory(size_bytes)
         self.is_new = True
-        """Whether some of it may not have been touched."""
+        """True if the system may not have provided all of its pages yet."""
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         is_locked = isinstance(self.memory, mmap.mmap) and device.lock_memory(self.address, size_bytes)
@@ -93,17 +94,17 @@ class Buffer:
 
     @property
     def size_bytes(self) -> int:
-        """How much it can hold."""
+        """The capacity of the buffer."""
         return len(self.memory)
 
     def populate(self, start: int = 0, stop: int | None = None) -> None:
-        """Have the system give the memory now, not page by page while a copy is made."""
-        if isinstance(self.memory, memoryview):  # what is pinned is there
+        """Have the system provide the pages now, not one by one during a copy."""
+        if isinstance(self.memory, memoryview):  # pinned memory has its pages
             return
         populate(self.memory, start, len(self.memory) if stop is None else min(stop, len(self.memory)))
 
     def close(self) -> None:
-        """Give the memory back as soon as nothing looks at it any more."""
+        """Free the memory as soon as no view of it is left."""
         if self._unlock is not None:
             self._unlock(self.address)
             self._unlock = None
@@ -117,7 +118,7 @@ class _Enough(Exception):
 
 
 class Staging:
-    """The buffers of one store in one process. One save at a time is staged in them."""
+    """The buffers of one store in one process, for one save at a time."""
 
     def __init__(self, *, num_threads: int, device: Device) -> None:
         self._device = device
@@ -127,10 +128,10 @@ class Staging:
         self._is_wanted = threading.Event()
 
     def prepare(self, sizes_bytes: Sequence[int]) -> None:
-        """Make buffers for files of these sizes in the background, on a thread that other work goes before.
+        """Allocate buffers for files of these sizes in the background, on a thread with low priority.
 
-        It ends where memory gets scarce, and when the buffers are wanted; what is there then is used. What nobody has
-        wanted for an hour is given back.
+        It stops when memory gets scarce, or when a save needs the buffers and takes those that are ready. Buffers that
+        no save has used for an hour are freed.
         """
         if self.buffers or self._preparing is not None or sum(sizes_bytes) < _PREPARED_BYTES:
             return
@@ -144,7 +145,7 @@ class Staging:
 
     @property
     def is_unused(self) -> bool:
-        """Whether all it has was made in the background, and nothing was staged."""
+        """True if all buffers were prepared in the background and none was used."""
         return self._preparing is not None
 
     def _make_ahead(self, sizes_bytes: Sequence[int], enter_device: Callable[[], None]) -> None:
@@ -168,7 +169,7 @@ class Staging:
             self._release()
 
     def _settle(self) -> None:
-        """Have what is made in the background be what is there."""
+        """Stop the preparation, and keep the buffers that are ready."""
         if self._preparing is not None:
             self._is_wanted.set()
             self._preparing.join()
@@ -176,7 +177,7 @@ class Staging:
             self._is_wanted.clear()
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
-        """Make buffers for files of these sizes, and have them populated."""
+        """Allocate and populate buffers for files of these sizes."""
         self._settle()
         fresh = self._fit(sizes_bytes)
         mapped(Buffer.populate, fresh, num_threads=self._num_threads, name="ckptstore-staging")
@@ -184,10 +185,10 @@ class Staging:
             buffer.is_new = False
 
     def stage(self, files: Sequence[Staged], launched: Launched) -> list[MemorySource]:
-        """Copy all files into buffers, and return the copies in the same order. The bytes are those that there are once
-        `launched` is finished.
+        """Copy all files into buffers, and return the copies in the same order. They have the bytes that the files have
+        once `launched` is finished.
 
-        What an earlier call returned must not be in use any more. Raises InvalidState when there is no memory for it.
+        The copies of an earlier call must not be in use any more. Raises InvalidState if memory is insufficient.
         """
         self._settle()
         self._fit([file.size_bytes for file in files])
@@ -212,7 +213,7 @@ class Staging:
         ]
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._settle()
         self._release()
 
@@ -222,7 +223,7 @@ class Staging:
         self.buffers = []
 
     def _fit(self, sizes_bytes: Sequence[int]) -> list[Buffer]:
-        """Make every buffer large enough for the file of its place; returns the new ones."""
+        """Make the buffers large enough for these files, in order, and return the new ones."""
         fresh = []
         for index, size_bytes in enumerate(sizes_bytes):
             if index < len(self.buffers) and self.buffers[index].size_bytes >= size_bytes:
@@ -246,6 +247,6 @@ class Staging:
 def _copy(file: Staged, buffer: Buffer, start: int) -> None:
     """Copy one stretch of a file to its place in the buffer."""
     stop = min(start + _COPY_BYTES, file.size_bytes)
-    if buffer.is_new:  # page by page it takes longer
+    if buffer.is_new:  # faster than page by page
         buffer.populate(start, stop)
     file.fill(start, buffer.view[start:stop])

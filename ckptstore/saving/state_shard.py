@@ -1,4 +1,4 @@
-"""A rank's shard of a state checkpoint, for the save story: what it has and writes, and how the leader joins it all."""
+"""A rank's shard of a state checkpoint: it describes and writes the rank's data, and the leader joins all of them."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ StockReadable = bool | Literal["auto"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateOptions:
-    """How a state is saved."""
+    """The options of a save of a state."""
 
     allow_pickle: bool = False
     stock_readable: StockReadable = "auto"
-    """Whether stock DCP shall be able to read it: plain values twice, and `.metadata`; "auto": up to 200,000 chunks and
-    values, and up to 10,000 values in dicts and lists."""
+    """True to make it readable for stock DCP, with plain values stored twice and `.metadata`; "auto" to do so up to
+    200,000 chunks and values, and up to 10,000 values in dicts and lists."""
     incremental: Incremental = False
-    """Whether files of the checkpoint before are taken over where most of them has not changed: linked or copied into
-    the new one, or only referred to."""
+    """True to link or copy files of the checkpoint before that have hardly changed into the new one, "reference" to
+    only refer to them."""
     num_files: int = 4
-    """How many files a rank writes at once when there is much to write."""
+    """The number of files that a rank writes at once if it has much to write."""
     algorithm: str = DEFAULT
-    """Of the digests of all files and of their blocks."""
+    """The algorithm of the digests of all files and of their blocks."""
     num_prefixes: int = 1
-    """Over how many directories the files of all ranks are spread."""
+    """The number of directories over which the files of all ranks are spread."""
     compare_every: int = 16
-    """What ranks are to have alike is compared whenever the structure is new and at every n-th save; 0 means never, for
-    what saves nothing."""
+    """The interval, in saves, at which the data that ranks must have in common is compared; a new structure always is.
+    0 means never, as in a warm-up, which saves nothing."""
 
 
 class StateShard:
@@ -82,9 +82,9 @@ class StateShard:
         options: StateOptions | None = None,
         before: Callable[[], Kept | None] = lambda: None,
     ) -> None:
-        """`collect` takes the state apart. Nothing is looked at yet. The memo belongs to the saves of one store.
+        """`collect` takes the state apart; `describe` calls it. The memo is shared by the saves of one store.
 
-        `before` finds out what this rank has in the checkpoint before, for an incremental save.
+        `before` returns the files of this rank in the checkpoint before, for an incremental save.
         """
         self._collect = collect
         self._flat = FlatState()
@@ -96,25 +96,28 @@ class StateShard:
         self._find_before = before
         self._before: Kept | None = None
         self.kept: Kept | None = None
-        """What a next incremental save may take over, once this one is committed."""
+        """The files that the next incremental save may take over, once this one is committed."""
         self._found: Described | None = None
         self._agreement: Agreement | None = None
         self._stock: StockShare | None = None
-        """Where stock DCP shall be able to read the checkpoint."""
+        """This rank's share of the metadata for stock DCP; None if it is not to be readable for it."""
         self._files: ShardFiles | None = None
         self._expected = Expected()
         self.launched = LaunchedWork(())
-        """What the devices have to finish before the bytes of the state are final."""
+        """The work that the devices have to finish before the bytes of the state are final."""
         self.sources: list[tuple[str, Source]] = []
-        """Name and source of each file that this rank will write, after `plan`. A staged copy may take a source's place
-        until the story stores them."""
+        """The name and source of each file that this rank will write, set by `plan`. `stage` replaces the sources by
+        copies."""
 
     def move(self, storage: Storage, upload: Upload) -> None:
-        """Store everything in another storage from now on: the one it was made for cannot take it."""
+        """Use another storage from now on, because the first one cannot take the files."""
         self._storage, self._upload = storage, upload
 
     def describe(self) -> bytes:
-        """What this rank has: first its digests, then what the leader asks for. Raises InvalidState, with the key."""
+        """Return the digests of this rank's data, in later rounds the details that the leader needs.
+
+        Raises InvalidState, with the key, for a value that cannot be stored.
+        """
         if self._found is None:
             self._found = self._look()
             if self._world_size > 1:
@@ -132,7 +135,7 @@ class StateShard:
         return describe(self._flat, compare=self._world_size > 1, allow_pickle=options.allow_pickle)
 
     def decide(self, descriptions: Sequence[bytes]) -> Decision:
-        """Leader: whether the ranks agree. Raises InvalidState when a key is something else on another rank."""
+        """Leader: see `Shard.decide`. Raises InvalidState if a key is something else on another rank."""
         may_be_less = bool(self._options.incremental)
         if self._world_size == 1:
             assert self._found is not None  # described before
@@ -151,7 +154,7 @@ class StateShard:
         return Decision(told, self._negotiator.size_bytes if is_settled(told) else None, may_be_less)
 
     def hear(self, told: bytes) -> None:
-        """The agreement, or that there is more to be said."""
+        """Accept the agreement, or the leader's need for another round."""
         if self._world_size == 1:
             assert self._found is not None  # described before
             self._agreement = agreement_of_one(self._found.own)
@@ -159,7 +162,7 @@ class StateShard:
             self._agreement = self._negotiator.hear(told)
 
     def plan(self) -> None:
-        """Find out what this rank writes, by what was agreed: `sources` and `launched`."""
+        """Plan the files of this rank by the agreement, and set `sources` and `launched`."""
         if self._files is not None:
             return
         found, agreement, options = self._found, self._agreement, self._options
@@ -192,8 +195,10 @@ class StateShard:
     def stage(
         self, copy: Callable[[Sequence[SegmentSource], LaunchedWork], Sequence[MemorySource]], *, check_all: bool
     ) -> None:
-        """Have all that this rank will write copied, as `Staging.stage` does, and compare the copies: `sources` are
-        these afterwards. Raises CkptstoreError, with the key, for one that is not as its tensor."""
+        """Copy all files of this rank with `copy`, as `Staging.stage` does, and set `sources` to the copies.
+
+        Raises CkptstoreError, with the key, for a copy that differs from its tensor.
+        """
         self.plan()
         assert self._files is not None
         names, originals = zip(*self._files.sources(), strict=True) if self._files.files else ((), ())
@@ -203,7 +208,7 @@ class StateShard:
         self.sources = list(zip(names, copies, strict=True))
 
     def store(self, attempt: Attempt) -> bytes:
-        """Write this rank's files, and give the leader the receipts and this rank's part of the index."""
+        """Write this rank's files, and return the receipts and this rank's part of the index for the leader."""
         self.plan()
         assert self._files is not None
         self.launched.wait()  # threads of the upload copy beside the stream of the caller
@@ -232,7 +237,7 @@ class StateShard:
         return self._told(receipts, part, attempt)
 
     def _told(self, receipts: list[Receipt], part: bytes, attempt: Attempt) -> bytes:
-        """What the leader has to know. Where it does not pack the parts of the index, this rank's is stored here."""
+        """Encode the description for the leader. Store this rank's part of the index unless the leader packs it."""
         assert self._files is not None  # stored before
         assert self._agreement is not None
         head: dict[str, Any] = {"told": self._files.told(part)}
@@ -247,13 +252,13 @@ class StateShard:
         return b"".join([_LENGTH.pack(len(packed)), packed, part])
 
     def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
-        """Leader: check that everything that any rank has is there, and write the index and, if asked for, `.metadata`.
+        """Leader: check that the data of all ranks is complete, and write the index and, if requested, `.metadata`.
 
-        Raises InvalidState, with keys and ranks, when ranks that disagree on the state left a hole.
+        Raises InvalidState, with keys and ranks, if ranks that disagree on the state left a hole.
         """
         heads, parts = zip(*(_unpacked(data) for data in stored), strict=True)
         receipts = [Receipt.from_json(entry) for head in heads for entry in head["receipts"]]
-        assert self._agreement is not None  # heard before
+        assert self._agreement is not None  # the ranks have met
         outline = self._memo.outliner(self._agreement).outline(
             [RankTold(*head["told"]) for head in heads],
             num_prefixes=self._options.num_prefixes,
@@ -277,7 +282,10 @@ class StateShard:
         return Contents(receipts, pending=list(written))
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
-        """Files of the checkpoint before, under a second name or copied inside the storage. Nothing is read here."""
+        """Link files of the checkpoint before, or copy them inside the storage, and return their receipts.
+
+        No file is read. With "reference" nothing is linked. Raises StorageError if a file cannot be linked.
+        """
         storage, receipts = self._storage, [file.receipt for file in kept]
         if self._options.incremental == "reference":
             return receipts
@@ -294,7 +302,7 @@ class StateShard:
         return [receipt._replace(attempt=None) for receipt in receipts]
 
     def _add(self, written: Mapping[str, bytes], attempt: Attempt) -> list[Receipt]:
-        """Write some small files."""
+        """Write some small files, and return their receipts."""
         files = [
             PlannedFile(attempt.key(name), MemorySource([memoryview(data)]), self._options.algorithm)
             for name, data in written.items()

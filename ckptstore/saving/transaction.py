@@ -1,6 +1,6 @@
-"""One try at a checkpoint, from the agreement of the ranks to the verdict: whatever is saved, and whoever publishes it.
+"""One attempt at a checkpoint, from the agreement of the ranks to the verdict, for any kind of shard and publisher.
 
-what each rank has → the leader decides → each rank stores → the leader publishes → all hear
+each rank describes → the leader decides → each rank stores → the leader publishes → all learn the outcome
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from ckptstore.storage.traffic import counted_twice
 logger = logging.getLogger("ckptstore")
 
 Published = TypeVar("Published", covariant=True)
-"""What a publisher makes of a checkpoint: a record, a certificate."""
+"""The proof that a publisher makes of a checkpoint: a record, a certificate."""
 
 
 class Ended(NamedTuple):
-    """How a save has gone, for whoever is told that it has ended well."""
+    """The timing of a save that has succeeded."""
 
     seconds: float
     slowest: Sequence[Any] = ()
-    """The rank that took longest to store its files, and by how many seconds; empty with one rank, and where unknown.
-    """
+    """The rank that took longest to store its files, and its seconds above the median rank; empty with one rank, or if
+    unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the files of a checkpoint go, and who removes them after the verdict "not committed"."""
+    """The place of the files of a checkpoint, and the rank that removes them after the verdict "not committed"."""
 
     storage: Storage
     store_uri: str
-    """The store as events name it, without secrets."""
+    """The URI of the store for events, without secrets."""
     rank: int
-    """This process as events name it."""
+    """The rank of this process for events."""
     removes: bool
     """True on the one rank of all, or of a node, that removes files."""
     is_fast: bool = False
@@ -55,38 +55,43 @@ class Destination:
 
 
 class Publisher(Protocol[Published]):
-    """Whoever makes checkpoints visible: the log of a store, certificates on the disks of nodes, Ray."""
+    """The part that makes checkpoints visible: the log of a store, certificates on the disks of nodes, Ray."""
 
     @property
     def destination(self) -> Destination:
-        """Where the files go."""
+        """The place of the files."""
 
     def begin(self, request: Request, decision: Decision) -> Mapping[str, Any]:
-        """Leader: own the place, make sure that there is room, name the attempt. Return what `join` needs, as JSON."""
+        """Leader: take ownership of the place, check that there is room, and name the attempt.
+
+        Return the argument of `join`, as JSON.
+        """
 
     def join(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
         """Any rank: return the attempt that the leader has begun."""
 
     def publish(self, request: Request, attempt: Attempt, contents: Contents) -> Any:
-        """Leader: make the checkpoint visible, whole. An error says by `committed` whether it is."""
+        """Leader: make the whole checkpoint visible. `committed` of an error says if it is visible all the same."""
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Published | None:
-        """Any rank: read what `publish` returned, call `end`, and tell listeners that the save has ended well.
+        """Any rank: read the result of `publish`, call `end`, and emit the event of a successful save.
 
-        All ranks that heard the leader call this, and may meet in the lane. `published` is None on a rank that did not
-        hear it: it looks for the checkpoint alone, and returns None if that is not there (yet), or cannot be read.
+        All ranks that received the leader's result call this, and may meet in the lane. On a rank that did not receive
+        it, `published` is None: that rank looks for the checkpoint alone, and returns None if it does not exist (yet)
+        or cannot be read.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Transaction(Generic[Published]):
-    """A try on which all ranks have agreed, before any byte has moved. It leaves nothing unless it is published."""
+    """An attempt on which all ranks have agreed, before any byte moved. It leaves nothing unless it is published."""
 
     publisher: Publisher[Published]
     request: Request
     attempt: Attempt
     lane: Group
-    """Where the ranks meet for this attempt and no other: who missed the agreement cannot be mistaken there."""
+    """The lane of this attempt alone, so that a rank that missed the agreement cannot be mistaken for one of another.
+    """
     clock: SaveClock
 
     @staticmethod
@@ -98,7 +103,7 @@ class Transaction(Generic[Published]):
         *,
         clock: SaveClock | None = None,
     ) -> Transaction[Published]:
-        """Let the ranks agree. Collective. The clock was started by the call of the save."""
+        """Let the ranks agree on an attempt. Collective. `clock` was started by the call of the save."""
         clock, destination = clock or SaveClock(), publisher.destination
         clock.asked(step=request.step, rank=destination.rank)
 
@@ -115,7 +120,7 @@ class Transaction(Generic[Published]):
             return Transaction(publisher, request, attempt, lane, clock)
 
     def elsewhere(self, publisher: Publisher[Any]) -> Transaction[Any]:
-        """Begin once more with another publisher, after `finish` has failed on all ranks: what they agreed on holds.
+        """Begin again with another publisher, after `finish` has failed on all ranks; their agreement still holds.
         Collective, on any thread."""
         request = self.request
         lane = self.lane.lane(f"{self.attempt} elsewhere")
@@ -130,8 +135,8 @@ class Transaction(Generic[Published]):
     def finish(self, shard: Shard) -> Published:
         """Store the files of all ranks, and publish them. Collective, on any thread.
 
-        Any error on any rank before the commit is raised on all ranks, and what was written is removed: by the leader
-        alone, and only after its own verdict. A rank that does not hear what became of it looks once.
+        An error on any rank before the commit is raised on all ranks, and the written files are removed, by the leader
+        alone and only after its own verdict. A rank that does not learn the outcome looks for the checkpoint once.
         """
         publisher, clock, attempt = self.publisher, self.clock, self.attempt
         with self._ending():
@@ -160,10 +165,10 @@ class Transaction(Generic[Published]):
         return Ended(self.clock.elapsed_seconds, slowest)
 
     def _found(self, error: CkptstoreError) -> Published:
-        """Return the checkpoint if it is there in spite of the error; else raise that, and remove what was written."""
+        """Return the checkpoint if it was published despite the error; else remove the written files and raise it."""
         destination, step = self.publisher.destination, self.request.step
         if error.committed is None:
-            with hurried():  # ranks that have raised it may wait for this one
+            with hurried():  # other ranks, which have raised the error, may be waiting for this one
                 found = self.publisher.outcome(self.lane, self.attempt, None, self._end)
             if found is not None:
                 logger.warning("step %d is committed, though this rank did not hear of it: %s", step, error)
@@ -184,23 +189,23 @@ class Transaction(Generic[Published]):
                 self.lane.close()
 
     def close(self) -> None:
-        """Give up before `finish`."""
+        """Give up without `finish`."""
         self.lane.close()
 
 
 def save(
     group: Group, publisher: Publisher[Published], shard: Shard, request: Request, *, clock: SaveClock | None = None
 ) -> Published:
-    """Save the shards of all ranks as one checkpoint. Collective. The clock was started by the call."""
+    """Save the shards of all ranks as one checkpoint. Collective. `clock` was started by the call."""
     return Transaction.begin(group, publisher, shard, request, clock=clock).finish(shard)
 
 
 def meet(
     group: Group, tag: str, shard: Shard, request: Request, agree: Callable[[Decision], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """Let the leader decide who writes what: in one meeting, in more when it has to know more. Collective.
+    """Let the leader decide who writes what, in one meeting, or in more if it needs more details. Collective.
 
-    The leader calls `agree` with what the shards have decided; all ranks get what it returns.
+    The leader calls `agree` with the decision of its shard; the result is returned on all ranks.
     """
 
     def decide(offers: Sequence[Any]) -> Any:
@@ -224,7 +229,7 @@ def meet(
 
 
 def checked(group: Group, *, kind: Kind, step: Any, **options: Any) -> Request:
-    """Check what the caller of a save wants. Raises what is wrong with it, on all ranks. Collective where so."""
+    """Return the checked request of a save. If it is bad, raise its error on all ranks; only then collective."""
     try:
         return Request.of(kind=kind, step=step, **options)
     except Exception:
@@ -233,7 +238,7 @@ def checked(group: Group, *, kind: Kind, step: Any, **options: Any) -> Request:
 
 
 def _check_same_request(requests: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InvalidStep or InvalidInput unless all ranks want the same."""
+    """Raise InvalidStep or InvalidInput unless all ranks have the same request."""
     first = requests[0]
     for rank, other in enumerate(requests):
         if other["step"] != first["step"]:
@@ -245,7 +250,7 @@ def _check_same_request(requests: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _slowest(seconds: Sequence[float]) -> list[Any]:
-    """Return the rank that took longest, and how much longer than the one in the middle; nothing for one rank."""
+    """Return the rank that took longest, and its seconds above the median; empty for one rank."""
     if len(seconds) == 1:
         return []
     rank = max(range(len(seconds)), key=lambda number: seconds[number])
@@ -253,9 +258,9 @@ def _slowest(seconds: Sequence[float]) -> list[Any]:
 
 
 def remove_files(storage: Storage, attempt: Attempt) -> None:
-    """Remove all files of an attempt, after the leader's verdict "not committed": nothing will ever refer to it.
+    """Remove all files of an attempt after the leader's verdict "not committed": nothing will ever refer to it.
 
-    Best effort; what others still write is garbage.
+    Best effort: files that other ranks still write become garbage.
     """
     try:
         storage.delete([file.key for file in storage.list(attempt.prefix)])
