@@ -1,5 +1,4 @@
-"""How a checkpoint is found, checked and read, into files or straight into tensors.
+"""Find, check and read checkpoints, into files or straight into tensors.
 
-It may know the job, the transfer, the node cache and states. It gives what `Checkpoint` and `CheckpointStore` forward
-to.
+This room may import the job, the transfer, the node cache and states. `Checkpoint` and `CheckpointStore` forward to it.
 """

@@ -1,5 +1,6 @@
-"""The files of one checkpoint: in a directory on its own, or committed in a store. Those on the disks of nodes are a
-third kind (`ckptstore.fast.fast_files`).
+"""The files of one checkpoint: in a directory on its own, or committed in a store.
+
+Files on the disks of nodes are a third kind (`ckptstore.fast.fast_files`).
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from ckptstore.transfer.opened import OpenedPlace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles:
-    """The files of a checkpoint in a directory on its own, and what all kinds have in common."""
+    """The files of a checkpoint in a directory on its own, and the base of the other kinds."""
 
     storage: Storage
     transfer: Transfer
     config: StoreConfig
     prefix: str = ""
-    """The beginning of their keys: "checkpoints/<attempt>/" in a store."""
+    """The prefix of their keys: "checkpoints/<attempt>/" in a store."""
     given_group: object = None
-    """The ranks that load a state together, as for `find_group`; those of the job in a store."""
+    """The ranks that load a state together, as for `find_group`. In a store they are those of the job."""
 
     @staticmethod
     def at(
         place: OpenedPlace, *, prefix: str = "", record: Record | None = None, given_group: object = None
     ) -> CheckpointFiles:
-        """Return the files below `prefix` in a place that was opened for them."""
+        """Return the files below `prefix` in an opened place."""
         storage, transfer, config = place.storage, place.transfer, place.config
         if record is None:
             return CheckpointFiles(
@@ -55,7 +56,7 @@ class CheckpointFiles:
 
     @property
     def record(self) -> Record | None:
-        """The record that committed it; None where there is none."""
+        """The record that committed the checkpoint; None outside of a store."""
         return None
 
     @property
@@ -65,7 +66,7 @@ class CheckpointFiles:
 
     @property
     def number(self) -> int | None:
-        """The number of the record; None where there is none."""
+        """The number of the record; None without one."""
         return None if self.record is None else self.record.number
 
     @property
@@ -84,10 +85,10 @@ class CheckpointFiles:
         return False
 
     def read_manifest(self) -> tuple[Manifest, bytes]:
-        """Return the manifest, and its bytes as they are stored. A directory that torch's DCP wrote on its own has
-        none; then it is made from a listing, and has no digests.
+        """Return the manifest, and its bytes as stored.
 
-        Raises CheckpointGone when it is not there, CheckpointDamaged when it is not the one that was committed.
+        For a directory that torch's DCP wrote on its own, it is made from a listing, without digests. Raises
+        CheckpointGone if there is no manifest, CheckpointDamaged if it is not the committed one.
         """
         key = self.prefix + MANIFEST_NAME
         try:
@@ -105,12 +106,12 @@ class CheckpointFiles:
         return self.storage.read(key)
 
     def alone(self) -> CheckpointFiles:
-        """Return the same for a process that works on its own: it can be pickled."""
+        """Return a copy for a process that works on its own; it can be pickled."""
         return replace(self, given_group=None)
 
     @contextmanager
     def held(self, *, is_handed_out: bool = False) -> Iterator[None]:
-        """Keep whoever deletes away while the context lasts. Nobody deletes a directory on its own."""
+        """Protect the files from deletion while the context lasts. A directory on its own needs no protection."""
         yield
 
     @contextmanager
@@ -128,12 +129,12 @@ class CheckpointFiles:
         """Raise CheckpointGone if the whole checkpoint was removed."""
 
     def read(self, ranges: Sequence[RangeRead]) -> None:
-        """As `Transfer.read`, but that a missing file is damage."""
+        """Read as `Transfer.read` does, but treat a missing file as damage."""
         with self.missing_is_damage():
             self.transfer.read(ranges)
 
     def check_complete(self, manifest: Manifest) -> None:
-        """Raise CheckpointDamaged unless every file is there with its size. One listing."""
+        """Raise CheckpointDamaged unless every file exists with its size. Costs one listing."""
         looked_twice(self.storage, self.prefix, lambda: self._check_listed(manifest))
 
     def _check_listed(self, manifest: Manifest) -> None:
@@ -149,11 +150,13 @@ class CheckpointFiles:
         return _differs(receipt, "is missing", step)
 
     def check_here(self, manifest: Manifest) -> None:
-        """Raise StorageError if a path on this node would lack files that lie on others."""
+        """Raise StorageError if a directory on this node would lack files that lie on other nodes."""
 
     def is_broken_by(self, error: StorageError) -> bool:
-        """True if the error is as good as damage: something older may be taken. A place that does not answer now, lets
-        nobody in or is full is no reason for that."""
+        """Return True if the error counts as damage, so that an older checkpoint may be used.
+
+        A place that does not answer now, denies access or is full does not.
+        """
         return False
 
     def receipts_here(self, manifest: Manifest) -> tuple[Receipt, ...]:
@@ -161,7 +164,8 @@ class CheckpointFiles:
         return manifest.files
 
     def stored_sizes(self, manifest: Manifest) -> dict[str, int]:
-        """Return the size of every file by name: its own, listed or not, and those that lie elsewhere."""
+        """Return the sizes by name: of all files in its directory, listed in the manifest or not, and of the files that
+        lie in other checkpoints."""
         sizes = {file.key.removeprefix(self.prefix): file.size_bytes for file in self.storage.list(self.prefix)}
         elsewhere = {self.key_of(receipt): receipt.name for receipt in manifest.files if receipt.attempt is not None}
         for attempt in manifest.references:
@@ -171,8 +175,8 @@ class CheckpointFiles:
         return sizes
 
     def key_of(self, receipt: Receipt) -> str:
-        """Return the key of a file. Raises CheckpointDamaged when it lies in another checkpoint, and this is not in a
-        store."""
+        """Return the key of a file. Raises CheckpointDamaged if it lies in another checkpoint and this one is outside
+        of a store."""
         if receipt.attempt is not None:
             raise CheckpointDamaged(
                 f"{receipt.name} lies in the directory {receipt.attempt} of the store that this was copied from",
@@ -182,29 +186,29 @@ class CheckpointFiles:
         return self.prefix + receipt.name
 
     def wanted(self, receipt: Receipt) -> Wanted:
-        """Return what the transfer is to fetch or check for a receipt."""
+        """Return the request to the transfer to fetch or check the file of a receipt."""
         return Wanted(self.key_of(receipt), receipt.size_bytes, receipt.digest)
 
     @staticmethod
     def wanted_at(prefix: str, receipt: Receipt) -> Wanted:
-        """Return the same for a copy whose keys begin with `prefix`."""
+        """Return the request of `wanted` for a copy whose keys begin with `prefix`."""
         return Wanted(prefix + receipt.name, receipt.size_bytes, receipt.digest)
 
     def read_file(self, receipt: Receipt) -> bytes:
-        """Return a whole file, checked. For files that fit in memory many times over."""
+        """Return the checked bytes of a small file."""
         data = bytearray(receipt.size_bytes)
         checks = () if receipt.digest is None else ((receipt.size_bytes, receipt.digest),)
         self.read([RangeRead(self.key_of(receipt), 0, (memoryview(data),), checks)])
         return bytes(data)
 
     def write_user_metadata(self, data: bytes) -> None:
-        """Replace the user's metadata. Raises InvalidMetadata where it cannot be changed."""
+        """Replace the user's metadata. Raises InvalidMetadata if it cannot be changed."""
         key = self.prefix + USER_METADATA_NAME
         self.storage.write(key, [memoryview(data)])
         self.storage.persist([key])
 
     def check_can_be_sent(self) -> None:
-        """Raise InvalidInput for what another process could not open."""
+        """Raise InvalidInput if another process could not open the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +240,10 @@ class CommittedFiles(CheckpointFiles):
 
     @contextmanager
     def held(self, *, is_handed_out: bool = False) -> Iterator[None]:
-        """Keep a prune away while the context lasts: by a lease on a disk; elsewhere the grace period has to do.
+        """Protect the checkpoint from a prune while the context lasts, by a lease on a disk.
 
-        Raises CheckpointGone when a prune was first. `is_handed_out` as for `leases.hold`.
+        On other storages the grace period has to suffice. Raises CheckpointGone if a prune came first.
+        `is_handed_out` as for `leases.hold`.
         """
         if not isinstance(self.storage, Disk):
             yield
@@ -246,7 +251,8 @@ class CommittedFiles(CheckpointFiles):
         from ckptstore.upkeep import leases
 
         with leases.hold(self.storage, self.record.number, is_handed_out=is_handed_out):
-            # A prune looks at leases after its record. So where the log has no such record yet, it will see this one.
+            # A prune reads the leases after it has written its record. If the log has no such record yet, it will see
+            # this lease.
             log = self.job.log if self.job else Log(self.storage, retry=self.config.retry)
             newest = log.newest()
             if newest is None or self.record.number not in {*newest.state.live, *newest.state.trash}:
@@ -286,7 +292,7 @@ def _differs(receipt: Receipt, what: str, step: int) -> CheckpointDamaged:
 
 
 def _stock_manifest(files: CheckpointFiles) -> Manifest | None:
-    """What the manifest of a directory of stock DCP would say, None for any other directory."""
+    """Make a manifest for a directory of stock DCP; None for any other directory."""
     listed = {file.key.removeprefix(files.prefix): file for file in files.storage.list(files.prefix)}
     if DCP_METADATA_NAME not in listed:
         return None

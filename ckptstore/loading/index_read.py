@@ -1,4 +1,4 @@
-"""Opening a tensor index: its outline, and the parts that a rank needs."""
+"""Open a tensor index: its outline, and the parts that a rank needs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.transfer import RangeRead
 
 HEAD_BYTES = 1 << 20
-"""So much of the file of an index is read at first. The index of some 40,000 chunks is no larger, so that it takes one
-request and then all is known."""
+"""The bytes of the index file that the first request reads. They hold the whole index of some 40,000 chunks."""
 
 
 class IndexReader:
-    """Reads the outline of an index, and parts, each once, and checks them. Safe for one thread."""
+    """A reader that reads and checks the outline of an index and each part once. Safe for one thread."""
 
     def __init__(
         self, read: Callable[[Sequence[RangeRead]], None], prefix: str, size_bytes: int, digest: Digest | None = None
@@ -45,19 +44,19 @@ class IndexReader:
             raise CheckpointDamaged(f"{INDEX_NAME} has an outline that does not fit its parts", file=INDEX_NAME)
 
     def opened(self, *, rank: int | None) -> TensorIndex:
-        """With the parts that are read already; the values that are for all ranks; and what a rank of the save has of
-        its own, or else the lowest one that has its own."""
+        """Return the index with the parts read so far, the parts with values common to all ranks, and the part of
+        `rank`; without a rank, one for each value that ranks had of their own."""
         outline = self.outline
         if outline.is_packed and self._start + outline.packed_bytes <= len(self._head):
             return self.whole()
         return self.with_parts([*outline.common, *(outline.own.values() if rank is None else [rank])])
 
     def whole(self) -> TensorIndex:
-        """With the parts of all ranks."""
+        """Return the index with the parts of all ranks."""
         return self.with_parts(range(self.outline.world_size))
 
     def with_parts(self, ranks: Iterable[int]) -> TensorIndex:
-        """With the parts of these ranks too. Raises CheckpointDamaged, FileMissing, StorageError."""
+        """Return the index with the parts of these ranks added. Raises CheckpointDamaged, FileMissing, StorageError."""
         found: dict[int, memoryview] = {}
         wanted = []
         for rank in sorted(set(ranks) - self._parts.keys()):
@@ -73,7 +72,7 @@ class IndexReader:
         return TensorIndex([self._parts[rank] for rank in sorted(self._parts)], self.outline)
 
     def _fill(self, ranges: Sequence[tuple[str, int, memoryview, Digest | None]]) -> None:
-        """Fill memory from these offsets of these files, each against its digest."""
+        """Fill memory from these offsets of these files, and check each against its digest."""
         self._read(
             [
                 RangeRead(f"{self._prefix}{name}", offset, (view,), () if digest is None else ((len(view), digest),))
@@ -83,7 +82,7 @@ class IndexReader:
 
 
 def read_whole(files: CheckpointFiles, manifest: Manifest) -> TensorIndex | None:
-    """The index with the parts of all ranks; None for a checkpoint that has none. Raises CheckpointDamaged."""
+    """Return the index with the parts of all ranks; None if the checkpoint has none. Raises CheckpointDamaged."""
     receipt = manifest.by_name.get(INDEX_NAME)
     if receipt is None:
         return None

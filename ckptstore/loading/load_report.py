@@ -1,4 +1,4 @@
-"""What a load is asked for and what it says, as values that need no torch."""
+"""The options and the report of a load, as values that need no torch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 ReadOnce = Literal["rank", "node", "job"]
-"""Who reads bytes that several ranks need: each of them, one process of each node, or one of the job."""
+"""The readers of bytes that several ranks need: each of them, one process of each node, or one of the job."""
 
 Dtype = Literal["same", "state"]
-"""Whether a tensor must have been saved in the dtype that the state has, or is cast to it."""
+"""The rule for dtypes: with "same" a tensor must have been saved in the dtype of the state, with "state" it is cast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What did not fit, over all ranks. After a strict load nothing is missing or unexpected."""
+    """The keys that did not fit, over all ranks. After a strict load nothing is missing or unexpected."""
 
     missing: tuple[str, ...]
-    """Keys of the state that the checkpoint does not have; they were left as they are."""
+    """The keys of the state that the checkpoint does not have; they were left as they are."""
     unexpected: tuple[str, ...]
-    """Keys of the checkpoint, below names of the state, that found no place."""
+    """The keys of the checkpoint, below names of the state, that the state does not have."""
     passed_over: tuple[str, ...] = ()
-    """Checkpoints that a resume could not use, each with the reason. A warning and an event told of each as well."""
+    """The checkpoints that a resume could not use, each with the reason. Each has caused a warning and an event too."""
     remade: tuple[str, ...] = ()
-    """On this rank: buffers outside of the state that modules from the meta device made anew."""
+    """On this rank: the buffers outside of the state that modules from the meta device initialised themselves."""
     left_on_meta: tuple[str, ...] = ()
-    """On this rank: buffers outside of the state that are still on the meta device. A forward pass needs them."""
+    """On this rank: the buffers outside of the state that are still on the meta device. A forward pass needs them."""

@@ -1,4 +1,4 @@
-"""Loading a state: the same checkpoint on all ranks, only the bytes that this rank needs, straight into its tensors."""
+"""Load a state: the same checkpoint on all ranks, only the bytes that this rank needs, straight into its tensors."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckptstore")
 
 _SPARE_BYTES = 1 << 20
-"""By how much the files of a rank may grow from save to save: plain values, names."""
+"""The bytes by which plain values and names may let a file of a rank grow from save to save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a state is loaded."""
+    """The options of a load of a state; see `CheckpointStore.load`."""
 
     include: str | Sequence[str] | None = None
     strict: bool = True
@@ -66,22 +66,22 @@ class LoadOptions:
 
 
 class Loaded(NamedTuple):
-    """What `load_newest` has loaded."""
+    """The result of `load_newest`."""
 
     files: CheckpointFiles
     report: LoadReport
     sizes_bytes: tuple[int, ...]
-    """Of the files that the next save of this rank will write, most likely."""
+    """The likely sizes of the files that this rank will write in the next save."""
 
 
 def load_newest(
     job: Job, state: Mapping[str, Any], options: LoadOptions, *, claim: bool, order: Order = newest_first
 ) -> Loaded | None:
-    """Load the newest checkpoint that is whole, the same on all ranks; None in an empty store. Collective.
+    """Load the newest whole checkpoint, the same on all ranks; None in an empty store. Collective.
 
-    With `claim` the store is claimed first. `order` says which one is tried when. A damaged checkpoint moves all ranks
-    on to the next one. Raises StoreMissing when there is no store to load from and none is claimed, NoUsableCheckpoint
-    when no checkpoint is left (the state may hold anything then), StateMismatch for one that does not fit.
+    `claim` claims the store first. `order` gives the order in which checkpoints are tried: all ranks move on from a
+    damaged one to the next. Raises StoreMissing if there is no store and none is claimed; NoUsableCheckpoint if no
+    checkpoint is left (the state may hold anything then); StateMismatch for one that does not fit.
     """
     group = job.group
     offered: Candidates | None = None
@@ -106,7 +106,7 @@ def load_newest(
 
 
 def _likely_sizes_bytes(manifest: Manifest, group: Group) -> tuple[int, ...]:
-    """What the files of this rank will have that the next save writes, if it saves what was loaded."""
+    """Estimate the sizes of this rank's files in the next save, if it saves the state that was loaded."""
     files = [receipt for receipt in manifest.files if receipt.name.endswith(".distcp")]
     own = [receipt.size_bytes for receipt in files if receipt.rank == group.rank]
     if group.world_size == manifest.world_size:
@@ -116,7 +116,7 @@ def _likely_sizes_bytes(manifest: Manifest, group: Group) -> tuple[int, ...]:
 
 
 def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list[CheckpointFiles]:
-    """The live checkpoints, in the order to try them, as the leader sees them."""
+    """Return the live checkpoints in the order to try them, as the leader sees them. Collective."""
 
     def find() -> Any:
         newest = job.claim(job.log.newest() if job.epoch is not None else None) if claim else job.log.newest()
@@ -182,7 +182,7 @@ def _load(
 
 
 class _Reader:
-    """Reads ranges from where they are nearest: the storage, or copies of whole files on this node."""
+    """A reader of ranges from the nearest place: copies of whole files on this node, or the storage."""
 
     def __init__(self, files: CheckpointFiles, options: LoadOptions, stack: ExitStack) -> None:
         self._files = files
@@ -192,19 +192,22 @@ class _Reader:
         self._copies: NodeCopies | None = None
         self._local: Transfer | None = None
         self._elsewhere: dict[str, str] = {}
-        """Keys of files that lie in the directories of other checkpoints."""
+        """The keys of files that lie in the directories of other checkpoints, by the key that they would have in this
+        one."""
         self._sizes_bytes: Mapping[str, int] = {}
         self._index: IndexReader | None = None
 
     def hold(self) -> None:
-        """Keep a prune away until the load is over; see `CheckpointFiles.held`."""
+        """Protect the files from deletion until the load is over; see `CheckpointFiles.held`."""
         if not self._is_held:
             self._stack.enter_context(self._files.held())
             self._is_held = True
 
     def open(self, manifest: Manifest, *, share: bool, rank: int | None = None) -> TensorIndex:
-        """The index; every process of the node gets it from one download where `share` is set. If it is large, with the
-        parts alone that tell the plain values of a `rank` of the save, or of the lowest that has its own."""
+        """Return the index. With `share`, the processes of the node share one download of it.
+
+        A large index has only the parts with plain values that `IndexReader.opened` selects for `rank`.
+        """
         files = self._files
         if share and self._copies is None and not isinstance(files.storage, Disk):
             self._copies = NodeCopies(files, manifest, self._stack)
@@ -226,7 +229,7 @@ class _Reader:
         return self._checked(self._index.opened(rank=rank))
 
     def _read_index(self, ranges: Sequence[RangeRead]) -> None:
-        """Read from the file of the index, by way of this node's copies where there are any; or from others."""
+        """Read ranges of the index, from this node's copy of its main file if there is one."""
         if self._copies is not None and ranges and ranges[0].key == f"{self._files.prefix}{INDEX_NAME}":
             self._read_near(ranges, self._copies)
         else:
@@ -261,17 +264,17 @@ class _Reader:
 
 
 def has_state(manifest: Manifest) -> bool:
-    """Whether it has the index of a state."""
+    """Return True if the checkpoint has the index of a state."""
     return INDEX_NAME in manifest.by_name
 
 
 def is_stock(manifest: Manifest) -> bool:
-    """Whether it is a directory that torch's DCP wrote on its own."""
+    """Return True if the checkpoint is a directory that torch's DCP wrote on its own."""
     return not has_state(manifest) and DCP_METADATA_NAME in manifest.by_name and not manifest.store_id
 
 
 def _open_stock(files: CheckpointFiles, reader: _Reader, manifest: Manifest, options: LoadOptions) -> StockState:
-    """The state that torch's DCP wrote; nothing in it is run."""
+    """Open a state that torch's DCP wrote. No code in it is run."""
     from ckptstore.dcp.stock.stock_read import StockState, load_metadata
 
     metadata = load_metadata(files.read_file(manifest.by_name[DCP_METADATA_NAME]))
@@ -293,7 +296,8 @@ def _open(
     options: LoadOptions,
     load: LoadWatch,
 ) -> tuple[StoredState | StockState, Saved, Manifest]:
-    """The stored state, as this rank sees it, and what it has besides tensors."""
+    """Open the stored state, and return it as this rank sees it, with its keys and values and the manifest.
+    Collective."""
     included = Matching(Saved({}, {}), include=options.include).includes
     names = {str(name) for name in state}
 
@@ -336,8 +340,10 @@ def _match(
     state: Mapping[str, Any],
     options: LoadOptions,
 ) -> tuple[Loading, Mismatch]:
-    """Find the place of everything, and agree on what does not fit. Reads what has to be compared because it is for the
-    same memory."""
+    """Match the stored state to the live one, and agree on the keys that do not fit. Collective.
+
+    Reads data only where several keys are for the same memory, to compare them.
+    """
     with ExitStack() as undo:
         with group.meeting("match") as meeting:
             loading = begin_load(
@@ -352,8 +358,8 @@ def _match(
 
 
 def _judged(parts: list[Any], options: LoadOptions) -> dict[str, Any]:
-    """Return what does not fit, over all ranks. Warn of names of the state that are left out, and raise what
-    `Mismatch.check` does."""
+    """Return the keys that do not fit, over all ranks, or raise as `Mismatch.check` does. Warn of names of the state
+    that the load leaves out."""
     joined = Mismatch.joined(map(Mismatch.from_json, parts))
     joined.check(strict=options.strict)
     for name in sorted(joined.absent):
@@ -362,7 +368,7 @@ def _judged(parts: list[Any], options: LoadOptions) -> dict[str, Any]:
 
 
 def _warn_of_loaders(stored: StoredState, state: Mapping[str, Any], options: LoadOptions) -> None:
-    """Name data loaders and samplers that all ranks of the save had alike, when there are more or fewer ranks now."""
+    """Warn of data loaders and samplers whose state was the same on all ranks, if the number of ranks has changed."""
     if stored.index.world_size == stored.world_size:
         return
     includes = Matching(Saved({}, {}), include=options.include).includes
@@ -381,7 +387,7 @@ def _warn_of_loaders(stored: StoredState, state: Mapping[str, Any], options: Loa
 
 
 def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
-    """A plain value of every rank that had one of its own; see `Checkpoint.per_rank`."""
+    """Return the plain value of every rank that had one of its own; see `Checkpoint.per_rank`."""
     with ExitStack() as stack:
         reader = _Reader(files, LoadOptions(), stack)
         reader.hold()
@@ -392,7 +398,7 @@ def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
 
 
 def open_alone(files: CheckpointFiles) -> StoredState:
-    """The stored state for a process on its own, which takes the lowest rank's of what differs between ranks."""
+    """Open the stored state for a process on its own. Of values that differ between ranks it has the lowest rank's."""
     reader = _Reader(files, LoadOptions(), ExitStack())
     index = reader.open(files.read_manifest()[0], share=False)
     return StoredState(
@@ -401,7 +407,8 @@ def open_alone(files: CheckpointFiles) -> StoredState:
 
 
 def open_any(files: CheckpointFiles) -> StoredState | StockState:
-    """`open_alone`, or what torch's DCP wrote on its own. Raises InvalidInput for a checkpoint without a state."""
+    """Open as `open_alone` does, or a directory that torch's DCP wrote on its own. Raises InvalidInput for a checkpoint
+    without a state."""
     manifest = files.read_manifest()[0]
     options = LoadOptions(per_rank="first")
     if is_stock(manifest):

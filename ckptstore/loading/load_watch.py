@@ -1,4 +1,4 @@
-"""What listeners and tracers hear of a load: each phase, and the end."""
+"""Report a load to listeners and tracers: each phase, and the end."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class LoadWatch:
         self._has_heard = False
 
     def found(self, step: int, record: Record | None) -> None:
-        """From here on it is about this checkpoint."""
+        """Note the checkpoint that the load is about from now on."""
         self._step, self._number = step, None if record is None else record.number
 
     def enter(self, phase: str) -> None:
-        """The phase before has ended, and this one begins; nothing if it is the same."""
+        """End the phase before, and begin this one; do nothing if it is the same."""
         if phase != self._phase:
             self._phase_ended()
             self._phase, self._phase_started_at, self._phase_started = phase, time.time(), time.monotonic()
 
     def told(self) -> dict[str, Any]:
-        """Leader: what the other ranks have to hear of it, to be added to a message; nothing if nobody traces."""
+        """Leader: return the trace context, to add to a message to the other ranks; empty without a tracer."""
         return {} if self._has_heard else told(self._operation)
 
     def hear(self, message: Mapping[str, Any]) -> None:
-        """Any rank: what the leader has told. Only the first time counts."""
+        """Any rank: take the trace context from the leader's message. Only the first call counts."""
         if not self._has_heard:
             self._has_heard = True
             hear(message, self._operation)
 
     def end(self, error: BaseException | None, traffic: Traffic) -> None:
-        """It has ended, with this error or well, and has asked so much of the storage."""
+        """End the load, with its error or None, and with the traffic that it caused."""
         self._phase_ended()
         if is_heard(LoadEnded):
             emit(
@@ -69,7 +69,7 @@ class LoadWatch:
             )
 
     def _phase_ended(self) -> None:
-        self.hear({})  # unless the leader has told something, or there is none: this is work of one process
+        self.hear({})  # without a message of the leader, this is the work of one process
         if is_heard(LoadPhase):
             emit(
                 LoadPhase(
@@ -89,7 +89,7 @@ class LoadWatch:
 
 @contextmanager
 def watched(rank: int, store: str) -> Iterator[LoadWatch]:
-    """A load from the storage of that URI, for as long as the context lasts."""
+    """Watch a load from the storage with that URI while the context lasts."""
     load = LoadWatch(rank, store)
     with counting() as traffic:
         try:

@@ -1,4 +1,4 @@
-"""Resuming: claim the store for this job, then find the newest checkpoint that can be used, the same on all ranks."""
+"""Resume: claim the store for this job, then find the newest usable checkpoint, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from ckptstore.runtime.beat import beat
 T = TypeVar("T")
 
 Order = Callable[[Sequence[int]], Iterable[int]]
-"""From the numbers of the live checkpoints, oldest first, to the order in which they are tried. The leader calls it."""
+"""A function from the numbers of the live checkpoints, oldest first, to the order in which to try them. The leader
+calls it."""
 
 
 class Candidates(Protocol):
-    """The checkpoints that a job with a faster place before its store can go on from."""
+    """The checkpoints from which a job with a fast tier can resume."""
 
     @property
     def files(self) -> Sequence[CheckpointFiles]:
-        """In the order to try them."""
+        """The checkpoints, in the order to try them."""
 
     @property
     def passed_over(self) -> Sequence[str]:
-        """What is newer and cannot be used, and why."""
+        """The newer checkpoints that cannot be used, each with the reason."""
 
     def resumed(self, files: CheckpointFiles | None) -> None:
-        """Say in the log from where the job goes on. Collective. An error of the log is raised on all ranks."""
+        """Record in the log the checkpoint from which the job resumes. Collective. An error of the log is raised on all
+        ranks."""
 
 
 def newest_first(numbers: Sequence[int]) -> Iterable[int]:
-    """The order of a job that goes on where the last one ended."""
+    """Return the order of a usual resume: the newest checkpoint first."""
     return reversed(numbers)
 
 
 def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
-    """Claim, and return the newest whole checkpoint; None in an empty store. Collective."""
+    """Claim the store, and return the newest whole checkpoint; None in an empty store. Collective."""
     if job.tier is not None and order is newest_first:
         return _resume_first(job, job.tier.candidates(job, order, is_loaded=False))
 
@@ -67,7 +69,7 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
 
 
 def _resume_first(job: Job, offered: Candidates) -> CheckpointFiles | None:
-    """Go on from the first candidate that is whole."""
+    """Resume from the first candidate that is whole; None if there are no candidates. Collective."""
 
     def choose() -> int | None:
         def check(files: CheckpointFiles) -> None:
@@ -89,7 +91,7 @@ def _resume_first(job: Job, offered: Candidates) -> CheckpointFiles | None:
 
 
 def told_resumed(job: Job, files: CheckpointFiles) -> None:
-    """Tell listeners from where this job goes on."""
+    """Emit the event of a resume from these files."""
     assert job.epoch is not None  # a job that resumes has claimed
     record = files.record
     emit(
@@ -105,7 +107,7 @@ def told_resumed(job: Job, files: CheckpointFiles) -> None:
 
 
 def first_whole(job: Job, numbers: Iterable[int]) -> Record | None:
-    """The first checkpoint whose manifest is the committed one and whose files all have their sizes.
+    """Return the first checkpoint that has the committed manifest and all files with their sizes; None without numbers.
 
     Raises NoUsableCheckpoint as `first_usable` does.
     """
@@ -121,10 +123,10 @@ def first_whole(job: Job, numbers: Iterable[int]) -> Record | None:
 def first_usable(
     candidates: Iterable[CheckpointFiles], use: Callable[[CheckpointFiles], T], reasons: list[str]
 ) -> tuple[CheckpointFiles, T] | None:
-    """The first checkpoint that `use` does not find damaged, with what it returned; None where there are none. What is
-    passed over is added to `reasons`.
+    """Return the first checkpoint for which `use` raises no damage, with the result of `use`; None if there are none.
 
-    Raises NoUsableCheckpoint, which says what is wrong with each, when there are some and none can be used.
+    Appends a line to `reasons` for each checkpoint that is passed over. Raises NoUsableCheckpoint, with all of them, if
+    there are checkpoints and none can be used.
     """
     before = len(reasons)
     for files in candidates:

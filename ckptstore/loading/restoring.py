@@ -1,8 +1,8 @@
-"""Restoring: a checkpoint in the trash becomes live again, as long as all its files are there.
+"""Restore a checkpoint from the trash: make it live again, as long as all its files exist.
 
-The files are looked at first, and the log last. A prune writes a record before it deletes anything, and only one of two
-records can follow on the same state. So where the record of the restore is written, no prune has begun on these files,
-and none ever will.
+The files are checked first, and the record is written last. A prune writes a record before it deletes anything, and
+only one of two records can follow the same state. So once the record of the restore is written, no prune has begun on
+these files, and none will.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 def restore(job: Job, step: int, *, number: int | None = None, pin: bool = True) -> Record:
     """Make the checkpoint of `step` live again, and return the record that committed it.
 
-    Every file must be there with its size; no byte is read. Where several checkpoints of the step are in the trash, it
-    is the one that was committed last, or that with `number`. With `pin` it is pinned by the same record.
+    Every file must exist with its size; no data is read. If the trash has several checkpoints of the step, the one that
+    was committed last is restored, or that with `number`. With `pin` the same record pins it.
 
-    Raises CheckpointGone when it is not in the trash, or a prune was faster; CheckpointDamaged when a file is missing;
-    InvalidInput when the step is live, or Ray keeps the checkpoints; StoreMissing, StoreFenced.
+    Raises CheckpointGone if it is not in the trash or a prune was faster; CheckpointDamaged if a file is missing or has
+    another size; InvalidInput if the step is live or Ray keeps the checkpoints; StoreMissing; StoreFenced.
     """
     step = check_step(step)
     _check_has_trash(job)
@@ -34,7 +34,7 @@ def restore(job: Job, step: int, *, number: int | None = None, pin: bool = True)
     try:
         files.check_complete(files.read_manifest()[0])
     except (CheckpointGone, CheckpointDamaged):
-        _in_trash(log, log.newest(), step, found.number)  # says so when a prune has begun to delete it
+        _in_trash(log, log.newest(), step, found.number)  # raises CheckpointGone if a prune has begun to delete it
         raise
 
     def change(newest: Record | None) -> Restore:
@@ -57,7 +57,7 @@ def _check_has_trash(job: Job) -> None:
 
 
 def _in_trash(log: Log, newest: Record | None, step: int, number: int | None) -> Record:
-    """The checkpoint that is to be restored, as the newest record has it. Raises what `restore` does."""
+    """Return the record of the checkpoint to restore, as of the newest record. Raises as `restore` does."""
     state = newest.state if newest else None
     live = [record.entry.step for record in log.records(state.live if state else ())]
     if step in live:

@@ -1,6 +1,6 @@
-"""The load story: from a committed checkpoint to a path on this node.
+"""Bring a committed checkpoint to a path on this node.
 
-Tensors go another way, straight into memory (`ckptstore.state`).
+Tensors take another way, straight into memory (`ckptstore.state`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptstore.storage.uri import local_path
 
 
 class NodeCopies:
-    """Single files of a checkpoint, each downloaded once per node when one of its processes wants it first."""
+    """Single files of a checkpoint, each downloaded once per node, on first use by one of its processes."""
 
     def __init__(self, files: CheckpointFiles, manifest: Manifest, stack: ExitStack) -> None:
         """The copies are held until `stack` is left."""
@@ -38,7 +38,7 @@ class NodeCopies:
         self.root = files.config.cache.cache_dir.absolute()
 
     def path(self, name: str) -> Path:
-        """The copy of a file on this node; downloaded and checked first, if nobody has."""
+        """Return the path of the copy of a file on this node, after downloading and checking it if need be."""
         with self._lock:
             if name not in self._paths:
                 receipt = self._manifest.by_name[name]
@@ -58,7 +58,7 @@ class NodeCopies:
 
     @contextmanager
     def lost_is_told(self) -> Iterator[None]:
-        """Of whatever reads copies: one that was whole, and is not there any more."""
+        """Raise CacheError if a copy that is read inside has vanished."""
         try:
             yield
         except FileNotFoundError as error:
@@ -70,17 +70,17 @@ class NodeCopies:
 
 
 def _content_of(files: CheckpointFiles, manifest: Manifest, data: bytes) -> str:
-    """What a copy on this node is a copy of: the manifest's digest, and the place of what no store has digests of,
-    where two checkpoints may differ in nothing that a listing shows."""
+    """Return the identity of a copy's content: a digest of the manifest, and of the place if it is not in a store."""
+    # A manifest that was made from a listing has no digests of files: two checkpoints may have equal ones.
     return sha256_of(data if manifest.store_id else f"{files.uri}\n".encode() + data)
 
 
 @contextmanager
 def open_directory(files: CheckpointFiles) -> Iterator[Path]:
-    """The checkpoint as a directory on this node, read-only, for as long as the context lasts.
+    """Provide the checkpoint as a read-only directory on this node while the context lasts.
 
-    On a disk it is the real one, under a lease. Else it is a copy that all processes of this node share: downloaded
-    once, every byte checked. So is one that refers to files of other checkpoints.
+    On a disk it is the real directory, under a lease. Otherwise, or if it refers to files of other checkpoints, it is a
+    copy that all processes of this node share: downloaded once, every byte checked.
     """
     with ExitStack() as stack:
         with watched(files.transfer.rank, files.storage.uri) as load:
@@ -89,7 +89,7 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
 
 
 def _opened_directory(files: CheckpointFiles, load: LoadWatch, stack: ExitStack) -> Path:
-    """Where it is until `stack` is left."""
+    """Return the path of the directory, which is held until `stack` is left."""
     stack.enter_context(files.held(is_handed_out=True))
     manifest, data = files.read_manifest()
     load.found(manifest.step, files.record)
@@ -117,9 +117,9 @@ def _opened_directory(files: CheckpointFiles, load: LoadWatch, stack: ExitStack)
 
 
 def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, include: str | None) -> Path:
-    """Copy the files whose name matches `include` (all, when None) to a new or empty directory, every byte checked.
+    """Copy the files whose name matches `include` (None for all) to a new or empty directory, and check every byte.
 
-    They appear under `path` at once and whole: the copy is made beside it and renamed.
+    The directory appears whole under `path`: it is written beside it and renamed.
     """
     target = Path(local_path(path, "The directory of a copy"))
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
@@ -166,8 +166,10 @@ def download_files(
     cached: bool = False,
     with_directories: bool = True,
 ) -> None:
-    """Copy these files of a checkpoint below a directory, every byte checked. They appear one by one. `cached` is for
-    copies of the node cache: read-only, and not forced to the disk."""
+    """Copy these files of a checkpoint below a directory, and check every byte. The files appear one by one.
+
+    `cached` makes copies for the node cache: read-only, and not synced to the disk.
+    """
     wanted = [(files.wanted(item), f"{path}/{item.name}") for item in chosen]
     with files.missing_is_damage():
         files.transfer.download(wanted, read_only=cached, durable=not cached)

@@ -1,4 +1,4 @@
-"""What tensors a checkpoint holds, without reading one of them."""
+"""List the tensors of a checkpoint without reading one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptstore.state.index.tensor_index import TensorIndex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a checkpoint, whole, however its ranks had divided it."""
+    """One tensor of a checkpoint, as a whole, however the ranks had divided it."""
 
     key: str
     dtype: str
@@ -28,7 +28,7 @@ class StoredTensor:
     files: tuple[str, ...]
     """The files that hold those parts."""
     is_per_rank: bool
-    """Whether each rank had its own; then dtype and shape are the lowest rank's."""
+    """True if each rank had its own; then dtype and shape are the lowest rank's."""
 
 
 class StoredTensors(Mapping[str, StoredTensor]):
@@ -68,7 +68,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return f"StoredTensors({self._files.uri!r})"
 
     def all_keys(self) -> list[str]:
-        """The keys of tensors and of plain values, sorted."""
+        """Return the keys of tensors and plain values, sorted."""
         index = self._opened[0]
         return sorted({*self._sources, *index.common_values(), *index.value_ranks()})
 
@@ -80,7 +80,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     @cached_property
     def _sources(self) -> dict[str, str]:
-        """Each key with the one under which its bytes lie; without what belongs to plain values."""
+        """The keys of the tensors, each with the key under which its bytes lie; without the tensors of plain values."""
         index = self._opened[0]
         keys = sorted(key for key, entry in index.tensors.items() if not entry.beside_value)
         return {key: index.aliases.get(key, key) for key in keys}

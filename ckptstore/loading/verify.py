@@ -1,4 +1,4 @@
-"""Verification: what a checkpoint holds against what its manifest says, every byte or a sample."""
+"""Verify a checkpoint against its manifest, every byte or a sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fault = Literal["missing", "truncated", "longer", "flipped", "swapped", "extra",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is not as it was written."""
+    """One difference between a file and the manifest."""
 
     file: str
     fault: Fault
@@ -35,25 +35,25 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What a verification saw."""
+    """The result of a verification."""
 
     step: int | None
     num_files: int
-    """Files whose presence and size were checked."""
+    """The number of files whose existence and size were checked."""
     num_read: int
-    """Files of which every byte was read."""
+    """The number of files of which every byte was read."""
     read_bytes: int
     num_without_digest: int
-    """Files that were linked and never read: their size is all that could be checked."""
+    """The number of files that were linked without being read: only their size can be checked."""
     problems: tuple[Problem, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no problems."""
         return not self.problems
 
     def raise_if_damaged(self) -> None:
-        """Raise CheckpointDamaged that lists all problems."""
+        """Raise CheckpointDamaged if there are problems; the message lists the first 20."""
         if self.problems:
             first = self.problems[0]
             text = "; ".join(str(problem) for problem in self.problems[:20])
@@ -67,12 +67,12 @@ def verify(
     sample: float | str | None = None,
     executor: Executor | None = None,
 ) -> VerifyReport:
-    """Check every file's presence and size, and the digest of every file or of a random sample of them. Of a fast
-    checkpoint on the disk of this node it is the files that this node has.
+    """Check the existence and size of every file, and the digests of all files or of a random sample.
 
-    `sample` is a share of the files: 0.05 or "5%"; at least one file is read. The report names missing, truncated,
-    flipped, swapped and extra files with what was expected and found. Raises CheckpointGone when there is no manifest,
-    InvalidInput for what torch's DCP wrote on its own and a copy without its manifest.
+    Of a fast checkpoint on the disk of this node, the files that this node has are checked. `sample` is a share of the
+    files, such as 0.05 or "5%"; at least one file is read. The report names missing, truncated, flipped, swapped and
+    extra files, with the expected and the found value. Raises CheckpointGone if there is no manifest; InvalidInput for
+    a directory that torch's DCP wrote on its own, or a copy without its manifest.
     """
     share = parse_sample(sample)
     with files.held():
@@ -112,7 +112,7 @@ def _verify(files: CheckpointFiles, share: float | None, executor: Executor) -> 
 
 
 def parse_sample(sample: float | str | None) -> float | None:
-    """A share from 0 (excluded) to 1, from a number or from text like "5%"; None means everything."""
+    """Parse a number or a text like "5%" to a share above 0 and up to 1; None means everything. Raises InvalidInput."""
     if sample is None:
         return None
     try:
@@ -125,7 +125,7 @@ def parse_sample(sample: float | str | None) -> float | None:
 
 
 def check_sizes(receipts: Sequence[Receipt], stored: Mapping[str, int]) -> list[Problem]:
-    """What a listing (sizes by name) shows of missing, truncated, longer and extra files."""
+    """Return the missing, truncated, longer and extra files of a listing, which has sizes by name."""
     extra = dict(stored)
     problems = []
     for receipt in receipts:
