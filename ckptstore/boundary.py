@@ -1,4 +1,4 @@
-"""Where errors leave ckptstore: the traceback of an ordinary one ends in the caller's line, and one line of ours."""
+"""Shorten the tracebacks of errors that leave ckptstore to the caller's line and one line of ckptstore."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SPECIAL = ("__getitem__", "__contains__", "__enter__")
 
 
 def boundary(function: F) -> F:
-    """Have a public function leave the frames inside ckptstore out of the tracebacks of its errors.
+    """Wrap a public function so that the tracebacks of its errors leave out the frames inside ckptstore.
 
-    What an error was caused by keeps its own: a user's object or a storage may have raised it. With
-    `CKPTSTORE_TRACEBACKS=full` everything stays.
+    The cause of an error keeps its traceback, since a user's object or a storage may have raised it. With
+    `CKPTSTORE_TRACEBACKS=full` all frames stay.
     """
 
     @wraps(function)

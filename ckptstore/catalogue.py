@@ -1,4 +1,4 @@
-"""What a store holds: the per-process half of `CheckpointStore`, which finds checkpoints and changes which are live."""
+"""The per-process half of `CheckpointStore`, which finds checkpoints and changes the set of live ones."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One checkpoint in a listing: a live one or, where those were asked for, a fast one."""
+    """One checkpoint in a listing: a live one or, if requested, a fast one."""
 
     checkpoint: Checkpoint
     is_pinned: bool
     is_latest: bool
-    """Whether it is the latest of the store."""
+    """True if it is the latest of the store."""
     is_resume_source: bool
     is_durable: bool = True
-    """Whether it is in the store."""
+    """True if it is in the store."""
     is_fast: bool = False
-    """Whether it is on the disk of this node; False too where nobody asked."""
+    """True if it is on the disk of this node and the listing includes fast checkpoints."""
 
 
 class Near(Protocol):
@@ -63,7 +63,7 @@ class Near(Protocol):
 
 @bounded
 class Catalogue:
-    """The checkpoints of one store, for one process. Nothing here is collective."""
+    """The checkpoints of one store, for one process. No method is collective."""
 
     def __init__(self, job: Job) -> None:
         self._held = job
@@ -75,11 +75,11 @@ class Catalogue:
 
     @property
     def retention(self) -> Policy:
-        """Which checkpoints stay live, as it was given to `open_store`."""
+        """The rule that says which checkpoints stay live: the argument of `open_store`."""
         return self._job.policy
 
     def exists(self) -> bool:
-        """Whether there is a store at the URI; the first save creates it. One request."""
+        """Return True if there is a store at the URI; the first save creates it. Costs one request."""
         return read_identity(self._job.storage) is not None
 
     def _near(self) -> Sequence[Near]:
@@ -92,25 +92,25 @@ class Catalogue:
 
     @property
     def _job(self) -> Job:
-        """The job, for everything that needs the store to be open."""
+        """The job of the open store. Raises InvalidInput if it is closed."""
         self._held.check_open()
         return self._held
 
     def latest(self, *, fast: bool = False) -> Checkpoint | None:
-        """The checkpoint that was committed last and is live; None in an empty store. At most two requests.
+        """Return the live checkpoint that was committed last; None in an empty store. Costs at most two requests.
 
-        With `fast` it is the newest that can be used, in the store or on the disk of this node. Its `is_durable` tells
-        which. Void ones, foreign ones and those that lack files are passed over, with `CheckpointSkipped` events.
-        Digests are compared when it is read.
+        With `fast`, it is the newest usable one, in the store or on the disk of this node; `is_durable` of it is True
+        if it is in the store. Void ones, those of other stores and those that lack files are passed over, with
+        `CheckpointSkipped` events. Digests are compared when it is read. This takes a few more requests.
 
-        This process asks no other: it sees the certificates on its own node alone, and a newer checkpoint may be
-        complete elsewhere. It reads the files on this node, and those of the other nodes of the job if it belongs to
-        one that has saved or resumed. For a file that lies elsewhere alone, StorageError names step, rank, file and
-        node. Ranks may see different checkpoints: to go on from one, call `resume`.
+        No other process is involved: this one sees the certificates on its own node only, and a newer checkpoint may be
+        complete elsewhere. It reads the files on this node and, if its job has saved or resumed, those on the other
+        nodes of the job. For a file that only another node has, StorageError names step, rank, file and node. Ranks may
+        see different checkpoints: to continue from one, call `resume`.
 
         A fast checkpoint stays while it is read. Between two calls it may be deleted from the node: then it is read
-        from the store if it came there, and else CheckpointGone is raised. With `fast` a few requests more are made.
-        Raises InvalidInput where the store was opened without a fast tier.
+        from the store if it was drained, otherwise CheckpointGone is raised. Raises InvalidInput if the store was
+        opened without a fast tier.
         """
         if fast:
             newer = [near for near in self._near() if not near.is_durable and not near.is_superseded]
@@ -120,10 +120,10 @@ class Catalogue:
         return self._checkpoint(record) if record else None
 
     def best(self, metric: str, mode: Mode | None = None) -> Checkpoint | None:
-        """The live checkpoint with the best finite value of `metric`, the later of equals; None if none has one.
+        """Return the live checkpoint with the best finite value of `metric`, the later of equals; None if none has one.
 
-        `mode` is "min" or "max", and may be left out where the metric's name tells it, such as "eval_loss". Raises
-        InvalidMetric, with the metrics that there are, when no live checkpoint has this one.
+        `mode` is "min" or "max", and may be left out if the metric's name implies it, such as "eval_loss". Raises
+        InvalidMetric, with the existing metrics, if no live checkpoint has this one.
         """
         candidates = self._job.candidates(self._job.log.newest())
         check_metric_exists(candidates, metric)
@@ -131,29 +131,30 @@ class Catalogue:
         return self._checkpoint(self._job.log.records([found[0].number])[0]) if found else None
 
     def __getitem__(self, step: int) -> Checkpoint:
-        """The live checkpoint of a step, the newest if there are several. Raises CheckpointGone, which names others."""
+        """Return the newest live checkpoint of a step. Raises CheckpointGone, which names live steps."""
         return self._checkpoint(self._record_of(step, self._job.log.newest()))
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        """All live checkpoints, in the order of their commits."""
+        """Iterate over all live checkpoints, in the order of their commits."""
         return (entry.checkpoint for entry in self.entries())
 
     def __len__(self) -> int:
-        """How many checkpoints are live."""
+        """Return the number of live checkpoints."""
         newest = self._job.log.newest()
         return len(newest.state.live) if newest else 0
 
     def __bool__(self) -> bool:
-        """Always True: an empty store is a store."""
+        """Return True: an empty store is a store too."""
         return True
 
     def __contains__(self, step: object) -> bool:
         return any(checkpoint.step == step for checkpoint in self)
 
     def entries(self, *, fast: bool = False) -> list[Entry]:
-        """All live checkpoints in the order of their commits, with what protects them.
+        """Return all live checkpoints in the order of their commits, each with the marks that protect it.
 
-        With `fast` also those on the disk of this node that can be used, in the order of their saves; see `latest`.
+        With `fast`, also return the usable ones on the disk of this node, all in the order of their saves; see
+        `latest`.
         """
         near = {one.attempt: one for one in self._near()} if fast else {}
         newest = self._job.log.newest()
@@ -178,14 +179,14 @@ class Catalogue:
         return [entry for _, entry in sorted(ordered, key=lambda pair: pair[0])]
 
     def verify_log(self) -> list[str]:
-        """Read every record of the log, and return what is wrong with them or with their order; empty when all is well.
+        """Read every record of the log, and return the faults of the records and of their order; empty if all is well.
 
-        The files of the checkpoints are not looked at: `Checkpoint.verify` reads those.
+        The files of the checkpoints are not checked: `Checkpoint.verify` does that.
         """
         return self._job.log.verify_chain()
 
     def trash(self) -> list[Trashed]:
-        """What retention dropped and no prune has deleted yet, with the time left and what holds it."""
+        """Return the dropped checkpoints that no prune has deleted yet, with the time left and the reason to stay."""
         from ckptstore.upkeep.prune import trash
 
         return trash(self._job.log, self._job.storage, grace_seconds=self._job.config.grace_seconds)
@@ -201,8 +202,8 @@ class Catalogue:
     def roll_back(self, step: int) -> Checkpoint:
         """Make the checkpoint of `step` the latest: all that were committed after it go to the trash.
 
-        Fast checkpoints that are newer are void from then on. Raises CheckpointGone when the step is not live,
-        InvalidInput when a later one is pinned.
+        Newer fast checkpoints are void from then on. Raises CheckpointGone if the step is not live, InvalidInput if a
+        later one is pinned.
         """
         job = self._job
 
@@ -217,27 +218,27 @@ class Catalogue:
         return self[step]
 
     def restore(self, step: int, *, number: int | None = None, pin: bool = True) -> Checkpoint:
-        """Make a checkpoint live again that is in the trash, and pin it: else the next save may drop it once more.
+        """Make a checkpoint in the trash live again, and `pin` it: otherwise the next save may drop it once more.
 
-        Of several of the step it is the last, or that with `number`. Raises CheckpointGone when it is not in the trash,
-        CheckpointDamaged when a file is missing (none is read), InvalidInput when the step is live or Ray keeps it.
+        Of several of the step, the last is restored, or that with `number`. Raises CheckpointGone if it is not in the
+        trash; CheckpointDamaged if a file is missing (none is read); InvalidInput if the step is live or Ray keeps it.
         """
         from ckptstore.loading.restoring import restore
 
         return self._checkpoint(restore(self._job, step, number=number, pin=pin))
 
     def retain(self, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
-        """Put every live checkpoint in the trash that `policy` does not keep, and return the verdict on each.
+        """Put every live checkpoint that `policy` does not keep in the trash, and return the verdict on each.
 
-        The latest, pinned ones and the resume source stay. No job is fenced: one that runs goes on with its own policy
-        at its next save. A dry run returns the same verdicts and changes nothing.
+        The latest, pinned ones and the resume source stay. No job is fenced: a running one applies its own policy at
+        its next save. A dry run returns the same verdicts and changes nothing.
         """
         from ckptstore.upkeep.retain import retain
 
         return retain(self._job.log, policy, dry_run=dry_run)
 
     def prune(self, *, dry_run: bool = False) -> list[Trashed]:
-        """Delete what has been in the trash for the grace period and that nothing protects; returns it.
+        """Delete, and return, the checkpoints that were in the trash for the grace period and that nothing protects.
 
         A save does this in the background. A dry run returns the same list and deletes nothing. Raises StoreFenced.
         """
@@ -247,7 +248,7 @@ class Catalogue:
         return prune(job.log, job.storage, job.config, epoch=job.epoch, dry_run=dry_run)
 
     def collect_garbage(self, *, claim: bool = False, dry_run: bool = False) -> Garbage:
-        """Remove what crashes left behind: attempts that no record names and whose job was superseded.
+        """Remove the leftovers of crashes: attempts that no record names and whose job was superseded.
 
         `claim` first takes the store over from a dead job, so that its attempts go too. It fences a job that is alive.
         """
@@ -290,5 +291,5 @@ def _fast_entry(checkpoint: Checkpoint) -> Entry:
 
 
 def job_of(catalogue: Catalogue) -> Job:
-    """The job of an open store, for what is built on stores inside ckptstore. Raises InvalidInput when it is closed."""
+    """Return the job of an open store, for use inside ckptstore. Raises InvalidInput if the store is closed."""
     return catalogue._job

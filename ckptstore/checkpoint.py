@@ -1,4 +1,4 @@
-"""Checkpoint: one committed step, or a checkpoint directory that was copied somewhere on its own."""
+"""The class Checkpoint: one committed step, or a checkpoint directory on its own."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 class Checkpoint:
     """One checkpoint, immutable but for its user metadata.
 
-    A store hands them out; `from_uri` opens one that lies on its own. Two objects are equal when they stand for the
-    same bytes. Everything here is per process, nothing is collective but `load`.
+    A store returns them; `from_uri` opens one that lies on its own. Two objects are equal if they stand for the same
+    bytes. All methods are per process; only `load` is collective.
 
-    It can be pickled and sent to another process. There it is opened on first use, with the credentials of that
+    It can be pickled and sent to another process, which opens it on first use, with the credentials of its own
     environment: `storage_options` do not travel. It loads with the ranks of torch.distributed in that process, or
-    alone where there are none.
+    alone if there are none.
     """
 
     _elsewhere: _Place | None = None
-    """Where it lies, for one that came from another process and is opened when it is used first."""
+    """The place of a checkpoint that came from another process, to open it on first use."""
     _load_report: LoadReport | None = None
 
     def __init__(self, files: CheckpointFiles, *, load_report: LoadReport | None = None) -> None:
@@ -65,11 +65,11 @@ class Checkpoint:
     ) -> Checkpoint:
         """Open a checkpoint directory that lies on its own, wherever it was copied to.
 
-        `group` says which ranks load a state together, as for `open_store`; "solo" is this process alone.
+        `group` names the ranks that load a state together, as for `open_store`; "solo" is this process alone.
 
-        Raises CheckpointGone when there is no manifest. Raises CheckpointDamaged unless every file in the manifest is
-        there with its size: a copy made by other tools may be incomplete. Raises InvalidInput for a store and for
-        STORE@STEP, and says how to open those.
+        Raises CheckpointGone if there is no manifest. Raises CheckpointDamaged unless every file in the manifest exists
+        with its size: a copy made by other tools may be incomplete. Raises InvalidInput for a store and for STORE@STEP,
+        and says how to open those.
         """
         from ckptstore.loading.checkpoint_files import CheckpointFiles
 
@@ -86,12 +86,12 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """`from_uri` for a local directory."""
+        """Open a local directory as `from_uri` does."""
         return cls.from_uri(os.fspath(path))
 
     @cached_property
     def _files(self) -> CheckpointFiles:
-        assert self._elsewhere is not None  # else the files were given
+        assert self._elsewhere is not None  # otherwise `__init__` has set the files
         return self._elsewhere.opened()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,29 +114,29 @@ class Checkpoint:
 
     @property
     def number(self) -> int | None:
-        """The number of the record that committed it; None outside of a store."""
+        """The number of the record that committed the checkpoint; None outside of a store."""
         return self._files.record.number if self._files.record else None
 
     @property
     def is_durable(self) -> bool:
-        """Whether it is in the store. False while it is on the disks of nodes alone: then this asks the log again."""
+        """True if the checkpoint is in the store. While it is on the disks of nodes only, each use reads the log."""
         return self._files.is_durable
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics given at the save; NaN and infinities included."""
+        """The metrics of the save, including NaN and infinities."""
         record = self._files.record
         return dict(record.entry.metrics if record else self._manifest.metrics)
 
     @property
     def created_at(self) -> float:
-        """When it was committed, in seconds since the epoch by the leader's clock."""
+        """The time of the commit, in seconds since the epoch by the leader's clock."""
         record = self._files.record
         return record.entry.created_at if record else self._manifest.created_at
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved the checkpoint."""
         record = self._files.record
         return record.entry.world_size if record else self._manifest.world_size
 
@@ -154,12 +154,12 @@ class Checkpoint:
 
     @property
     def timings(self) -> Timings | None:
-        """How long each phase of its save took, on which ranks; None for one that was saved without that being kept."""
+        """The duration of each phase of the save, on which ranks; None if the save did not keep them."""
         return self._manifest.timings
 
     @property
     def files(self) -> tuple[Receipt, ...]:
-        """All files: stored name, size, digest, the rank that wrote it and what that rank called it."""
+        """All files, each with its stored name, size, digest, the rank that wrote it and the name on that rank."""
         return self._manifest.files
 
     @cached_property
@@ -170,26 +170,26 @@ class Checkpoint:
         return StoredTensors(self._files)
 
     def keys(self) -> list[str]:
-        """The keys of all tensors and plain values of the state, sorted. Raises InvalidInput without a state."""
+        """Return the keys of all tensors and plain values of the state, sorted. Raises InvalidInput without a state."""
         return self.tensors.all_keys()
 
     @property
     def load_report(self) -> LoadReport | None:
-        """What the `load` or `resume` of the store that returned this object left out; None if it loaded nothing."""
+        """The report of the store's `load` or `resume` that returned this object; None if it loaded nothing."""
         return self._load_report
 
     @property
     def uri(self) -> str:
-        """Where it lies, without secrets."""
+        """The place of the checkpoint, without secrets."""
         return self._files.uri
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The user's metadata: what was given at the save, or what was set since."""
+        """The user's metadata, as of the save or as set since; see `get_metadata`."""
         return self.get_metadata()
 
     def get_metadata(self) -> dict[str, Any]:
-        """The user's metadata, read anew: what was given at the save, or what was set since."""
+        """Read and return the user's metadata, as of the save or as set since."""
         key = self._files.prefix + USER_METADATA_NAME
         try:
             value = load_json(self._files.storage.read(key), file=key)
@@ -216,17 +216,17 @@ class Checkpoint:
         self.set_metadata({**self.get_metadata(), **metadata})
 
     def as_directory(self) -> AbstractContextManager[Path]:
-        """The checkpoint as a read-only directory on this node, while the context lasts.
+        """Provide the checkpoint as a read-only directory on this node while the context lasts.
 
-        On a disk it is the real path. Else it is a copy that all processes of this node share: it is downloaded once,
-        every byte is checked, and nobody ever sees a part of it. Raises CheckpointGone, CheckpointDamaged, StorageFull.
+        On a disk it is the real path. Otherwise it is a copy that all processes of this node share: it is downloaded
+        once, every byte is checked, and it appears as a whole. Raises CheckpointGone, CheckpointDamaged, StorageFull.
         """
         from ckptstore.loading.story import open_directory
 
         return open_directory(self._files)
 
     def to_directory(self, path: str | os.PathLike[str], include: str | None = None) -> Path:
-        """Copy the files to a directory of your own, new or empty, every byte checked; returns its path.
+        """Copy the files to a new or empty directory of your own, check every byte, and return its path.
 
         `include` is a pattern ("model*") for the stored name or the name that the rank used.
         """
@@ -250,8 +250,8 @@ class Checkpoint:
 
         Collective over the ranks of the store, or of torch.distributed for a checkpoint that lies on its own. Only the
         bytes that this rank needs are read, straight into its tensors, and every block of them is checked. The
-        keywords are those of `CheckpointStore.load`. Raises StateMismatch before any tensor is changed, with all that
-        does not fit. After CheckpointDamaged the state may hold anything.
+        keywords are those of `CheckpointStore.load`. Raises StateMismatch, with all keys that do not fit, before any
+        tensor is changed. After CheckpointDamaged the state may hold anything.
         """
         from ckptstore.loading.load_state import LoadOptions, load_state
 
@@ -268,7 +268,7 @@ class Checkpoint:
             return load_state(self._files.job.group, self._files, state, options)
         given = self._files.given_group
         if given is None and self._elsewhere is not None and not has_torch_group():
-            given = SOLO  # a worker of a data loader has the environment of its rank, and no way to the others
+            given = SOLO  # a worker of a data loader has the environment of its rank, but cannot reach the others
         group = find_group(given, storage=self._files.storage, config=self._files.config)
         try:
             return load_state(group, self._files, state, options)
@@ -276,10 +276,10 @@ class Checkpoint:
             group.close()
 
     def per_rank(self, key: str) -> list[Any]:
-        """The plain value of `key` of every rank that had one of its own, in the order of ranks.
+        """Return the plain value of `key` of every rank that had one of its own, in the order of ranks.
 
-        One value when all ranks had the same; empty when there is no such value. Raises InvalidInput for a checkpoint
-        without a state.
+        The list has one value if all ranks had the same, and is empty if there is no such value. Raises InvalidInput
+        for a checkpoint without a state.
         """
         from ckptstore.loading.load_state import values_of_ranks
 
@@ -288,7 +288,7 @@ class Checkpoint:
     def verify(self, sample: float | str | None = None, *, executor: Executor | None = None) -> VerifyReport:
         """Check every byte against its digest, or a random share of the files ("5%"); see `VerifyReport`.
 
-        `executor` says where the files are read, in this process when it is None.
+        `executor` reads the files; None reads them in this process.
         """
         from ckptstore.loading.verify import verify
 
@@ -316,13 +316,13 @@ class Checkpoint:
 
 
 def files_behind(checkpoint: Checkpoint) -> CheckpointFiles:
-    """The files of a checkpoint, for what is built on checkpoints inside ckptstore."""
+    """Return the files of a checkpoint, for use inside ckptstore."""
     return checkpoint._files
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What of a checkpoint travels to another process: no credentials, and nothing that is open."""
+    """The part of a checkpoint that travels to another process: no credentials, and nothing open."""
 
     uri: str
     prefix: str
@@ -342,7 +342,7 @@ def _arrived(place: _Place) -> Checkpoint:
 
 
 def _refuse_stores(uri: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Raise InvalidInput where a store is called so, or STORE@STEP, which the command line alone reads."""
+    """Raise InvalidInput if the URI names a store, or a step as STORE@STEP, which only the command line accepts."""
     if _is_store(uri, storage_options):
         raise InvalidInput(f"{redact(uri)} is a store", hint=f"Write open_store({redact(uri)!r}).latest(), or [step]")
     match = re.fullmatch(r"(.+)@(\d+|latest)", uri)
@@ -355,5 +355,5 @@ def _is_store(uri: str, storage_options: Mapping[str, Any] | None) -> bool:
     try:
         with closing(open_storage(uri, storage_options=storage_options)) as storage:
             return any(file.key == STORE_KEY for file in storage.list(STORE_KEY))
-    except CkptstoreError:  # it is no name of a store
+    except CkptstoreError:  # no store can be read at this URI
         return False

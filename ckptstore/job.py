@@ -1,4 +1,4 @@
-"""A job: what one process knows of a store while it works on it, and how it claims the store before it writes."""
+"""The job: one process's knowledge of a store while it works on it, and the claim of the store before it writes."""
 
 from __future__ import annotations
 
@@ -41,26 +41,25 @@ logger = logging.getLogger("ckptstore")
 
 
 class Tier(Protocol):
-    """A place to which checkpoints go before the store, and what it adds to a job: see `ckptstore.fast.guest`.
+    """A place to which checkpoints go before the store, and its additions to a job: see `ckptstore.fast.guest`."""
 
-    It knows the rooms above this one, and they know what it gives them.
-    """
+    # Types of the rooms above this one are named in docstrings: they cannot be imported here.
 
     @property
     def is_open(self) -> bool:
-        """True once the ranks have met for it."""
+        """True once the ranks have met for the tier."""
 
     def candidates(self, job: Job, order: object, *, is_loaded: bool) -> Any:
-        """Claim the store, and find all that a job can go on from: `loading.newest.Candidates`. Collective.
+        """Claim the store, and return the checkpoints to resume from, as `loading.newest.Candidates`. Collective.
 
-        None where the order in which checkpoints are to be tried knows of the store alone.
+        Return None if `order` can only order checkpoints of the store.
         """
 
     def saver(self, job: Job, background: Any) -> Any:
         """Return the `saving.save_state.StateSaver` of a job."""
 
     def near(self, job: Job) -> Sequence[Any]:
-        """Return what this process can use without the others, the oldest first: `catalogue.Near`."""
+        """Return the checkpoints that this process can use without the others, oldest first, as `catalogue.Near`."""
 
 
 @dataclass(kw_only=True)
@@ -75,18 +74,18 @@ class Job:
     missing: str
     given_group: object = None
     epoch: int | None = None
-    """The writer epoch that this job has claimed, None before its first collective call."""
+    """The writer epoch that this job has claimed; None before the claim."""
     resume_from: int | None = None
-    """The number of the checkpoint that was the latest when the store was claimed."""
+    """The number of the checkpoint that was the latest when the store was claimed; None if there was none."""
     tier: Tier | None = None
-    """None where saves go to the store directly."""
+    """The fast tier; None if saves go to the store directly."""
     is_fenced: bool = False
-    """Whether this process knows that a later job has claimed the store."""
+    """True once this process knows that a later job has claimed the store."""
     is_closed: bool = False
     _claim: tuple[int, str] | None = None
-    """Number and SHA-256 of the record of the claim."""
+    """The number and SHA-256 of the record of the claim."""
     highest_save_number: int = 0
-    """The highest number of a save of this epoch that this process knows of; the leader gives them."""
+    """The highest number of a save of this epoch that this process knows; the leader assigns the numbers."""
     _store_id: str = ""
     _group: Group | None = None
     _is_checked: bool = False
@@ -104,13 +103,13 @@ class Job:
 
     @property
     def group(self) -> Group:
-        """The ranks of this job. Collective on first use: the group is fixed then, and the root is checked."""
+        """The ranks of this job. Collective on first use, which fixes the group and checks that all see the root."""
         if self._group is None:
             self._group = find_group(self.given_group, storage=self.storage, config=self.config)
             self.transfer.set_rank(self._group.rank)
         if not self._is_checked:
-            # Once, also where the ranks did not meet: those that did would not come to a second time. A commit checks
-            # too that what all ranks have stored is seen.
+            # Only once, even if the check fails: ranks on which it succeeded would not come a second time. A commit
+            # also checks that the leader sees the files of all ranks.
             self._is_checked = True
             try:
                 check_shared(self._group, self.storage, config=self.config)
@@ -120,24 +119,23 @@ class Job:
         return self._group
 
     def check_open(self) -> None:
-        """Raise InvalidInput when the store is closed."""
+        """Raise InvalidInput if the store is closed."""
         if self.is_closed:
             raise InvalidInput(f"The store {self.storage.uri} is closed", hint="Open it again with open_store")
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process is rank 0."""
+        """True if this process is rank 0."""
         return self.group.rank == 0
 
     def claim(self, newest: Record | None) -> Record:
-        """Leader: make sure that this job owns the store, and return the newest record. The others may wait long for
-        it, on a storage that fails often: `beat` is the sign to them.
+        """Leader: make sure that this job owns the store, and return the newest record.
 
-        Raises StoreFenced when a later job has claimed it since.
+        Raises StoreFenced if a later job has claimed the store since.
         """
         if self.epoch is None:
             self.log.try_creates()
-            beat()
+            beat()  # on a storage that fails often, the other ranks may wait long
             self.store_id()
 
             def change(newest: Record | None) -> Claim:
@@ -160,7 +158,7 @@ class Job:
         return newest
 
     def _refuse_lost_log(self) -> None:
-        """Raise StoreMissing when there are checkpoints and no log: a job would begin anew beside what it has saved."""
+        """Raise StoreMissing if there are checkpoints but no log: the job would start over beside its own ones."""
 
         def find() -> str | None:
             files = self.storage.list(CHECKPOINT_PREFIX)
@@ -174,8 +172,8 @@ class Job:
             )
 
     def check_latest_there(self, newest: Record) -> None:
-        """Leader: raise StoreMissing when the latest checkpoint has lost its manifest, without which nothing of it can
-        be read, and this job has saved it: what was lost of earlier jobs a resume passes over. One request."""
+        """Leader: raise StoreMissing if the latest checkpoint is one of this job and has lost its manifest, without
+        which it cannot be read. Costs one request. Lost checkpoints of earlier jobs are passed over by a resume."""
         number = newest.state.latest
         if number is None:
             return
@@ -190,7 +188,7 @@ class Job:
                 lambda: looked_twice(self.storage, key, lambda: self.storage.stat(key)),
             )
         except FileMissing:
-            again = self.log.newest()  # somebody may have removed it meanwhile, as it should be done
+            again = self.log.newest()  # it may have been removed properly meanwhile
             if again is None or again.state.latest == number:
                 raise StoreMissing(
                     f"{key} is gone, of the latest checkpoint (step {record.entry.step}): somebody has removed or "
@@ -201,9 +199,8 @@ class Job:
                 ) from None
 
     def claim_to_save(self, step: int) -> Record:
-        """Leader: `claim`, and a warning when the first thing that a job does is to save over what it could go on from.
-
-        Raises StoreFenced as `claim` does.
+        """Leader: claim the store as `claim` does, and emit `ResumeForgotten` if this is the first claim and the latest
+        checkpoint has the same or a higher step. Raises StoreFenced.
         """
         if self.epoch is not None:
             if isinstance(self.storage, Disk):  # elsewhere it is a request, and a commit looks
@@ -222,50 +219,50 @@ class Job:
         return newest
 
     def store_id(self) -> str:
-        """The id of the store, created where there is none; read once. Raises InvalidInput where Ray keeps it."""
+        """Return the id of the store; create it if there is none. Read once. Raises InvalidInput if Ray keeps it."""
         if not self._store_id:
             self._store_id = read_or_create_identity(self.storage)
         return self._store_id
 
     def claimed(self) -> dict[str, Any]:
-        """What the leader tells the other ranks after `claim`."""
+        """Leader, after `claim`: return the message for `join_claim` of the other ranks."""
         return {"epoch": self.epoch, "resume_from": self.resume_from, "claim": self._claim}
 
     def join_claim(self, told: Mapping[str, Any]) -> None:
-        """Any rank: take over what the leader told."""
+        """Any rank: take over the claim from the leader's message."""
         self.epoch, self.resume_from = told["epoch"], told["resume_from"]
         self._claim = None if told["claim"] is None else tuple(told["claim"])
 
     def next_save_number(self, newest: StoreState | None = None) -> int:
-        """Leader: the number of the next save of this epoch, above those of the saves that `newest` knows."""
+        """Leader: assign the number of the next save of this epoch, above all that `newest` knows."""
         self.highest_save_number = self.highest_save_number + 1 if newest is None else self.peek_save_number(newest)
         return self.highest_save_number
 
     def peek_save_number(self, newest: StoreState) -> int:
-        """Leader: what `next_save_number` will be, if no save is committed before."""
+        """Leader: return the next result of `next_save_number`, if no save is committed before."""
         return max(self.highest_save_number, newest.save_number) + 1
 
     def raise_on_all(self, error: CkptstoreError) -> NoReturn:
-        """Raise it here, and on ranks that do not know of it in the call that they make now: no rank waits in vain."""
+        """Raise the error on this rank and, by failing the meeting of their present call, on all ranks."""
 
         try:
             with self.group.meeting("fail"):
                 raise error
         except CkptstoreError:
-            """What became of the meeting says less."""
+            """The error itself says more than that of the meeting."""
         raise error
 
     def new_attempt(self, step: int) -> Attempt:
-        """Leader, after `claim`: the name of a new attempt, which it tells the others. No other attempt has it."""
+        """Leader, after `claim`: return a new attempt, with a unique name."""
         assert self.epoch is not None  # the store is claimed before anything is written
         return Attempt(step, self.epoch, secrets.token_hex(4))
 
     def candidates(self, newest: Record | None, *, timed: bool = False) -> list[Candidate]:
-        """The live checkpoints, as retention sees them."""
+        """Return the live checkpoints as retention sees them; see `candidates`."""
         return candidates(self.log, newest, timed=timed)
 
     def prune_in_background(self, prune: Callable[[], object]) -> None:
-        """Leader: delete what may be deleted, on a thread of its own; one at a time. Failures are told, not raised."""
+        """Leader: run `prune` on a thread of its own, one at a time. Failures are emitted as events, not raised."""
 
         def run() -> None:
             try:
@@ -280,11 +277,11 @@ class Job:
             self._pruning.start()
 
     def at_close(self, call: Callable[[], object]) -> None:
-        """Call it when this job is closed, before anything else is given back. No save is in flight then."""
+        """Have `close` call `call` before it closes anything else. No save is in flight then."""
         self._at_close.callback(call)
 
     def close(self) -> None:
-        """Wait for what runs in the background and give everything back."""
+        """Wait for the work in the background, and close the group, the transfer and the storage."""
         self.is_closed = True
         self._at_close.close()
         with self._lock:
@@ -298,7 +295,7 @@ class Job:
 
 
 def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidate]:
-    """The live checkpoints of a store as retention sees them, oldest first; `timed` if a policy compares times."""
+    """Return the live checkpoints of a store as retention sees them, oldest first, with their times if `timed`."""
     records = log.readable(newest.state.live if newest else ())
     times = log.commit_times(records) if timed else {}
     return [
@@ -313,7 +310,7 @@ def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidat
 
 
 def record_of_step(log: Log, newest: Record | None, step: int) -> Record:
-    """The newest live checkpoint of a step. Raises CheckpointGone, which names others."""
+    """Return the record of the newest live checkpoint of a step. Raises CheckpointGone, which names live steps."""
     step = check_step(step)
     records = log.readable(newest.state.live if newest else ())
     found = [record for record in records if record.entry.step == step]

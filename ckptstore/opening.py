@@ -1,4 +1,4 @@
-"""`open_store`: from a URI and a few keywords to a store."""
+"""Open a store, from a URI and a few keywords."""
 
 from __future__ import annotations
 
@@ -37,26 +37,27 @@ def open_store(
     compare_every: int | None = None,
     fast: FastTier | None = None,
 ) -> CheckpointStore:
-    """Open the store at `uri`; it need not exist, the first save creates it. Nothing is written and no rank is waited
-    for: the ranks meet at the first collective call.
+    """Open the store at `uri`. It need not exist: the first save creates it.
+
+    This writes nothing and waits for no rank: the ranks meet at the first collective call.
 
     Args:
         uri: a path, file://, memory://, s3://, gs://, az://, abfs:// or any fsspec URL; taken literally or refused.
         retention: which checkpoints stay live; all of them by default.
-        missing: how a save counts that lacks a metric of retention's: as an "error", or as the "worst" of all.
-        grace_seconds: how long what retention drops stays in the trash, by the storage's clock (3600).
-        durable: whether a disk is told to make everything durable before a commit (True).
+        missing: how to treat a save without a metric that retention needs: raise an "error", or rank it as the "worst".
+        grace_seconds: how long a dropped checkpoint stays in the trash, by the storage's clock (3600).
+        durable: whether files on a disk are synced before a commit (True).
         engine: "fsspec" or "obstore", None for the faster one that fits.
         storage_options: credentials and the like in fsspec's names; never written anywhere, never logged.
         group: a torch ProcessGroup or a `StorageGroup`; None for torch.distributed where it is initialised, "solo" for
-            this process alone: an evaluation beside the job, or one rank that looks something up.
+            this process alone, such as an evaluation beside the job, or one rank that looks something up.
         rank_timeout_seconds: how long a rank may give no sign of life (280).
         memory_budget_bytes: the most memory that transfers of this process take for buffers (512 MiB).
         single_writer: promise that no other job ever writes, for storages without create-if-absent.
         num_prefixes: over how many directories the ranks spread the files of a state checkpoint, for storages that
             limit the requests per second for each prefix (1).
-        compare_every: every how many saves of a state the ranks compare what they are to have alike (16). The first
-            save, and any of a new structure, always does.
+        compare_every: the number of saves of a state between comparisons of the data that all ranks must have in common
+            (16). The first save, and any of a new structure, always compares it.
         fast: save states to disks of the nodes first, and bring them into the store behind the training.
 
     Raises InvalidInput for an unknown scheme or a bad value.

@@ -46,7 +46,7 @@ class CheckpointStore(Catalogue):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._called: SaveClock | None = None
-        """The clock of a call that began before `_clock` was asked for."""
+        """The clock of a call that began before `_clock` was called."""
         self._resumed: ResumedFrom | None = None
 
     @cached_property
@@ -62,8 +62,10 @@ class CheckpointStore(Catalogue):
         return Deadline()
 
     def _in_turn(self, *, max_failures: int | None = None) -> Job:
-        """The job, for a collective call, after what was in flight. With `max_failures`, what that failed with is
-        raised, on ranks too that do not know of it."""
+        """Wait for the save in flight, then return the job, for a collective call.
+
+        With `max_failures`, raise the error of that save on every rank, unless it is tolerated.
+        """
         job = self._job
         self._background.wait()
         error = None if max_failures is None else self._background.failure(max_failures=max_failures)
@@ -72,7 +74,7 @@ class CheckpointStore(Catalogue):
         return job
 
     def _clock(self) -> SaveClock:
-        """That of the save that is being called now."""
+        """Return the clock of the present call of a save."""
         from ckptstore.saving.phases import SaveClock
 
         clock, self._called = self._called or SaveClock(), None
@@ -103,7 +105,7 @@ class CheckpointStore(Catalogue):
                 to 10,000 plain values in dicts and lists.
 
         A tensor that all ranks hold is written once, split over them. A small tensor or a value that differs between
-        ranks is stored for each rank. Raises InvalidState, with the key, for what cannot be stored.
+        ranks is stored for each rank. Raises InvalidState, with the key, for a value that cannot be stored.
         """
         from ckptstore.saving.state_shard import StateOptions
         from ckptstore.saving.transaction import checked
@@ -158,7 +160,7 @@ class CheckpointStore(Catalogue):
     def dcp_target(
         self, *, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
     ) -> StoreTarget:
-        """A place in this store for `ckptstore.dcp.StoreWriter`, for those who call `dcp.save` themselves.
+        """Return a target in this store for `ckptstore.dcp.StoreWriter`, for programs that call `dcp.save` themselves.
 
         Such a save begins after the save that this store has in flight. If another checkpoint is committed meanwhile,
         it ends with InvalidInput: an older state must not become the latest.
@@ -175,11 +177,10 @@ class CheckpointStore(Catalogue):
         self._state_saver.warm_up(state, options=StateOptions(stock_readable=stock_readable))
 
     def finish_by(self, seconds: float | None = None) -> bool:
-        """Wait for the save in flight, at most `seconds` or what is left since SIGTERM; True when it has ended.
+        """Wait for the save in flight, at most `seconds` or the time left since SIGTERM. Return True if it has ended.
 
-        After False, the save still commits if all ranks finish it before they end. Else it never becomes visible. With
-        a fast tier the newest checkpoint is brought into the store too, on all ranks; after False it may be on the
-        nodes alone.
+        After False, the save still commits if all ranks finish it before they end; otherwise it never becomes visible.
+        With a fast tier, the newest checkpoint is also drained, on all ranks; after False it may be on the nodes only.
         """
         left = self._deadline.left_seconds() if seconds is None else seconds
         ends_at = None if left is None else time.monotonic() + left
@@ -191,10 +192,10 @@ class CheckpointStore(Catalogue):
         return drain is None or (drain.done() and drain.error() is None)
 
     def drain(self, timeout_seconds: float | None = None) -> Checkpoint | None:
-        """Bring the newest fast checkpoint of this job into the store, and return it as it is there. Collective.
+        """Bring the newest fast checkpoint of this job into the store, and return it as stored there. Collective.
 
-        None where there is none: nothing was saved since `open_store`, or the last save went to the store. Raises what
-        kept it from the store, and TimeoutError when it was not there in time; it goes on to be brought there.
+        Return None if there is none: nothing was saved since `open_store`, or the last save went to the store. Raises
+        the error of the drain, and TimeoutError if it has not ended in time; it goes on in the background then.
         """
         job = self._in_turn(max_failures=0)
         if job.tier is None:
@@ -203,7 +204,8 @@ class CheckpointStore(Catalogue):
         return None if drain is None else self._checkpoint(drain.result(0.0))
 
     def health(self) -> StoreHealth:
-        """How far the store is behind the states that this process has saved, or resumed from. No request is made.
+        """Return how far the store is behind the states that this process has saved or resumed from. No request is
+        made.
 
         Without a fast tier it is never behind: a save ends when its checkpoint is in the store.
         """
@@ -215,9 +217,9 @@ class CheckpointStore(Catalogue):
         return health_of(None, None, None, self._resumed)
 
     def install_sigterm(self, seconds: float) -> None:
-        """On SIGTERM, note that this process has `seconds` left, and do nothing else; see `stop_requested`.
+        """Install a handler that notes, on SIGTERM, that this process has `seconds` left; see `stop_requested`.
 
-        A handler that was there before is called too, unless it is the default one, which ends the process.
+        A previous handler is called too, unless it is the default one, which ends the process.
         """
         from ckptstore.saving.background import install_sigterm
 
@@ -225,7 +227,7 @@ class CheckpointStore(Catalogue):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether SIGTERM came since `install_sigterm`: leave the training loop, and call `finish_by`."""
+        """True if SIGTERM came since `install_sigterm`: leave the training loop, and call `finish_by`."""
         return self._deadline.is_set
 
     def load(
@@ -247,20 +249,20 @@ class CheckpointStore(Catalogue):
 
         Args:
             include: load only keys that fit a pattern ("model.*") or one of several; each must fit something.
-            strict: True when every key of the state must be in the checkpoint, and every key of the checkpoint below a
-                name of the state must have a place. False leaves out what one side lacks; something must be loaded.
+            strict: True if every key of the state must be in the checkpoint, and every key of the checkpoint below a
+                name of the state must be in the state. False leaves out keys that one side lacks; some key must match.
             device: where modules on the meta device get their memory. Their buffers outside of the state are made by
                 `reset_parameters`, or by `_init_weights` in Hugging Face's models. Without either they stay on meta.
-            dtype: "same" when a tensor must have the dtype that was saved, "state" to cast between floating-point ones.
+            dtype: "same" if a tensor must have the dtype that was saved, "state" to cast between floating-point ones.
             read_once: "rank": every rank reads what it needs. "node": each node downloads once what its ranks need.
                 "job": one rank reads what all ranks need, and broadcasts it.
-            per_rank: what to do, when the number of ranks has changed, with values that each rank had of its own: raise
-                an "error", take the lowest rank's ("first"), or "skip" them, so that the state keeps its own. A mapping
+            per_rank: what to do with values that differed between ranks if the number of ranks has changed: raise an
+                "error", take the lowest rank's ("first"), or "skip" them, so that the state keeps its own. A mapping
                 chooses by pattern: `{"rng": "skip", "loader*": "first"}`.
             allow_pickle: read values that were saved as pickles; they can execute anything.
 
-        Raises StoreMissing where there is no store, InvalidInput for a pattern that fits nothing, StateMismatch with
-        everything that does not fit, NoUsableCheckpoint (the state may hold anything then).
+        Raises StoreMissing if there is no store, InvalidInput for a pattern that fits nothing, StateMismatch with all
+        keys that do not fit, NoUsableCheckpoint (the state may hold anything then).
         """
         asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
         return self._load(state, claim=False, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
@@ -280,9 +282,9 @@ class CheckpointStore(Catalogue):
         """Save the files of every rank's directory as one checkpoint. Collective.
 
         Returns on all ranks once the checkpoint is committed: durable, and visible whole; with a fast tier, once it is
-        on the disks of the nodes. The directory may be deleted then. When it fails, all ranks raise the same error.
-        `error.committed` False says that the checkpoint can never become visible; the leader removes what was written.
-        A rank that does not hear the leader looks into the log. If the log does not have the checkpoint (yet),
+        on the disks of the nodes. The directory may be deleted then. On failure, all ranks raise the same error. If
+        `error.committed` is False, the checkpoint can never become visible; the leader removes the written files. A
+        rank that loses contact to the leader looks into the log. If the log does not have the checkpoint (yet),
         `error.committed` is None: unknown.
 
         Args:
@@ -291,11 +293,11 @@ class CheckpointStore(Catalogue):
             metrics: numbers for retention and `best`; those of rank 0 count.
             metadata: anything that JSON holds; that of rank 0 counts.
             exists: "replace" puts an earlier checkpoint of this step into the trash with the commit, "error" refuses.
-            suffix: "auto" puts "-rank=00003" before the extension of names that several ranks bring, "always" of all
+            suffix: "auto" puts "-rank=00003" before the extension of names that several ranks have, "always" of all
                 names; with "never" such a collision is an error.
-            shared: names that have the same bytes on all ranks that bring them; stored once, and checked.
-            link: on a disk, make the files hard links where that is possible. Nothing is copied or read, so such files
-                have no digest, and who writes to the source afterwards changes the checkpoint.
+            shared: names of files with the same bytes on all ranks that have them; stored once, and checked.
+            link: on a disk, make the files hard links if possible. Nothing is copied or read, so such files have no
+                digest, and a later write to the source changes the checkpoint.
 
         Raises InvalidInput and its kin before anything is written, SourceChanged, StorageError, RankFailed,
         RankTimeout, StoreFenced.
@@ -322,9 +324,9 @@ class CheckpointStore(Catalogue):
 
         All ranks get the same one; None in an empty store. From now on a job that claimed the store before is fenced:
         nothing that it still writes can become visible. The keywords are those of `load`. Without a state nothing is
-        loaded: the checkpoint returned has the committed manifest, and every file is there with its size.
+        loaded: the returned checkpoint has the committed manifest, and every file exists with its size.
 
-        Raises NoUsableCheckpoint when there are checkpoints and none of them can be used, StateMismatch.
+        Raises NoUsableCheckpoint if there are checkpoints but none can be used; StateMismatch.
         """
         from ckptstore.loading.newest import resume
 
@@ -335,7 +337,7 @@ class CheckpointStore(Catalogue):
         return self._load(state, claim=True, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
 
     def close(self) -> None:
-        """Finish what runs in the background, and close connections. Collective if this store has saved.
+        """Finish the work in the background, and close connections. Collective if this store has saved.
 
         Raises the error of the last asynchronous save, unless it was raised before.
         """
@@ -351,7 +353,7 @@ class CheckpointStore(Catalogue):
             self._held.close()
 
     def _saves_ended(self) -> None:
-        """Every save has ended, and the ranks can still meet: for who has to tell somebody."""
+        """Do work of a subclass in `close`, after all saves and while the ranks can still meet."""
 
     def __enter__(self) -> Self:
         return self
@@ -361,7 +363,7 @@ class CheckpointStore(Catalogue):
     ) -> None:
         tier = self._held.tier
         if error is not None and not self._held.is_closed and tier is not None and tier.is_open:
-            self._deadline.set(0.0)  # the other ranks may not come: what is on the nodes stays there
+            self._deadline.set(0.0)  # the other ranks may not come, so `close` does not wait for a drain
         self.close()
 
     @cached_property
@@ -401,7 +403,7 @@ class CheckpointStore(Catalogue):
 
 
 def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]]) -> Checkpoint:
-    """Save what `make` returns, as `save_directory` does. Collective."""
+    """Save the shard that `make` returns, as `save_directory` does. Collective."""
     clock = store._clock()
     job = store._in_turn(max_failures=0)
     _, finish = _begun(store, job, *make(job), clock=clock)
@@ -411,9 +413,9 @@ def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shar
 def start_shard(
     store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]], *, ended: Callable[[], object]
 ) -> PendingSave:
-    """`save_shard`, but what follows the agreement of the ranks goes on in the background. Collective.
+    """Save as `save_shard` does, but in the background after the agreement of the ranks. Collective.
 
-    What the shard stores stays until `ended` is called, on some thread: it is stored then, or never will be.
+    The source of the shard must not change until `ended` is called, on any thread: the save has ended then.
     """
     from ckptstore.saving.background import PendingSave
 
@@ -438,15 +440,15 @@ def start_shard(
 
 
 def wait_in_flight(store: CheckpointStore) -> None:
-    """Wait for the save in flight, and for no drain: no other rank has to do so too."""
+    """Wait for the save in flight, but for no drain. Not collective."""
     store._background.wait()
 
 
 def _begun(
     store: CheckpointStore, job: Job, request: Request, shard: Shard, *, clock: SaveClock
 ) -> tuple[Transaction[Any], Callable[[PendingSave | None], Checkpoint]]:
-    """A save on which the ranks have agreed, and what finishes it, for the pending save that waits for it if there is
-    one."""
+    """Let the ranks agree on a save. Return the transaction, and a function that finishes it for a pending save or
+    None. Collective."""
     if job.tier is None:
         from ckptstore.loading.checkpoint_files import files_of
         from ckptstore.saving.log_publisher import LogPublisher
@@ -467,7 +469,7 @@ def _begun(
 
 
 def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:
-    """Wait for the save in flight, and raise here what it failed with, unless somebody has seen it already."""
+    """Wait for the save in flight, and raise its error on this rank, unless it was raised before or is tolerated."""
     store._background.wait()
     store._background.raise_failure(max_failures=max_failures)
 
@@ -475,9 +477,9 @@ def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:
 def load_in_order(
     store: CheckpointStore, state: Mapping[str, Any], order: Order, *, claim: bool, per_rank: PerRank = "error"
 ) -> Checkpoint | None:
-    """`resume`, or `load` without a `claim`; the live checkpoints are tried in an order of one's own. Collective.
+    """Resume, or load without a `claim`, and try the live checkpoints in the given `order`. Collective.
 
-    Those on the disks of nodes are tried too where the order is a `FastOrder` and the store is claimed. What the order
-    leaves out stays there if nothing is found.
+    With a `FastOrder` and a claim, checkpoints on the disks of nodes are tried too. If nothing is found, those that the
+    order leaves out stay on the nodes.
     """
     return store._load(state, claim=claim, order=order, per_rank=per_rank)
