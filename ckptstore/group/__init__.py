@@ -1,6 +1,7 @@
-"""How the ranks of a job agree: one collective, the meeting, over whatever they have in common.
+"""Let the ranks of a job agree, by one collective: the meeting.
 
-Alone (`SoloGroup`), through torch.distributed's key-value store, or through the storage itself (`StorageGroup`).
+A process may be alone (`SoloGroup`), or ranks meet through torch.distributed's key-value store or through the storage
+itself (`StorageGroup`).
 Importing this package loads no torch.
 """
 

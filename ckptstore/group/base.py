@@ -1,4 +1,4 @@
-"""What a group is: the ranks of one job, and the one collective through which they agree."""
+"""The protocol of groups: the ranks of one job, and the one collective through which they agree."""
 
 from __future__ import annotations
 
@@ -23,53 +23,55 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process, counted from 0 within the group. Rank 0 is the leader."""
+        """The number of this process within the group, from 0. Rank 0 is the leader."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     @property
     def node(self) -> str:
-        """The host, told apart from every other one; the same for all ranks on it."""
+        """The unique name of the host; the same for all ranks on it."""
 
     @property
     def start_token(self) -> str:
-        """Equal on all ranks, new for every start of the job."""
+        """A token that is equal on all ranks and new for every start of the job."""
 
     def meeting(self, tag: str, *, step: int | None = None) -> AbstractContextManager[Meeting, None]:
         """Meet all ranks, which call this in the same order, each with the same `tag`. The one collective.
 
-        Inside, a rank brings a value with `gather`, and hears the leader with `tell`; where it calls neither it brings
-        None, and the leader answers None at the end. If the block of any rank raises before `tell` has ended, every
-        rank raises an error of the same class: that of the lowest rank that failed; its `rank` and `ranks` say who did.
-        An error that is not a CkptstoreError is a RankFailed everywhere, and the cause of it where it happened.
+        Inside, a rank contributes a value with `gather`, and receives the leader's result with `tell`; without these
+        calls, value and result are None. If the block of any rank raises before `tell` has ended, every rank raises an
+        error of the same class: that of the lowest rank that failed; its `rank` and `ranks` name the failed ranks. An
+        error that is not a CkptstoreError becomes a RankFailed on all ranks, with the original as its cause on the rank
+        where it happened.
 
-        `committed` of an error is what the leader says: False when its `work` did not run, else what `work` raised. It
-        is None on a rank that did not hear the leader, whatever kept it from that: what `work` did is unknown there.
+        The leader sets `committed` of an error: False if its `work` did not run, else as `work` raised it. It is None
+        on a rank that did not receive the leader's result, for any reason: the effect of `work` is unknown there.
 
-        Raises RankTimeout when a rank gives no sign of life for `rank_timeout_seconds`. Signs go out with each call of
-        `runtime.beat.beat` inside, and by themselves until none has come for `rank_timeout_seconds`: one step without
-        a beat may take that long, and a rank that hangs is found out after twice that time. A process that ended or was
-        stopped is found out after once that time.
+        Raises RankTimeout if a rank gives no sign of life for `rank_timeout_seconds`. Signs go out with each call of
+        `runtime.beat.beat` inside, and by themselves until there was no such call for `rank_timeout_seconds`: one step
+        without a beat may take that long, and a hanging rank is detected after twice that time. A process that ended or
+        was stopped is detected after once that time.
 
-        Raises InvalidInput when the ranks do not call the same thing. A rank that did not hear the leader meets the
-        others again with its next call; what the others began without it fails on them, and names it.
+        Raises InvalidInput if the ranks make different calls. A rank that did not receive the leader's result meets the
+        others again with its next call; calls that the others began without it fail on them, with an error that names
+        it.
 
-        Ranks whose calls have failed and are for different steps meet again by `step`, the step that a call is for:
-        calls for lower steps fail, with RankFailed, until all ranks are at the same one.
+        Ranks whose calls have failed and are for different steps meet again by `step`, the step of a call: calls for
+        lower steps fail, with RankFailed, until all ranks are at the same step.
         """
 
     def lane(self, name: str) -> Group:
-        """The same ranks with an order of calls of its own, under a name that they all know.
+        """Return the same ranks with a separate order of meetings, under a name that they all know.
 
-        Calls in one lane neither wait for those in another nor are mistaken for them. A rank is in one lane at a time
-        besides the main one and `DRAIN_LANE`. Each rank closes it when it needs it no more; what is posted there is
-        taken away once all have. One that stays open is closed with its group.
+        Meetings in one lane neither wait for those in another nor are mistaken for them. A rank is in one lane at a
+        time, besides the main one and `DRAIN_LANE`. Each rank closes a lane that it no longer needs; the messages are
+        removed once all ranks have. A lane that stays open is closed with its group.
         """
 
     def close(self) -> None:
-        """Leave. All ranks call it; it never raises, and waits for the others a few seconds at most."""
+        """Leave the group. All ranks call it. It never raises, and waits for the others for a few seconds at most."""
 
 
 class SoloGroup:
@@ -87,18 +89,18 @@ class SoloGroup:
         return nullcontext(Alone())
 
     def lane(self, name: str) -> SoloGroup:
-        """The group itself: there is nobody to keep an order with."""
+        """Return the group itself: one rank needs no separate order."""
         return self
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the group holds no resources."""
 
 
 class GroupOfParent:
-    """In a forked child in the place of the group: the ranks are processes, and the child is none of them."""
+    """A stand-in for the group in a forked child, which is not a rank: any use raises InvalidInput."""
 
     def __init__(self, group: Group) -> None:
-        self._group = group  # kept: what ends with it waits for threads that are not here
+        self._group = group  # kept alive: its end would wait for threads that do not exist in the child
 
     def __getattr__(self, name: str) -> Any:
         raise InvalidInput(
@@ -107,16 +109,16 @@ class GroupOfParent:
         )
 
     def close(self) -> None:
-        """The parent leaves, not its child."""
+        """Do nothing: the parent leaves the group, not its child."""
 
 
 def new_start_token() -> str:
-    """A token that no other start of any job has."""
+    """Return a token that no other start of any job has."""
     return secrets.token_hex(8)
 
 
 def this_node() -> str:
-    """The readable host name and a short mark of this boot of it, so that hosts of one name differ."""
+    """Return the host name with a short hash of its present boot, so that hosts with equal names differ."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -126,12 +128,12 @@ def this_node() -> str:
 
 
 def this_process(node: str) -> str:
-    """Words and a random mark that tell this holder of a rank from any other one."""
+    """Return a readable, unique description of this process."""
     return f"process {os.getpid()} on {node} [{secrets.token_hex(4)}]"
 
 
 def spoken(ranks: Sequence[int]) -> str:
-    """Ranks for a message: "rank 3", "ranks 3 and 5", "ranks 0-7, 9 and 12-1023"."""
+    """Format ranks for a message: "rank 3", "ranks 3 and 5", "ranks 0-7, 9 and 12-1023"."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and runs[-1][1] == rank - 1:

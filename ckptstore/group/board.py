@@ -1,4 +1,4 @@
-"""A board, where ranks post small pieces of bytes under keys, and the seat that one process has at it."""
+"""The board, where ranks post small messages under keys, and the seat of one process at it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from ckptstore.group.message import Message
 
 
 class Board(Protocol):
-    """Where ranks post. Used from several threads at once. Its errors are CkptstoreErrors."""
+    """A place where ranks post messages. Safe for threads. Its errors are CkptstoreErrors."""
 
     hint: str
-    """What to look at when a rank is not heard of."""
+    """The advice for the case that a rank gives no sign of life."""
     shortest_poll_seconds: float
     longest_poll_seconds: float
 
     def post(self, key: str, data: bytes) -> bytes | None:
-        """Create the key. Returns None when it now holds `data`, else the bytes that were there, unchanged."""
+        """Create the key. Return None if it now holds `data`, else its existing bytes, which stay."""
 
     def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Those of the keys that are there. Does not wait."""
+        """Return the existing ones of the keys, with their bytes. Does not wait."""
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Take keys away, soon. Best effort, never raises."""
+        """Remove keys soon. Best effort, never raises."""
 
     def give_sign(self, key: str, *, last: bool = False) -> None:
-        """Change what `signs` shows for the key; with `last`, to LEFT."""
+        """Change the value that `signs` returns for the key; with `last`, to LEFT."""
 
     def signs(self, keys: Sequence[str]) -> Mapping[str, Hashable]:
-        """What was last shown for each key: any value that a new sign changes, or LEFT. Without those never given."""
+        """Return the last sign for each key: a value that changes with each new sign, or LEFT. Keys without a sign are
+        left out."""
 
     def close(self, *, emptied: bool) -> None:
-        """Give back what is held. `emptied` says that no rank uses the board any more. Never raises."""
+        """Release all resources. `emptied` says that no rank uses the board any more. Never raises."""
 
 
 class Seat:
@@ -64,16 +65,16 @@ class Seat:
         self._owed: dict[str, Message] = {}
 
     def message(self, tag: str, payload: bytes = b"", *, error: Mapping[str, Any] | None = None) -> Message:
-        """A message from this process."""
+        """Make a message from this process."""
         return Message(tag=tag, rank=self.rank, world_size=self.world_size, by=self._by, payload=payload, error=error)
 
     def owe(self, key: str, message: Message) -> None:
-        """A message could not be posted: `settle` posts it, before anything else of this rank."""
+        """Keep a message that could not be posted, for `settle` to post it before anything else of this rank."""
         with self._lock:
             self._owed[key] = message
 
     def settle(self) -> None:
-        """Post what is owed. Raises what keeps it from being posted."""
+        """Post the messages that are owed. Raises as `post` does."""
         with self._lock:
             owed = dict(self._owed)
         for key, message in owed.items():
@@ -82,7 +83,7 @@ class Seat:
                 self._owed.pop(key, None)
 
     def post(self, key: str, message: Message) -> None:
-        """Post a message; InvalidInput when another process has posted a different one in its place."""
+        """Post a message. Raises InvalidInput if another process has posted a different one under its key."""
         there = self.board.post(key, message.encode())
         if there is None:
             return
@@ -97,7 +98,8 @@ class Seat:
         )
 
     def take(self) -> None:
-        """Claim the rank for this process, before its first exchange: a token used twice is found out here."""
+        """Claim the rank for this process before its first meeting. Raises InvalidInput if another process has it, so a
+        start token that is used twice is detected, or if the group is closed."""
         with self._lock:
             if self.is_closed:
                 raise InvalidInput("The group is closed: its store was closed before this call")
@@ -107,12 +109,12 @@ class Seat:
 
     @staticmethod
     def member_key(rank: int) -> str:
-        """Where a rank is claimed."""
+        """Return the key by which a rank is claimed."""
         return f"member.{rank:05d}"
 
 
 class Seated:
-    """What a group says of itself."""
+    """The properties of a group, taken from its seat."""
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
@@ -143,5 +145,5 @@ class Seated:
 
     @property
     def rank_timeout_seconds(self) -> float:
-        """How long a rank may give no sign of life."""
+        """The longest time that a rank may give no sign of life."""
         return self._seat.rank_timeout_seconds

@@ -42,13 +42,13 @@ class BoardGroup(Seated):
             )
         )
         self._lanes: dict[str, Lane] = {}
-        """Open, but for the main one. Lanes of one name are the same lane until it is closed."""
+        """The open lanes by name, without the main one. A name means the same lane until it is closed."""
         self._closed: dict[str, Lane] = {}
-        """Leader: closed here, and perhaps not everywhere."""
+        """Leader: the lanes that it has closed and other ranks perhaps have not."""
         self._lock = threading.Lock()
         self._main = self._new_lane("")
         self._givers: dict[str, Lane] = {}
-        """By the key of its signs of life, a lane besides the main one: many lanes give them under the same."""
+        """A lane for each key of signs of life, without the main lane: many lanes share one key."""
 
     def meeting(self, tag: str, *, step: int | None = None) -> AbstractContextManager[Meeting, None]:
         """See `Group.meeting`; in the main lane."""
@@ -91,7 +91,7 @@ class BoardGroup(Seated):
         try:
             if self._seat.is_taken:
                 self._seat.settle()
-                # The main one last: the leader clears the board when it sees there that all have left.
+                # The main lane last: by its signs the leader sees that all ranks have left, and clears the board.
                 lanes = [*self._givers.values(), self._main]
                 for lane in lanes:
                     lane.leave()

@@ -1,4 +1,4 @@
-"""Calls into a client that may block for ever (its server's machine is gone), waited for until a deadline only."""
+"""Call a client that may block for ever (its server's machine is gone), and wait until a deadline only."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _Call = tuple[Callable[[], Any], "Future[Any] | None"]
 
 
 class Caller:
-    """Runs calls one after another on a daemon thread, which does not keep the process from ending."""
+    """A daemon thread that runs calls one after another, and does not keep the process from ending."""
 
     def __init__(self, *, timeout_seconds: float) -> None:
         self.given_up: str | None = None
-        """Why nothing is called any more, None while all is well."""
+        """The reason for which calls have stopped; None while all is well."""
         self._timeout_seconds = timeout_seconds
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._calls,), name="ckptstore-group", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises. TimeoutError at the deadline, and at once when given up."""
+        """Call the function, and return or raise its result. Raises TimeoutError at the deadline, and at once after
+        `give_up`."""
         if self.given_up is not None:
             raise TimeoutError(self.given_up)
         future: Future[T] = Future()
@@ -43,18 +44,18 @@ class Caller:
             raise
 
     def later(self, function: Callable[[], object]) -> None:
-        """Run the function some time, and log what it raises."""
+        """Run the function later, and log its error."""
         if self.given_up is None:
             self._calls.put((function, None))
 
     def give_up(self, reason: str) -> None:
-        """Call nothing any more; the thread ends when the present call does. The first reason is kept."""
+        """Stop all further calls; the thread ends with the present call. The first reason is kept."""
         if self.given_up is None:
             self.given_up = reason
             self._calls.put(None)
 
     def close(self) -> None:
-        """Let the calls that are left finish, for a few seconds at most."""
+        """Wait a few seconds at most for the remaining calls, and stop."""
         if self.given_up is None:
             self.give_up("it is closed")
             self._thread.join(_LAST_CALLS_SECONDS)
@@ -73,4 +74,4 @@ def _run(calls: SimpleQueue[_Call | None]) -> None:
         else:
             if future is not None:
                 future.set_result(result)
-        del call, function, future  # a large payload must not stay until the next call
+        del call, function, future  # frees a large payload before the next call

@@ -1,4 +1,4 @@
-"""Which group a store works with, and whether all its ranks see one and the same root."""
+"""Find the group of a store, and check that all its ranks see the same root."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import retrying
 
 SOLO = "solo"
-"""Given as a group: this process works alone, whatever the environment says of others."""
+"""The value of `group` for a process that works alone, whatever the environment says."""
 
 _SEEN_LATE_SECONDS = 3.0
-"""A network file system may show a new directory entry a moment later."""
+"""The delay after which a network file system shows a new directory entry."""
 
 
 def find_group(given: object, *, storage: Storage, config: StoreConfig) -> Group:
-    """The group of this job. Collective when the ranks are several.
+    """Return the group of this job. Collective if there are several ranks.
 
-    `given` is a ProcessGroup of torch, a `StorageGroup`, "solo" for this process alone, what an integration gives (it
-    has a method `open_group`), a group that is at work already, or None: then torch.distributed where it is
-    initialised, else this process alone. Raises GroupMissing when there are several processes and no way between them,
-    InvalidInput when `given` is none of these or when several processes share a `memory://` store.
+    `given` is a ProcessGroup of torch, a `StorageGroup`, "solo" for this process alone, an object of an integration
+    with a method `open_group`, an open group, or None for torch.distributed if it is initialised, else this process
+    alone. Raises GroupMissing if there are several processes and no way between them; InvalidInput if `given` is none
+    of these or several processes share a `memory://` store.
     """
     group = _group_for(given, storage=storage, config=config)
     if group.world_size > 1 and storage.uri.startswith("memory://") and group is not given:
@@ -71,14 +71,14 @@ def _torch_group(process_group: Any, config: StoreConfig) -> Group:
 
 
 def _initialised_torch() -> Any:
-    """The torch module, if this process uses torch.distributed; it is never imported for that question."""
+    """Return the torch module if this process has initialised torch.distributed, else None. Never imports torch."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     return torch if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
 
 
 def has_torch_group() -> bool:
-    """Whether this process uses torch.distributed."""
+    """Return True if this process has initialised torch.distributed."""
     return _initialised_torch() is not None
 
 
@@ -94,7 +94,7 @@ def _alone() -> Group:
 
 
 def check_shared(group: Group, storage: Storage, *, config: StoreConfig | None = None) -> None:
-    """Raise StoreNotShared, naming the nodes, unless every rank reads what the leader writes. Collective."""
+    """Raise StoreNotShared, with the nodes, unless every rank can read a file that the leader writes. Collective."""
     if group.world_size == 1:
         return
     retry = (config or StoreConfig()).retry
@@ -144,4 +144,4 @@ def _forget(key: str, storage: Storage) -> None:
     try:
         storage.delete([key])
     except CkptstoreError:
-        """One small object is left below probe/; nothing reads it."""
+        """One small object stays below probe/; nothing reads it."""

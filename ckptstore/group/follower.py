@@ -1,4 +1,4 @@
-"""Meetings as a rank sees them that is not the leader."""
+"""Meetings from the view of a rank that is not the leader."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class FollowerLane(Lane):
     def __init__(self, seat: Seat, name: str, lanes: Lanes) -> None:
         super().__init__(seat, name, lanes)
         self._is_behind = False
-        """True if this rank has no result of its last meeting that was made with its answer."""
+        """True if this rank has not received a result of its last meeting that includes its answer."""
         self._again = 0
-        """How many answers of this rank were refused in the meeting where it is."""
+        """The number of answers of this rank that were refused in the present meeting."""
         self._is_refused = False
-        """True if the last one was, so that the meeting goes on."""
+        """True if the last answer was refused, so that the meeting goes on."""
 
     @contextmanager
     def _attend(self, tag: str) -> Iterator[Attended]:
@@ -35,7 +35,7 @@ class FollowerLane(Lane):
             yield _Followed(self, tag, at_work)
 
     def follow(self, answer: Message, fault: Fault) -> Any:
-        """Post the answer of this rank, and return what the leader tells."""
+        """Post the answer of this rank, and return the leader's value."""
         rejoins, self._is_behind = self._is_behind, True
         comes_apart = rejoins or self._comes_apart
         names = () if self._name else tuple(self._lanes.open_names())
@@ -47,15 +47,15 @@ class FollowerLane(Lane):
                     self._skip_finished()
                 unposted = self._post_answer(answer)
                 if fault is not None and not isinstance(fault, Exception):
-                    raise fault  # interrupted: the others know, and this process goes its way
-                with hurried() if unposted is not None else nullcontext():  # the board has had its time
+                    raise fault  # interrupted: the others know, so this process does not wait for the result
+                with hurried() if unposted is not None else nullcontext():  # the retries of the post took long enough
                     result = self._result(answer)
             except CkptstoreError as error:
-                error.committed = None  # what the leader did is not known here
+                error.committed = None  # this rank does not know what the leader did
                 raise
             is_missed = self.rank in result.missed
             is_past = comes_apart and self._order(result) < 0
-            if not is_past and not (rejoins and is_missed):  # else that meeting was over before this rank came
+            if not is_past and not (rejoins and is_missed):  # otherwise the meeting ended before this rank came
                 self._is_behind = is_missed
                 return self._value(result, fault or unposted)
 
@@ -72,7 +72,7 @@ class FollowerLane(Lane):
             self._again = 0
 
     def _post_answer(self, answer: Message) -> Fault:
-        """Post the answer. Return an error after which it may be on the board all the same: the leader knows then."""
+        """Post the answer. Return an error after which it may be on the board: the leader's result shows."""
         try:
             self._seat.post(self._keys.answer(self._call, self.rank, self._again), answer)
         except StorageUnavailable as error:
@@ -80,7 +80,7 @@ class FollowerLane(Lane):
         return None
 
     def _result(self, answer: Message) -> Message:
-        """Wait for the leader's result. Whoever gives up leaves a mark for a leader that comes late."""
+        """Wait for the leader's result. A rank that gives up leaves a mark for a leader that comes late."""
         tag, refusal_key = answer.tag, None
         if answer.after_failure and answer.step is not None:
             refusal_key = self._keys.behind(self._call, self.rank, self._again)
@@ -105,17 +105,18 @@ class FollowerLane(Lane):
         )
 
     def _mark_gone(self, tag: str, why: str) -> None:
-        """In the main lane; what is posted in any other one may be committed later, by whoever is alive."""
+        """Leave a mark that this rank has given up, in the main lane only."""
+        # An attempt in any other lane may still be committed later, by the ranks that are alive.
         if not self._name:
             with suppress(CkptstoreError):
                 self._seat.board.post(self._keys.gone(self._call), self.message(tag, why.encode()).encode())
 
 
 class _Followed(Attended):
-    """A meeting on its way."""
+    """A meeting in progress."""
 
     def __init__(self, lane: FollowerLane, tag: str, at_work: ExitStack) -> None:
-        """`at_work` gives signs of life until this rank only waits for the leader."""
+        """`at_work` gives signs of life until this rank only waits for the leader's result."""
         self._lane, self._tag, self._at_work = lane, tag, at_work
         self._value: Any = None
 

@@ -1,4 +1,4 @@
-"""One order of meetings among the ranks of a board: what the leader and the others have in common.
+"""One order of meetings among the ranks of a board: the common part of the leader and the other ranks.
 
 A meeting with number n:
 
@@ -6,21 +6,21 @@ A meeting with number n:
     the leader   reads the answers as they come, watches for signs of life, makes the result, posts n.result  leader.py
     every rank   waits for n.result and watches the leader
 
-A rank's answer to n + 1 proves that it needs the posts of n no more, so the leader takes them away then.
+A rank's answer to n + 1 proves that it no longer needs the messages of n, so the leader removes them then.
 
-The leader's number counts. A rank that has no result of its last meeting (it gave up, or the leader gave it up) looks
-for the first number without a result and goes on there; its answer says so, and so does the result of a meeting that
-the leader ended without it. A rank that gives up the leader posts n.gone: a leader that comes late to n ends it then.
-A leader that could not post a result posts it before its next meeting.
+The leader's number counts. A rank without a result of its last meeting (it gave up, or the leader gave it up) looks for
+the first number without a result and continues with that; its answer says so, and so does the result of a meeting that
+the leader ended without it. A rank that gives up on the leader posts n.gone: a leader that comes late to n ends it
+then. A leader that could not post a result posts it before its next meeting.
 
-Where ranks have come apart, steps say which of two calls is the later one. The first time that they differ all ranks
-fail, since it may be a mistake of the caller. After a failure the call with the lower step fails, and the one with the
-higher step waits for the others:
+If ranks have come apart, the steps decide which of two calls is the later one. When steps differ for the first time,
+all ranks fail, since it may be a mistake of the caller. After a failure, the call with the lower step fails, and the
+one with the higher step waits for the others:
 
     an answer of a lower step    the leader posts n.<rank>.behind, and waits for the next answer, n.<rank>.1
     an answer of a higher step   the leader ends n without it; that rank answers again in n + 1
     a result of a lower step     the rank answers again in n + 1
-    n.gone of another call       the leader ends n for whoever may still wait there, and goes on in n + 1
+    n.gone of another call       the leader ends n for any rank that still waits for it, and goes on to n + 1
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from ckptstore.group.message import Keys, Message
 _FAREWELL_SECONDS = 10.0
 
 Fault = BaseException | None
-"""The error on this rank because of which a meeting fails, if it is on this rank."""
+"""The error of this rank that makes a meeting fail; None if there is none."""
 
 
 class Attended(Meeting):
-    """A meeting on its way."""
+    """A meeting in progress."""
 
     has_ended = False
-    """True once the result is posted or received, or cannot be any more."""
+    """True once the result is posted or received, or can no longer be."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """End the meeting by an error of the block on this rank: raise what all ranks raise."""
+        """End the meeting with an error of the block on this rank, and raise the error that all ranks raise."""
 
 
 class Lanes(Protocol):
-    """The group that has the lanes."""
+    """The group that owns the lanes."""
 
     def lane(self, name: str) -> Group:
         """See `Group.lane`."""
@@ -67,14 +67,14 @@ class Lanes(Protocol):
         """Return the names of the lanes that this rank has open, without the main one."""
 
     def close_lane(self, name: str) -> None:
-        """Take note that this rank needs the lane no more."""
+        """Note that this rank no longer needs the lane."""
 
     def clear_lanes(self, open_names: Collection[str]) -> None:
-        """Leader: remove what was posted in lanes that no rank has open any more, but for these."""
+        """Leader: remove the messages of closed lanes, except for lanes that other ranks have open: `open_names`."""
 
 
 class Lane(Seated):
-    """One order of meetings; a `Group` itself (see there for what is guaranteed)."""
+    """One order of meetings; it is a `Group`, with the guarantees described there."""
 
     def __init__(self, seat: Seat, name: str, lanes: Lanes) -> None:
         super().__init__(seat)
@@ -87,11 +87,11 @@ class Lane(Seated):
         self._step: int | None = None
         """The step of the present call."""
         self._has_failed = False
-        """True if the last meeting raised an error here, or the present one has not ended well yet."""
+        """True if the last meeting raised an error on this rank, or the present one has not succeeded yet."""
         self._comes_apart = False
-        """True if the meeting before the present one failed here."""
+        """True if the meeting before the present one failed on this rank."""
         self._is_broken = False
-        """True once a rank was lost, or an error of another kind came up."""
+        """True once a rank was lost, or an error that is no CkptstoreError was raised."""
         timeout_seconds = seat.rank_timeout_seconds
         self._beat = Beater(
             lambda: seat.board.give_sign(self.life_key),
@@ -132,7 +132,7 @@ class Lane(Seated):
             try:
                 yield
             except BaseException as error:
-                if self._has_failed:  # else it came after the end of the meeting
+                if self._has_failed:  # otherwise the error came after the end of the meeting
                     self._is_broken |= isinstance(error, RankFailed) or not isinstance(error, CkptstoreError)
                 raise
             finally:
@@ -143,7 +143,7 @@ class Lane(Seated):
         return replace(self._seat.message(tag, payload, error=error), step=self._step)
 
     def failure(self, tag: str, error: BaseException) -> Message:
-        """Make the message of this rank whose block has raised."""
+        """Make the message of this rank for an error of its block."""
         return self.message(tag, error=to_wire(error, rank=self.rank))
 
     def _value(self, result: Message, fault: Fault) -> Any:
@@ -154,7 +154,7 @@ class Lane(Seated):
         return unpack(result.payload)
 
     def _order(self, message: Message) -> int:
-        """Return a number below 0 when the message is of a lower step than the present call, above 0 when higher."""
+        """Return a number below 0 if the message is of a lower step than the present call, above 0 if higher."""
         if message.step is None or self._step is None:
             return 0
         return message.step - self._step
@@ -164,7 +164,7 @@ class Lane(Seated):
     ) -> RankFailed | None:
         """Wait for the messages of these ranks, or for one at `refusal_key`, which counts as a message of this rank.
 
-        They come into `received`. Return the error about ranks that will not answer, None when all have.
+        Put the messages into `received`. Return the error about ranks that will not answer; None if all have answered.
         """
         board, watch = self._seat.board, Watch(keys, timeout_seconds=self.rank_timeout_seconds)
         pace = Pace(shortest_seconds=board.shortest_poll_seconds, longest_seconds=board.longest_poll_seconds)
@@ -188,22 +188,22 @@ class Lane(Seated):
                 received[rank] = message
                 watch.answered(rank)
                 pace.progress()
-            if lost := self._lost(watch, tag):  # after the fetch: who answered and died has answered
+            if lost := self._lost(watch, tag):  # after the fetch: a rank that answered before it died has answered
                 return lost
             if watch.awaited and self.rank not in received:
                 if self.rank == LEADER:
-                    self._beat()  # the others wait for this rank, which is alive
+                    self._beat()  # the other ranks watch the leader for signs of life
                 time.sleep(pace.seconds())
         return None
 
     def _key_after(self, message: Message, rank: int, tag: str) -> str | None:
-        """Return None when the message is the one that is awaited, else the key of the next one of that rank.
+        """Return None if this is the awaited message, else the key of the rank's next message.
 
-        Raises InvalidInput when the ranks do not mean the same meeting, RankFailed about a rank that is past it.
+        Raises InvalidInput if the ranks are in different meetings, RankFailed if that rank is past this one.
         """
         mine, other = self._seat, message
         if message.error is not None and other.world_size == mine.world_size:
-            return None  # it says more than that a call differs
+            return None  # the error says more than a difference between the calls
         if other.world_size != mine.world_size:
             differs = f"has world size {mine.world_size}", f"world size {other.world_size}"
         elif other.tag != tag:
@@ -235,11 +235,11 @@ class Lane(Seated):
             self._lanes.close_lane(self._name)
 
     def leave(self) -> None:
-        """Tell the others that this rank takes part no more."""
+        """Signal to the others that this rank takes part no longer."""
         self._seat.board.give_sign(self.life_key, last=True)
 
     def have_all_left(self) -> bool:
-        """Return True if every rank has left, waiting a few seconds for it; less when some may be dead."""
+        """Wait a few seconds, or less if some ranks may be dead, and return True if every rank has left."""
         board, keys = self._seat.board, self.life_keys()
         patience_seconds = min(self.rank_timeout_seconds, 1.0 if self._is_broken else _FAREWELL_SECONDS)
         until = time.monotonic() + patience_seconds
@@ -259,9 +259,9 @@ class Lane(Seated):
         return self._keys.life(self.rank)
 
     def life_keys(self) -> list[str]:
-        """The keys of the signs of life of all ranks."""
+        """Return the keys of the signs of life of all ranks."""
         return [self._keys.life(rank) for rank in range(self.world_size)]
 
     def call_keys(self) -> list[str]:
-        """The keys of every meeting that may be on the board, as far as this rank removes them."""
+        """Return the keys of all messages that may be on the board, as far as this rank removes them."""
         return []

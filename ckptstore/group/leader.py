@@ -1,4 +1,4 @@
-"""Meetings as the leader sees them."""
+"""Meetings from the view of the leader."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class LeaderLane(Lane):
     def __init__(self, seat: Seat, name: str, lanes: Lanes) -> None:
         super().__init__(seat, name, lanes)
         self._own_error: Mapping[str, Any] | None = None
-        """What is wrong with the leader's own answer to the present meeting."""
+        """The error of the leader's own block in the present meeting."""
         self._posted_calls: list[int] = []
-        """Meetings whose messages may be on the board."""
+        """The meetings whose messages may be on the board."""
         self._refused: dict[int, dict[int, int]] = {}
-        """How many answers of each rank were refused, by meeting."""
+        """The number of refused answers of each rank, by meeting."""
         self._met_at: float | None = None
-        """When a result was last posted that nobody had given up before."""
+        """The last time at which no rank had given up on the result of the meeting."""
 
     @contextmanager
     def _attend(self, tag: str) -> Iterator[Attended]:
@@ -41,7 +41,7 @@ class LeaderLane(Lane):
             yield _Led(self, tag)
 
     def _is_past(self, tag: str) -> bool:
-        """True if a rank has given up this meeting in another call than the present one. It is ended then, for all."""
+        """Return True, and end the meeting for all ranks, if a rank has given it up in another call than this."""
         mark = None if self._name else self._gone()
         if mark is None or (mark.tag == tag and self._order(mark) == 0):
             return False
@@ -51,7 +51,7 @@ class LeaderLane(Lane):
         return True
 
     def _settle(self, tag: str) -> None:
-        """Post the results that are owed. If that fails, that of this meeting is owed too."""
+        """Post the results that are owed. If that fails, owe the result of this meeting too, and raise."""
         try:
             self._seat.settle()
         except BaseException as error:
@@ -62,7 +62,7 @@ class LeaderLane(Lane):
             raise
 
     def collect(self, answer: Message, fault: Fault) -> list[Any]:
-        """Return the values of all ranks. If any has failed, tell all of them and raise the error."""
+        """Return the values of all ranks. If any has failed, post the error for all ranks and raise it."""
         tag, call = answer.tag, self._call
         self._own_error = answer.error
         received: dict[int, Message] = {}
@@ -84,7 +84,7 @@ class LeaderLane(Lane):
         raise from_wire({**wire, "committed": False}) from fault
 
     def _key_after(self, message: Message, rank: int, tag: str) -> str | None:
-        if self._own_error is not None:  # it says more than a difference
+        if self._own_error is not None:  # it says more than a difference between the calls
             return None
         order = self._order(message) if message.after_failure else 0
         if order > 0 or (order == 0 and message.rejoins and message.tag != tag):
@@ -98,7 +98,7 @@ class LeaderLane(Lane):
         return super()._key_after(message, rank, tag)
 
     def _refuse(self, rank: int, tag: str) -> str:
-        """Tell a rank that its answer is for an earlier call. Return the key of its next one."""
+        """Refuse an answer that is for an earlier call. Return the key of the rank's next answer."""
         refused = self._refused.setdefault(self._call, {})
         tried = refused.get(rank, 0)
         self._seat.post(self._keys.behind(self._call, rank, tried), self.message(tag))
@@ -106,7 +106,7 @@ class LeaderLane(Lane):
         return self._keys.answer(self._call, rank, tried + 1)
 
     def tell_error(self, tag: str, error: BaseException) -> NoReturn:
-        """Tell all ranks what went wrong on the leader, and raise it."""
+        """Post an error of the leader for all ranks, and raise it."""
         unknown = {} if isinstance(error, CkptstoreError) else {"committed": None}
         result = self.message(tag, error={**to_wire(error, rank=LEADER), **unknown})
         self._post_result(result, error)
@@ -115,7 +115,7 @@ class LeaderLane(Lane):
         raise error
 
     def tell_value(self, tag: str, payload: bytes) -> Any:
-        """Tell all ranks a value, unless one of them has given up waiting for it."""
+        """Post a value for all ranks, and return it; an error if one of them has given up waiting for it."""
         result = self.message(tag, payload)
         if gone := self._given_up(tag):
             result = replace(self.message(tag, error=gone.to_wire()), missed=gone.ranks)
@@ -130,15 +130,13 @@ class LeaderLane(Lane):
             self._seat.owe(key, result)
             if not isinstance(error, CkptstoreError):
                 raise
-            if fault is None:  # else the first failure says more than that the others could not be told
+            if fault is None:  # otherwise the first error says more than this one
                 error.committed = None
                 raise
 
     def _given_up(self, tag: str) -> RankFailed | None:
-        """Return an error about who went on without this leader, if it was late.
-
-        Nobody does so within half the timeout.
-        """
+        """Return an error about the rank that has given up on this leader, if it came late; None if none has."""
+        # No rank gives up within half the timeout, so the board is not read that often.
         now, half_seconds = time.monotonic(), self.rank_timeout_seconds / 2
         if self._name or (self._met_at is not None and now - self._met_at < half_seconds):
             return None
@@ -160,7 +158,7 @@ class LeaderLane(Lane):
         )
 
     def _forget_calls(self, answers: Collection[Message], call: int) -> None:
-        """All ranks are in the present call, so nobody needs the posts of earlier ones."""
+        """Remove the messages of earlier calls, once all ranks are in the present one."""
         self._seat.board.remove(
             [key for posted in self._posted_calls if posted != call for key in self._keys_of(posted)]
         )
@@ -178,7 +176,7 @@ class LeaderLane(Lane):
 
 
 class _Led(Attended):
-    """A meeting on its way."""
+    """A meeting in progress."""
 
     def __init__(self, lane: LeaderLane, tag: str) -> None:
         self._lane, self._tag = lane, tag

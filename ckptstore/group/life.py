@@ -1,4 +1,4 @@
-"""Signs of life: giving them, judging them, and the pace of waiting. No clock of another machine is ever compared."""
+"""Give and judge signs of life, and set the pace of waiting. No clock of another machine is ever compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 
 
 class Left:
-    """The last sign of a rank: it has closed its store and will answer nothing any more."""
+    """The last sign of a rank, which has closed its store and will not answer any more."""
 
     def __repr__(self) -> str:
         return "LEFT"
@@ -27,7 +27,7 @@ LEFT = Left()
 
 
 def beat_interval_seconds(rank_timeout_seconds: float) -> float:
-    """How far signs of life are apart: ten of them fit in the time after which a silent rank counts as dead."""
+    """Return the interval between signs of life: ten fit in the time after which a silent rank counts as dead."""
     return min(30.0, rank_timeout_seconds / 10)
 
 
@@ -36,7 +36,7 @@ def _now() -> float:
 
 
 class Beater:
-    """The `beat` of one rank: at most one sign per interval goes out, however often and from wherever it is called."""
+    """The `beat` of one rank. It sends at most one sign per interval, however often and on any thread it is called."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Beater:
         patience_seconds: float = 0.0,
         clock: Clock = _now,
     ) -> None:
-        """`patience_seconds` is for how long signs go out by themselves in `at_work`."""
+        """`patience_seconds` is the time for which signs go out by themselves in `at_work`."""
         self._give_sign = give_sign
         self._interval_seconds = interval_seconds
         self._patience_seconds = patience_seconds
@@ -57,15 +57,15 @@ class Beater:
         self.begin()
 
     def begin(self) -> None:
-        """A new exchange begins: a short one needs no sign at all."""
+        """Begin a new meeting. The first sign is due after one interval, so a short meeting needs none."""
         self._next_at = self._clock() + self._interval_seconds
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Inside, signs go out by themselves, until no beat has come for `patience_seconds`.
+        """Send signs by themselves while the context lasts, until no beat has come for `patience_seconds`.
 
-        So one long step (a request that is retried, a listing, a slow disk) is not taken for death, and whoever hangs
-        falls silent in the end.
+        So one long step (a request that is retried, a listing, a slow disk) is not taken for death, and a hanging
+        process falls silent in the end.
         """
         ended = threading.Event()
         self._beat_at = self._clock()
@@ -94,17 +94,17 @@ class Beater:
             if self._clock() >= self._next_at:
                 self._next_at = self._clock() + self._interval_seconds
                 self._give_sign()
-        except CkptstoreError as error:  # an upload must not fail because a sign did; the next one may get through
+        except CkptstoreError as error:  # a failed sign must not fail an upload; the next one may succeed
             logger.warning("a sign of life could not be given: %s", error)
         finally:
             self._busy.release()
 
 
 class Watch:
-    """Who of the awaited ranks is alive, as one waiting process sees it: by change of their signs.
+    """The awaited ranks from the view of one waiting process, which knows by a change of their signs that they live.
 
     Silence is added up from look to look, and a long gap between two looks counts as three intervals at most: a process
-    that was stopped itself for an hour has seen nothing in that hour, and condemns nobody for it.
+    that was itself stopped for an hour has seen nothing in that hour, so nobody counts as dead because of it.
     """
 
     def __init__(self, ranks: Iterable[int], *, timeout_seconds: float, clock: Clock = _now) -> None:
@@ -123,16 +123,16 @@ class Watch:
         return sorted(self._silence_seconds)
 
     def answered(self, rank: int) -> None:
-        """The rank's answer is there: it need not live any longer."""
+        """Note that the rank has answered, and watch it no longer."""
         self._silence_seconds.pop(rank, None)
         self._left.discard(rank)
 
     def due(self) -> bool:
-        """Whether it is time to look at the signs again."""
+        """Return True if it is time to look at the signs again."""
         return self._clock() >= self._look_at
 
     def look(self, signs: Mapping[int, Hashable]) -> None:
-        """Take note of the present signs. A rank that has none yet is left out of `signs`."""
+        """Note the present signs. A rank without a sign is missing in `signs`."""
         now = self._clock()
         gap_seconds = min(now - self._looked_at, 3 * self._interval_seconds)
         self._looked_at, self._look_at = now, now + self._interval_seconds
@@ -140,24 +140,24 @@ class Watch:
             sign = signs.get(rank)
             if sign is LEFT:
                 self._left.add(rank)
-            # the first look shows how things stood, not that somebody lives
+            # The first look only shows the state before: no sign of life
             lives = sign != self._signs.setdefault(rank, sign)
             self._signs[rank] = sign
             self._silence_seconds[rank] = 0.0 if lives else self._silence_seconds[rank] + gap_seconds
 
     def left(self) -> tuple[int, ...]:
-        """The awaited ranks that have left, as of the last look."""
+        """Return the awaited ranks that have left, as of the last look."""
         return tuple(sorted(self._left))
 
     def silent(self) -> tuple[int, ...]:
-        """The awaited ranks that had given no sign for the whole timeout, as of the last look."""
+        """Return the awaited ranks without a sign for the whole timeout, as of the last look."""
         return tuple(rank for rank in self.awaited if self._silence_seconds[rank] >= self._timeout_seconds)
 
 
 class Pace:
-    """How long to sleep between two looks: a tenth of the time waited so far, within bounds.
+    """The pace of looking: sleep for a tenth of the time waited so far, within bounds.
 
-    So waiting costs a latency of at most a tenth, and a number of requests that grows with the logarithm of the time.
+    So waiting adds a latency of at most a tenth, and the number of requests grows with the logarithm of the time.
     """
 
     def __init__(self, *, shortest_seconds: float, longest_seconds: float, clock: Clock = _now) -> None:
@@ -167,15 +167,15 @@ class Pace:
         self._began_at = self._looked_at = clock()
 
     def progress(self) -> None:
-        """Something came: look closely again."""
+        """Return to short sleeps, after a message came."""
         self._began_at = self._clock()
 
     def look(self) -> None:
-        """A request begins."""
+        """Note that a request begins."""
         self._looked_at = self._clock()
 
     def seconds(self) -> float:
-        """How long to sleep now; at least as long as the last request took, so that requests fill half the time."""
+        """Return the time to sleep now, at least that of the last request, so requests fill at most half the time."""
         now = self._clock()
         asked = max(self._shortest_seconds, (now - self._began_at) / 10, now - self._looked_at)
         return min(asked, self._longest_seconds)

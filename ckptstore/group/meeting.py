@@ -1,4 +1,4 @@
-"""What one rank does in a meeting: it brings a value, and hears what the leader makes of all of them.
+"""The protocol of meetings: each rank contributes a value, and receives the leader's result.
 
 with group.meeting("save", step=step) as meeting:
     offers = meeting.gather(offer)               # on the leader, those of all ranks
@@ -15,21 +15,23 @@ _BYTES = "\0bytes"
 
 
 class Meeting(Protocol):
-    """A meeting of all ranks of a group, as one of them sees it. See `Group.meeting` for what is guaranteed."""
+    """A meeting of all ranks of a group, from the view of one of them. See `Group.meeting` for the guarantees."""
 
     def gather(self, value: Any = None) -> list[Any]:
-        """Bring a value. Return those of all ranks, in their order, on the leader; an empty list on the others.
+        """Contribute a value. Return the values of all ranks, in their order, on the leader; else an empty list.
 
-        A value is None, or what JSON has, with bytes anywhere in it; a tuple comes back as a list.
+        A value is None, or a JSON value that may contain bytes; a tuple comes back as a list.
         """
 
     def tell(self, work: Callable[[], Any]) -> Any:
-        """Call `work` on the leader, once the values of all ranks are there, and return on all ranks what it returned:
-        a value as in `gather`."""
+        """Call `work` on the leader, once the values of all ranks have arrived, and return its result on all ranks.
+
+        The result is a value as in `gather`.
+        """
 
 
 def pack(value: Any) -> bytes:
-    """Encode a value as one line of JSON with the bytes in it behind."""
+    """Encode a value as one line of JSON, followed by the bytes that it contains."""
     if value is None:
         return b""
     blobs: list[bytes] = []
@@ -45,7 +47,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Decode what `pack` made. ValueError for what it cannot have made."""
+    """Decode the output of `pack`. Raises ValueError for anything else."""
     if not data:
         return None
     line, _, rest = data.partition(b"\n")

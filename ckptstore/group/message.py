@@ -1,6 +1,7 @@
-"""What ranks post to each other, and under which keys: answers and results, self-checking pieces of bytes. Pure.
+"""The messages that ranks post, and their keys: answers and results of meetings, in a self-checking encoding. Pure.
 
-A line of JSON, then the payload as it is. Errors travel in the line, as `errors.to_wire` has them, never as a pickle.
+A message is a line of JSON, followed by the payload. Errors travel in the line, as `errors.to_wire` encodes them, never
+as a pickle.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ _FIELDS: Mapping[str, type] = {"tag": str, "rank": int, "world_size": int, "by":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What one rank has to say in one exchange."""
+    """A message of one rank in one meeting."""
 
     tag: str
     rank: int
     world_size: int
     by: str
-    """Which process posted it: two of one rank differ here."""
+    """The unique description of the process that posted it, which differs between two that take part as one rank."""
     payload: bytes = b""
     error: Mapping[str, Any] | None = None
     rejoins: bool = False
-    """On an answer: this rank has no result of an earlier call, and begins a new one here."""
+    """On an answer: True if this rank has no result of an earlier call, and begins a new one now."""
     after_failure: bool = False
-    """On an answer: the last call of this rank failed, or has no result."""
+    """On an answer: True if the last call of this rank failed, or has no result."""
     step: int | None = None
-    """The step that the call is for, if it is for one."""
+    """The step of the call, if it is for one."""
     missed: tuple[int, ...] = ()
-    """On a result: the ranks that it was made without."""
+    """On a result: the ranks whose answers it does not include."""
     lanes: tuple[str, ...] = ()
     """On an answer: the lanes that this rank has open."""
 
     def encode(self) -> bytes:
-        """The bytes to post."""
+        """Return the message as bytes."""
         head = {
             "version": FORMAT_VERSION,
             "tag": self.tag,
@@ -60,7 +61,7 @@ class Message:
 
     @staticmethod
     def decode(data: bytes) -> Message | None:
-        """The message, or None when the bytes are not the whole of one (yet)."""
+        """Return the message; None if the bytes are not a whole one (yet). Raises UnsupportedVersion."""
         line, newline, payload = data.partition(b"\n")
         if not newline:
             return None
@@ -89,9 +90,10 @@ class Message:
 
 
 def first_error(messages: Mapping[int, Message], *, lost: CkptstoreError | None = None) -> dict[str, Any] | None:
-    """The one error that all ranks raise: the lowest rank's, with the other failed ranks named; None if all went well.
+    """Return the error that all ranks raise: the lowest rank's, with the names of the other failed ranks; None if all
+    succeeded.
 
-    `lost` is the error about ranks that will not answer; a rank that said why it failed goes before it.
+    `lost` is the error about ranks that will not answer; the error of a rank that answered takes precedence.
     """
     failed = {rank: message.error for rank, message in messages.items() if message.error is not None}
     if not failed:
@@ -111,7 +113,8 @@ DRAIN_LANE = "drain"
 """The lane in which ranks bring fast checkpoints into the store, beside the saves that go on."""
 
 _LANES_LIFE = "lane."
-"""Before the keys of the signs of life in all other lanes but the main one: a rank is in one of them at a time."""
+"""The prefix of the keys of signs of life in all lanes but the main one and `DRAIN_LANE`. A rank is in one of these at
+a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +125,19 @@ class Keys:
     world_size: int
 
     def answer(self, call: int, rank: int, again: int = 0) -> str:
-        """What a rank answers; after `again` refusals."""
+        """Return the key of a rank's answer after `again` refusals."""
         return f"{self._meeting(call)}.{rank:05d}" + (f".{again}" if again else "")
 
     def behind(self, call: int, rank: int, again: int) -> str:
-        """The leader's refusal of that answer."""
+        """Return the key of the leader's refusal of that answer."""
         return f"{self.answer(call, rank, again)}.behind"
 
     def result(self, call: int) -> str:
-        """What the leader makes of the answers."""
+        """Return the key of the leader's result."""
         return f"{self._meeting(call)}.result"
 
     def gone(self, call: int) -> str:
-        """Left by a rank that has given up waiting for the result."""
+        """Return the key of the mark of a rank that has given up waiting for the result."""
         return f"{self._meeting(call)}.gone"
 
     def of_call(self, call: int, refused: Mapping[int, int]) -> list[str]:
@@ -147,7 +150,8 @@ class Keys:
         return keys
 
     def life(self, rank: int) -> str:
-        """The signs of life of a rank. Who drains and hangs in a save must not seem to live in that save."""
+        """Return the key of the signs of life of a rank."""
+        # Drains have keys of their own: a rank that drains, and hangs in a save, must not seem alive in that save.
         before = f"{DRAIN_LANE}." if self.lane == DRAIN_LANE else _LANES_LIFE if self.lane else ""
         return f"{before}life.{rank:05d}"
 

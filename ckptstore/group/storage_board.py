@@ -1,11 +1,11 @@
-"""A board that is a few small objects in the store itself, for ranks that have nothing else in common.
+"""A board made of a few small objects in the store itself, for ranks that have nothing else in common.
 
-    group/<start token>/member.00003          who holds rank 3
-    group/<start token>/00000012.00003        what rank 3 brought to meeting 12
-    group/<start token>/00000012.result       what the leader made of it
+    group/<start token>/member.00003          the process that holds rank 3
+    group/<start token>/00000012.00003        the answer of rank 3 to meeting 12
+    group/<start token>/00000012.result       the leader's result
     group/<start token>/life.00003            rank 3's sign of life: a new size each time
 
-The leader clears them. What a job that died has left is found by `leftover_prefixes`.
+The leader clears them. `leftover_prefixes` finds those of a job that died.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 _NUM_THREADS = 32
 _SIGN_SIZES = 61
 _LAST_SIGN_BYTES = 64
-"""Larger than any other sign, so that one that is seen half-written is not taken for it."""
+"""The size of the last sign: larger than any other, so that no half-written sign is taken for it."""
 
 
 class StorageBoard:
@@ -71,7 +71,7 @@ class StorageBoard:
         return None if there == data else there
 
     def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """See `Board.fetch`: one listing says which of several keys are there."""
+        """See `Board.fetch`. One listing finds the existing ones of several keys."""
         if len(keys) > 1:
             wanted = {self._prefix + key for key in keys}
             prefix = self._prefix + _common_prefix(keys)
@@ -103,7 +103,7 @@ class StorageBoard:
         self._request(f"write {key}", lambda: self._storage.write(self._prefix + key, [view]))
 
     def signs(self, keys: Sequence[str]) -> Mapping[str, Hashable]:
-        """See `Board.signs`: one listing, whatever the number of ranks."""
+        """See `Board.signs`. Costs one listing, whatever the number of ranks."""
         signs = self._list(self._prefix + _common_prefix(keys))
         return {key: signs[self._prefix + key] for key in keys if self._prefix + key in signs}
 
@@ -144,14 +144,14 @@ class StorageBoard:
 
 
 def _common_prefix(keys: Sequence[str]) -> str:
-    """Below which few other keys lie: those that are asked for together differ at their end."""
+    """Return the common prefix, below which few other keys lie: keys of one request differ at their end."""
     return os.path.commonprefix(list(keys))  # noqa: RUF071 - keys are strings, not paths
 
 
 def leftover_prefixes(storage: Storage, live_tokens: Collection[str]) -> list[str]:
-    """The key prefixes below which lies what earlier starts of jobs posted and nobody removed.
+    """Return the key prefixes of messages that earlier starts of jobs posted and nobody removed.
 
-    `live_tokens` are the start tokens of jobs that still run, or may.
+    `live_tokens` are the start tokens of jobs that run or may run.
     """
     tokens = {file.key.removeprefix(GROUP_PREFIX).partition("/")[0] for file in storage.list(GROUP_PREFIX)}
     return [f"{GROUP_PREFIX}{token}/" for token in sorted(tokens - set(live_tokens))]

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 MOST_RANKS = 128
-"""The leader reads an answer of each with a request of its own."""
+"""The most ranks that may meet. The leader reads each answer with a separate request."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageGroup:
-    """Ranks that reach each other through the store alone: give it to `open_store(group=...)` on every rank.
+    """Ranks that reach each other only through the store: pass it to `open_store(group=...)` on every rank.
 
     `start_token` is the same on all ranks and new for every start of the job, such as a scheduler's job id with its
     restart count. It has 1 to 64 letters, digits, "_", "-" or ".", and does not begin with ".". `node` names the host;
@@ -49,7 +49,7 @@ class StorageGroup:
             )
 
     def open(self, storage: Storage, *, rank_timeout_seconds: float, retry: RetryConfig) -> BoardGroup:
-        """The group, at work in this storage. Nothing is read or written before its first meeting."""
+        """Return the group, open in this storage. It reads and writes nothing before its first meeting."""
         from ckptstore.group.board_group import BoardGroup
         from ckptstore.group.storage_board import StorageBoard
 

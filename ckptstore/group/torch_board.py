@@ -1,7 +1,7 @@
-"""A board in the key-value store of torch.distributed, for ranks that have met there.
+"""A board in the key-value store of torch.distributed, for ranks that have initialised it.
 
 No collective of the training's process group is used once the group is open, so it works beside NCCL and on any
-thread. The store takes at most 8 MiB in one value: larger posts are cut in parts.
+thread. The store takes at most 8 MiB in one value: larger messages are cut into parts.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _POSTS_KEY = "posts"
 _LAST_SIGN = 1 << 40
 _LEAST_GLOO_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
-"""How long a second connection to the store may take."""
+"""The longest time that a second connection to the store may take."""
 
 _opened: Counter[str] = Counter()
-"""How many groups were opened over each process group: the same on all its ranks, and part of every key."""
+"""The number of groups that were opened over each process group: the same on all its ranks, and part of every key."""
 
 
 class TorchGroup(BoardGroup):
-    """The ranks of a process group. `process_group` is a gloo group of its own for the same ranks."""
+    """The ranks of a process group. `process_group` is a separate gloo group of the same ranks."""
 
     process_group: Any = None
 
@@ -58,9 +58,10 @@ class TorchGroup(BoardGroup):
 
 
 def open_torch_group(process_group: Any = None, *, rank_timeout_seconds: float, node: str | None = None) -> TorchGroup:
-    """Open a group over a process group, or over all ranks. Collective among its members alone.
+    """Open a group over a process group, or over all ranks. Collective among its members only.
 
-    Raises GroupMissing when torch.distributed has no key-value store here or no gloo group can be made.
+    Raises GroupMissing if torch.distributed has no key-value store on this rank or no gloo group can be made;
+    InvalidInput if this process is not a member.
     """
     if dist.get_rank(process_group) < 0:
         raise InvalidInput("This process is not a member of the process group that was given as group")
@@ -104,7 +105,7 @@ def _meet(process_group: Any, store: Any, *, rank_timeout_seconds: float, node: 
 
 
 def _gloo_group(group: TorchGroup, process_group: Any) -> Any:
-    """Make a gloo group for the same ranks; an error on one of them is an error on all."""
+    """Make a gloo group of the same ranks; an error on one of them is raised on all."""
     with group.meeting("make a gloo group"):
         try:
             return dist.new_group(
@@ -137,8 +138,8 @@ class TorchBoard:
         server_ranks: tuple[int, ...],
         removes: bool = True,
     ) -> None:
-        """`server_ranks` are the ranks that are lost when the store cannot be reached any more. `removes` says that
-        this process will remove messages, for which it has to remember the parts of large ones."""
+        """`server_ranks` are the ranks that are lost if the store can no longer be reached. With `removes`, this
+        process removes messages, and has to remember the parts of large ones."""
         self._removes = removes
         self.longest_poll_seconds = max(0.1, world_size / 4096)  # all ranks together: some 4,000 requests a second
         self._server_ranks = server_ranks
@@ -183,7 +184,7 @@ class TorchBoard:
             self._parts[key] = parts
 
     def _get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys that are known to be there; asked for one that is not, the store would wait."""
+        """Return the values of existing keys; for a missing one, the store would wait."""
         return self._request(lambda: self._store.multi_get(list(keys)))
 
     def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:
@@ -196,7 +197,7 @@ class TorchBoard:
         return found
 
     def _present(self, keys: list[str]) -> list[str]:
-        """One request while nothing new has been posted, however many keys there are."""
+        """Return the existing ones of the keys, in at most two requests if nothing was posted since the last call."""
         if not keys or self._request(lambda: self._store.check(keys)):
             return keys
         if len(keys) == 1:
@@ -249,7 +250,7 @@ class TorchBoard:
             ) from error
 
     def _connect_again(self) -> None:
-        """After a failed request: a connection that broke is no use, and the server may be there all the same."""
+        """Connect again after a failed request: the connection is broken, but the server may still run."""
         with self._connecting:
             if self._caller.given_up is None or self._is_closed:
                 return
