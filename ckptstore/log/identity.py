@@ -1,4 +1,4 @@
-"""Who a store is: `store.json`, created once and never changed (format-v1, "store.json")."""
+"""The identity of a store: `store.json`, created once and never changed (format-v1, "store.json")."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class StoreIdentity:
     """The content of `store.json`."""
 
     store_id: str
-    """Random, 32 hexadecimal digits. A copy of a store keeps it."""
+    """The random id, 32 hexadecimal digits. A copy of a store keeps it."""
     kept_by: str
-    """Who decides what stays: "ckptstore" by its log, or "ray" by its own retention."""
+    """The keeper, which decides what stays: "ckptstore" by its log, or "ray" by its own retention."""
     created_at: float
-    """Seconds since the epoch by the creator's clock; for people, never for decisions."""
+    """The time in seconds since the epoch by the creator's clock; for people, never for decisions."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that this version does not know; kept."""
+    """The fields that this version does not know; they are kept."""
 
     def encode(self) -> bytes:
         """Return the identity as bytes."""
@@ -47,9 +47,9 @@ class StoreIdentity:
 
     @staticmethod
     def decode(data: bytes) -> StoreIdentity:
-        """Read a `store.json`.
+        """Decode a `store.json`.
 
-        Raises CheckpointDamaged when it is not one, UnsupportedVersion when it is from a newer major version.
+        Raises CheckpointDamaged if it is not one, UnsupportedVersion if it is from a newer major version.
         """
         value = load_object(data, file=STORE_KEY)
         value.pop("version")
@@ -64,7 +64,7 @@ class StoreIdentity:
 
 
 def read_store_json(storage: Storage, *, retry: RetryConfig | None = None) -> StoreIdentity | None:
-    """Return the identity of the store, None where there is none."""
+    """Return the identity of the store; None if there is none."""
     try:
         data = retrying(retry or RetryConfig.from_env(), f"read {STORE_KEY}", lambda: storage.read(STORE_KEY))
     except FileMissing:
@@ -75,10 +75,10 @@ def read_store_json(storage: Storage, *, retry: RetryConfig | None = None) -> St
 def read_or_create_store_json(
     storage: Storage, *, kept_by: str = KEPT_BY_CKPTSTORE, store_id: str | None = None, retry: RetryConfig | None = None
 ) -> StoreIdentity:
-    """Return the identity of the store; create it, with that id or a random one, where there is none.
+    """Return the identity of the store; create it, with that id or a random one, if there is none.
 
-    Whoever calls this at the same time gets the same answer. An identity that exists is returned as it is: its id and
-    its keeper may differ from the arguments.
+    Concurrent callers get the same identity. An existing one is returned as it is: its id and its keeper may differ
+    from the arguments.
     """
     retry = retry or RetryConfig.from_env()
     found = read_store_json(storage, retry=retry)
@@ -96,25 +96,25 @@ def read_or_create_store_json(
             raise StorageUnavailable(f"{STORE_KEY} was created and cannot be read", file=STORE_KEY)
         return stored
 
-    # Trying again is safe here: whichever of the tries landed, all callers read the same one back.
+    # A retry is safe: whichever of the tries took effect, all callers read the same identity back.
     return retrying(retry, f"create {STORE_KEY}", create)
 
 
 def read_identity(storage: Storage) -> str | None:
-    """Return the id of the store, None where there is none."""
+    """Return the id of the store; None if there is none."""
     found = read_store_json(storage)
     return found.store_id if found else None
 
 
 def write_identity(storage: Storage, store_id: str) -> str:
-    """Give the root this id unless it has one, and return the one that it has."""
+    """Give the root this id unless it has one, and return its id."""
     return read_or_create_store_json(storage, store_id=store_id).store_id
 
 
 def read_or_create_identity(storage: Storage) -> str:
-    """Return the id of the store, created where there is none.
+    """Return the id of the store; create it if there is none.
 
-    Raises InvalidInput where Ray keeps the checkpoints: there is no log at such a root, and none may be begun.
+    Raises InvalidInput if Ray keeps the checkpoints: such a root has no log, and none may be started.
     """
     found = read_or_create_store_json(storage)
     if found.kept_by != KEPT_BY_CKPTSTORE:

@@ -1,4 +1,4 @@
-"""Reading the log: the newest record in few requests, any others in parallel, the storage's clock."""
+"""Read the log: the newest record in few requests, any others in parallel, and the storage's clock."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ logger = logging.getLogger("ckptstore")
 
 T = TypeVar("T")
 Probed = Record | CheckpointDamaged | StorageArchived | UnsupportedVersion | None
-"""What is at a number: a record, something that cannot be read as one, or nothing."""
+"""The finding at a number: a record, an error if it cannot be read as one, or None."""
 
 _MAX_CACHED = 100_000
 
 
 @dataclass(frozen=True)
 class Hint:
-    """The hint `latest.json`: the newest record and that of the latest checkpoint, as somebody last saw them.
+    """The hint `latest.json`: the newest record and that of the latest checkpoint, as of the last write of the hint.
 
-    It saves requests and decides nothing: it may be missing, torn, behind or wrong, and whoever writes reads the log.
+    It saves requests and decides nothing: it may be missing, torn, behind or wrong, and every writer reads the log.
     """
 
     newest: Record
     latest: Record | None
-    """The record of the latest live checkpoint; None when there is none, or when the hint lacks it."""
+    """The record of the latest live checkpoint; None if there is none, or the hint lacks it."""
 
     def encode(self) -> bytes:
-        """Return the hint as bytes. The records are in it as text, so that their exact bytes, and digests, survive."""
+        """Return the hint as bytes, with the records as text, so that their exact bytes, and digests, survive."""
         fields = {"version": FORMAT_VERSION, "number": self.newest.number, "newest": self.newest.encode().decode()}
         if self.latest is not None and self.latest.number != self.newest.number:
             fields["latest"] = self.latest.encode().decode()
@@ -72,8 +72,8 @@ class Hint:
 
 
 class LogReader:
-    """The reading half of a `Log`. It needs no claim and blocks nobody; what was read is cached, for records never
-    change. Safe for threads.
+    """The reading half of a `Log`. It needs no claim and blocks nobody, and caches records, which never change. Safe
+    for threads.
     """
 
     def __init__(self, storage: Storage, *, retry: RetryConfig, num_threads: int = 32) -> None:
@@ -86,30 +86,34 @@ class LogReader:
         self._cache: dict[int, Record] = {}
         self._times: dict[int, float] = {}
         self._own: Record | None = None
-        """The record with the highest number of all that were read from the log itself, or written."""
+        """The record with the highest number that was read from the log itself, or written."""
         self._tip: Record | None = None
-        """What was found to be the newest record, unless only a hint told of it."""
+        """The newest record as last found; None if only a hint has named it."""
         self._archived: set[str | None] = set()
-        """The files of records in an archive class that were told of."""
+        """The files of records in an archive class of which a warning was logged."""
         self._fork: str | None = None
-        """What shows that the log has two histories, if anything does."""
+        """The proof that the log has two histories; None if there is none."""
 
     def newest(self) -> Record | None:
-        """Return the newest record, None in an empty log: no older than the newest one when this was called.
+        """Return the newest record; None in an empty log. It is at least as new as the newest one at the time of the
+        call.
 
-        Costs two requests when the hint is fresh: the hint, and a probe of the next number; one when this process has
-        read the newest record before. Otherwise it probes upwards in growing steps and halves, so a hint that is
-        missing, torn or behind costs some requests and nothing else. A hint that is ahead of the log, or of another
-        log (a store that other tools copied in the wrong order), is believed here: whoever opens that checkpoint finds
-        its manifest missing, and whoever writes finds the hint wrong and mends it.
+        Costs two requests if the hint is fresh: the hint, and a probe of the next number; one if this process has read
+        the newest record before. Otherwise it probes upwards in growing steps and halves, so a hint that is missing,
+        torn or behind costs some requests and nothing else. This method believes a hint that is ahead of the log, or of
+        another log (a store that other tools copied in the wrong order): a reader of that checkpoint finds its manifest
+        missing, and a writer finds the hint wrong and corrects it.
 
-        Raises CheckpointDamaged when the newest record cannot be read, UnsupportedVersion when it is from a newer
-        version, StorageError when the storage fails for longer than retries last.
+        Raises CheckpointDamaged if the newest record cannot be read, UnsupportedVersion if it is from a newer version,
+        StorageError if the storage fails for longer than retries last.
         """
         return self._find()[0]
 
     def latest(self) -> Record | None:
-        """Return the record of the latest live checkpoint, None when there is none. Costs what `newest` does."""
+        """Return the record of the latest live checkpoint; None if there is none.
+
+        Costs the requests of `newest`, and one more if neither the newest record, the hint nor the cache has it.
+        """
         newest, hint = self._find()
         number = newest.state.latest if newest else None
         if newest is None or number is None:
@@ -121,7 +125,7 @@ class LogReader:
         return self.records([number])[0]
 
     def records(self, numbers: Iterable[int]) -> list[Record]:
-        """These records, in the order given; read in parallel, or taken from the cache.
+        """Return these records in the same order, from the cache or read in parallel.
 
         Raises CheckpointDamaged for a record that is missing or cannot be read.
         """
@@ -131,10 +135,12 @@ class LogReader:
         return [read.get(number) or self._read(number) for number in wanted]
 
     def readable(self, numbers: Iterable[int]) -> list[Record]:
-        """The same records but for those in an archive class: a warning tells of each. A bucket may have a rule that
-        moves old objects there, and nobody needs the old ones to go on from the newest. Raises StorageArchived where
-        all of them are."""
+        """Return these records without those in an archive class; a warning names each of these once.
 
+        Raises StorageArchived if all of them are in one.
+        """
+
+        # A bucket may have a rule that archives old objects, and a job needs only the newest to resume.
         def read(number: int) -> Record | StorageArchived:
             try:
                 return self._read(number)
@@ -151,7 +157,7 @@ class LogReader:
         return [record for record in found if isinstance(record, Record)]
 
     def commit_of(self, attempt: Attempt) -> Record | None:
-        """Return the record that committed the attempt, None if there is none (yet) or the log cannot be read."""
+        """Return the record that committed the attempt; None if there is none (yet) or the log cannot be read."""
         try:
             newest = self.newest()
             found = self.records([*newest.state.live, *newest.state.trash] if newest else ())
@@ -160,23 +166,23 @@ class LogReader:
         return next((record for record in found if record.entry.attempt == str(attempt)), None)
 
     def found(self, numbers: Iterable[int]) -> list[Probed]:
-        """Look at these numbers, in parallel, or take them from the cache; the result has their order.
+        """Return the findings at these numbers in the same order, from the cache or read in parallel.
 
-        A record that is missing or cannot be read is no error. Raises StorageError when the storage fails for longer
-        than retries last.
+        A record that is missing or cannot be read is no error. Raises StorageError if the storage fails for longer than
+        retries last.
         """
         return self._in_parallel(self._probe, list(numbers))
 
     def record_time(self, number: int) -> float:
-        """Return when a record was written, in seconds since the epoch by the storage's clock. Cached."""
+        """Return the time at which a record was written, in seconds since the epoch by the storage's clock. Cached."""
         if number not in self._times:
             key = record_key(number)
             self._times[number] = self._retrying(f"stat {key}", lambda: self._storage.stat(key)).modified_seconds
         return self._times[number]
 
     def commit_times(self, records: Sequence[Record]) -> dict[int, float]:
-        """Return when each of these checkpoints was committed, by number: the time of its record or, of a copy, that of
-        the original. Read in parallel, cached."""
+        """Return the commit times of these checkpoints by number: the time of the record or, for a copy, that of the
+        original. Read in parallel, cached."""
         known = {record.number: record.entry.committed_at for record in records}
         asked = [number for number, seconds in known.items() if seconds is None]
         read = dict(zip(asked, self._in_parallel(self.record_time, asked), strict=True))
@@ -185,8 +191,8 @@ class LogReader:
     def store_now_seconds(self) -> float:
         """Return the time of the storage's clock, in seconds since the epoch: write a small file, and read its time.
 
-        Where this process may not write, it is the time of the newest record, 0.0 in an empty log: never later than
-        now, so that nothing looks older than it is.
+        If this process may not write, it is the time of the newest record, 0.0 in an empty log: never later than now,
+        so that nothing looks older than it is.
         """
         key = f"{PROBE_PREFIX}clock-{uuid.uuid4().hex}"
         try:
@@ -201,7 +207,7 @@ class LogReader:
     # Finding the newest record
 
     def _find(self) -> tuple[Record | None, Hint | None]:
-        """Return the newest record, and the hint if it was read."""
+        """Return the newest record, and the hint; None for a hint that was not read."""
         known = self._tip
         if known is not None:
             after = self._probe(known.number + 1)
@@ -216,10 +222,10 @@ class LogReader:
         return newest, hint
 
     def _gallop(self, known: Record | None) -> Record | None:
-        """Find the newest record, from one that is known to exist upwards."""
+        """Find the newest record, searching upwards from an existing one."""
         top, newest = self._find_top(known)
         if isinstance(newest, CheckpointDamaged) and self._exclusive is None:
-            # A torn write of the single writer: nothing counts that was not written whole.
+            # A torn write of the single writer does not count.
             newest = self._probe(top - 1) if top > 1 else None
         if isinstance(newest, CkptstoreError):
             raise newest
@@ -259,7 +265,7 @@ class LogReader:
         return found
 
     def _probe(self, number: int) -> Probed:
-        """Look at a number, in the cache or the storage."""
+        """Return the finding at a number, from the cache or the storage."""
         cached = self._cache.get(number)
         if cached is not None:
             return cached
@@ -267,7 +273,7 @@ class LogReader:
         return self._remember(found) if isinstance(found, Record) else found
 
     def _fetch(self, number: int) -> Probed:
-        """Look at a number in one request, past the cache and without retries."""
+        """Return the finding at a number, with one request, past the cache and without retries."""
         key = record_key(number)
         try:
             return looked_twice(
@@ -311,14 +317,14 @@ class LogReader:
 
 
 def link_problem(before: Record | None, record: Record) -> str | None:
-    """Return the fault between a record and the one before it, None if there is none. The first has none before it."""
+    """Return the fault between a record and the one before it, None if there is none. The first has no `before`."""
     if record.previous == (before.sha256 if before else ""):
         return None
     return f"{record_key(record.number)} was not written after the {record_key(record.number - 1)} that is there now"
 
 
 def record_problem(number: int, before: Record | None, found: Record | CkptstoreError | None) -> list[str]:
-    """Return the faults of what was found at a number; `before` is the record before it, where that could be read."""
+    """Return the faults of the finding at a number; `before` is the record before it, if that could be read."""
     if found is None:
         return [f"{record_key(number)} is missing"]
     if isinstance(found, CkptstoreError):

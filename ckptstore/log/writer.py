@@ -1,4 +1,4 @@
-"""Writing the log: a decision on the newest state becomes the next record, or nothing happens at all."""
+"""Write the log: a decision on the newest state becomes the next record, or nothing happens at all."""
 
 from __future__ import annotations
 
@@ -45,18 +45,21 @@ class Log(LogReader):
     ) -> None:
         """`single_writer` promises, for a storage that cannot create-if-absent, that no second process ever writes.
 
-        Such a storage may still lose records when the promise is broken, or when a write of a process that died arrives
-        late; the chain of digests shows it, and writing ends with StoreForked.
+        Such a storage may still lose records if the promise is broken, or if a write of a dead process arrives late;
+        the chain of digests shows it, and writing ends with StoreForked.
         """
         super().__init__(storage, retry=retry, num_threads=num_threads)
         self._single_writer = single_writer
         self._appending = RLock()  # a decision may append something of its own first
         self._linked = 0
-        """Up to which record the chain has been checked."""
+        """The number of the record up to which the chain has been checked."""
 
     def try_creates(self) -> None:
-        """Find out whether a server keeps to create-if-absent: some take the condition and ignore it. Where it does
-        not, records are written as `single_writer` allows. Costs about ten small requests; disks are not asked."""
+        """Test if a server honours create-if-absent: some accept the condition and ignore it.
+
+        If it does not, records are written as `single_writer` allows. Costs about ten small requests; disks are not
+        tested.
+        """
         if self._exclusive is None or not is_server(self._storage):
             return
         if not self._retrying("try to create", lambda: has_exclusive_create(self._storage)):
@@ -65,23 +68,25 @@ class Log(LogReader):
     def checked_newest(self) -> Record | None:
         """Read the newest record from the log itself, whatever a hint says, and check the chain of the newest 64.
 
-        For whoever deletes what it does not name. Raises StoreForked when the chain does not hold, and what `newest`
-        raises.
+        Deletion of files that no record names relies on it. Raises StoreForked if the chain does not hold, and the
+        errors of `newest`.
         """
         with self._appending:
             return self._newest_checked()
 
     def confirm(self) -> None:
-        """`check_there` by all bytes and on a new connection, for who takes the store for empty: answers that belong to
-        other requests can hide a checkpoint, and show a record as written that is not."""
+        """Check as `check_there` does, but all bytes and on a new connection, before the store is taken for empty."""
+        # Responses that belong to other requests can hide a checkpoint, and can show a record that was not written.
         if self._own is not None and isinstance(self._storage, Doubts):
             self._storage.doubt(record_key(self._own.number))
         self.check_there(exact=True)
 
     def check_there(self, *, exact: bool = False) -> None:
-        """Raise StoreMissing when the newest record that this process has read or written is not there any more, or is
-        another one: the store was removed, replaced or unmounted. One request; on a disk all bytes are compared, else
-        the size."""
+        """Raise StoreMissing if the newest record that this process has read or written is gone or has changed: the
+        store was removed, replaced or unmounted.
+
+        Costs one request. It compares all bytes on a disk or with `exact`, else the size.
+        """
         known = self._own
         if known is None:
             return
@@ -108,21 +113,21 @@ class Log(LogReader):
             ) from None
 
     def append(self, decide: Decide) -> Record | None:
-        """Write the record of the change that `decide` makes of the newest record, and return it.
+        """Write the change that `decide` returns for the newest record as the next record, and return that.
 
-        `decide` gets the newest record, None in an empty log, and is called again whenever somebody else was faster.
-        What it raises passes through and nothing is written; where it returns None nothing is written, and None is
-        returned. A returned record is in the log, once, right behind the record that `decide` saw last.
+        `decide` gets the newest record, None in an empty log, and is called again each time another writer was faster.
+        If it raises, the error passes through and nothing is written; if it returns None, nothing is written, and None
+        is returned. A returned record is in the log, once, right behind the record that `decide` saw last.
 
-        An error whose `committed` is False says that the change is not in the log and never will be. With None that is
-        not known, for the storage failed and then could not be asked: read the log before trying again, and remove
-        nothing that the change names. With True it is in the log, but the disk does not confirm it. An exception that
-        is no CkptstoreError (KeyboardInterrupt) leaves it unknown too.
+        If `committed` of an error is False, the change is not in the log and never will be. If it is None, that is
+        unknown, because the storage failed and could not be read afterwards: read the log before trying again, and
+        remove nothing that the change names. If it is True, the change is in the log, but the disk does not confirm it.
+        An exception that is no CkptstoreError (KeyboardInterrupt) leaves it unknown too.
 
-        Raises what `decide` and `apply` raise; StoreForked when the chain of the newest 64 records does not hold;
-        StoreMissing when the newest record that this process knows is gone;
-        InvalidInput when the storage cannot create-if-absent and nobody promised to be the single writer;
-        CheckpointDamaged, UnsupportedVersion and StorageError as `newest` does.
+        Raises the errors of `decide` and `apply`; StoreForked if the chain of the newest 64 records does not hold;
+        StoreMissing if the newest record that this process knows is gone; InvalidInput if the storage cannot
+        create-if-absent and the log was not opened with `single_writer`; CheckpointDamaged, UnsupportedVersion and
+        StorageError as `newest` does.
         """
         if self._exclusive is None and not self._single_writer:
             raise InvalidInput(
@@ -151,10 +156,10 @@ class Log(LogReader):
                     return landed
 
     def verify_chain(self) -> list[str]:
-        """Read the whole log, past the cache, and return what is wrong with it, in words; nothing if all is well.
+        """Read the whole log, past the cache, and return its faults in words; empty if all is well.
 
-        Every record is checked against the digest of the one before it, and its state against what its change makes of
-        the state before. Raises StorageError when the storage fails for longer than retries last.
+        Every record is checked against the digest of the one before it, and its state against its change applied to the
+        state before. Raises StorageError if the storage fails for longer than retries last.
         """
         top, _ = self._find_top(None)
         problems: list[str] = []
@@ -177,10 +182,10 @@ class Log(LogReader):
         if not self._linked:
             hint = self._read_hint()
             if hint is not None:
-                self._probe(hint.newest.number)  # where it exists, the search begins there
+                self._probe(hint.newest.number)  # if it exists, the search begins at this record
         known = self._own
         self._tip = newest = self._gallop(known)
-        if known is not None and newest is known:  # nothing was read that shows that the log is still there
+        if known is not None and newest is known:  # no read so far has shown that the log still exists
             self.check_there()
         if newest is not None and newest.number != self._linked:
             self._tip = newest = self._linked_to(newest)
@@ -192,7 +197,8 @@ class Log(LogReader):
         return newest
 
     def _linked_to(self, newest: Record) -> Record:
-        """Return the newest record, once the chain is checked; `_fork` has its fault, also at a second look."""
+        """Check the chain, with a second look if it does not hold, and return the newest record. Sets `_fork` to the
+        fault that remains."""
         problem = self._link_problem(newest)
         if problem is not None and isinstance(self._storage, Doubts):
             self._storage.doubt(record_key(newest.number))
@@ -225,9 +231,9 @@ class Log(LogReader):
     # Putting one record
 
     def _put(self, record: Record, newest: Record | None) -> Record:
-        """Try to make it the next record, and return the one that is there now, whosever it is.
+        """Try to make `record` the next one, and return the record that has its number now, of whatever writer.
 
-        An error with `committed` False means that the record is not there and never will be.
+        An error with `committed` False means that `record` is not in the log and never will be.
         """
         if self._exclusive is None:
             return self._put_alone(record)
@@ -239,7 +245,7 @@ class Log(LogReader):
         if created:
             return record
         try:
-            # Not always a lost race: below this, a client may have repeated a create of ours whose reply was lost.
+            # Not always a lost race: the client may have repeated our own create after its reply was lost.
             return self._retrying(f"read {key} back", lambda: self._read_back(record.number))
         except CkptstoreError as error:
             raise _unknown(record, error) from error
@@ -247,10 +253,10 @@ class Log(LogReader):
     def _settle(
         self, storage: CreatesExclusively, record: Record, newest: Record | None, failure: StorageError
     ) -> Record:
-        """Find out whether a create that failed had its effect, or has it later, and take the number if it is free.
+        """Find out if a failed create took effect, or may do so later, and take the number if it is free.
 
-        Only one of two creates can win: once anything else is there, the record stays out for ever. A storage that
-        refused (no permission, no space) has answered, so a free number is proof enough.
+        Only one of two creates can win: once another record has the number, this one stays out for ever. A storage that
+        refused the create (no permission, no space) has replied, so a free number is proof enough.
         """
         key = record_key(record.number)
         refused = isinstance(failure, AccessDenied | StorageFull)
@@ -277,7 +283,7 @@ class Log(LogReader):
         raise failure
 
     def _confirm(self, record: Record) -> None:
-        """Make a record durable whose create took effect and failed, on a disk perhaps in becoming durable."""
+        """Make a record durable whose create took effect but failed, on a disk perhaps at the sync."""
         try:
             self._storage.persist([record_key(record.number)])
         except StorageError as error:
@@ -285,9 +291,9 @@ class Log(LogReader):
             raise
 
     def _put_alone(self, record: Record) -> Record:
-        """Put a record as a single writer without create-if-absent: write where nothing is, and read it back.
+        """Put a record as a single writer without create-if-absent: write it if the number is free, and read it back.
 
-        It is the same bytes in every try: should an earlier one arrive late, it changes nothing.
+        Every try has the same bytes: if an earlier one arrives late, it changes nothing.
         """
         storage, key, view = self._storage, record_key(record.number), memoryview(record.encode())
         failures: list[StorageError] = []
@@ -299,7 +305,7 @@ class Log(LogReader):
                 return found
             try:
                 storage.write(key, [view])
-                storage.persist([key])  # after a failed fsync the file is written anew
+                storage.persist([key])  # after a failed fsync, the next try writes the file again
             except StorageError as error:
                 failures.append(error)
                 found = self._fetch(record.number)
@@ -323,7 +329,8 @@ class Log(LogReader):
         raise found or StorageUnavailable(f"{key} exists, and cannot be read", file=key)
 
     def _write_hint(self, record: Record) -> None:
-        """Best effort, and not when a newer record is known. A hint that claims more than the log has is mended."""
+        """Write the hint, as a best effort, unless a newer record is known. This also corrects a hint that is ahead of
+        the log."""
         if self._own is not None and self._own.number > record.number:
             return
 
