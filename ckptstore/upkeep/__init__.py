@@ -1,4 +1,4 @@
-"""What keeps a store in order: leases of readers, pruning, garbage, retention from outside a job, the doctor.
+"""Keep a store in order: leases of readers, pruning, garbage, retention from outside a job, checks of a place.
 
-It may know the log, the job and storages. It gives what deletes from a store, and the leases that hold deletion off.
+This room may import the log, the job and storages. It deletes from a store, and has the leases that prevent deletion.
 """

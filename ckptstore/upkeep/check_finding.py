@@ -10,7 +10,7 @@ from ckptstore.errors import CkptstoreError, StorageError
 
 Status = Literal["ok", "warning", "failed", "unknown"]
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-"""File systems that a machine loses when it starts again."""
+"""The file systems whose contents are lost when a machine restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Finding:
 
 
 def finding_of(name: str, check: Callable[[], Finding | str]) -> Finding:
-    """Run a check. The text that it returns is the detail of a good finding, and an error that it raises is failed."""
+    """Run a check. A text that it returns is the detail of a finding "ok"; an error that it raises gives "failed"."""
     try:
         found = check()
         return (

@@ -1,12 +1,12 @@
-"""Garbage: what no record names and no job can commit any more, found without a clock.
+"""Find and remove garbage, without a clock: attempts that no record names and no job can commit any more.
 
-An attempt directory carries the writer epoch under which it was begun, a copy's too, and the log takes no record with a
-directory of another epoch than its own. So one of an epoch below the highest can never be committed. Attempts of the
-highest epoch belong to the job that claimed it, alive or not; a new claim takes over from a dead one. Those that had
-been committed in it, and were dropped since, are left over from a prune.
+The name of an attempt directory, also of a copy, has the writer epoch under which it was begun, and the log accepts no
+record with a directory of another epoch than its own. So an attempt of an epoch below the highest can never be
+committed. Attempts of the highest epoch belong to the job that claimed it, alive or not; a new claim takes over from a
+dead one. Those that were committed in it, and dropped since, are left over from a prune.
 
-Messages of a group are garbage when the log shows that its job was superseded. A group that never claimed may belong to
-readers who are alive, so nothing proves that it is dead: they go with `claim`, by which a person says so.
+Messages of a group are garbage if the log shows that its job was superseded. A group that never claimed may belong to
+readers who are alive, so nothing proves that it is dead: its messages go only with `claim`, by which a person says so.
 """
 
 from __future__ import annotations
@@ -37,42 +37,42 @@ from ckptstore.upkeep import leases
 from ckptstore.upkeep.prune import attempt_directories, backwards, delete_attempts, dropped_attempts
 
 ENDED_SECONDS = 3600.0
-"""Messages and probes that are younger stay in any case: a superseded job may still be about to find out."""
+"""The age below which messages and probes stay in any case: a superseded job may not have noticed yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
-    """What a collection found, and what it removed unless it was a dry run."""
+    """The findings of a collection, which it has removed unless it was a dry run."""
 
     attempts: dict[str, int] = field(default_factory=dict)
-    """Directories that nothing refers to, with their bytes."""
+    """The attempt directories that nothing refers to, with their bytes."""
     unfinished: list[str] = field(default_factory=list)
-    """Keys of unfinished multipart uploads, and on a disk of files that killed writers left beside records and such."""
+    """The keys of unfinished multipart uploads, and on a disk of files that killed writers left outside of attempts."""
     exchanges: list[str] = field(default_factory=list)
-    """What ranks of ended jobs left when they talked through the storage."""
+    """The key prefixes of messages that ranks of ended jobs left in the storage, and of old probes."""
     left: dict[str, str] = field(default_factory=dict)
-    """What was not touched, with the reason."""
+    """The keys that were left alone, with the reason."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all attempts."""
+        """The bytes of all attempts."""
         return sum(self.attempts.values())
 
 
 @dataclass(slots=True)
 class ListedAttempt:
-    """What lies in one directory below the root of checkpoints, as a listing shows it."""
+    """One directory below the root of checkpoints, as a listing shows it."""
 
     size_bytes: int = 0
     num_files: int = 0
     modified_seconds: float | None = None
-    """When the last file was written, by the storage's clock; None for an empty directory."""
+    """The time of the last write of a file, by the storage's clock; None for an empty directory."""
     has_manifest: bool = False
 
 
 def listed_attempts(storage: Storage) -> dict[str, ListedAttempt]:
-    """All directories below the root of checkpoints, whatever they are called; on a disk empty ones too. One listing of
-    all files there."""
+    """Return all directories below the root of checkpoints, of any name; on a disk empty ones too. Costs one listing of
+    all their files."""
     found: dict[str, ListedAttempt] = {}
     for file in storage.list(CHECKPOINT_PREFIX):
         directory, _, name = file.key.removeprefix(CHECKPOINT_PREFIX).partition("/")
@@ -89,10 +89,10 @@ def listed_attempts(storage: Storage) -> dict[str, ListedAttempt]:
 def look_for_garbage(
     log: Log, storage: Storage, newest: Record, listed: Mapping[str, ListedAttempt], *, now_seconds: float
 ) -> Garbage:
-    """What `collect_garbage` would tell of in a dry run, found without writing anything.
+    """Return the findings of a dry run of `collect_garbage`, without writing anything.
 
-    `listed` is what `listed_attempts` gives. `now_seconds` stands for the storage's clock, which nothing but a write
-    tells: where it is wrong by minutes, what lies beside attempts for about an hour may be told of or not.
+    `listed` is the result of `listed_attempts`. `now_seconds` stands for the storage's clock, which only a write shows:
+    if it is wrong by minutes, files outside of attempts that are about an hour old may be among the findings or not.
     """
     found = _find(
         log,
@@ -109,11 +109,11 @@ def look_for_garbage(
 
 
 def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run: bool = False) -> Garbage:
-    """Remove what nothing refers to and nobody can commit any more; a dry run only tells.
+    """Remove everything that nothing refers to and no job can commit any more; a dry run only finds it.
 
-    `claim` takes the store over first, which fences a job that still runs. Whatever cannot be deleted on a disk, a
-    symbolic link for instance, is left, with the reason. Raises StoreMissing without a store, StoreForked when the log
-    does not hold together.
+    `claim` takes the store over first, which fences a job that still runs. Files on a disk that cannot be deleted, such
+    as a symbolic link, stay, with the reason in `left`. Raises StoreMissing without a store, StoreForked if the log is
+    not one history.
     """
     newest = log.checked_newest()
     store_id = read_identity(storage)
@@ -147,12 +147,13 @@ def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run:
 
 
 def _collect_unfinished(storage: Storage, found: Garbage, *, dry_run: bool, now: Callable[[], float]) -> None:
-    """On a disk: what killed writers left outside of attempts. A writer that is alive all the same fails, no more."""
+    """On a disk: remove the files that killed writers left outside of attempts. A writer that is still alive fails, but
+    does no harm."""
     if not isinstance(storage, Disk):
         return
     now_seconds = now()
     if not dry_run:
-        leases.fresh(storage, now_seconds=now_seconds)  # it removes those of readers that were killed
+        leases.fresh(storage, now_seconds=now_seconds)  # removes the leases of killed readers
     before_seconds = now_seconds - ENDED_SECONDS
     prefixes = ["", LOG_PREFIX, LEASE_PREFIX, PROBE_PREFIX, *_group_prefixes(storage)]
     for prefix in prefixes:
@@ -164,7 +165,7 @@ def _collect_unfinished(storage: Storage, found: Garbage, *, dry_run: bool, now:
 
 
 def _group_prefixes(storage: Disk) -> list[str]:
-    """On a disk: of all groups that have a directory, empty ones too."""
+    """On a disk: return the key prefixes of all groups that have a directory, also of empty ones."""
     try:
         paths = list(storage.local_path(GROUP_PREFIX.rstrip("/")).iterdir())
         return [f"{GROUP_PREFIX}{path.name}/" for path in paths if path.is_dir() and not path.is_symlink()]
@@ -207,7 +208,7 @@ def _find(
 
 
 def _why_left(storage: Storage, directory: str, below_epoch: int, store_id: str, *, has_manifest: bool) -> str | None:
-    """Why a directory that no record names is left alone, None when it may go."""
+    """Return the reason to leave a directory that no record names; None if it may be removed."""
     attempt = Attempt.parse(directory)
     if attempt is None:
         return "the format does not know this name"
@@ -227,7 +228,8 @@ def _why_left(storage: Storage, directory: str, below_epoch: int, store_id: str,
 
 
 def _why_not_ours(storage: Storage, directory: str) -> str | None:
-    """On a disk: that the directory is linked in from elsewhere. Deleting refuses that too; a dry run says it first."""
+    """On a disk: return a reason if the directory is reached by a symbolic link, so that a dry run says what a deletion
+    would refuse; else None."""
     if not isinstance(storage, Disk):
         return None
     path = storage.local_path(CHECKPOINT_PREFIX + directory)
@@ -238,7 +240,7 @@ def _why_not_ours(storage: Storage, directory: str) -> str | None:
 def _find_exchanges(
     log: Log, storage: Storage, newest: Record, found: Garbage, *, claim: bool, now: Callable[[], float]
 ) -> None:
-    """What ranks posted and nobody removed, where the log shows that their job was superseded, and old probes."""
+    """Find old probes, and messages of ranks whose job was superseded according to the log."""
     last: dict[str, float] = {}
     for file in [*storage.list(GROUP_PREFIX), *storage.list(PROBE_PREFIX)]:
         parts = file.key.split("/")
@@ -246,7 +248,7 @@ def _find_exchanges(
         last[prefix] = max(last.get(prefix, 0.0), file.modified_seconds)
     if isinstance(storage, Disk):
         for prefix in _group_prefixes(storage):
-            with contextlib.suppress(OSError):  # its ranks are alive, and removed it
+            with contextlib.suppress(OSError):  # its ranks are alive and have removed it
                 last.setdefault(prefix, storage.local_path(prefix.rstrip("/")).lstat().st_mtime)
     if not last:
         return
@@ -263,7 +265,7 @@ def _find_exchanges(
 
 
 def _claims_of(log: Log, newest: Record, tokens: AbstractSet[str]) -> tuple[str | None, set[str]]:
-    """The start token of the newest claim, and which of the tokens earlier claims have."""
+    """Return the start token of the newest claim, and those of `tokens` that earlier claims have."""
     owner: str | None = None
     superseded: set[str] = set()
     for record in backwards(log, newest) if tokens else ():

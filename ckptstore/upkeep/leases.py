@@ -1,11 +1,10 @@
-"""Leases: whoever reads a checkpoint on a disk says which one, so that nobody deletes it meanwhile.
+"""Leases: a reader of a checkpoint on a disk names it, so that nobody deletes it meanwhile.
 
-A lease is fresh for `FRESH_SECONDS` by the storage's clock; one thread of the process renews all leases that it holds,
-and the storage's clock is read off the lease that is written last. A lease that cannot be written warns and stops
-nobody.
+A lease is fresh for `FRESH_SECONDS` by the storage's clock. One thread of the process renews all its leases. If a lease
+cannot be written, a warning is logged, and the reader goes on.
 
-A forked child takes a lease of its own for every directory that its parent has handed out, and renews that as long as
-it lives: the parent may be done with the directory before the child is.
+A forked child takes a lease of its own for every directory that its parent has handed out, and renews it as long as it
+lives: the parent may be done with the directory before the child is.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ class _Lease:
     storage: Storage
     number: int
     is_handed_out: bool
-    """Whether the caller has the real path, which a forked child may go on reading."""
+    """True if the caller has the real path, which a forked child may still read later."""
     key: str = ""
     is_over: bool = False
     lock: threading.Lock = field(default_factory=lambda: threading.Lock())
-    """A renewal that is late would leave a lease behind that nobody gives back."""
+    """The lock of writing and giving back: a late renewal would leave a lease behind that nobody gives back."""
 
     def write(self) -> None:
-        """Under a name that no other process has; the first write chooses it."""
+        """Write the lease under a unique name, which the first write chooses. Do nothing if it was given back."""
         with self.lock:
             if self.is_over:
                 return
@@ -55,7 +54,7 @@ class _Lease:
                 logger.warning("no lease could be written, so a prune may delete what is being read: %s", error)
 
     def give_back(self) -> None:
-        """Whoever reads has ended."""
+        """Remove the lease after the end of the reading."""
         with self.lock:
             self.is_over = True
             try:
@@ -67,16 +66,16 @@ class _Lease:
 _held: set[_Lease] = set()
 _lock = threading.Lock()
 _released = threading.Event()
-"""Set when the last lease is given back: the thread that renews them ends."""
+"""The event that the last lease was given back, upon which the thread that renews them ends."""
 _renewer: threading.Thread | None = None
 
 
 @contextmanager
 def hold(storage: Storage, number: int, *, is_handed_out: bool = False) -> Iterator[None]:
-    """Keep the checkpoint with that number from being deleted while the context lasts.
+    """Protect the checkpoint with that number from deletion while the context lasts.
 
-    What was dropped from the log before may be deleted all the same: look at the log once inside. `is_handed_out` says
-    that the real path is given away, and that a forked child is to keep the checkpoint too.
+    A checkpoint that the log dropped before may be deleted all the same: read the log once inside. `is_handed_out` says
+    that the caller gets the real path, so that a forked child protects the checkpoint too.
     """
     lease = _Lease(storage, number, is_handed_out)
     lease.write()
@@ -94,9 +93,9 @@ def hold(storage: Storage, number: int, *, is_handed_out: bool = False) -> Itera
 
 
 def fresh(storage: Storage, *, now_seconds: float) -> dict[int, int]:
-    """For each number that somebody reads, how many leases there are; `now_seconds` is by the storage's clock.
+    """Return the number of fresh leases for each checkpoint number that somebody reads, and remove all other leases.
 
-    Leases that are not fresh are removed. An earlier time finds no fewer leases than the present one would.
+    `now_seconds` is by the storage's clock; an earlier time finds at least as many leases.
     """
     found: dict[int, int] = {}
     stale = []
@@ -138,12 +137,12 @@ def _renew() -> None:
 
 
 def _after_fork() -> None:
-    """In the child no thread renews anything, another thread of the parent may have held the lock, and what was being
-    read by other threads than the one that forked is read no more."""
+    """In a forked child: take leases of handed-out directories, forget all others, and start a thread to renew."""
+    # The child has no renewing thread, and no thread that was reading; another thread may have held the lock.
     global _lock, _released, _renewer
     _lock, _released, _renewer = threading.Lock(), threading.Event(), None
     for lease in list(_held):
-        lease.lock, lease.key = threading.Lock(), ""  # the parent gives its own back
+        lease.lock, lease.key = threading.Lock(), ""  # the old key is the parent's, which gives it back
         if lease.is_handed_out:
             lease.write()
         else:

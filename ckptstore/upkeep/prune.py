@@ -1,11 +1,11 @@
-"""Pruning: what retention put in the trash is deleted once nobody can need it. A record first, then the bytes.
+"""Delete checkpoints in the trash once nobody can need them. A record first, then the bytes.
 
-The order makes a crash harmless: after the `remove` record no reader finds the checkpoint; of its directory the
-manifest goes first. What a crash leaves are orphans, never a checkpoint with holes.
+The order makes a crash harmless: after the `remove` record no reader finds the checkpoint, and of its directory the
+manifest is deleted first. A crash leaves orphans, never a checkpoint with holes.
 
-Whoever reads on a disk takes a lease and looks at the log then; a prune writes its record and looks at the leases then,
-before each deletion. So one of the two sees the other. What somebody reads all the same stays where it is, as an orphan
-too. The next prunes find orphans of their own epoch, and garbage collection finds all.
+A reader on a disk takes a lease, then reads the log; a prune writes its record, then reads the leases before each
+deletion. So one of the two sees the other. A checkpoint that is still being read stays, as an orphan too. The next
+prunes find orphans of their own epoch, and garbage collection finds all.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Trashed:
     attempt: str
     size_bytes: int
     due_in_seconds: float
-    """Until its grace period is over; at most 0 when it is."""
+    """The time until its grace period is over; at most 0 if it is."""
     held_by: str | None
-    """Why it stays although its time is over, None when nothing holds it."""
+    """The reason for which it stays after its grace period; None if there is none."""
 
     @property
     def goes(self) -> bool:
-        """Whether a prune deletes it now."""
+        """True if a prune deletes it now."""
         return self.due_in_seconds <= 0 and self.held_by is None
 
 
 def trash(log: Log, storage: Storage, *, grace_seconds: float) -> list[Trashed]:
-    """What is in the trash, and what keeps it there. This is the plan that `prune` runs."""
+    """Return the checkpoints in the trash, each with its reason to stay, if any. `prune` acts on this list."""
     newest = log.newest()
     if newest is None or not newest.state.trash:
         return []
@@ -86,10 +86,10 @@ def _held(newest: Record, readers: Mapping[int, int]) -> dict[int, str]:
 def prune(
     log: Log, storage: Storage, config: StoreConfig, *, epoch: int | None, dry_run: bool = False
 ) -> list[Trashed]:
-    """Delete what has been in the trash for the grace period, and return it; a dry run returns what would go.
+    """Delete the checkpoints that were in the trash for the grace period, and return them; a dry run only returns them.
 
-    `epoch` is the caller's writer epoch, None for a command line, which fences nobody and is fenced by nobody. Raises
-    StoreFenced when a later job has claimed the store: nothing is deleted then.
+    `epoch` is the caller's writer epoch; None for a command line, which fences nobody and is fenced by nobody. Raises
+    StoreFenced, and deletes nothing, if a later job has claimed the store.
     """
     due = [item for item in trash(log, storage, grace_seconds=config.grace_seconds) if item.goes]
     if dry_run:
@@ -100,7 +100,7 @@ def prune(
 
 
 def empty_trash(log: Log, storage: Storage, *, epoch: int | None) -> None:
-    """Delete everything in the trash that nothing holds, however young: for a disk that is about to overflow."""
+    """Delete everything in the trash that nothing holds, whatever its age, when the disk is about to overflow."""
     due = [item for item in trash(log, storage, grace_seconds=0.0) if item.held_by is None]
     if due:
         _remove(log, storage, due, epoch=epoch, reason="the disk was full")
@@ -139,7 +139,7 @@ def _remove(
 
 
 def _remove_left_over(log: Log, storage: Storage, *, epoch: int | None) -> None:
-    """Delete what earlier prunes of this epoch left to readers or could not delete. Only a disk has such things."""
+    """On a disk: delete the directories that earlier prunes of this epoch left to readers or could not delete."""
     directories = attempt_directories(storage)
     newest = log.checked_newest() if directories else None
     if newest is None or (epoch is not None and newest.state.epoch != epoch):
@@ -151,7 +151,7 @@ def _remove_left_over(log: Log, storage: Storage, *, epoch: int | None) -> None:
 
 
 def attempt_directories(storage: Storage) -> set[str]:
-    """On a disk: the names below the root of checkpoints, those of empty directories too, which no listing shows."""
+    """On a disk: return the directory names below the root of checkpoints, with empty ones, which no listing shows."""
     if not isinstance(storage, Disk):
         return set()
     try:
@@ -161,10 +161,10 @@ def attempt_directories(storage: Storage) -> set[str]:
 
 
 def dropped_attempts(log: Log, newest: Record, unnamed: Collection[str]) -> list[str]:
-    """Which of these directories, that no live or trashed checkpoint names, had been committed in the present epoch.
+    """Return those of the directories `unnamed` that were committed in the present epoch.
 
-    They were dropped since, and no attempt is committed twice. All records of the epoch are read if there is a
-    candidate.
+    No live or trashed checkpoint names these directories, so they were dropped since, and no attempt is committed
+    twice. All records of the epoch are read if there is a candidate.
     """
     epoch = newest.state.epoch
     wanted = {name for name in unnamed if (attempt := Attempt.parse(name)) is not None and attempt.epoch == epoch}
@@ -178,7 +178,7 @@ def dropped_attempts(log: Log, newest: Record, unnamed: Collection[str]) -> list
 
 
 def backwards(log: Log, newest: Record) -> Iterator[Record]:
-    """All records, the newest first, some at a time."""
+    """Iterate over all records, newest first, reading them in batches."""
     for end in range(newest.number, 0, -_BATCH_RECORDS):
         yield from reversed(log.records(range(max(1, end - _BATCH_RECORDS + 1), end + 1)))
 
@@ -186,8 +186,8 @@ def backwards(log: Log, newest: Record) -> Iterator[Record]:
 def delete_attempts(log: Log, storage: Storage, newest: Record, attempts: Collection[str]) -> dict[str, str]:
     """Delete the directories that nobody reads, and return those that stay, with the reason.
 
-    Called after the record that dropped them, or when they can never be committed. Raises StorageError where there is
-    no directory that could keep its files: the storage fails.
+    Call it after the record that dropped them, or if they can never be committed. On a disk an error of deletion is a
+    reason to stay; on other storages it is raised, as StorageError.
     """
     left: dict[str, str] = {}
     is_disk = isinstance(storage, Disk)
@@ -207,7 +207,7 @@ def delete_attempts(log: Log, storage: Storage, newest: Record, attempts: Collec
 
 
 def _leased(log: Log, storage: Storage, newest: Record, *, now_seconds: float) -> set[str]:
-    """The directories that somebody reads, and those in which files of theirs lie."""
+    """Return the directories that somebody reads, and those that hold files of these checkpoints."""
     numbers = [number for number in leases.fresh(storage, now_seconds=now_seconds) if number <= newest.number]
     read = [record.entry for record in log.records(numbers) if isinstance(record.change, Commit)]
     bases = log.records({base for entry in read for base in entry.bases})
@@ -215,9 +215,9 @@ def _leased(log: Log, storage: Storage, newest: Record, *, now_seconds: float) -
 
 
 def delete_attempt(storage: Storage, attempt: str) -> None:
-    """Delete an attempt's directory: the manifest first, so that it is never a manifest with holes.
+    """Delete an attempt's directory, the manifest first, so that no manifest ever lacks files.
 
-    Raises StorageError when something stays on a disk.
+    Raises StorageError if anything stays on a disk.
     """
     prefix = f"{CHECKPOINT_PREFIX}{attempt}/"
     storage.delete([prefix + MANIFEST_NAME])

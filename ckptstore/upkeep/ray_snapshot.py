@@ -1,7 +1,7 @@
-"""Ray Train's own list of the checkpoints of a run: a file that it overwrites in place, without a second one.
+"""Ray Train's own list of the checkpoints of a run: a file that it overwrites in place, without a second copy.
 
-Ray reads it when a run starts again. Without it Ray begins anew; when it is torn, or names a directory that is not
-there, the run cannot start.
+Ray reads it when a run restarts. Without it Ray starts from scratch; if it is torn, or names a missing directory, the
+run cannot start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptstore.storage.base import Disk, Storage
 
 SNAPSHOT_NAME = "checkpoint_manager_snapshot.json"
 ROOT_NAME = "_ckptstore"
-"""Of the default store's root, inside the directory of a run of Ray Train."""
+"""The name of the default store's root, inside the directory of a run of Ray Train."""
 
 _LIST = re.compile(r'"checkpoint_results"\s*:\s*\[')
 
@@ -33,19 +33,19 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the file says."""
+    """The contents of the file."""
 
     text: str
     listed: tuple[Listed, ...]
-    """The checkpoints that can be read from it, also where the file ends early; in Ray's order."""
+    """The checkpoints that can be read from it, even if the file ends early; in Ray's order."""
     latest: str
-    """The directory of the latest one; "" when it does not say."""
+    """The directory of the latest one; "" if unknown."""
     fault: str
-    """Why Ray cannot read it, "" when it can."""
+    """The reason for which Ray cannot read the file; "" if it can."""
 
 
 def read_snapshot(storage: Storage) -> Snapshot | None:
-    """The list of the run whose directory the storage is; None where there is none."""
+    """Return the list of the run whose directory the storage is; None if there is none."""
     try:
         return parse_snapshot(storage.read(SNAPSHOT_NAME))
     except FileMissing:
@@ -53,7 +53,7 @@ def read_snapshot(storage: Storage) -> Snapshot | None:
 
 
 def parse_snapshot(data: bytes) -> Snapshot:
-    """Read the file, or as much of it as there is. Never raises."""
+    """Parse the file, or as much of it as exists. Never raises."""
     text = data.decode(errors="replace")
     try:
         value = json.loads(text)
@@ -77,7 +77,7 @@ def _listed(value: Any) -> Listed | None:
 
 
 def _listed_in(text: str) -> list[Listed]:
-    """The checkpoints at the beginning of a list that ends early."""
+    """Return the checkpoints at the beginning of a list that ends early."""
     found: list[Listed] = []
     begin = _LIST.search(text)
     position = begin.end() if begin else len(text)
@@ -94,7 +94,7 @@ def _listed_in(text: str) -> list[Listed]:
 
 
 def obstacle(storage: Storage, snapshot: Snapshot) -> str:
-    """Why Ray cannot start the run from it, "" if it can: Ray wants each directory that it names."""
+    """Return the reason for which Ray cannot start the run from the list, "" if it can: each directory must exist."""
     gone = [item.directory for item in snapshot.listed if not _is_there(storage, item.directory)]
     if snapshot.fault or not gone:
         return snapshot.fault

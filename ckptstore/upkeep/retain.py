@@ -1,4 +1,4 @@
-"""What goes to the trash by hand: what a policy does not keep, as a save does in its own record; a roll back."""
+"""Put checkpoints in the trash by hand: apply a policy, as a save does in its own record, or roll back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ckptstore.retention import Policy, Verdict, decide
 
 
 def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
-    """Put every live checkpoint in the trash that `policy` does not keep, and return the verdict on each.
+    """Put every live checkpoint that `policy` does not keep in the trash, and return the verdict on each.
 
-    The latest, pinned ones and the resume source stay. It carries no writer epoch: it fences nobody, and a job that
-    runs goes on with its own policy at its next save. A dry run returns the same verdicts and changes nothing.
+    The latest, pinned ones and the resume source stay. The record has no writer epoch: it fences nobody, and a running
+    job applies its own policy at its next save. A dry run returns the same verdicts and changes nothing.
     """
     verdicts: list[Verdict] = []
 
@@ -33,12 +33,13 @@ def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
 def roll_back(
     newest: Record | None, target: Record, *, epoch: int | None, next_save: int = 0
 ) -> Remove | Resumed | None:
-    """The change by which a live checkpoint becomes the latest: those above it go to the trash. None if it is that, and
-    the job `epoch` has made no fast checkpoint since.
+    """Return the change that makes a live checkpoint the latest: those above it go to the trash.
 
-    Fast checkpoints that are newer than the target are void from then on. Those that the job `epoch` saves afterwards
-    are not: `next_save` is the number that its next save gets, where it has saved to the nodes. Where `epoch` is None,
-    a job that runs now knows nothing of the roll back, and all that it saves is void.
+    Return None if it is the latest and the job `epoch` has made no fast checkpoint since.
+
+    Fast checkpoints that are newer than the target become void, but not those that the job `epoch` saves afterwards:
+    `next_save` is the number of its next save, if it has saved to the nodes. If `epoch` is None, a running job does not
+    know of the roll back, and all its saves to the nodes are void.
     """
     if newest is None:
         return None
@@ -56,7 +57,7 @@ def roll_back(
 
 
 def verdicts_on(log: Log, newest: Record | None, policy: Policy) -> list[Verdict]:
-    """What the policy says of every live checkpoint, oldest first."""
+    """Return the verdict of the policy on every live checkpoint, oldest first."""
     if newest is None:
         return []
     state = newest.state
