@@ -43,7 +43,7 @@ logger = logging.getLogger("ckptstore")
 class Tier(Protocol):
     """A place to which checkpoints go before the store, and its additions to a job: see `ckptstore.fast.guest`."""
 
-    # Types of the rooms above this one are named in docstrings: they cannot be imported here.
+    # This room cannot import types of the rooms above it, so docstrings name them.
 
     @property
     def is_open(self) -> bool:

@@ -1,4 +1,4 @@
-"""CheckpointStore: the facade. Every method forwards to the module that tells its story."""
+"""The class CheckpointStore: a facade, whose methods forward to the rooms of saving and loading."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 class CheckpointStore(Catalogue):
     """The checkpoints of one training run, at one URI.
 
-    Collective, so called by all ranks in the same order: `save`, `save_async`, `save_directory`, `load`, `resume`,
-    `warm_up`, `close`. Everything else is per process. A store is used by one process and, for what is not collective,
-    from any of its threads.
+    Collective methods are called by all ranks in the same order: `save`, `save_async`, `save_directory`, `load`,
+    `resume`, `warm_up`, `drain`, `close`. All others are per process. A store is used by one process; its methods that
+    are not collective may be called from any thread.
 
-    Saves have one order: what is in flight has ended before the next collective call begins. Once the store is closed,
-    every method that needs it raises InvalidInput.
+    Saves have one order: a save in flight ends before the next collective call begins. Once the store is closed, every
+    method that needs it raises InvalidInput.
     """
 
     def __init__(self, job: Job) -> None:
@@ -477,7 +477,7 @@ def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:
 def load_in_order(
     store: CheckpointStore, state: Mapping[str, Any], order: Order, *, claim: bool, per_rank: PerRank = "error"
 ) -> Checkpoint | None:
-    """Resume, or load without a `claim`, and try the live checkpoints in the given `order`. Collective.
+    """Resume, or load without a `claim`, and try the live checkpoints in this `order`. Collective.
 
     With a `FastOrder` and a claim, checkpoints on the disks of nodes are tried too. If nothing is found, those that the
     order leaves out stay on the nodes.

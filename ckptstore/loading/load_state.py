@@ -259,7 +259,7 @@ class _Reader:
         assert self._local is not None  # made with them
         names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
         keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
-        with copies.lost_is_told(), counting():  # what was downloaded is counted, and this is no storage
+        with copies.lost_is_told(), counting():  # the download was counted already; a read of the copy is no traffic
             self._local.read([replace(item, key=keys[item.key]) for item in ranges])
 
 

@@ -83,7 +83,7 @@ def health_of(
     now = time.monotonic()
     durable = None if saved is None else (saved[0].entry.step, saved[1])
     behind_since = drains.not_durable_since if drains else None
-    if durable is not None and behind_since is not None:  # only what was saved after it is newer
+    if durable is not None and behind_since is not None:  # only a fast checkpoint saved after it counts
         behind_since = None if fast is None or fast[1] < durable[1] else max(behind_since, durable[1])
     if drains is not None and drains.durable_step is not None and drains.durable_at is not None:
         drained = drains.durable_step, drains.durable_at
