@@ -343,12 +343,12 @@ def test_the_environment_is_read_in_one_place(name: str) -> None:
 
 
 RELATIVE_STARTS = {"What", "Whether", "Of", "Where", "Who", "Which", "How", "When", "That"}
-MOST_RELATIVE_STARTS = 729
+MOST_RELATIVE_STARTS = 0
 """Docstrings that begin with one of them, in the whole package. It only goes down: a docstring begins with a verb, or
 with a noun where it describes a field."""
 
 INVENTED_WORDS = {"told", "heard", "hear", "asked", "given", "here", "there", "beside", "kept", "anew"}
-MOST_INVENTED_NAMES = 370
+MOST_INVENTED_NAMES = 367
 """Functions, classes, arguments, variables and attributes with one of them in their names. It only goes down: a reply,
 what was received, options, what exists and what is next to something have names of their own."""
 
