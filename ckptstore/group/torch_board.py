@@ -82,6 +82,45 @@ def open_torch_group(process_group: Any = None, *, rank_timeout_seconds: float, 
     return group
 
 
+def open_served_group(
+    share: Callable[[Any], Any], host: str, *, rank: int, world_size: int, rank_timeout_seconds: float, node: str | None
+) -> TorchGroup:
+    """Open a group of ranks that have no process group, at a key-value store that the leader serves. Collective.
+
+    `share` returns on all ranks what rank 0 calls it with; `host` is the address by which the others reach this one.
+    Raises GroupMissing if the leader cannot serve, or this rank does not reach it.
+    """
+    timeout, store, why = timedelta(seconds=rank_timeout_seconds), None, ""
+    if rank == LEADER:
+        try:
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+    address, port, why = share([host, store.port if store is not None else 0, why])
+    try:
+        if why:
+            raise RuntimeError(why)
+        if store is None:
+            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+    except RuntimeError as error:  # torch's errors are RuntimeErrors
+        raise GroupMissing(
+            f"Rank {rank} cannot meet the others at {address}: {error}",
+            hint="Call torch.distributed.init_process_group first, or give group=StorageGroup(rank, world_size, "
+            "start_token)",
+        ) from error
+    board = TorchBoard(
+        store, prefix="ckptstore", world_size=world_size, timeout_seconds=rank_timeout_seconds, server_ranks=(LEADER,)
+    )
+    group = TorchGroup(board, rank=rank, world_size=world_size, rank_timeout_seconds=rank_timeout_seconds, node=node)
+    try:
+        with group.meeting("open the group") as meeting:
+            group.start_token = meeting.tell(new_start_token)
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
 def _meet(process_group: Any, store: Any, *, rank_timeout_seconds: float, node: str | None) -> TorchGroup:
     over: Any = process_group or dist.group.WORLD
     name = str(over.group_name)

@@ -44,7 +44,8 @@ class RayWorkers:
     """The workers of this start of the run, with Ray's ranks and Ray's nodes: a value for `open_store(group=...)`.
 
     Over the process group of torch if the workers have one with Ray's ranks (a gloo group of the store's own, so
-    no collective of the training is used), else through the storage. Lost workers are Ray's to find: it ends the
+    no collective of the training is used), else at a key-value store that rank 0 serves, so that a store opened by
+    Ray's `report`, which nobody closes, leaves nothing in the storage. Lost workers are Ray's to find: it ends the
     others.
     """
 
@@ -59,7 +60,18 @@ class RayWorkers:
             from ckptstore.group.torch_board import open_torch_group
 
             return open_torch_group(rank_timeout_seconds=config.rank_timeout_seconds, node=worker.node_id)
-        return open_among(worker, range(worker.world_size), storage, config, name=storage.uri)
+        import ray
+
+        from ckptstore.group.torch_board import open_served_group
+
+        return open_served_group(
+            worker.broadcast,
+            ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            rank=worker.rank,
+            world_size=worker.world_size,
+            rank_timeout_seconds=config.rank_timeout_seconds,
+            node=worker.node_id,
+        )
 
     def _has_torch_group(self) -> bool:
         distributed = getattr(sys.modules.get("torch"), "distributed", None)
