@@ -24,9 +24,9 @@ from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
-from ckptstore.saving.save_state import Later, Saved, StateSaver, Target
+from ckptstore.saving.save_state import Later, Movable, Saved, StateSaver, Target
 from ckptstore.saving.shard import Shard
-from ckptstore.saving.state_shard import StateOptions, StateShard
+from ckptstore.saving.state_shard import StateOptions
 from ckptstore.saving.transaction import Transaction
 
 
@@ -56,7 +56,7 @@ class FastSaver(StateSaver):
         target = self._target(request, StateOptions())
         shard.move(target.storage, target.upload)
         transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
-        return transaction, lambda: self._finish(transaction, shard, shard)
+        return transaction, lambda: self._finish(transaction, shard)
 
     def _target(self, request: Request, options: StateOptions) -> Target:
         if options.incremental:
@@ -69,12 +69,12 @@ class FastSaver(StateSaver):
         doubled = upload if place.tier.copies == 1 else DoubledUpload(place, upload)
         return Target(place.disk.storage, doubled, FastPublisher(self.job, place))
 
-    def _finish(self, transaction: Transaction[Any], stored: Shard, shard: StateShard | DirectoryShard) -> Saved:
+    def _finish(self, transaction: Transaction[Any], shard: Movable) -> Saved:
         """See `StateSaver._finish`. If the disk of a node is full or a node cannot be reached, save to the store."""
         job, place = self.job, self.open_place(None)
         place.settle()  # a disk has room for what is being saved beside what stays, and for no more
         try:
-            return self._offered(place, transaction.finish(stored))
+            return self._offered(place, transaction.finish(shard))
         except (StorageFull, StorageUnavailable) as error:
             if error.committed is not False:
                 raise
@@ -82,7 +82,7 @@ class FastSaver(StateSaver):
             emit(FastBypassed(step=step, rank=rank, error=error.message, store=job.storage.uri))
         shard.move(job.storage, job.transfer.upload)
         direct: Transaction[Record] = transaction.elsewhere(LogPublisher(job))
-        record = direct.finish(stored)
+        record = direct.finish(shard)
         self._last_record = record, time.monotonic()
         return Saved(files_of(job, record))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.events import SaveStarted, emit
@@ -20,6 +20,61 @@ from ckptstore.saving.transaction import checked
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.moves import PlannedFile, Upload
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryPlan:
+    """See `ckptstore.saving.shard.Plan`."""
+
+    found: Directory
+    naming: Naming
+    rank: int
+    storage: Storage
+    upload: Upload
+    link: bool
+
+    def store(self, attempt: Attempt) -> list[dict[str, Any]]:
+        """See `Plan.store`."""
+        names = self.naming.stored(self.found.files, self.rank)
+        receipts = self._link_files(attempt, names) if self.link else []
+        for receipt in receipts:
+            del names[receipt.original_name or receipt.name]
+        receipts += self._send(attempt, names)
+        return [receipt.to_json() for receipt in receipts]
+
+    def join(self, attempt: Attempt, stored: Sequence[Any]) -> Contents:
+        """See `Plan.join`."""
+        receipts = [Receipt.from_json(entry) for entries in stored for entry in entries]
+        beat()
+        return Contents(receipts, self.naming.directories)
+
+    def _link_files(self, attempt: Attempt, names: Mapping[str, str]) -> list[Receipt]:
+        """Hard-link this rank's files as far as the disk allows, and return their receipts. No file is read."""
+        storage, found = self.storage, self.found.files
+        if not isinstance(storage, Disk):
+            return []
+        prefix = attempt.prefix
+        linked = storage.link([(found[name].path, prefix + stored) for name, stored in names.items()])
+        receipts = [
+            Receipt(stored, found[name].size_bytes, None, self.rank, name if name != stored else None)
+            for (name, stored), is_linked in zip(names.items(), linked, strict=True)
+            if is_linked
+        ]
+        storage.persist([prefix + receipt.name for receipt in receipts])
+        return receipts
+
+    def _send(self, attempt: Attempt, names: Mapping[str, str]) -> list[Receipt]:
+        prefix, rank, found = attempt.prefix, self.rank, self.found.files
+        files = [PlannedFile(prefix + stored, found[name]) for name, stored in names.items()]
+        size_bytes = sum(file.source.size_bytes for file in files)
+        emit(
+            SaveStarted(step=attempt.step, attempt=str(attempt), rank=rank, num_files=len(files), size_bytes=size_bytes)
+        )
+        done = self.upload(files)
+        return [
+            Receipt(stored, file.size_bytes, file.digest, rank, name if name != stored else None)
+            for (name, stored), file in zip(names.items(), done, strict=True)
+        ]
 
 
 class DirectoryShard:
@@ -43,68 +98,31 @@ class DirectoryShard:
         self._find = find
         self._suffix, self._shared, self._link = suffix, shared, link
         self._found = Directory()
-        self._agreement: Naming | None = None
+        self._naming = Naming("auto", frozenset(), {}, (), 0)
 
     def move(self, storage: Storage, upload: Upload) -> None:
         """Use another storage from now on."""
         self._storage, self._upload = storage, upload
 
-    def describe(self) -> bytes:
+    def describe(self) -> list[Any]:
+        """See `Shard.describe`."""
         found = self._found = self._find()
         digests = sha256_of_files(found, sorted(self._shared))
         size_bytes = 0 if self._link else found.size_bytes
-        offer = Offer(self._suffix, list(found.files), found.empty, digests, size_bytes)
-        return json.dumps(offer.to_json()).encode()
+        return Offer(self._suffix, list(found.files), found.empty, digests, size_bytes).to_json()
 
-    def decide(self, descriptions: Sequence[bytes]) -> Decision:
-        agreement = agree([Offer.from_json(json.loads(text)) for text in descriptions])
-        return Decision(json.dumps(agreement.to_json()).encode(), agreement.size_bytes)
+    def decide(self, descriptions: Sequence[Any]) -> Decision:
+        """See `Shard.decide`."""
+        naming = agree([Offer.from_json(offer) for offer in descriptions])
+        return Decision(naming.to_json(), naming.size_bytes)
 
-    def hear(self, told: bytes) -> None:
-        self._agreement = Naming.from_json(json.loads(told))
+    def hear(self, told: Any) -> None:
+        """See `Shard.hear`."""
+        self._naming = Naming.from_json(told)
 
-    def store(self, attempt: Attempt) -> bytes:
-        assert self._agreement is not None  # the ranks have met
-        names = self._agreement.stored(self._found.files, self._rank)
-        receipts = self._link_files(attempt, names) if self._link else []
-        for receipt in receipts:
-            del names[receipt.original_name or receipt.name]
-        receipts += self._send(attempt, names)
-        return json.dumps([receipt.to_json() for receipt in receipts]).encode()
-
-    def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
-        assert self._agreement is not None  # the leader agreed before
-        receipts = [Receipt.from_json(entry) for text in stored for entry in json.loads(text)]
-        beat()
-        return Contents(receipts, self._agreement.directories)
-
-    def _link_files(self, attempt: Attempt, names: Mapping[str, str]) -> list[Receipt]:
-        """Hard-link this rank's files as far as the disk allows, and return their receipts. No file is read."""
-        storage, found = self._storage, self._found.files
-        if not isinstance(storage, Disk):
-            return []
-        prefix = attempt.prefix
-        linked = storage.link([(found[name].path, prefix + stored) for name, stored in names.items()])
-        receipts = [
-            Receipt(stored, found[name].size_bytes, None, self._rank, name if name != stored else None)
-            for (name, stored), is_linked in zip(names.items(), linked, strict=True)
-            if is_linked
-        ]
-        storage.persist([prefix + receipt.name for receipt in receipts])
-        return receipts
-
-    def _send(self, attempt: Attempt, names: Mapping[str, str]) -> list[Receipt]:
-        prefix, rank, found = attempt.prefix, self._rank, self._found.files
-        files = [PlannedFile(prefix + stored, found[name]) for name, stored in names.items()]
-        size_bytes = sum(file.source.size_bytes for file in files)
-        emit(
-            SaveStarted(step=attempt.step, attempt=str(attempt), rank=rank, num_files=len(files), size_bytes=size_bytes)
-        )
-        done = self._upload(files)
-        return [
-            Receipt(stored, file.size_bytes, file.digest, rank, name if name != stored else None)
-            for (name, stored), file in zip(names.items(), done, strict=True)
-        ]
+    def plan(self) -> DirectoryPlan:
+        """See `Shard.plan`."""
+        return DirectoryPlan(self._found, self._naming, self._rank, self._storage, self._upload, self._link)
 
 
 def directory_of(

@@ -16,19 +16,17 @@ from ckptstore.errors import (
     StoreMissing,
 )
 from ckptstore.events import StateStaged, emit
-from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.saving.background import Background, PendingSave
-from ckptstore.saving.directory_shard import DirectoryShard
 from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.staging import Staging
-from ckptstore.saving.state_shard import StateOptions, StateShard
+from ckptstore.saving.state_shard import StateOptions, StatePlan, StateShard
 from ckptstore.saving.transaction import Publisher, Transaction, meet
 from ckptstore.state.live.apply import collect
 from ckptstore.state.tensors import device
@@ -65,6 +63,13 @@ class Saved(NamedTuple):
     """The drain that follows; None if the save went to the store."""
 
 
+class Movable(Shard, Protocol):
+    """A shard that can go to another storage if the first one cannot take it."""
+
+    def move(self, storage: Storage, upload: Upload) -> None:
+        """Use another storage from now on."""
+
+
 class Target(NamedTuple):
     """The place to which a state is saved first."""
 
@@ -83,6 +88,8 @@ class StateSaver:
     _staging: Staging | None = None
     _kept: Kept | None = None
     """The files of this rank in the checkpoint that this job committed last, if that save was incremental."""
+    _next_kept: Kept | None = None
+    """The same of the save that is not committed yet."""
     _last_record: tuple[Record, float] | None = None
     """The record of the last save that went to the store directly, and its moment of `time.monotonic`."""
 
@@ -92,7 +99,7 @@ class StateSaver:
         target = self._target(request, options)
         shard = self._shard(state, options, target)
         transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
-        return self._finish(transaction, shard, shard)
+        return self._finish(transaction, shard)
 
     def save_async(
         self,
@@ -122,14 +129,14 @@ class StateSaver:
         staged = _Staged(shard, check_all=self.job.config.transfer.check_copies == "all")
 
         def finish() -> Any:
-            saved = self._finish(transaction, staged, shard)
+            saved = self._finish(transaction, staged)
             self.watch(pending, saved, done)
             return done(saved)
 
         try:
             staged.stage(self._staging_memory)
             clock.ended("stage")
-            size_bytes = sum(source.size_bytes for _, source in shard.sources)
+            size_bytes = staged.size_bytes
             pending = PendingSave(request.step, stalled_seconds=clock.released())
             rank = self.job.group.rank
             emit(StateStaged(step=pending.step, rank=rank, size_bytes=size_bytes, seconds=pending.stalled_seconds))
@@ -151,10 +158,11 @@ class StateSaver:
         job = self.job
         return Target(job.storage, job.transfer.upload, LogPublisher(job))
 
-    def _finish(self, transaction: Transaction[Any], stored: Shard, shard: StateShard | DirectoryShard) -> Saved:
-        """Store and commit after the agreement, on any thread."""
-        record: Record = transaction.finish(stored)
-        self._kept = shard.kept if isinstance(shard, StateShard) else None
+    def _finish(self, transaction: Transaction[Any], shard: Movable) -> Saved:
+        """Finish the save after the agreement, on any thread."""
+        self._next_kept = None
+        record: Record = transaction.finish(shard)
+        self._kept = self._next_kept
         self._last_record = record, time.monotonic()
         return Saved(files_of(self.job, record))
 
@@ -182,8 +190,7 @@ class StateSaver:
         shard = self._shard(state, options, target, compares_replicas=False)
         request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace")
         meet(job.group, "warm up", shard, request, lambda _decision: {})
-        shard.plan()
-        self._staging_memory().reserve([source.size_bytes for _, source in shard.sources])
+        self._staging_memory().reserve([source.size_bytes for _, source in shard.plan().sources])
 
     def prepare(self, sizes_bytes: Sequence[int]) -> None:
         """Allocate memory in the background for a save of files of these sizes."""
@@ -227,7 +234,11 @@ class StateSaver:
             upload=target.upload,
             options=options,
             before=lambda: self._before(live_only=options.incremental == "reference"),
+            keep=self._keep,
         )
+
+    def _keep(self, kept: Kept) -> None:
+        self._next_kept = kept
 
     def _before(self, *, live_only: bool) -> Kept | None:
         """Return the files of this rank that an incremental save may take over; None if there are none.
@@ -265,22 +276,33 @@ class StateSaver:
 
 
 class _Staged:
-    """A shard whose files are copies. An error of copying is raised by `store`, in the meeting of all ranks."""
+    """A shard whose files are copies. An error of copying is raised by `plan`, in the meeting of all ranks."""
 
     def __init__(self, shard: StateShard, *, check_all: bool) -> None:
-        self._shard = shard
-        self._check_all = check_all
-        self._error: Exception | None = None
-        self.describe, self.decide, self.hear, self.join = shard.describe, shard.decide, shard.hear, shard.join
+        self._shard, self._check_all = shard, check_all
+        self._plan: StatePlan | Exception = InvalidInput("Nothing was copied")
+        self.describe, self.decide, self.hear = shard.describe, shard.decide, shard.hear
 
     def stage(self, staging: Callable[[], Staging]) -> None:
         """Copy all files of this rank."""
         try:
-            self._shard.stage(staging().stage, check_all=self._check_all)
+            plan = self._shard.plan()
+            plan.stage(staging().stage, check_all=self._check_all)
+            self._plan = plan
         except Exception as error:  # no memory, for instance
-            self._error = error
+            self._plan = error
 
-    def store(self, attempt: Attempt) -> bytes:
-        if self._error is not None:
-            raise self._error
-        return self._shard.store(attempt)
+    @property
+    def size_bytes(self) -> int:
+        """The size of the copies."""
+        return 0 if isinstance(self._plan, Exception) else sum(one.size_bytes for _, one in self._plan.sources)
+
+    def plan(self) -> StatePlan:
+        """See `Shard.plan`."""
+        if isinstance(self._plan, Exception):
+            raise self._plan
+        return self._plan
+
+    def move(self, storage: Storage, upload: Upload) -> None:
+        """Use another storage from now on."""
+        self.plan().move(storage, upload)

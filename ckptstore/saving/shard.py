@@ -6,7 +6,7 @@ A transaction (`ckptstore.saving.transaction`) is the same for every kind of che
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
@@ -16,7 +16,7 @@ from ckptstore.format.timings import Timings
 class Decision(NamedTuple):
     """The leader's decision on the descriptions of all ranks."""
 
-    told: bytes
+    told: Any
     """The message to every rank, for `Shard.hear`."""
     size_bytes: int | None
     """The approximate bytes that all ranks together will write; None if the ranks have to describe once more."""
@@ -36,23 +36,27 @@ class Contents(NamedTuple):
     """A function that builds the timings of the save, called for the manifest; None if they are unknown."""
 
 
+class Plan(Protocol):
+    """The part of one rank in a checkpoint, once the ranks agree."""
+
+    def store(self, attempt: Attempt) -> Any:
+        """Write this rank's files. Return a value for `join` (see `Meeting.gather`)."""
+
+    def join(self, attempt: Attempt, stored: Sequence[Any]) -> Contents:
+        """Leader: return the contents of the checkpoint, with files that describe those of all ranks together."""
+
+
 class Shard(Protocol):
-    """One rank's shard. A transaction calls the methods in this order, those marked "Leader" on the leader alone."""
+    """One rank's shard. The methods are called in this order; `decide` on the leader alone."""
 
-    def describe(self) -> bytes:
-        """Return a description of this rank's data for the leader; in later rounds, the details it needs besides.
+    def describe(self) -> Any:
+        """Describe what this rank has, or what the leader wants to know besides. Nothing is written yet; may raise."""
 
-        Nothing is written yet; may raise.
-        """
-
-    def decide(self, descriptions: Sequence[bytes]) -> Decision:
+    def decide(self, descriptions: Sequence[Any]) -> Decision:
         """Leader: decide who writes what, from the descriptions of all ranks in their order. May raise."""
 
-    def hear(self, told: bytes) -> None:
-        """Accept the leader's decision. Must not raise: the other ranks go on."""
+    def hear(self, told: Any) -> None:
+        """Take the leader's decision. Does not raise: the others go on."""
 
-    def store(self, attempt: Attempt) -> bytes:
-        """Write this rank's files, and return their description for the leader."""
-
-    def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
-        """Leader: combine the results of `store` of all ranks, and write the files that describe them together."""
+    def plan(self) -> Plan:
+        """Plan what this rank writes, by what the leader has decided. May raise."""

@@ -7,7 +7,8 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckptstore.errors import StorageError
 from ckptstore.events import SaveStarted, emit
@@ -24,6 +25,7 @@ from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.device import LaunchedWork
 from ckptstore.state.tensors.segments import SegmentSource
 from ckptstore.state.write.agree import Agreement, agreement_of_one, is_settled
+from ckptstore.state.write.assignment import RankPlan
 from ckptstore.state.write.copies import boxes_of, check_equal
 from ckptstore.state.write.coverage import Expected
 from ckptstore.state.write.describe import Described, describe
@@ -67,6 +69,15 @@ class StateOptions:
     0 means never, as in a warm-up, which saves nothing."""
 
 
+class Looked(NamedTuple):
+    """A state as it was found."""
+
+    flat: FlatState
+    found: Described
+    before: Kept | None
+    """The files of this rank in the checkpoint before, for an incremental save."""
+
+
 class StateShard:
     """See `ckptstore.saving.shard.Shard`."""
 
@@ -81,65 +92,57 @@ class StateShard:
         upload: Upload,
         options: StateOptions | None = None,
         before: Callable[[], Kept | None] = lambda: None,
+        keep: Callable[[Kept], object] = lambda kept: None,
     ) -> None:
         """`collect` takes the state apart; `describe` calls it. The memo is shared by the saves of one store.
 
-        `before` returns the files of this rank in the checkpoint before, for an incremental save.
+        `before` returns the files of this rank in the checkpoint before, for an incremental save. `keep` gets those
+        that the next one may take over, once this one is committed.
         """
         self._collect = collect
-        self._flat = FlatState()
         self._rank, self._world_size = rank, world_size
         self._memo, self._negotiator = memo, memo.negotiator
         self._storage = storage
         self._upload = upload
         self._options = options or StateOptions()
-        self._find_before = before
-        self._before: Kept | None = None
-        self.kept: Kept | None = None
-        """The files that the next incremental save may take over, once this one is committed."""
-        self._found: Described | None = None
+        self._find_before, self._keep = before, keep
+        self._has_begun = False
         self._agreement: Agreement | None = None
-        self._stock: StockShare | None = None
-        """This rank's share of the metadata for stock DCP; None if it is not to be readable for it."""
-        self._files: ShardFiles | None = None
         self._expected = Expected()
-        self.launched = LaunchedWork(())
-        """The work that the devices have to finish before the bytes of the state are final."""
-        self.sources: list[tuple[str, Source]] = []
-        """The name and source of each file that this rank will write, set by `plan`. `stage` replaces the sources by
-        copies."""
 
     def move(self, storage: Storage, upload: Upload) -> None:
         """Use another storage from now on, because the first one cannot take the files."""
         self._storage, self._upload = storage, upload
+
+    @cached_property
+    def _looked(self) -> Looked:
+        options, flat = self._options, self._collect()
+        can = options.incremental == "reference" or isinstance(self._storage, Disk | CopiesInside)
+        before = self._find_before() if options.incremental and can else None
+        found = describe(flat, compare=self._world_size > 1, allow_pickle=options.allow_pickle)
+        return Looked(flat, found, before)
 
     def describe(self) -> bytes:
         """Return the digests of this rank's data, in later rounds the details that the leader needs.
 
         Raises InvalidState, with the key, for a value that cannot be stored.
         """
-        if self._found is None:
-            self._found = self._look()
-            if self._world_size > 1:
-                replicas = Replicas(self._found.items, self._found.memory)
-                self._negotiator.begin(self._found.items, self._rank, replicas=replicas.answer, own=self._found.own)
+        found = self._looked.found
         if self._agreement is not None:  # and the leader has to compare copies
-            return boxes_of(self._found, self._agreement)
-        return self._negotiator.describe() if self._world_size > 1 else b""
-
-    def _look(self) -> Described:
-        options = self._options
-        self._flat = self._collect()
-        can = options.incremental == "reference" or isinstance(self._storage, Disk | CopiesInside)
-        self._before = self._find_before() if options.incremental and can else None
-        return describe(self._flat, compare=self._world_size > 1, allow_pickle=options.allow_pickle)
+            return boxes_of(found, self._agreement)
+        if self._world_size == 1:
+            return b""
+        if not self._has_begun:
+            self._has_begun = True
+            replicas = Replicas(found.items, found.memory)
+            self._negotiator.begin(found.items, self._rank, replicas=replicas.answer, own=found.own)
+        return self._negotiator.describe()
 
     def decide(self, descriptions: Sequence[bytes]) -> Decision:
         """Leader: see `Shard.decide`. Raises InvalidState if a key is something else on another rank."""
         may_be_less = bool(self._options.incremental)
         if self._world_size == 1:
-            assert self._found is not None  # described before
-            items = self._found.items
+            items = self._looked.found.items
             self._expected = Expected.of_one(item.key for item in items)
             return Decision(b"", sum(item.size_bytes for item in items if not item.tied_to), may_be_less)
         if self._agreement is not None:
@@ -156,95 +159,139 @@ class StateShard:
     def hear(self, told: bytes) -> None:
         """Accept the agreement, or the leader's need for another round."""
         if self._world_size == 1:
-            assert self._found is not None  # described before
-            self._agreement = agreement_of_one(self._found.own)
+            self._agreement = agreement_of_one(self._looked.found.own)
         elif self._agreement is None:
             self._agreement = self._negotiator.hear(told)
 
-    def plan(self) -> None:
-        """Plan the files of this rank by the agreement, and set `sources` and `launched`."""
-        if self._files is not None:
-            return
-        found, agreement, options = self._found, self._agreement, self._options
-        assert found is not None  # the ranks have met
-        assert agreement is not None
-        self.launched = LaunchedWork({tensor.device for boxes in found.memory.values() for tensor in boxes})
-        plan = self._memo.plan(found.items, agreement, self._rank)
-        self._files = ShardFiles(
-            found,
-            plan,
+    def plan(self) -> StatePlan:
+        """See `Shard.plan`."""
+        assert self._agreement is not None  # the ranks have met
+        return StatePlan(
+            looked=lambda: self._looked,
+            agreement=self._agreement,
+            expected=self._expected,
             rank=self._rank,
-            spread=Spread(options.num_files, options.num_prefixes, on_disk=isinstance(self._storage, Disk)),
+            memo=self._memo,
+            storage=self._storage,
+            upload=self._upload,
+            options=self._options,
+            keep=self._keep,
+        )
+
+
+@dataclass(kw_only=True)
+class StatePlan:
+    """See `ckptstore.saving.shard.Plan`."""
+
+    looked: Callable[[], Looked]
+    agreement: Agreement
+    expected: Expected
+    rank: int
+    memo: SaveMemo
+    storage: Storage
+    upload: Upload
+    options: StateOptions
+    keep: Callable[[Kept], object]
+
+    @cached_property
+    def launched(self) -> LaunchedWork:
+        """The work that the devices have to finish before the bytes of the state are final."""
+        return LaunchedWork({tensor.device for boxes in self.looked().found.memory.values() for tensor in boxes})
+
+    @cached_property
+    def _rank_plan(self) -> RankPlan:
+        return self.memo.plan(self.looked().found.items, self.agreement, self.rank)
+
+    @cached_property
+    def files(self) -> ShardFiles:
+        """The files of this rank, laid out."""
+        options, looked = self.options, self.looked()
+        return ShardFiles(
+            looked.found,
+            self._rank_plan,
+            rank=self.rank,
+            spread=Spread(options.num_files, options.num_prefixes, on_disk=isinstance(self.storage, Disk)),
             incremental=bool(options.incremental),
-            before=self._before,
+            before=looked.before,
             algorithm=options.algorithm,
         )
-        if options.stock_readable and agreement.is_packed:
-            from ckptstore.dcp.stock.stock_share import StockShare
 
-            self._stock = StockShare(
-                self._flat,
-                [*plan.common, *plan.own],
-                self._files,
-                agreement,
-                rank=self._rank,
-                at_any_size=options.stock_readable is True,
-            )
-        self.sources = [*self._files.sources()]
+    @cached_property
+    def _stock(self) -> StockShare | None:
+        """This rank's share of the metadata for stock DCP; None if it is not to be readable for it."""
+        if not self.options.stock_readable or not self.agreement.is_packed:
+            return None
+        from ckptstore.dcp.stock.stock_share import StockShare
+
+        return StockShare(
+            self.looked().flat,
+            [*self._rank_plan.common, *self._rank_plan.own],
+            self.files,
+            self.agreement,
+            rank=self.rank,
+            at_any_size=self.options.stock_readable is True,
+        )
+
+    @cached_property
+    def sources(self) -> list[tuple[str, Source]]:
+        """The name and source of each file that this rank writes. `stage` replaces the sources by copies."""
+        _ = self._stock  # adds frames to the files
+        return [*self.files.sources()]
+
+    def move(self, storage: Storage, upload: Upload) -> None:
+        """Use another storage from now on, because the first one cannot take the files."""
+        self.storage, self.upload = storage, upload
 
     def stage(
         self, copy: Callable[[Sequence[SegmentSource], LaunchedWork], Sequence[MemorySource]], *, check_all: bool
     ) -> None:
-        """Copy all files of this rank with `copy`, as `Staging.stage` does, and set `sources` to the copies.
+        """Copy the bytes of all files, as `Staging.stage` does, and compare the copies.
 
-        Raises CkptstoreError, with the key, for a copy that differs from its tensor.
+        `sources` are the copies afterwards. Raises CkptstoreError, with the key, for a copy that differs from its
+        tensor.
         """
-        self.plan()
-        assert self._files is not None
-        names, originals = zip(*self._files.sources(), strict=True) if self._files.files else ((), ())
-        check = self._files.copy_check(turn=self._memo.next_turn(), every=check_all)
+        _ = self._stock  # adds frames to the files
+        names, originals = zip(*self.files.sources(), strict=True) if self.files.files else ((), ())
+        check = self.files.copy_check(turn=self.memo.next_turn(), every=check_all)
         copies = copy(originals, self.launched)
         check.compare([one.views[0] for one in copies])
         self.sources = list(zip(names, copies, strict=True))
 
     def store(self, attempt: Attempt) -> bytes:
         """Write this rank's files, and return the receipts and this rank's part of the index for the leader."""
-        self.plan()
-        assert self._files is not None
+        sources = self.sources
         self.launched.wait()  # threads of the upload copy beside the stream of the caller
-        receipts = self._take_over(attempt, self._files.kept)
-        files = [PlannedFile(attempt.key(name), source, self._options.algorithm) for name, source in self.sources]
+        receipts = self._take_over(attempt, self.files.kept)
+        files = [PlannedFile(attempt.key(name), source, self.options.algorithm) for name, source in sources]
         emit(
             SaveStarted(
                 step=attempt.step,
                 attempt=str(attempt),
-                rank=self._rank,
+                rank=self.rank,
                 num_files=len(files),
                 size_bytes=sum(file.source.size_bytes for file in files),
             )
         )
-        stored = self._upload(files)
+        stored = self.upload(files)
         receipts += [
-            Receipt(name, one.size_bytes, one.digest, self._rank)
-            for (name, _), one in zip(self.sources, stored, strict=True)
+            Receipt(name, one.size_bytes, one.digest, self.rank) for (name, _), one in zip(sources, stored, strict=True)
         ]
-        if self._options.incremental:
-            linked = self._options.incremental != "reference"
-            self.kept = self._files.kept_after(str(attempt), stored, linked=linked)
-            receipts += self._add({kept_file_name(self._rank): self.kept.encode()}, attempt)
+        if self.options.incremental:
+            linked = self.options.incremental != "reference"
+            kept = self.files.kept_after(str(attempt), stored, linked=linked)
+            self.keep(kept)
+            receipts += self._add({kept_file_name(self.rank): kept.encode()}, attempt)
         with collector_paused():
-            part = self._files.index_part([one.block_digests for one in stored])
+            part = self.files.index_part([one.block_digests for one in stored])
         return self._told(receipts, part, attempt)
 
     def _told(self, receipts: list[Receipt], part: bytes, attempt: Attempt) -> bytes:
         """Encode the description for the leader. Store this rank's part of the index unless the leader packs it."""
-        assert self._files is not None  # stored before
-        assert self._agreement is not None
-        head: dict[str, Any] = {"told": self._files.told(part)}
+        head: dict[str, Any] = {"told": self.files.told(part)}
         if self._stock is not None:
             head["stock"] = self._stock.report()
-        if not self._agreement.is_packed:
-            receipts = [*receipts, *self._add({part_name(self._rank, self._options.num_prefixes): part}, attempt)]
+        if not self.agreement.is_packed:
+            receipts = [*receipts, *self._add({part_name(self.rank, self.options.num_prefixes): part}, attempt)]
             part = b""
         with collector_paused():
             head["receipts"] = [receipt.to_json() for receipt in receipts]
@@ -258,27 +305,27 @@ class StateShard:
         """
         heads, parts = zip(*(_unpacked(data) for data in stored), strict=True)
         receipts = [Receipt.from_json(entry) for head in heads for entry in head["receipts"]]
-        assert self._agreement is not None  # the ranks have met
-        outline = self._memo.outliner(self._agreement).outline(
+        assert self.agreement is not None  # the ranks have met
+        outline = self.memo.outliner(self.agreement).outline(
             [RankTold(*head["told"]) for head in heads],
-            num_prefixes=self._options.num_prefixes,
-            is_packed=self._agreement.is_packed,
+            num_prefixes=self.options.num_prefixes,
+            is_packed=self.agreement.is_packed,
         )
         written = {INDEX_NAME: b"".join([outline.encode(), *parts])}
         if outline.is_packed:
             index = TensorIndex([Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)])
             index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
-            self._expected.check(index)
+            self.expected.check(index)
             if self._stock is not None:
-                metadata = self._stock.metadata([head["stock"] for head in heads], index, self._memo)
+                metadata = self._stock.metadata([head["stock"] for head in heads], index, self.memo)
                 written |= {} if metadata is None else {DCP_METADATA_NAME: metadata}
         beat()
-        if not isinstance(self._storage, Disk):
+        if not isinstance(self.storage, Disk):
             return Contents([*receipts, *self._add(written, attempt)])
         for name, data in written.items():
-            self._storage.write(attempt.key(name), [memoryview(data)])
-            digest = Digest.of(data, algorithm=self._options.algorithm)
-            receipts.append(Receipt(name, len(data), digest, self._rank))
+            self.storage.write(attempt.key(name), [memoryview(data)])
+            digest = Digest.of(data, algorithm=self.options.algorithm)
+            receipts.append(Receipt(name, len(data), digest, self.rank))
         return Contents(receipts, pending=list(written))
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
@@ -286,8 +333,8 @@ class StateShard:
 
         No file is read. With "reference" nothing is linked. Raises StorageError if a file cannot be linked.
         """
-        storage, receipts = self._storage, [file.receipt for file in kept]
-        if self._options.incremental == "reference":
+        storage, receipts = self.storage, [file.receipt for file in kept]
+        if self.options.incremental == "reference":
             return receipts
         moves = [(f"{CHECKPOINT_PREFIX}{one.attempt}/{one.name}", attempt.key(one.name)) for one in receipts]
         linked: Sequence[bool] = [False] * len(moves)
@@ -304,12 +351,12 @@ class StateShard:
     def _add(self, written: Mapping[str, bytes], attempt: Attempt) -> list[Receipt]:
         """Write some small files, and return their receipts."""
         files = [
-            PlannedFile(attempt.key(name), MemorySource([memoryview(data)]), self._options.algorithm)
+            PlannedFile(attempt.key(name), MemorySource([memoryview(data)]), self.options.algorithm)
             for name, data in written.items()
         ]
         return [
-            Receipt(name, one.size_bytes, one.digest, self._rank)
-            for name, one in zip(written, self._upload(files), strict=True)
+            Receipt(name, one.size_bytes, one.digest, self.rank)
+            for name, one in zip(written, self.upload(files), strict=True)
         ]
 
 

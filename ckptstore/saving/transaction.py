@@ -19,7 +19,7 @@ from ckptstore.group import Group
 from ckptstore.runtime import tracing
 from ckptstore.saving.phases import SaveClock, longest_seconds
 from ckptstore.saving.request import Request
-from ckptstore.saving.shard import Contents, Decision, Shard
+from ckptstore.saving.shard import Contents, Decision, Plan, Shard
 from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import hurried
 from ckptstore.storage.traffic import counted_twice
@@ -126,7 +126,7 @@ class Transaction(Generic[Published]):
         lane = self.lane.lane(f"{self.attempt} elsewhere")
         try:
             with lane.meeting("save", step=request.step) as meeting:
-                begun = meeting.tell(lambda: publisher.begin(request, Decision(b"", 0)))
+                begun = meeting.tell(lambda: publisher.begin(request, Decision(None, 0)))
         finally:
             lane.close()
         attempt = publisher.join(request, begun)
@@ -143,19 +143,20 @@ class Transaction(Generic[Published]):
             try:
                 with self.lane.meeting("receipts") as meeting:
                     with counted_twice() as traffic:
-                        stored = shard.store(attempt)
+                        plan = shard.plan()
+                        stored = plan.store(attempt)
                     clock.ended("upload")
                     answers = meeting.gather((clock.report(traffic, node=self.lane.node), stored))
-                    told, published = meeting.tell(lambda: self._publish(shard, answers))
+                    told, published = meeting.tell(lambda: self._publish(plan, answers))
                 found = publisher.outcome(self.lane, attempt, published, lambda: self._end(**told))
             except CkptstoreError as error:
                 return self._found(error)
             assert found is not None  # it was published
             return found
 
-    def _publish(self, shard: Shard, answers: Sequence[Any]) -> Any:
+    def _publish(self, plan: Plan, answers: Sequence[Any]) -> Any:
         reports, stored = zip(*answers, strict=True)
-        contents = shard.join(self.attempt, stored)._replace(timings=lambda: self.clock.timings(reports))
+        contents = plan.join(self.attempt, stored)._replace(timings=lambda: self.clock.timings(reports))
         published = self.publisher.publish(self.request, self.attempt, contents)
         uploads = [report["seconds"]["upload"] for report in reports]
         return {"slowest": _slowest(uploads), "longest_seconds": longest_seconds(reports)}, published

@@ -53,9 +53,10 @@ def save_flat(root, flat, *, group=None, memo=None, attempt=ATTEMPT, transfer=No
     receipts = []
 
     def join(stored, _beat):
-        receipts.extend(shard.join(attempt, stored).receipts)
+        receipts.extend(plan.join(attempt, stored).receipts)
 
-    exchange(group, "store", lambda _beat: shard.store(attempt), join)
+    plan = shard.plan()
+    exchange(group, "store", lambda _beat: plan.store(attempt), join)
     if transfer is None:
         moved.close()
     return receipts

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.format.layout import RAY_METADATA_NAME, Attempt
+from ckptstore.format.layout import RAY_METADATA_NAME
 from ckptstore.format.naming import Offer
 from ckptstore.saving.directories import Directory, scan
-from ckptstore.saving.directory_shard import DirectoryShard
-from ckptstore.saving.shard import Contents, Decision
+from ckptstore.saving.directory_shard import DirectoryPlan, DirectoryShard
+from ckptstore.saving.shard import Decision
 from ckptstore.storage.base import Disk
 
 if TYPE_CHECKING:
@@ -59,11 +60,10 @@ class RayDirectoryShard:
             self._metadata = Path(source.path).read_text()
         return found
 
-    def describe(self) -> bytes:
+    def describe(self) -> dict[str, Any]:
         """See `Shard.describe`."""
-        description = self._inner.describe()
-        head = {"where": self._where(), "metadata": self._metadata}
-        return json.dumps(head).encode() + b"\n" + description
+        offer = self._inner.describe()  # finds the metadata
+        return {"where": self._where(), "metadata": self._metadata, "offer": offer}
 
     def _where(self) -> list[Any] | None:
         """Identify the directory by its node; one inside the run's directory is the same on all nodes."""
@@ -75,38 +75,29 @@ class RayDirectoryShard:
         status = os.stat(self._directory)
         return [worker.node_id, status.st_dev, status.st_ino]
 
-    def decide(self, descriptions: Sequence[bytes]) -> Decision:
+    def decide(self, descriptions: Sequence[Any]) -> Decision:
         """See `Shard.decide`. Names follow from Ray's ranks, also of those that take no part."""
-        nothing = json.dumps(Offer("auto").to_json()).encode()
+        nothing = Offer("auto").to_json()
         offers = dict.fromkeys(range(self._run.worker.world_size), nothing)
         muted, seen = [], set()
-        for rank, (head, offer) in zip(self._ranks, map(_unpacked, descriptions), strict=True):
+        for rank, head in zip(self._ranks, descriptions, strict=True):
             where = json.dumps(head["where"])
             if head["where"] is not None and where in seen:
                 muted.append(rank)
                 continue
             seen.add(where)
-            offers[rank] = offer
+            offers[rank] = head["offer"]
             if head["metadata"] is not None and not self.beside:
                 self.beside = {RAY_METADATA_NAME: head["metadata"].encode()}
         decision = self._inner.decide([offers[rank] for rank in sorted(offers)])
-        return decision._replace(told=json.dumps({"muted": muted}).encode() + b"\n" + decision.told)
+        return decision._replace(told={"muted": muted, "naming": decision.told})
 
-    def hear(self, told: bytes) -> None:
+    def hear(self, told: Any) -> None:
         """See `Shard.hear`."""
-        head, told = _unpacked(told)
-        self._is_muted = self._run.worker.rank in head["muted"]
-        self._inner.hear(told)
+        self._is_muted = self._run.worker.rank in told["muted"]
+        self._inner.hear(told["naming"])
 
-    def store(self, attempt: Attempt) -> bytes:
-        """See `Shard.store`."""
-        return b"[]" if self._is_muted else self._inner.store(attempt)
-
-    def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
-        """See `Shard.join`."""
-        return self._inner.join(attempt, stored)
-
-
-def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
-    head, _, body = data.partition(b"\n")
-    return json.loads(head), body
+    def plan(self) -> DirectoryPlan:
+        """See `Shard.plan`."""
+        plan = self._inner.plan()
+        return replace(plan, found=Directory()) if self._is_muted else plan

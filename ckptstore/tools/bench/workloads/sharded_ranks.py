@@ -168,7 +168,7 @@ def _committed(
     request = Request.of(step=1, kind="state", metrics=None, metadata=None, exists="replace")
     gc.collect()
     with Meter() as meter:
-        contents = shard.join(attempt, reports)
+        contents = shard.plan().join(attempt, reports)
         meter.returned()
         record = commit(job, request, attempt, contents, world_size=num_ranks)
     return {

@@ -9,7 +9,6 @@ So the seconds are the critical path of each meeting. They exclude the time to w
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 import time
@@ -53,7 +52,7 @@ def answers() -> dict[int, tuple[str, Any]]:
     return {
         1: ("probe the root", None),
         2: ("read the probe", None),
-        3: ("save", (request, json.dumps(offer).encode())),
+        3: ("save", (request, offer)),
     }
 
 
@@ -62,7 +61,7 @@ def receipts(rank: int) -> Any:
     seconds = {"agree": 0.1, "upload": 0.1}
     took = RankTimings(rank, f"node-{rank // 8}", seconds, len(_DATA), 1, 0, stalled_seconds=0.0)
     receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), Digest.of(_DATA), rank, _FILE)
-    return {**took.to_json(), "stalls": True}, json.dumps([receipt.to_json()]).encode()
+    return {**took.to_json(), "stalls": True}, [receipt.to_json()]
 
 
 @dataclass(frozen=True)

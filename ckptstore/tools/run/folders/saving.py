@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.format.layout import Attempt
 from ckptstore.saving.directory_shard import directory_of
-from ckptstore.saving.shard import Contents, Decision, Shard
+from ckptstore.saving.shard import Plan, Shard
 from ckptstore.store import CheckpointStore, save_shard
 from ckptstore.tools.run.folders.folder import Held
 from ckptstore.tools.run.folders.found import Found
@@ -34,22 +34,21 @@ class _Looked:
     """A shard whose files are looked at again when they are stored."""
 
     def __init__(self, shard: Shard, check: Callable[[], None]) -> None:
-        self._shard = shard
-        self._check = check
+        self._shard, self._check = shard, check
+        self.describe, self.decide, self.hear = shard.describe, shard.decide, shard.hear
 
-    def describe(self) -> bytes:
-        return self._shard.describe()
+    def plan(self) -> Plan:
+        return _LookedPlan(self._shard.plan(), self._check)
 
-    def decide(self, descriptions: Sequence[bytes]) -> Decision:
-        return self._shard.decide(descriptions)
 
-    def hear(self, told: bytes) -> None:
-        self._shard.hear(told)
+class _LookedPlan:
+    """See `_Looked`."""
 
-    def store(self, attempt: Attempt) -> bytes:
-        receipts = self._shard.store(attempt)
+    def __init__(self, plan: Plan, check: Callable[[], None]) -> None:
+        self._plan, self._check = plan, check
+        self.join = plan.join
+
+    def store(self, attempt: Attempt) -> Any:
+        stored = self._plan.store(attempt)
         self._check()
-        return receipts
-
-    def join(self, attempt: Attempt, stored: Sequence[bytes]) -> Contents:
-        return self._shard.join(attempt, stored)
+        return stored
