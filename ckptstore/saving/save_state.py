@@ -26,7 +26,7 @@ from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.staging import Staging
-from ckptstore.saving.state_shard import StateOptions, StatePlan, StateShard
+from ckptstore.saving.state_shard import Before, StateOptions, StatePlan, StateShard
 from ckptstore.saving.transaction import Publisher, Transaction, meet
 from ckptstore.state.live.apply import collect
 from ckptstore.state.tensors import device
@@ -233,12 +233,11 @@ class StateSaver:
             storage=target.storage,
             upload=target.upload,
             options=options,
-            before=lambda: self._before(live_only=options.incremental == "reference"),
-            keep=self._keep,
+            before=Before(lambda: self._before(live_only=options.incremental == "reference"), self._set_next),
         )
 
-    def _keep(self, kept: Kept) -> None:
-        self._next_kept = kept
+    def _set_next(self, files: Kept) -> None:
+        self._next_kept = files
 
     def _before(self, *, live_only: bool) -> Kept | None:
         """Return the files of this rank that an incremental save may take over; None if there are none.

@@ -69,6 +69,15 @@ class StateOptions:
     0 means never, as in a warm-up, which saves nothing."""
 
 
+class Before(NamedTuple):
+    """The checkpoint before, to an incremental save."""
+
+    find: Callable[[], Kept | None] = lambda: None
+    """Returns the files of this rank in it."""
+    keep: Callable[[Kept], object] = lambda files: None
+    """Gets the files that the next save may take over, once this one is committed."""
+
+
 class Looked(NamedTuple):
     """A state as it was found."""
 
@@ -91,13 +100,11 @@ class StateShard:
         storage: Storage,
         upload: Upload,
         options: StateOptions | None = None,
-        before: Callable[[], Kept | None] = lambda: None,
-        keep: Callable[[Kept], object] = lambda kept: None,
+        before: Before | None = None,
     ) -> None:
         """`collect` takes the state apart; `describe` calls it. The memo is shared by the saves of one store.
 
-        `before` returns the files of this rank in the checkpoint before, for an incremental save. `keep` gets those
-        that the next one may take over, once this one is committed.
+        `before` knows the files of this rank in the checkpoint before, for an incremental save.
         """
         self._collect = collect
         self._rank, self._world_size = rank, world_size
@@ -105,7 +112,7 @@ class StateShard:
         self._storage = storage
         self._upload = upload
         self._options = options or StateOptions()
-        self._find_before, self._keep = before, keep
+        self._before = before or Before()
         self._has_begun = False
         self._agreement: Agreement | None = None
         self._expected = Expected()
@@ -118,7 +125,7 @@ class StateShard:
     def _looked(self) -> Looked:
         options, flat = self._options, self._collect()
         can = options.incremental == "reference" or isinstance(self._storage, Disk | CopiesInside)
-        before = self._find_before() if options.incremental and can else None
+        before = self._before.find() if options.incremental and can else None
         found = describe(flat, compare=self._world_size > 1, allow_pickle=options.allow_pickle)
         return Looked(flat, found, before)
 
@@ -175,7 +182,7 @@ class StateShard:
             storage=self._storage,
             upload=self._upload,
             options=self._options,
-            keep=self._keep,
+            keep=self._before.keep,
         )
 
 

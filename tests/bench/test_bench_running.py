@@ -260,7 +260,7 @@ def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.Monke
     assert [point["at"] for point in value["scaling"]["real"]["ranks"]] == [1, 2]
     assert [point["at"] for point in value["scaling"]["real"]["files"]] == [10]
     few, many = [point["requests"] for point in value["scaling"]["simulated"]["points"]]
-    assert few > 4 * 64 > many > 16, "256 ranks meet in a tree, 64 do not"
+    assert many == few > 0, "256 ranks cost the storage no more than 64"
     assert value["scaling"]["sharded"]["laws"]["told_bytes"]["exponent"] == pytest.approx(1, abs=0.1)
     assert [point["ranks"] for point in value["scaling"]["sharded"]["points"]] == [64, 256]
     assert not (tmp_path / "place").exists()

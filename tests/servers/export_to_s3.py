@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckptstore import Checkpoint
+from ckptstore import Checkpoint, StorageGroup
 from ckptstore.errors import CkptstoreError
-from ckptstore.group.storage_board import StorageGroup
 from ckptstore.interchange.exporting import export
 
 
