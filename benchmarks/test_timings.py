@@ -23,7 +23,7 @@ from sizes import FULL, ROUNDS
 from ckptstore import CheckpointStore, KeepLatest, open_store
 from ckptstore.format.encoding import dump_json
 from ckptstore.format.timings import RankTimings, Timings
-from ckptstore.saving import story
+from ckptstore.saving import transaction
 from ckptstore.saving.phases import SaveClock
 from ckptstore.storage.traffic import Traffic, counting, traffic_here
 from ckptstore.testing.s3_server import s3_server
@@ -68,7 +68,7 @@ class Spent:
             (SaveClock, name) for name in ("__init__", "agreed", "ended", "released", "report", "met", "timings")
         ]
         with ExitStack() as stack:
-            for owner, name in [*methods, (Timings, "to_json"), (story, "longest_seconds")]:
+            for owner, name in [*methods, (Timings, "to_json"), (transaction, "longest_seconds")]:
                 stack.enter_context(patch.object(owner, name, self.timed(getattr(owner, name))))
             yield
 
