@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ from ckptstore.errors import GroupMissing, InvalidInput, RankTimeout
 from ckptstore.group.base import LEADER, new_start_token
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.caller import Caller
-from ckptstore.group.life import LEFT
+from ckptstore.group.life import LEFT, Pace
 from ckptstore.runtime.torch_private import cloned, default_store
 
 logger = logging.getLogger("ckptstore.group")
@@ -83,42 +84,61 @@ def open_torch_group(process_group: Any = None, *, rank_timeout_seconds: float, 
 
 
 def open_served_group(
-    share: Callable[[Any], Any], host: str, *, rank: int, world_size: int, rank_timeout_seconds: float, node: str | None
+    announce: Callable[[str], object],
+    look: Callable[[], str | None],
+    host: str,
+    *,
+    rank: int,
+    world_size: int,
+    start_token: str,
+    rank_timeout_seconds: float,
+    node: str | None,
 ) -> TorchGroup:
-    """Open a group of ranks that have no process group, at a key-value store that the leader serves. Collective.
+    """Open a group of ranks that have no process group, at a key-value store that the leader serves.
 
-    `share` returns on all ranks what rank 0 calls it with; `host` is the address by which the others reach this one.
-    Raises GroupMissing if the leader cannot serve, or this rank does not reach it.
+    The leader calls `announce` with the address, which begins with its `host`; the others call `look` until it returns
+    that. The leader waits for nobody. Raises GroupMissing if the leader cannot serve, or a rank does not reach it;
+    RankTimeout if it does not announce an address.
     """
-    timeout, store, why = timedelta(seconds=rank_timeout_seconds), None, ""
-    if rank == LEADER:
-        try:
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-    address, port, why = share([host, store.port if store is not None else 0, why])
+    timeout = timedelta(seconds=rank_timeout_seconds)
     try:
-        if why:
-            raise RuntimeError(why)
-        if store is None:
-            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+        if rank == LEADER:
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+            announce(f"{host} {store.port}")
+        else:
+            host, port = _wait_for_address(look, rank_timeout_seconds).rsplit(" ", 1)
+            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
     except RuntimeError as error:  # torch's errors are RuntimeErrors
         raise GroupMissing(
-            f"Rank {rank} cannot meet the others at {address}: {error}",
+            f"Rank {rank} cannot meet the others at {host}: {error}",
             hint="Call torch.distributed.init_process_group first, or give group=StorageGroup(rank, world_size, "
             "start_token)",
         ) from error
     board = TorchBoard(
         store, prefix="ckptstore", world_size=world_size, timeout_seconds=rank_timeout_seconds, server_ranks=(LEADER,)
     )
-    group = TorchGroup(board, rank=rank, world_size=world_size, rank_timeout_seconds=rank_timeout_seconds, node=node)
-    try:
-        with group.meeting("open the group") as meeting:
-            group.start_token = meeting.tell(new_start_token)
-    except BaseException:
-        group.close()
-        raise
-    return group
+    return TorchGroup(
+        board,
+        rank=rank,
+        world_size=world_size,
+        rank_timeout_seconds=rank_timeout_seconds,
+        start_token=start_token,
+        node=node,
+    )
+
+
+def _wait_for_address(look: Callable[[], str | None], timeout_seconds: float) -> str:
+    pace, until = Pace(shortest_seconds=0.005, longest_seconds=0.25), time.monotonic() + timeout_seconds
+    while (address := look()) is None:
+        if time.monotonic() > until:
+            raise RankTimeout(
+                f"Rank {LEADER} gave no sign of life for {timeout_seconds:g} s in 'open the group'",
+                ranks=(LEADER,),
+                hint=TorchBoard.hint,
+            )
+        time.sleep(pace.seconds())
+        pace.look()
+    return address
 
 
 def _meet(process_group: Any, store: Any, *, rank_timeout_seconds: float, node: str | None) -> TorchGroup:

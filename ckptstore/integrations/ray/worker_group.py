@@ -22,12 +22,16 @@ _lock = threading.Lock()
 
 def open_among(worker: Worker, ranks: Sequence[int], storage: Storage, config: StoreConfig, *, name: str) -> Group:
     """Open a group of this worker with `ranks` through the storage. All join it under one name, equally often."""
+    group = StorageGroup(ranks.index(worker.rank), len(ranks), _joined(name), worker.node_id)
+    return group.open(storage, rank_timeout_seconds=config.rank_timeout_seconds, retry=config.retry)
+
+
+def _joined(name: str) -> str:
+    """Return the token of a group that this process joins now."""
     with _lock:
         _opened[name] += 1
         joined = f"{start_token()}/{name}/{_opened[name]}"
-    token = hashlib.sha256(joined.encode()).hexdigest()[:32]
-    group = StorageGroup(ranks.index(worker.rank), len(ranks), token, worker.node_id)
-    return group.open(storage, rank_timeout_seconds=config.rank_timeout_seconds, retry=config.retry)
+    return hashlib.sha256(joined.encode()).hexdigest()[:32]
 
 
 def start_token() -> str:
@@ -44,15 +48,17 @@ class RayWorkers:
     """The workers of this start of the run, with Ray's ranks and Ray's nodes: a value for `open_store(group=...)`.
 
     Over the process group of torch if the workers have one with Ray's ranks (a gloo group of the store's own, so
-    no collective of the training is used), else at a key-value store that rank 0 serves, so that a store opened by
-    Ray's `report`, which nobody closes, leaves nothing in the storage. Lost workers are Ray's to find: it ends the
-    others.
+    no collective of the training is used), else at a key-value store that rank 0 serves: a store opened by `report`,
+    which nobody closes, leaves nothing in the storage. Lost workers are Ray's to find: it ends the others.
     """
 
     worker: Worker
 
     def open_group(self, storage: Storage, config: StoreConfig) -> Group:
-        """Open the group. Collective among the workers that open this storage."""
+        """Open the group. All workers open this storage, equally often.
+
+        Without a process group rank 0 waits for nobody, and the others wait for its address, in Ray's key-value store.
+        """
         worker = self.worker
         if worker.world_size == 1:
             return SoloGroup(node=worker.node_id)
@@ -61,14 +67,24 @@ class RayWorkers:
 
             return open_torch_group(rank_timeout_seconds=config.rank_timeout_seconds, node=worker.node_id)
         import ray
+        from ray.experimental import internal_kv
 
         from ckptstore.group.torch_board import open_served_group
 
+        token = _joined(storage.uri)
+        key = f"ckptstore/{token}"
+
+        def look() -> str | None:
+            address: bytes | None = internal_kv._internal_kv_get(key)  # annotated as never None, which it can be
+            return None if address is None else address.decode()
+
         return open_served_group(
-            worker.broadcast,
+            lambda address: internal_kv._internal_kv_put(key, address),
+            look,
             ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             rank=worker.rank,
             world_size=worker.world_size,
+            start_token=token,
             rank_timeout_seconds=config.rank_timeout_seconds,
             node=worker.node_id,
         )
