@@ -19,7 +19,6 @@ from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_watch import LoadWatch, watched
-from ckptstore.node_cache import NodeCache, copy_key
 from ckptstore.storage.base import Disk
 from ckptstore.storage.uri import local_path
 
@@ -39,6 +38,8 @@ class NodeCopies:
 
     def path(self, name: str) -> Path:
         """Return the path of the copy of a file on this node, after downloading and checking it if need be."""
+        from ckptstore.node_cache import NodeCache, copy_key
+
         with self._lock:
             if name not in self._paths:
                 receipt = self._manifest.by_name[name]
@@ -96,6 +97,8 @@ def _opened_directory(files: CheckpointFiles, load: LoadWatch, stack: ExitStack)
     files.check_here(manifest)
     if isinstance(files.storage, Disk) and not manifest.references:
         return files.storage.local_path(files.prefix.rstrip("/"))
+
+    from ckptstore.node_cache import NodeCache, copy_key
 
     own_data = manifest.made_whole().encode() if manifest.references else data
     expected: dict[str, int | None] = {receipt.name: receipt.size_bytes for receipt in manifest.files}
