@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckptstore.errors import CacheError
 from ckptstore.node_cache.place import CachePlace
-from ckptstore.runtime.file_locks import Exclusive, lock_open_file
+from ckptstore.runtime.file_locks import Exclusive, is_named, lock_open_file
 
 _POLL_SECONDS = 0.01
 
@@ -66,9 +66,8 @@ def take(place: CachePlace, key: str, *, wait_seconds: float) -> None:
 def _lease(path: Path, *, shared: bool) -> int | None:
     """Return the descriptor of a lease, locked, or None if others hold it or have removed it meanwhile."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    # A lock on a file without a name keeps nobody out.
     try:
-        if lock_open_file(descriptor, shared=shared) and os.fstat(descriptor).st_nlink:
+        if lock_open_file(descriptor, shared=shared) and is_named(path, descriptor):
             return descriptor
     except BaseException:
         os.close(descriptor)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from filelock import FileLock, Timeout, lock_descriptor
 
@@ -22,15 +24,31 @@ class Exclusive:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         # The object has the lock, not a thread. A soft lock, which filelock makes of a file on a system without flock,
         # would outlive a process that is killed.
-        self._lock = FileLock(path, mode=0o600, thread_local=False, fallback_to_soft=False)
+        self._lock = FileLock(
+            path, mode=0o600, thread_local=False, fallback_to_soft=False, on_acquired=self._check_name
+        )
 
     def take(self, *, wait_seconds: float = 0.0) -> bool:
-        """Try to take it for that long, at least once; return True if it is held. Raises OSError."""
-        try:
-            self._lock.acquire(timeout=wait_seconds, poll_interval=_POLL_SECONDS)
-        except Timeout:
-            return False
+        """Try to take it for that long, at least once; return True if it is held. Raises OSError, FileNotFoundError
+        if its directory is gone."""
+        deadline = time.monotonic() + wait_seconds
+        while not self._try():
+            left_seconds = deadline - time.monotonic()
+            if left_seconds <= 0:
+                return False
+            time.sleep(min(_POLL_SECONDS, left_seconds))
         return True
+
+    def _try(self) -> bool:
+        Path(self._lock.lock_file).parent.stat()  # filelock would make a lost one, and let others in
+        with contextlib.suppress(Timeout):
+            self._lock.acquire(blocking=False)
+            return True
+        return False
+
+    def _check_name(self, descriptor: int) -> None:
+        if not is_named(self._lock.lock_file, descriptor):
+            raise Timeout(self._lock.lock_file)
 
     def give_back(self) -> None:
         """Release it, if it is held."""
@@ -45,6 +63,17 @@ class Exclusive:
         finally:
             if is_held:
                 self.give_back()
+
+
+def is_named(path: str | os.PathLike[str], descriptor: int) -> bool:
+    """Return True if the path still leads to the open file: a lock on another one keeps nobody out.
+
+    On NFS an open file that is removed keeps a name, though not this one.
+    """
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def lock_open_file(descriptor: int, *, shared: bool) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +145,40 @@ def test_a_lock_file_that_its_holder_removes_is_made_again(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert not Exclusive(path).take()
     waiting.give_back()
+
+
+def test_a_lost_directory_is_not_made_again(path: Path) -> None:
+    """It would have another mode, by which the owner of the directory would then refuse it."""
+    lock, waiting = Exclusive(path.parent / "gone" / "lock"), Exclusive(path)
+    with pytest.raises(FileNotFoundError):
+        lock.take()
+    assert not (path.parent / "gone").exists()
+    with Holder(path, "exclusive"):
+        timer = threading.Timer(0.3, lambda: shutil.rmtree(path.parent))
+        timer.start()
+        with pytest.raises(FileNotFoundError):
+            waiting.take(wait_seconds=60)
+        timer.join()
+    assert not path.parent.exists()
+
+
+def test_a_file_that_lost_its_name_before_it_was_locked_is_not_the_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS renames a file that is removed while it is open, so that its count of names does not tell."""
+    flock, names = fcntl.flock, iter(["1", "2"])
+
+    def removed_first(descriptor: int, kind: int) -> None:
+        if not kind & fcntl.LOCK_UN and (name := next(names, "")):
+            path.rename(path.with_name(f".nfs{name}"))
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    lock = Exclusive(path)
+    assert not lock.take()
+    assert lock.take(wait_seconds=60)
+    assert not takes(path, shared=True)
+    lock.give_back()
 
 
 def test_a_symbolic_link_is_not_followed(path: Path) -> None:

@@ -21,6 +21,7 @@ from ckptstore.events import DownloadFinished, DownloadStarted, DownloadWaited, 
 from ckptstore.node_cache import NodeCache, copy_key, place
 from ckptstore.node_cache import cache as cache_module
 from ckptstore.node_cache.place import filesystem_of, is_network, open_place
+from ckptstore.node_cache.readers import excluding_readers
 
 
 def key_of(name: str) -> str:
@@ -511,6 +512,23 @@ def test_of_threads_with_one_turn_each_only_one_downloads_though_the_lock_file_g
         list(pool.map(read, range(4)))
     assert set(most) == {1}
     assert copies(root) == set()
+
+
+def test_a_reader_locks_the_lease_that_the_next_process_finds(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS renames a file that is removed while it is open, so that its count of names does not tell."""
+    flock, lease = fcntl.flock, root / "leases" / f"{A}.lease"
+
+    def removed_first(descriptor: int, kind: int) -> None:
+        if kind & fcntl.LOCK_SH and not (root / "leases/.nfs1").exists() and lease.exists():
+            lease.rename(root / "leases/.nfs1")
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    here = open_place(root)
+    with fetch(NodeCache(config_at(root)), A, Downloads()):
+        assert (root / "leases/.nfs1").exists()
+        with excluding_readers(here, A) as unread:
+            assert not unread
 
 
 def test_no_copy_is_found_that_was_made_before_the_machine_started(monkeypatch: pytest.MonkeyPatch) -> None:
