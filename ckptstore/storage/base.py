@@ -153,7 +153,7 @@ class WritesParts(Protocol):
 
 
 @runtime_checkable
-class Disk(Storage, Protocol):
+class Disk(Protocol):
     """A disk, or a file system that machines share. Its files have paths, are durable once `persist` has returned, and
     are read-only from the start, for everybody."""
 

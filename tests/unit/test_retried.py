@@ -54,6 +54,13 @@ def test_it_has_the_powers_of_the_one_inside(storage: MemoryStorage) -> None:
     assert type(again(*arguments)).__name__ == type(retried).__name__
 
 
+@pytest.mark.parametrize("power", base.POWERS)
+def test_a_power_is_methods_alone(power: type) -> None:
+    """So that `isinstance` asks a class once, and neither looks for each method nor asks a storage for its URI."""
+    assert {name for name in dir(power) if not name.startswith("_")} == base.methods_of(power)
+    assert all(callable(getattr(power, name)) for name in base.methods_of(power))
+
+
 def test_a_disk_and_a_storage_without_retries_are_given_back(tmp_path: Path, storage: MemoryStorage) -> None:
     disk = LocalStorage(str(tmp_path))
     assert with_retries(disk, QUICK) is disk
