@@ -14,6 +14,7 @@ and name the key. A storage retries nothing itself: `ckptstore.storage.retry` do
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -38,9 +39,11 @@ class Storage(Protocol):
     """The seven verbs, and four that do nothing on a storage that is no disk. A back-end inherits from it."""
 
     @property
+    @abstractmethod
     def uri(self) -> str:
         """The root, without user info, query or any other secret."""
 
+    @abstractmethod
     def write(self, key: str, views: Sequence[memoryview]) -> None:
         """Write the views' bytes, one after another, to the file; an existing one is replaced.
 
@@ -48,9 +51,11 @@ class Storage(Protocol):
         that is a `Disk`. The views are not kept.
         """
 
+    @abstractmethod
     def read(self, key: str) -> bytes:
         """Return the bytes of a whole, small file. Raises FileMissing."""
 
+    @abstractmethod
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
         """Fill the views, one after another, with the bytes from `offset` on.
 
@@ -58,15 +63,19 @@ class Storage(Protocol):
         unless that is None. The views may hold anything after an error.
         """
 
+    @abstractmethod
     def stat(self, key: str) -> StoredFile:
         """Return the facts about one file. Raises FileMissing."""
 
+    @abstractmethod
     def list(self, prefix: str) -> Iterator[StoredFile]:
         """Yield every file whose key starts with `prefix` (a plain string prefix), in no order."""
 
+    @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:
         """Remove files; missing ones are no error."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close the connections. The storage must not be used afterwards."""
 

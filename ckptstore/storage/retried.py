@@ -24,7 +24,7 @@ def with_retries(storage: Storage, config: RetryConfig) -> Storage:
     """Return the storage with retries. A disk is returned as it is, for its errors are final."""
     if isinstance(storage, Disk) or config.retry_attempts == 1:
         return storage
-    names = frozenset().union(*(methods_of(power) for power in (Storage, *POWERS) if isinstance(storage, power)))
+    names = methods_of(Storage).union(*(methods_of(power) for power in POWERS if isinstance(storage, power)))
     methods = {name: _again(name) if name in _AGAIN else _once(name) for name in names - {"list", "uri"}}
     retried = type(f"Retried{type(storage).__name__}", (_Retried,), methods)(storage, config)
     return cast(Storage, retried)

@@ -54,6 +54,32 @@ def test_it_has_the_powers_of_the_one_inside(storage: MemoryStorage) -> None:
     assert type(again(*arguments)).__name__ == type(retried).__name__
 
 
+class OnlyLikeOne:
+    """Has the seven verbs, and does not inherit `Storage`."""
+
+    def __init__(self, inner: MemoryStorage) -> None:
+        self.uri = inner.uri
+        for verb in ("write", "read", "read_into", "stat", "list", "delete", "close"):
+            setattr(self, verb, getattr(inner, verb))
+
+
+def test_a_storage_that_inherits_nothing_loses_nothing(storage: MemoryStorage) -> None:
+    retried = with_retries(OnlyLikeOne(storage), QUICK)  # type: ignore[arg-type]
+    retried.write("new", [memoryview(b"bytes")])
+    assert storage.read("new") == retried.read("new") == b"bytes"
+    with pytest.raises(AttributeError, match="persist"):
+        retried.persist(["new"])
+
+
+def test_a_storage_that_lacks_a_verb_is_never_opened() -> None:
+    verbs = sorted({*base.methods_of(base.Storage)} - {"persist", "free_bytes", "make_directory", "remove_directories"})
+    assert len(verbs) == 8, "with uri"
+    for verb in verbs:
+        methods = {name: getattr(MemoryStorage, name) for name in verbs if name != verb}
+        with pytest.raises(TypeError, match=f"abstract method {verb}$"):
+            type("Lacking", (base.Storage,), methods)()
+
+
 @pytest.mark.parametrize("power", base.POWERS)
 def test_a_power_is_methods_alone(power: type) -> None:
     """So that `isinstance` asks a class once, and neither looks for each method nor asks a storage for its URI."""
