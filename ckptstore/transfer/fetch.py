@@ -80,9 +80,9 @@ def _fetch(engine: Engine, places: Sequence[tuple[Wanted, str | None]], kept: _K
     total_bytes = sum(item.size_bytes for item, _ in places)
     found: list[Checked | None] = [None] * len(places)
     large = [index for index, (item, _) in enumerate(places) if item.size_bytes > STEP_BYTES]
-    fetches = {index: _fetch_of(engine, places[index], kept) for index in large}
+    fetches = {index: _fetch_of(engine, places[index], kept, total_bytes) for index in large}
     tasks: list[Task] = [
-        partial(_fetch_stretch, fetch, start, total_bytes)
+        partial(fetch.move, start)
         for fetch in fetches.values()
         for start in range(0, fetch.wanted.size_bytes, fetch.task_bytes)
     ]
@@ -109,15 +109,11 @@ def _fetch(engine: Engine, places: Sequence[tuple[Wanted, str | None]], kept: _K
     return [checked for checked in found if checked is not None]
 
 
-def _fetch_of(engine: Engine, place: tuple[Wanted, str | None], kept: _Kept) -> _Fetch:
+def _fetch_of(engine: Engine, place: tuple[Wanted, str | None], kept: _Kept, total_bytes: int) -> _Fetch:
     wanted, path = place
-    return _ToNowhere(engine, wanted) if path is None else _ToDisk(engine, wanted, path, kept)
-
-
-def _fetch_stretch(fetch: _Fetch, start: int, total_bytes: int, run: Operation) -> None:
-    end = min(start + fetch.task_bytes, fetch.wanted.size_bytes)
-    fetch.move(start, end, run)
-    _tell(fetch.wanted.key, end - start, total_bytes)
+    if path is None:
+        return _ToNowhere(engine, wanted, total_bytes)
+    return _ToDisk(engine, wanted, total_bytes, path, kept)
 
 
 def _tell(key: str, size_bytes: int, total_bytes: int) -> None:
@@ -129,8 +125,9 @@ def _tell(key: str, size_bytes: int, total_bytes: int) -> None:
 class _Fetch:
     """One file that is read by several threads, and the destination of its bytes."""
 
-    def __init__(self, engine: Engine, wanted: Wanted) -> None:
+    def __init__(self, engine: Engine, wanted: Wanted, total_bytes: int) -> None:
         self.wanted = wanted
+        self._total_bytes = total_bytes
         self.damage: Damage | None = None
         self.found_digest: Digest | None = None
         self._engine = engine
@@ -152,8 +149,9 @@ class _Fetch:
     def abort(self) -> None:
         """Drop an unfinished file. Called when no other task works on it."""
 
-    def move(self, start: int, end: int, run: Operation) -> None:
+    def move(self, start: int, run: Operation) -> None:
         """Read one stretch of the file; the last one compares the digests."""
+        end = min(start + self.task_bytes, self.wanted.size_bytes)
         run.check()
         try:
             with self._lock:
@@ -194,6 +192,7 @@ class _Fetch:
                     self._digest.add(offset + first, [step])
                     self.put(offset + first, step)
                 run.moved(len(view))
+                _tell(key, len(view), self._total_bytes)
 
     def _compare(self) -> None:
         if not self.damage:
@@ -212,8 +211,8 @@ class _ToNowhere(_Fetch):
 class _ToDisk(_Fetch):
     """Writes a file to its path on a disk."""
 
-    def __init__(self, engine: Engine, wanted: Wanted, path: str, kept: _Kept) -> None:
-        super().__init__(engine, wanted)
+    def __init__(self, engine: Engine, wanted: Wanted, total_bytes: int, path: str, kept: _Kept) -> None:
+        super().__init__(engine, wanted, total_bytes)
         self._path = path
         self._kept = kept
         self._file: NewFile | None = None

@@ -210,7 +210,7 @@ class _InParts:
                             run, f"write {self._key}", partial(writer.write_part, offset, views, part_digest)
                         )
                     run.moved(size)
-            self._upload.moved(self._key, end - start)
+                    self._upload.moved(self._key, size)
             with self._lock:
                 self._left_bytes -= end - start
                 is_last = self._left_bytes == 0

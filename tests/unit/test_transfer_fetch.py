@@ -12,7 +12,8 @@ from moving import DATA, MIB, make_storage, transfer_over, wanted
 from small_disks import mounted
 
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, StorageError, StorageFull
-from ckptstore.format.digest import Digest
+from ckptstore.events import BytesMoved, Event, listening
+from ckptstore.format.digest import ALGORITHMS, Digest
 from ckptstore.runtime.beat import beating
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
@@ -222,6 +223,26 @@ def test_a_check_without_a_digest_compares_the_size(storage: Any) -> None:
     assert good.damage is None
     assert good.digest == wanted("d/4096", DATA[:4096]).digest
     assert isinstance(bad.damage, CheckpointDamaged)
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("fetches", [True, False])
+def test_every_byte_is_told(storage: Any, tmp_path: Path, algorithm: str, fetches: bool) -> None:
+    """Of a large file more than once, though all of it is one task where its digest needs an order."""
+    files = [item._replace(digest=Digest.of(storage.read(item.key), algorithm=algorithm)) for item in ALL]
+    heard: list[Event] = []
+    transfer = transfer_over(storage)
+    with listening(heard.append):
+        if fetches:
+            transfer.download([(item, tmp_path / "target" / item.key) for item in files])
+        else:
+            transfer.check(files)
+    transfer.close()
+    moved = [event for event in heard if isinstance(event, BytesMoved)]
+    total_bytes = sum(item.size_bytes for item in files)
+    assert sum(event.size_bytes for event in moved) == total_bytes
+    assert {event.total_bytes for event in moved} == {total_bytes}
+    assert sum(event.key == f"d/{len(DATA)}" for event in moved) > 1
 
 
 def test_a_check_that_is_not_allowed_to_read_says_so(storage: Any) -> None:

@@ -23,7 +23,7 @@ from moving import DATA, MIB, block_digests, from_file, from_memory, make_storag
 from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, SourceChanged, StorageError, StorageFull, StorageUnavailable
 from ckptstore.events import BytesMoved, Event, FileStored, RequestRetried, listening
-from ckptstore.format.digest import Digest
+from ckptstore.format.digest import ALGORITHMS, Digest
 from ckptstore.runtime.beat import beating
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
@@ -298,10 +298,11 @@ def test_beats_come_between_the_parts_of_one_file(storage: Any) -> None:
     assert len(before_parts) > 1
 
 
-def test_every_file_and_every_byte_is_told(storage: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("digest", sorted(ALGORITHMS))
+def test_every_file_and_every_byte_is_told(storage: Any, tmp_path: Path, digest: str) -> None:
     files = [from_memory("big", DATA), *(from_file(f"s{n}", tmp_path / f"{n}", DATA[:n]) for n in range(100))]
     heard: list[Event] = []
-    transfer = transfer_over(storage)
+    transfer = transfer_over(storage, digest=digest)
     with listening(heard.append):
         transfer.upload(files)
     transfer.close()
@@ -311,6 +312,7 @@ def test_every_file_and_every_byte_is_told(storage: Any, tmp_path: Path) -> None
     moved = [event for event in heard if isinstance(event, BytesMoved)]
     assert sum(event.size_bytes for event in moved) == total
     assert {event.total_bytes for event in moved} == {total}
+    assert sum(event.key == "big" for event in moved) > 1
 
 
 def test_two_uploads_share_one_transfer(storage: Any) -> None:
