@@ -8,7 +8,6 @@ from ckptstore.events.fast_saves import FastCommitted as FastCommitted
 from ckptstore.events.listeners import Event as Event
 from ckptstore.events.listeners import Listener as Listener
 from ckptstore.events.listeners import emit as emit
-from ckptstore.events.listeners import event as event
 from ckptstore.events.listeners import is_heard as is_heard
 from ckptstore.events.listeners import listening as listening
 from ckptstore.events.listeners import log_event as log_event

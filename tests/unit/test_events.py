@@ -113,6 +113,12 @@ def test_a_constant_line_has_fields_of_its_class(cls: type[Event]) -> None:
     assert used <= {item.name for item in fields(cls)}
 
 
+def test_what_is_no_event_is_for_listeners_and_those_who_emit() -> None:
+    """How a class of events is made is for the modules of ckptstore alone."""
+    names = {name for name in events.__all__ if not isinstance(getattr(events, name), type)}
+    assert names == {"Listener", "emit", "is_heard", "listening", "log_event"}
+
+
 def test_progress_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(1, logger="ckptstore")
     emit(BytesMoved(key="a", size_bytes=1, total_bytes=2))

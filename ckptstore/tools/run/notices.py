@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from ckptstore.events import Event, event
+from ckptstore.events import Event
+from ckptstore.events.listeners import event
 from ckptstore.runtime.shown import show_seconds, show_size
 
 
