@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, StorageUnavailable
-from ckptstore.format.digest import Digest
+from ckptstore.format.digest import ALGORITHMS, Digest
 
 PIECE_BYTES = 1 << 20
 """The bytes of one call on a socket: large enough to cost nothing, small enough for the cache."""
@@ -138,7 +138,7 @@ class Filling:
 
 CHECKSUM = "crc32c"
 """The algorithm by which S3 and Google check an incoming body, independent of the digests of files."""
-CHECKSUM_TITLE = CHECKSUM.upper()
+CHECKSUM_TITLE = ALGORITHMS[CHECKSUM].title
 
 
 def checksum_of(views: Sequence[memoryview], digest: Digest | None) -> Digest:
