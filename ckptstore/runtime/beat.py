@@ -33,7 +33,7 @@ def current_beat() -> Beat:
 
 @contextmanager
 def beating(sign: Beat) -> Iterator[None]:
-    """Have `beat` call `sign` in this context, on this thread and on those that it starts by `runtime.parallel`."""
+    """Have `beat` call `sign` on this thread while the context lasts."""
     token = _current.set(sign)
     try:
         yield

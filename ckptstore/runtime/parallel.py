@@ -8,7 +8,6 @@ has no thread left. So the caller does the work for which there is no thread.
 from __future__ import annotations
 
 import atexit
-import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -85,14 +84,10 @@ def mapped(
 
 
 def started(works: Sequence[Callable[[], object]], *, name: str) -> list[threading.Thread]:
-    """Start a daemon thread for each of these, as far as the system has threads, and return them.
-
-    They see the context variables of the caller, `beat` among them.
-    """
+    """Start a daemon thread for each of these, as far as the system has threads, and return them."""
     threads = []
     for number, work in enumerate(works):
-        inside = contextvars.copy_context().run
-        thread = threading.Thread(target=inside, args=(work,), name=f"{name}-{number}", daemon=True)
+        thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # "can't start new thread", "at interpreter shutdown"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -134,7 +135,9 @@ class Pool:
 
     def _start_threads(self, num_tasks: int) -> None:
         for _ in range(min(num_tasks, self.num_threads) - len(self._threads)):
-            thread = threading.Thread(target=self._work, name=f"ckptstore-transfer-{len(self._threads)}", daemon=True)
+            # Where threads inherit a context, the run that starts them would get the signs of life of all later ones.
+            inside, name = contextvars.Context().run, f"ckptstore-transfer-{len(self._threads)}"
+            thread = threading.Thread(target=inside, args=(self._work,), name=name, daemon=True)
             self._threads.add(thread)
             try:
                 thread.start()

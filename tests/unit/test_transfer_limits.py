@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextvars
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ckptstore.runtime.beat import beating
 from ckptstore.transfer.pool import Operation, Pool, Stopped
 from ckptstore.transfer.scratch import Scratch
 
@@ -208,3 +211,22 @@ def test_idle_threads_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None
             time.sleep(0.01)
         assert not pool._threads
     pool.close()
+
+
+class _Inherits(threading.Thread):
+    """As threads of a free-threaded Python: it has the context of the one that starts it."""
+
+    def start(self) -> None:
+        self.run = partial(contextvars.copy_context().run, self.run)  # type: ignore[method-assign]
+        super().start()
+
+
+def test_threads_give_no_signs_of_life_for_the_run_that_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "Thread", _Inherits)
+    pool, signs = Pool(2), []
+    with beating(lambda: signs.append("of the first run")):
+        pool.run([lambda run: None] * 4)
+    signs.clear()
+    pool.run([lambda run: run.moved(1)] * 4)
+    pool.close()
+    assert signs == []
