@@ -92,10 +92,14 @@ def lock_open_file(descriptor: int, *, shared: bool) -> bool:
 
 
 def locks_work(probe: str | os.PathLike[str]) -> bool:
-    """Return True if a second lock on one file is refused: some file systems have none, some only pretend."""
+    """Return True if a second lock on one file is refused: some file systems have none, some only pretend.
+
+    Raises OSError where the file cannot be created.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    first = os.open(probe, flags, 0o600)
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-        stack.callback(os.close, first := os.open(probe, flags, 0o600))
+        stack.callback(os.close, first)
         stack.callback(os.close, second := os.open(probe, flags, 0o600))
         # The first one is shared, so that two processes may probe at once.
         return lock_open_file(first, shared=True) and not lock_open_file(second, shared=False)

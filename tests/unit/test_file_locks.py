@@ -190,7 +190,8 @@ def test_a_symbolic_link_is_not_followed(path: Path) -> None:
 
 def test_locks_are_tried_and_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locks_work(tmp_path / "probe")
-    assert not locks_work(tmp_path / "nowhere" / "probe")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        locks_work(tmp_path / "nowhere" / "probe")
 
     def missing(descriptor: int, kind: int) -> None:
         raise OSError(38, "Function not implemented")

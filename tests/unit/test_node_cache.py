@@ -476,6 +476,13 @@ def test_a_cache_that_cannot_be_written_says_so(root: Path) -> None:
     assert isinstance(open_place(root.parent / "other").root, Path)
 
 
+def test_a_probe_of_locks_that_cannot_be_made_is_no_missing_flock(root: Path) -> None:
+    for path in (root, root / "locks", root / "locks/probe"):
+        path.mkdir(mode=0o700)
+    with pytest.raises(CacheError, match="probe"), fetch(NodeCache(config_at(root)), A, Downloads()):
+        pytest.fail("it was opened")
+
+
 def test_nothing_is_kept_beside_a_copy_that_is_gone(root: Path) -> None:
     cache = NodeCache(config_at(root, cache_budget_bytes=1))
 
