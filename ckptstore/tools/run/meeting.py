@@ -11,8 +11,7 @@ from pathlib import Path
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput
-from ckptstore.events import BytesMoved, emit, listening
-from ckptstore.runtime.beat import current_beat
+from ckptstore.events import emit
 from ckptstore.store import CheckpointStore
 from ckptstore.tools.run.folders import Folder, newest_first, restore_folder, set_aside_unfinished, whole_in
 from ckptstore.tools.run.folders.snapshot import OWN_NAME
@@ -86,11 +85,9 @@ def restore(store: CheckpointStore, folder: Folder, *, shared: bool) -> None:
     with job.group.meeting("restore"):
         if shared and not job.is_leader:
             return
-        sign = current_beat()
-        with listening(lambda _event: sign(), BytesMoved):  # a long download is no death
-            report = restore_folder(
-                folder, newest_first(store), keeps_newer=is_alone or common is not None, only_newer=common
-            )
+        report = restore_folder(
+            folder, newest_first(store), keeps_newer=is_alone or common is not None, only_newer=common
+        )
         if report is not None:
             emit(FolderRestored(**{item.name: getattr(report, item.name) for item in fields(FolderRestored)}))
 
