@@ -22,7 +22,7 @@ import ckptstore
 from ckptstore import InvalidInput, NoUsableCheckpoint
 from ckptstore.testing.s3_server import S3Server, s3_server
 from ckptstore.tools.doctor.examination import examine
-from ckptstore.upkeep.check_finding import Finding
+from ckptstore.tools.doctor.finding import Finding
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 

@@ -14,7 +14,7 @@ from ckptstore.config import CacheConfig, StoreConfig
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 from ckptstore.tools.doctor.examination import Examination, examine
-from ckptstore.upkeep.check_finding import Finding
+from ckptstore.tools.doctor.finding import Finding
 
 MIB = 1 << 20
 ENGINES = ["obstore", "fsspec"]

@@ -32,8 +32,8 @@ from ckptstore.storage.base import Bucket, Configured, Disk, Storage, WritesPart
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.storage.uri import parse_uri
+from ckptstore.tools.doctor.finding import IN_MEMORY, Finding, finding_of
 from ckptstore.tools.doctor.of_node import examine_fast
-from ckptstore.upkeep.check_finding import IN_MEMORY, Finding, finding_of
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, obstacle, read_snapshot
 
 _BULK_BYTES = 8 << 20

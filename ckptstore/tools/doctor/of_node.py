@@ -22,7 +22,7 @@ from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.disk.private import privacy_fault
-from ckptstore.upkeep.check_finding import IN_MEMORY, Finding, finding_of
+from ckptstore.tools.doctor.finding import IN_MEMORY, Finding, finding_of
 
 _BULK_BYTES = 32 << 20
 _LITTLE_SHARE = 0.05
