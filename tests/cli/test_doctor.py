@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ckptstore.format.layout import record_key
 from ckptstore.format.record import sealed
+from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.tools.doctor import examination, of_node
 
 
 def files_below(root: Path) -> set[str]:
@@ -73,3 +76,30 @@ def test_memory_is_no_place_to_stay(run_json: Any) -> None:
 
 def test_a_bad_uri_is_no_finding(run_json: Any) -> None:
     assert run_json("doctor", "nosuchscheme://x/y", code=2)["error"]["code"] == "invalid-input"
+
+
+def test_an_interrupt_leaves_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = LocalStorage.write
+
+    def interrupted(*arguments: Any) -> None:
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStorage, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        examination.examine(str(tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_error_of_the_system_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(storage: Any) -> None:
+        raise OSError(5, "Input/output error", "the list")
+
+    (tmp_path / "fast").mkdir(mode=0o700)
+    too_long = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="x" * 300))
+    monkeypatch.setattr(of_node, "uuid", too_long)  # for which no file can be created
+    monkeypatch.setattr(examination, "read_snapshot", broken)
+    found = examination.examine(str(tmp_path / "store"), fast_directory=str(tmp_path / "fast"))
+    failed = {finding.name: finding.detail for finding in found.findings if finding.status == "failed"}
+    assert failed["list of Ray Train"] == "Input/output error: the list"
+    assert failed["fast locks"].startswith("File name too long: ")

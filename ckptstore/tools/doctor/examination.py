@@ -121,8 +121,8 @@ def examine(
         is_new = isinstance(storage, Disk) and not os.path.lexists(storage.local_path(""))
         try:
             findings += [_run(check, place) for check in _CHECKS]
-            if (found := _ray_snapshot(place)) is not None:
-                findings.append(finding_of("list of Ray Train", lambda: found))
+            if (found := finding_of("list of Ray Train", lambda: _ray_snapshot(place))).detail:
+                findings.append(found)
             if fast_directory is not None:
                 findings += examine_fast(fast_directory, storage, config)
         finally:
@@ -139,9 +139,11 @@ def _run(check: _Check, place: _Place) -> Finding:
 
 
 def _put(place: _Place) -> str:
-    place.is_writable = False
-    place.storage.write(place.key("small"), [memoryview(b"ckptstore")])
-    place.is_writable = True
+    try:
+        place.storage.write(place.key("small"), [memoryview(b"ckptstore")])
+    except (CkptstoreError, OSError):
+        place.is_writable = False
+        raise
     return "a small file was written"
 
 
@@ -322,8 +324,8 @@ def _log(place: _Place) -> Finding | str:
     return f"{newest.number} records, {len(state.live)} live, {len(state.trash)} in the trash, epoch {state.epoch}"
 
 
-def _ray_snapshot(place: _Place) -> Finding | str | None:
-    """Check Ray Train's list of checkpoints in the directory of a run, or of a store in one; None elsewhere."""
+def _ray_snapshot(place: _Place) -> Finding | str:
+    """Check Ray Train's list of checkpoints in the directory of a run, or of a store in one; "" elsewhere."""
     uri = place.storage.uri
     run = uri.removesuffix(f"/{ROOT_NAME}")
     try:
@@ -334,9 +336,9 @@ def _ray_snapshot(place: _Place) -> Finding | str | None:
             snapshot = read_snapshot(storage)
             fault = "" if snapshot is None else obstacle(storage, snapshot)
     except CkptstoreError:  # it cannot be read here: the other checks say what can
-        return None
+        return ""
     if snapshot is None:
-        return None
+        return ""
     if not fault:
         return f"{len(snapshot.listed)} checkpoints"
     hint = f"In Python: ckptstore.ray.repair({run!r})"
