@@ -15,26 +15,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ckptstore.config import StoreConfig
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, ranked_name
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import Offer
 from ckptstore.format.timings import RankTimings
-from ckptstore.group import Group
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.meeting import pack
 from ckptstore.group.message import Keys, Message
 from ckptstore.group.torch_board import TorchBoard
 from ckptstore.opening import open_store
-from ckptstore.storage.base import Storage
 from ckptstore.testing import Call, Delay, combine, with_faults
 from ckptstore.tools.bench.measure import Meter
 
@@ -62,34 +58,6 @@ def receipts(rank: int) -> Any:
     took = RankTimings(rank, f"node-{rank // 8}", seconds, len(_DATA), 1, 0, stalled_seconds=0.0)
     receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), Digest.of(_DATA), rank, _FILE)
     return {**took.to_json(), "stalls": True}, [receipt.to_json()]
-
-
-@dataclass(frozen=True)
-class _Leader:
-    """Rank 0 of many: a value for `open_store(group=...)`."""
-
-    store: Any
-    world_size: int
-
-    def board(self) -> TorchBoard:
-        """Connect to the key-value store."""
-        return TorchBoard(
-            self.store,
-            prefix=_TOKEN,
-            world_size=self.world_size,
-            timeout_seconds=_TIMEOUT_SECONDS,
-            server_ranks=(0,),
-        )
-
-    def open_group(self, storage: Storage, config: StoreConfig) -> Group:
-        """Open the group."""
-        return BoardGroup(
-            self.board(),
-            rank=0,
-            world_size=self.world_size,
-            rank_timeout_seconds=_TIMEOUT_SECONDS,
-            start_token=_TOKEN,
-        )
 
 
 class Followers:
@@ -147,8 +115,11 @@ def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[s
     server = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=_TIMEOUT_SECONDS)
     )
-    leader = _Leader(server, world_size)
-    followers = Followers(root, world_size, leader.board())
+    board = TorchBoard(
+        server, prefix=_TOKEN, world_size=world_size, timeout_seconds=_TIMEOUT_SECONDS, server_ranks=(0,)
+    )
+    group = BoardGroup(board, rank=0, world_size=world_size, rank_timeout_seconds=_TIMEOUT_SECONDS, start_token=_TOKEN)
+    followers = Followers(root, world_size, board)
     followers.leave_first()
     counted = Counter[str]()
 
@@ -157,7 +128,7 @@ def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[s
             counted[call.verb] += 1
 
     store = with_faults(
-        open_store(root, group=leader, durable=False, rank_timeout_seconds=_TIMEOUT_SECONDS),
+        open_store(root, group=group, durable=False, rank_timeout_seconds=_TIMEOUT_SECONDS),
         combine(followers, count, Delay(latency_seconds)),
     )
     used = _used()
