@@ -45,16 +45,7 @@ METRICS_WIDTH = 24
 @fast_option
 @storage_option
 @as_json
-def command(
-    store: str,
-    metrics: tuple[str, ...],
-    sort: str | None,
-    limit: int | None,
-    with_trash: bool,
-    fast_path: str | None,
-    storage_options: dict[str, Any],
-    as_json: bool,
-) -> None:
+def command(store: str, storage_options: dict[str, Any], as_json: bool, **options: Any) -> None:
     """List the checkpoints of STORE, in the order of their commits.
 
     Marks: "latest", "pinned", and "resumed from" for the one that the running job started from. What retention dropped
@@ -65,9 +56,9 @@ def command(
     """
     try:
         with printing_skipped():
-            _list_store(store, metrics, sort, limit, with_trash, fast_path, storage_options, as_json)
+            _list_store(store, storage_options, as_json, **options)
     except StoreMissing as missing:
-        if metrics or sort or limit or with_trash or fast_path:
+        if any(options.values()):
             raise
         _list_below(store, storage_options, missing, as_json=as_json)
 
@@ -104,13 +95,14 @@ def _age(created_at: float | None) -> str:
 
 def _list_store(
     store: str,
+    storage_options: dict[str, Any],
+    as_json: bool,
+    *,
     metrics: tuple[str, ...],
     sort: str | None,
     limit: int | None,
     with_trash: bool,
     fast_path: str | None,
-    storage_options: dict[str, Any],
-    as_json: bool,
 ) -> None:
     is_fast = fast_path is not None
     with opened_store(store, storage_options, fast=tier_at(fast_path)) as opened:
