@@ -166,7 +166,7 @@ class _Marks:
                 start = chunk.offset - self._offset[chunk.region]
                 data = held[start : start + prod(chunk.box.sizes) * item_bytes]
                 place.update(repr(("bytes", chunk.box)).encode())
-                content.update(Digest.of(data).value.to_bytes(4, "big"))
+                content.update(str(Digest.of(data)).encode())
         return f"{_short(place.digest())}/{_short(content.digest())}"
 
     def _blocks(self, region: int) -> list[Digest]:
