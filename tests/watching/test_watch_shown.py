@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from rich.console import Console
 
 from ckptstore import open_store
 from ckptstore.errors import StorageUnavailable
 from ckptstore.runtime.shown import printable
 from ckptstore.tools.cli.commands import watch
-from ckptstore.tools.cli.terminal import print_rows
+from ckptstore.tools.cli.terminal import print_rows, redrawn
 from ckptstore.tools.cli.watch_shown import Picture, look_rows, print_look
 from ckptstore.tools.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 
@@ -112,13 +113,32 @@ def test_the_age_on_the_node_stands_next_to_the_durable_one() -> None:
     ]
 
 
-def test_an_error_stands_below_the_last_look_that_succeeded() -> None:
+def test_an_error_stands_above_the_last_look_that_succeeded() -> None:
+    """Where a low terminal shows it."""
     shown = Picture(look(), 2.0)
-    shown.error = StorageUnavailable("away")
-    (style, label, text), end = list(shown.rows())[-2:]
+    shown.seen = look(), StorageUnavailable("away")
+    (style, label, text), end, *rest = shown.rows()
     assert (style, label) == ("red", "trouble")
     assert text.endswith("ago, it is tried again: away")
     assert end == ("dim", "", "every 2 s; Ctrl-C ends")
+    assert next(text for _, _, text in rest) == look().uri
+
+
+def test_a_picture_is_of_one_look_though_the_next_one_comes_meanwhile() -> None:
+    shown = Picture(look(uri="/before"), 2.0)
+    shown.seen = look(uri="/before"), StorageUnavailable("away")
+    rows = shown.rows()
+    first = next(rows)
+    shown.seen = look(uri="/after"), None
+    assert first[1] == "trouble"
+    assert [text for _, label, text in rows if label == "store"] == ["/before"]
+
+
+def test_a_picture_is_drawn_before_anything_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = StringIO()
+    monkeypatch.setattr("rich.live.get_console", lambda: Console(file=drawn, force_terminal=True))
+    with redrawn(lambda: [("", "label", "text")]):
+        assert "label" in drawn.getvalue()
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
@@ -150,7 +170,7 @@ def test_hostile_names_move_no_terminal(capsys: pytest.CaptureFixture[str]) -> N
     print_look(shown, StorageUnavailable(HOSTILE))
     printed = capsys.readouterr().out.splitlines()
     drawn = Picture(shown, 2.0)
-    drawn.error = StorageUnavailable(HOSTILE)
+    drawn.seen = shown, StorageUnavailable(HOSTILE)
     for line in [*picture(shown, 200), *printed, *(text for _, _, text in drawn.rows())]:
         assert line.isprintable(), line
     assert any(printable(HOSTILE) in line for line in picture(shown, 200))
@@ -223,12 +243,12 @@ PLAIN_STYLES = {"\x1b[0m", "\x1b[1m", "\x1b[2m"}
 
 def test_a_terminal_is_drawn_again_in_its_place_and_follows_its_width(store: Path) -> None:
     with Terminal("--interval", "0.2", store, columns=40) as terminal:
-        first = terminal.until("Ctrl-C ends")
+        first = terminal.until("metric_8=2.66667")  # the end of the picture
         rows = [_ESCAPES.sub("", row).strip("\r") for row in first.split("\n")]
         assert max(map(len, rows)) <= 40
         assert any(row.startswith("durable    step 1, ") for row in rows)
         assert "\x1b[1m" in first
-        again = terminal.until("Ctrl-C ends")
+        again = terminal.until("metric_8=2.66667")
         assert again.count("\x1b[1A\x1b[2K") == len(rows) - 1
         terminal.resize(160)
         terminal.until("metric_0=0 metric_1=0.333333 metric_2=0.666667")  # a line that was broken
@@ -249,6 +269,7 @@ def test_a_terminal_without_colour_and_a_dumb_one(store: Path) -> None:
 
 def test_a_terminal_that_is_lower_than_the_picture(store: Path) -> None:
     with Terminal("--interval", "0.2", store, columns=80, rows=3) as terminal:
+        terminal.until("Ctrl-C ends")
         terminal.until("...")  # stands for the rest
         assert terminal.until("...").count("\x1b[1A") == 2
         assert terminal.interrupted() == (130, "")

@@ -160,6 +160,7 @@ def redrawn(rows: Callable[[], Iterable[Row]]) -> Iterator[Callable[[], None]]:
     from rich.live import Live
 
     with Live(get_renderable=lambda: _picture(rows()), refresh_per_second=1, redirect_stderr=False) as live:
+        live.refresh()
         yield live.refresh
 
 

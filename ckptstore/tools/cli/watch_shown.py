@@ -48,19 +48,19 @@ class Picture:
     """The last look, and the error of a later one that failed. Ages go on between looks."""
 
     def __init__(self, look: Look, interval_seconds: float) -> None:
-        self.look = look
-        self.error: CkptstoreError | None = None
+        self.seen: tuple[Look, CkptstoreError | None] = look, None
+        """Both in one: the picture is drawn on another thread."""
         self._end = f"every {interval_seconds:g} s; Ctrl-C ends"
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows of the picture now."""
-        now = time.time()
-        yield from look_rows(self.look, now=now)
-        if self.error is not None:
-            ago = show_duration(max(0.0, now - self.look.at))
-            words = f"the last look that succeeded was {ago} ago, it is tried again: {printable(self.error.message)}"
+        """Yield the rows of the picture now. A terminal that is too low shows the first ones."""
+        now, (look, error) = time.time(), self.seen
+        if error is not None:
+            ago = show_duration(max(0.0, now - look.at))
+            words = f"the last look that succeeded was {ago} ago, it is tried again: {printable(error.message)}"
             yield "red", "trouble", words
         yield "dim", "", self._end
+        yield from look_rows(look, now=now)
 
 
 def look_rows(look: Look, *, now: float) -> Iterator[Row]:

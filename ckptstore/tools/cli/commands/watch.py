@@ -92,9 +92,9 @@ def _draw_all(looks: _Looks, interval_seconds: float) -> None:
         while True:
             result = looks.next()
             if isinstance(result, Look):
-                picture.look, picture.error = result, None
+                picture.seen = result, None
             elif result is not None:
-                picture.error = result
+                picture.seen = picture.seen[0], result
             if result is not None:
                 draw()
 
