@@ -177,7 +177,8 @@ class Transaction(Generic[Published]):
         error.at(step=step)
         emit(SaveFailed(step=step, rank=destination.rank, error=str(error)))
         if error.committed is False and destination.removes:
-            remove_files(destination.storage, self.attempt)
+            with hurried():
+                remove_files(destination.storage, self.attempt)
         raise error
 
     @contextmanager

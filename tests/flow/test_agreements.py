@@ -16,6 +16,7 @@ from trees import make_tree
 
 from ckptstore import Checkpoint, CheckpointStore, KeepLatest, StorageGroup, open_store
 from ckptstore.errors import CkptstoreError, InvalidInput, StorageError, StorageFull, StorageUnavailable
+from ckptstore.storage import retry
 from ckptstore.testing import Call, FailAt, run_ranks, with_faults
 
 BIG = {"model.bin": os.urandom(2 << 20)}
@@ -151,6 +152,7 @@ def test_only_the_leader_deletes_what_a_failed_attempt_wrote(tmp_path: Path) -> 
         def watch(call: Call) -> None:
             if call.phase == "before" and call.verb == "delete" and call.key.startswith("checkpoints/"):
                 deleted[rank] += 1
+                assert retry._here.is_hurried, "other ranks may be waiting for this one"
             if call.verb == "create" and call.key.startswith("log/") and call.key.endswith("2.json"):
                 raise StorageFull("no space")
 
