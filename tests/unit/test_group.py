@@ -35,7 +35,6 @@ from ckptstore.group.base import spoken, this_node
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.meeting import pack, unpack
 from ckptstore.group.message import DRAIN_LANE, Message, first_error
-from ckptstore.group.storage_board import leftover_prefixes
 from ckptstore.runtime.beat import Beat
 from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.disk.local import LocalStorage
@@ -45,8 +44,8 @@ from ckptstore.testing import CountCalls, FailAt, wrap
 RETRY = RetryConfig(retry_attempts=3, retry_wait_initial_seconds=0.01)
 
 
-def opened(storage: Storage, rank: int, size: int, *, timeout_seconds: float = 60, token: str = "start") -> BoardGroup:
-    group = StorageGroup(rank, size, token, node=f"node{rank}")
+def opened(storage: Storage, rank: int, size: int, *, timeout_seconds: float = 60) -> BoardGroup:
+    group = StorageGroup(rank, size, "start", node=f"node{rank}")
     return group.open(storage, rank_timeout_seconds=timeout_seconds, retry=RETRY)
 
 
@@ -469,13 +468,6 @@ def test_followers_that_wait_write_nothing(memory: MemoryStorage) -> None:
     assert signs["group/start/life.00000"] > 1  # the leader's signs, for those that wait for it, and its farewell
     assert [signs[f"group/start/life.{rank:05d}"] for rank in (1, 3)] == [1, 1]
     assert signs["group/start/life.00002"] > 1  # it works, and says so
-
-
-def test_leftovers_of_dead_jobs_are_found(memory: MemoryStorage) -> None:
-    for token in ("dead-1", "dead-2", "alive"):
-        exchange(opened(memory, 0, 1, token=token), "save", lambda beat: b"", joined)
-    assert leftover_prefixes(memory, {"alive"}) == ["group/dead-1/", "group/dead-2/"]
-    assert leftover_prefixes(memory, {"alive", "dead-1", "dead-2", "unknown"}) == []
 
 
 def test_a_root_that_is_not_shared_names_the_nodes(memory: MemoryStorage, tmp_path: Path) -> None:
