@@ -24,6 +24,7 @@ from ckptstore import (
     StorageFull,
     StoreNotShared,
 )
+from ckptstore.events import SaveStarted, listening
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
 from ckptstore.log.identity import read_store_json
 from ckptstore.storage.disk.local import LocalStorage
@@ -88,7 +89,10 @@ def test_only_the_ranks_that_take_part_are_waited_for(run: Path, tmp_path: Path)
 
 def test_ranks_that_share_a_directory_store_it_once(run: Path, tmp_path: Path) -> None:
     shared, other = tree(tmp_path / "a", model__pt="one"), tree(tmp_path / "b", model__pt="two")
-    checkpoint = stored(str(run), [shared, shared, other, shared])  # the last one is on another node
+    started: list[SaveStarted] = []
+    with listening(started.append, SaveStarted):
+        checkpoint = stored(str(run), [shared, shared, other, shared])  # the last one is on another node
+    assert sorted(event.rank for event in started) == [0, 2, 3]
     files = {file.name: file.rank for file in ckptstore.ray.wrap(checkpoint).files}
     assert files == {"model-rank=00000.pt": 0, "model-rank=00002.pt": 2, "model-rank=00003.pt": 3}
 
