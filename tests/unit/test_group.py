@@ -392,6 +392,18 @@ def test_a_meeting_inside_a_meeting_is_an_error_and_no_hang(memory: MemoryStorag
         assert "begun inside another one of the same lane" in str(error)
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_value_that_no_message_holds_is_refused_on_all_ranks(memory: MemoryStorage, failing: int) -> None:
+    def script(group: BoardGroup) -> bytes:
+        refused = pytest.raises(RankFailed, match="set cannot be brought to a meeting")
+        with refused as caught, group.meeting("refused") as meeting:
+            meeting.gather({1, 2} if group.rank == failing else None)
+        assert caught.value.rank == failing
+        return exchange(group, "save", named(group), joined)
+
+    assert together(memory, 3, script, timeout_seconds=600) == [b"rank 0, rank 1, rank 2"] * 3
+
+
 def test_requests_are_tried_again_and_a_lost_reply_is_settled(memory: MemoryStorage) -> None:
     faults = [
         FailAt("create *.00001", effect="after"),  # rank 1's answer is there, its reply is lost
