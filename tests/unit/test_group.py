@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -670,6 +672,37 @@ def test_ranks_are_spoken(ranks: list[int], text: str) -> None:
 )
 def test_a_value_comes_back_as_it_was_with_bytes_anywhere(value: Any) -> None:
     assert unpack(pack(value)) == value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\n",
+        b"{",
+        b"\xff\n",
+        b"1\nx",
+        b'{"\\u0000bytes": null}\n',
+        b'{"\\u0000bytes": "2"}\nab',
+        b'{"\\u0000bytes": [2]}\nab',
+        b'{"\\u0000bytes": true}\na',
+        b'{"\\u0000bytes": 1.0}\na',
+        b'{"\\u0000bytes": 3}\nab',
+        b'[{"\\u0000bytes": 2}, {"\\u0000bytes": -2}, {"\\u0000bytes": 2}]\nab',
+        b"[" * 200_000,
+    ],
+)
+def test_what_is_no_value_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        unpack(data)
+
+
+@given(
+    st.binary(max_size=30) | st.recursive(st.integers(-9, 9), lambda inner: st.dictionaries(st.just("\0bytes"), inner)),
+    st.binary(max_size=20),
+)
+def test_any_bytes_are_a_value_or_refused(head: Any, rest: bytes) -> None:
+    with suppress(ValueError):
+        unpack((head if isinstance(head, bytes) else json.dumps(head).encode()) + b"\n" + rest)
 
 
 def test_what_a_meeting_cannot_carry_is_an_error_on_all_ranks(memory: MemoryStorage) -> None:
