@@ -73,10 +73,18 @@ def open_torch_group(process_group: Any = None, *, rank_timeout_seconds: float, 
             hint="Give group=StorageGroup(rank, world_size, start_token)",
         )
     group = _meet(process_group, store, rank_timeout_seconds=rank_timeout_seconds, node=node)
+    return agree_on_start(group, lambda: _gloo_group(group, process_group))
+
+
+def agree_on_start(group: TorchGroup, make_process_group: Callable[[], Any] = lambda: None) -> TorchGroup:
+    """Return the group once it has the start token of its leader, and a process group. Close it on failure.
+
+    Collective.
+    """
     try:
         with group.meeting("open the group") as meeting:
             group.start_token = meeting.tell(new_start_token)
-        group.process_group = _gloo_group(group, process_group)
+        group.process_group = make_process_group()
     except BaseException:
         group.close()
         raise
