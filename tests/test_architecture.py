@@ -442,6 +442,15 @@ def test_the_command_line_starts_without_torch() -> None:
     assert loaded_by("import ckptstore.tools.cli") & (HEAVY - {"click"}) == set()
 
 
+def test_a_store_with_a_fast_tier_is_opened_and_resumed_without_torch(tmp_path: Path) -> None:
+    code = f"""import ckptstore
+with ckptstore.open_store({str(tmp_path / "store")!r}) as store:
+    store.save_directory(1, None)
+with ckptstore.open_store({str(tmp_path / "store")!r}, fast=ckptstore.FastTier({str(tmp_path / "fast")!r})) as store:
+    assert store.latest(fast=True).step == store.resume().step == 1"""
+    assert "torch" not in loaded_by(code)
+
+
 def test_a_save_and_a_load_of_plain_tensors_import_nothing_that_only_others_use(tmp_path: Path) -> None:
     """Distributed tensors, and the locks of the node cache."""
     code = f"""import sys, torch, ckptstore

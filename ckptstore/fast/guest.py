@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.errors import InvalidInput
 from ckptstore.fast import finding
@@ -13,11 +13,13 @@ from ckptstore.fast.nodes import arrival
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.members import Members
 from ckptstore.fast.nodes.node_channel import NodeKeys
-from ckptstore.fast.saver import FastSaver
 from ckptstore.fast.tier import FastTier
 from ckptstore.job import Job
 from ckptstore.loading.newest import newest_first
-from ckptstore.saving.background import Background
+
+if TYPE_CHECKING:
+    from ckptstore.fast.saver import FastSaver
+    from ckptstore.saving.background import Background
 
 
 class Guest:
@@ -91,6 +93,8 @@ class Guest:
 
     def saver(self, job: Job, background: Background) -> FastSaver:
         """See `Tier.saver`."""
+        from ckptstore.fast.saver import FastSaver  # loads torch
+
         return FastSaver(job=job, background=background, open_place=partial(self.open, job))
 
     def near(self, job: Job) -> list[NearCheckpoint]:

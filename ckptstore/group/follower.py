@@ -118,16 +118,16 @@ class _Followed(Attended):
     def __init__(self, lane: FollowerLane, tag: str, at_work: ExitStack) -> None:
         """`at_work` gives signs of life until this rank only waits for the leader's result."""
         self._lane, self._tag, self._at_work = lane, tag, at_work
-        self._value: Any = None
+        self._payload = b""
 
     def gather(self, value: Any = None) -> list[Any]:
         """See `Meeting.gather`. The value is posted by `tell`, or at the end of the meeting."""
-        self._value = value
+        self._payload = pack(value)
         return []
 
     def tell(self, work: Callable[[], Any]) -> Any:
         """See `Meeting.tell`."""
-        return self._follow(self._lane.message(self._tag, pack(self._value)), None)
+        return self._follow(self._lane.message(self._tag, self._payload), None)
 
     def fail(self, error: BaseException) -> None:
         """See `Attended.fail`."""

@@ -32,28 +32,33 @@ class LeaderLane(Lane):
 
     @contextmanager
     def _attend(self, tag: str) -> Iterator[Attended]:
-        self._call += 1
+        self._next_number()
         while self._comes_apart and self._is_past(tag):
-            self._call += 1
-        self._posted_calls.append(self._call)
+            self._next_number()
         with self._beat.at_work():
-            self._settle(tag)
+            with self._owing(tag):
+                self._seat.settle()
             yield _Led(self, tag)
+
+    def _next_number(self) -> None:
+        self._call += 1
+        self._posted_calls.append(self._call)
 
     def _is_past(self, tag: str) -> bool:
         """Return True, and end the meeting for all ranks, if a rank has given it up in another call than this."""
-        mark = None if self._name else self._gone()
+        with self._owing(tag):
+            mark = None if self._name else self._gone()
         if mark is None or (mark.tag == tag and self._order(mark) == 0):
             return False
-        self._posted_calls.append(self._call)
         ended = self.message(tag, error=self._has_given_up(mark, tag).to_wire())
-        self._seat.post(self._keys.result(self._call), replace(ended, step=mark.step))
+        self._post_result(replace(ended, step=mark.step), None)
         return True
 
-    def _settle(self, tag: str) -> None:
-        """Post the results that are owed. If that fails, owe the result of this meeting too, and raise."""
+    @contextmanager
+    def _owing(self, tag: str) -> Iterator[None]:
+        """If the block raises, owe the others the result of this meeting: that this rank was interrupted."""
         try:
-            self._seat.settle()
+            yield
         except BaseException as error:
             unsaid = RankFailed(f"Rank {LEADER} was interrupted in {tag!r}", rank=LEADER, committed=None)
             self._seat.owe(self._keys.result(self._call), self.message(tag, error=unsaid.to_wire()))
@@ -117,7 +122,9 @@ class LeaderLane(Lane):
     def tell_value(self, tag: str, payload: bytes) -> Any:
         """Post a value for all ranks, and return it; an error if one of them has given up waiting for it."""
         result = self.message(tag, payload)
-        if gone := self._given_up(tag):
+        with self._owing(tag):
+            gone = self._given_up(tag)
+        if gone:
             result = replace(self.message(tag, error=gone.to_wire()), missed=gone.ranks)
         self._post_result(result, None)
         return self._value(result, None)

@@ -57,11 +57,16 @@ def unpack(data: bytes) -> Any:
         nonlocal begin
         if item.keys() != {_BYTES}:
             return item
-        end = begin + int(item[_BYTES])
-        blob, begin = rest[begin:end], end
+        size = item[_BYTES]
+        if type(size) is not int or not 0 <= size <= len(rest) - begin:
+            raise ValueError(f"{size!r} is not the size of bytes in a value")
+        blob, begin = rest[begin : begin + size], begin + size
         return blob
 
-    value = json.loads(line, object_hook=taken)
+    try:
+        value = json.loads(line, object_hook=taken)
+    except RecursionError as error:
+        raise ValueError("the value is nested too deeply") from error
     if begin != len(rest):
         raise ValueError(f"{begin} bytes of {len(rest)} belong to a value")
     return value

@@ -5,7 +5,7 @@
     group/<start token>/00000012.result       the leader's result
     group/<start token>/life.00003            rank 3's sign of life: a new size each time
 
-The leader clears them. `leftover_prefixes` finds those of a job that died.
+The leader clears them; `ckptstore gc` removes those of a job that died.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import TypeVar
 
@@ -146,12 +146,3 @@ class StorageBoard:
 def _common_prefix(keys: Sequence[str]) -> str:
     """Return the common prefix, below which few other keys lie: keys of one request differ at their end."""
     return os.path.commonprefix(list(keys))  # noqa: RUF071 - keys are strings, not paths
-
-
-def leftover_prefixes(storage: Storage, live_tokens: Collection[str]) -> list[str]:
-    """Return the key prefixes of messages that earlier starts of jobs posted and nobody removed.
-
-    `live_tokens` are the start tokens of jobs that run or may run.
-    """
-    tokens = {file.key.removeprefix(GROUP_PREFIX).partition("/")[0] for file in storage.list(GROUP_PREFIX)}
-    return [f"{GROUP_PREFIX}{token}/" for token in sorted(tokens - set(live_tokens))]

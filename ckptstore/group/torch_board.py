@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -46,10 +46,17 @@ class TorchGroup(BoardGroup):
     """The ranks of a process group. `process_group` is a separate gloo group of the same ranks."""
 
     process_group: Any = None
+    notice: Notice | None = None
+    """The place where this rank has announced the address of the store that it serves; None if it serves none."""
 
     def close(self) -> None:
         """See `Group.close`."""
         super().close()
+        if self.notice is not None:
+            try:
+                self.notice.withdraw()
+            except Exception as error:  # another library's
+                logger.debug("the address of a group stays: %s", error)
         process_group, self.process_group = self.process_group, None
         if process_group is not None and dist.is_initialized():
             try:
@@ -73,40 +80,57 @@ def open_torch_group(process_group: Any = None, *, rank_timeout_seconds: float, 
             hint="Give group=StorageGroup(rank, world_size, start_token)",
         )
     group = _meet(process_group, store, rank_timeout_seconds=rank_timeout_seconds, node=node)
+    return agree_on_start(group, lambda: _gloo_group(group, process_group))
+
+
+def agree_on_start(group: TorchGroup, make_process_group: Callable[[], Any] = lambda: None) -> TorchGroup:
+    """Return the group once it has the start token of its leader, and a process group. Close it on failure.
+
+    Collective.
+    """
     try:
         with group.meeting("open the group") as meeting:
             group.start_token = meeting.tell(new_start_token)
-        group.process_group = _gloo_group(group, process_group)
+        group.process_group = make_process_group()
     except BaseException:
         group.close()
         raise
     return group
 
 
+class Notice(Protocol):
+    """The place where the ranks of a group learn the address of their leader, which serves their key-value store."""
+
+    host: str
+    """The host of this process."""
+    hint: str
+    """The advice for the case that a rank gives no sign of life."""
+
+    def announce(self, address: str) -> object:
+        """Leader: post the address."""
+
+    def look(self) -> str | None:
+        """Return the address; None if it is not posted yet."""
+
+    def withdraw(self) -> object:
+        """Leader: remove the address."""
+
+
 def open_served_group(
-    announce: Callable[[str], object],
-    look: Callable[[], str | None],
-    host: str,
-    *,
-    rank: int,
-    world_size: int,
-    start_token: str,
-    rank_timeout_seconds: float,
-    node: str | None,
+    notice: Notice, *, rank: int, world_size: int, start_token: str, rank_timeout_seconds: float, node: str | None
 ) -> TorchGroup:
     """Open a group of ranks that have no process group, at a key-value store that the leader serves.
 
-    The leader calls `announce` with the address, which begins with its `host`; the others call `look` until it returns
-    that. The leader waits for nobody. Raises GroupMissing if the leader cannot serve, or a rank does not reach it;
-    RankTimeout if it does not announce an address.
+    The leader waits for nobody, the others wait for its address. Raises GroupMissing if the leader cannot serve, or a
+    rank does not reach it; RankTimeout if it does not announce an address.
     """
-    timeout = timedelta(seconds=rank_timeout_seconds)
+    host, timeout = notice.host, timedelta(seconds=rank_timeout_seconds)
     try:
         if rank == LEADER:
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
-            announce(f"{host} {store.port}")
+            notice.announce(f"{host} {store.port}")
         else:
-            host, port = _wait_for_address(look, rank_timeout_seconds).rsplit(" ", 1)
+            host, port = _wait_for_address(notice, rank_timeout_seconds).rsplit(" ", 1)
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
     except RuntimeError as error:  # torch's errors are RuntimeErrors
         raise GroupMissing(
@@ -117,7 +141,8 @@ def open_served_group(
     board = TorchBoard(
         store, prefix="ckptstore", world_size=world_size, timeout_seconds=rank_timeout_seconds, server_ranks=(LEADER,)
     )
-    return TorchGroup(
+    board.hint = notice.hint
+    group = TorchGroup(
         board,
         rank=rank,
         world_size=world_size,
@@ -125,16 +150,18 @@ def open_served_group(
         start_token=start_token,
         node=node,
     )
+    group.notice = notice if rank == LEADER else None
+    return group
 
 
-def _wait_for_address(look: Callable[[], str | None], timeout_seconds: float) -> str:
+def _wait_for_address(notice: Notice, timeout_seconds: float) -> str:
     pace, until = Pace(shortest_seconds=0.005, longest_seconds=0.25), time.monotonic() + timeout_seconds
-    while (address := look()) is None:
+    while (address := notice.look()) is None:
         if time.monotonic() > until:
             raise RankTimeout(
                 f"Rank {LEADER} gave no sign of life for {timeout_seconds:g} s in 'open the group'",
                 ranks=(LEADER,),
-                hint=TorchBoard.hint,
+                hint=notice.hint,
             )
         time.sleep(pace.seconds())
         pace.look()
@@ -205,7 +232,7 @@ class TorchBoard:
         self._timeout_seconds = timeout_seconds
         self._is_closed = False
         self._connecting = threading.Lock()
-        self._clone = lambda: dist.PrefixStore(prefix, cloned(store))  # type: ignore[attr-defined]
+        self._clone: Any = lambda: dist.PrefixStore(prefix, cloned(store))  # type: ignore[attr-defined]
         self._caller = Caller(timeout_seconds=timeout_seconds)
         self._store: Any = self._request(self._clone)
         self._scanned: dict[str, int] = {}
@@ -294,6 +321,7 @@ class TorchBoard:
         if emptied:
             self._caller.later(lambda: self._store.delete_key(_POSTS_KEY))
         self._caller.close()
+        self._store = self._clone = None  # the server of a leader ends with the last of them, and needs no collection
 
     def _request(self, request: Callable[[], T]) -> T:
         try:

@@ -23,11 +23,12 @@ def attach_stub(
     not have the name of its contents, for Python puts a loaded module in the place of that name.
     """
     homes: dict[str, str] = {}
-    with open(f"{splitext(file)[0]}.pyi", encoding="utf-8") as stub:
-        for line in stub:
-            match line.split():
-                case ["from", home, "import", _, "as", name]:
-                    homes[name] = home
+    spec: Any = sys.modules[package].__spec__
+    stub: bytes = spec.loader.get_data(f"{splitext(file)[0]}.pyi")  # the package may lie in a zip file
+    for line in stub.decode().splitlines():
+        match line.split():
+            case ["from", home, "import", _, "as", name]:
+                homes[name] = home
 
     def load(name: str) -> Any:
         if name not in homes:

@@ -304,4 +304,5 @@ class _Staged:
 
     def move(self, storage: Storage, upload: Upload) -> None:
         """Use another storage from now on."""
-        self.plan().move(storage, upload)
+        if not isinstance(self._plan, Exception):
+            self._plan.move(storage, upload)

@@ -174,7 +174,7 @@ class StateShard:
         """See `Shard.plan`."""
         assert self._agreement is not None  # the ranks have met
         return StatePlan(
-            looked=lambda: self._looked,
+            looked=self._looked,
             agreement=self._agreement,
             expected=self._expected,
             rank=self._rank,
@@ -190,7 +190,7 @@ class StateShard:
 class StatePlan:
     """See `ckptstore.saving.shard.Plan`."""
 
-    looked: Callable[[], Looked]
+    looked: Looked
     agreement: Agreement
     expected: Expected
     rank: int
@@ -203,23 +203,23 @@ class StatePlan:
     @cached_property
     def launched(self) -> LaunchedWork:
         """The work that the devices have to finish before the bytes of the state are final."""
-        return LaunchedWork({tensor.device for boxes in self.looked().found.memory.values() for tensor in boxes})
+        return LaunchedWork({tensor.device for boxes in self.looked.found.memory.values() for tensor in boxes})
 
     @cached_property
     def _rank_plan(self) -> RankPlan:
-        return self.memo.plan(self.looked().found.items, self.agreement, self.rank)
+        return self.memo.plan(self.looked.found.items, self.agreement, self.rank)
 
     @cached_property
     def files(self) -> ShardFiles:
         """The files of this rank, laid out."""
-        options, looked = self.options, self.looked()
+        options = self.options
         return ShardFiles(
-            looked.found,
+            self.looked.found,
             self._rank_plan,
             rank=self.rank,
             spread=Spread(options.num_files, options.num_prefixes, on_disk=isinstance(self.storage, Disk)),
             incremental=bool(options.incremental),
-            before=looked.before,
+            before=self.looked.before,
             algorithm=options.algorithm,
         )
 
@@ -231,7 +231,7 @@ class StatePlan:
         from ckptstore.dcp.stock.stock_share import StockShare
 
         return StockShare(
-            self.looked().flat,
+            self.looked.flat,
             [*self._rank_plan.common, *self._rank_plan.own],
             self.files,
             self.agreement,

@@ -138,17 +138,17 @@ class Transaction(Generic[Published]):
         An error on any rank before the commit is raised on all ranks, and the written files are removed, by the leader
         alone and only after its own verdict. A rank that does not learn the outcome looks for the checkpoint once.
         """
-        publisher, clock, attempt = self.publisher, self.clock, self.attempt
+        clock = self.clock
         with self._ending():
             try:
                 with self.lane.meeting("receipts") as meeting:
                     with counted_twice() as traffic:
                         plan = shard.plan()
-                        stored = plan.store(attempt)
+                        stored = plan.store(self.attempt)
                     clock.ended("upload")
                     answers = meeting.gather((clock.report(traffic, node=self.lane.node), stored))
                     told, published = meeting.tell(lambda: self._publish(plan, answers))
-                found = publisher.outcome(self.lane, attempt, published, lambda: self._end(**told))
+                found = self._outcome(published, **told)
             except CkptstoreError as error:
                 return self._found(error)
             assert found is not None  # it was published
@@ -161,6 +161,15 @@ class Transaction(Generic[Published]):
         uploads = [report["seconds"]["upload"] for report in reports]
         return {"slowest": _slowest(uploads), "longest_seconds": longest_seconds(reports)}, published
 
+    def _outcome(self, published: Any, **timing: Any) -> Published | None:
+        """Return the outcome, as the publisher reads it. An error is one of a checkpoint that exists."""
+        try:
+            return self.publisher.outcome(self.lane, self.attempt, published, lambda: self._end(**timing))
+        except CkptstoreError as error:
+            if error.committed is False:  # as by default; its files must stay
+                error.committed = True
+            raise
+
     def _end(self, slowest: Sequence[Any] = (), longest_seconds: float | None = None) -> Ended:
         self.clock.met(longest_seconds)
         return Ended(self.clock.elapsed_seconds, slowest)
@@ -170,14 +179,15 @@ class Transaction(Generic[Published]):
         destination, step = self.publisher.destination, self.request.step
         if error.committed is None:
             with hurried():  # other ranks, which have raised the error, may be waiting for this one
-                found = self.publisher.outcome(self.lane, self.attempt, None, self._end)
+                found = self._outcome(None)
             if found is not None:
                 logger.warning("step %d is committed, though this rank did not hear of it: %s", step, error)
                 return found
         error.at(step=step)
         emit(SaveFailed(step=step, rank=destination.rank, error=str(error)))
         if error.committed is False and destination.removes:
-            remove_files(destination.storage, self.attempt)
+            with hurried():
+                remove_files(destination.storage, self.attempt)
         raise error
 
     @contextmanager

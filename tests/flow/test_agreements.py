@@ -16,6 +16,8 @@ from trees import make_tree
 
 from ckptstore import Checkpoint, CheckpointStore, KeepLatest, StorageGroup, open_store
 from ckptstore.errors import CkptstoreError, InvalidInput, StorageError, StorageFull, StorageUnavailable
+from ckptstore.saving import log_publisher
+from ckptstore.storage import retry
 from ckptstore.testing import Call, FailAt, run_ranks, with_faults
 
 BIG = {"model.bin": os.urandom(2 << 20)}
@@ -151,6 +153,7 @@ def test_only_the_leader_deletes_what_a_failed_attempt_wrote(tmp_path: Path) -> 
         def watch(call: Call) -> None:
             if call.phase == "before" and call.verb == "delete" and call.key.startswith("checkpoints/"):
                 deleted[rank] += 1
+                assert retry._here.is_hurried, "other ranks may be waiting for this one"
             if call.verb == "create" and call.key.startswith("log/") and call.key.endswith("2.json"):
                 raise StorageFull("no space")
 
@@ -162,6 +165,18 @@ def test_only_the_leader_deletes_what_a_failed_attempt_wrote(tmp_path: Path) -> 
     assert deleted[0] > 0
     assert deleted[1] == 0
     assert list((tmp_path / "store" / "checkpoints").rglob("*.bin")) == []
+
+
+def test_an_error_after_the_commit_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_tree(tmp_path / "source", BIG)
+
+    def fail(*_arguments: Any, **_options: Any) -> None:
+        raise StorageError("no use")
+
+    monkeypatch.setattr(log_publisher, "tell", fail)
+    ends = run_threads(2, tmp_path / "store", lambda store, rank: store.save_directory(1, source))
+    assert [(type(error), error.committed) for error in ends] == [(StorageError, True)] * 2
+    assert commits(tmp_path / "store") == [1]
 
 
 @pytest.mark.parametrize("kind", ["directory", "state"])

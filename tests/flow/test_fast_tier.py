@@ -26,11 +26,13 @@ from ckptstore import (
     FastTier,
     InvalidInput,
     InvalidMetadata,
+    InvalidState,
     KeepEvery,
     KeepLatest,
     NoUsableCheckpoint,
     StepExists,
     StorageError,
+    StorageFull,
     StorageGroup,
     StoreFenced,
     open_store,
@@ -380,6 +382,29 @@ def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk:
         return found is not None and found.number is not None and torch.equal(state["w"], large)
 
     assert jobs.run("ab", resume_large) == [True, True]
+
+
+def test_where_a_disk_is_full_and_another_rank_has_no_copy_both_are_told(jobs: Jobs) -> None:
+    def fail(error: Exception) -> Callable[..., Any]:
+        def failing(*_arguments: Any) -> Any:
+            raise error
+
+        return failing
+
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        save(1)(store, rank)
+        place = guest_of(job_of(store)).place
+        assert place is not None
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(place.transfer, "upload", fail(StorageFull("no space on the disk")))
+            else:
+                patch.setattr(store._state_saver, "_staging_memory", fail(InvalidState("no memory for the copy")))
+            return store.save_async(2, state_of(2, rank)).result()
+
+    for error in jobs.run("ab", flow):
+        assert (type(error), error.rank, error.step) == (InvalidState, 1, 2)
+    assert jobs.run("ab", resume) == of(1, 0, 1)
 
 
 def test_a_checkpoint_on_one_node_can_be_used_as_any_other(jobs: Jobs, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that Ray keeps, stored without a run of Ray: the ranks are threads, and meet as in `upload_fn`."""
+"""Checkpoints that Ray keeps, stored without a run of Ray: the ranks are threads, and meet in the storage."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -21,9 +22,13 @@ from ckptstore import (
     InvalidMetric,
     InvalidName,
     InvalidSource,
+    RankTimeout,
     StorageFull,
     StoreNotShared,
 )
+from ckptstore.events import SaveStarted, listening
+from ckptstore.integrations.ray import worker_group
+from ckptstore.integrations.ray.kept_by_ray import reporting, upload_fn
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
 from ckptstore.log.identity import read_store_json
 from ckptstore.storage.disk.local import LocalStorage
@@ -88,7 +93,10 @@ def test_only_the_ranks_that_take_part_are_waited_for(run: Path, tmp_path: Path)
 
 def test_ranks_that_share_a_directory_store_it_once(run: Path, tmp_path: Path) -> None:
     shared, other = tree(tmp_path / "a", model__pt="one"), tree(tmp_path / "b", model__pt="two")
-    checkpoint = stored(str(run), [shared, shared, other, shared])  # the last one is on another node
+    started: list[SaveStarted] = []
+    with listening(started.append, SaveStarted):
+        checkpoint = stored(str(run), [shared, shared, other, shared])  # the last one is on another node
+    assert sorted(event.rank for event in started) == [0, 2, 3]
     files = {file.name: file.rank for file in ckptstore.ray.wrap(checkpoint).files}
     assert files == {"model-rank=00000.pt": 0, "model-rank=00002.pt": 2, "model-rank=00003.pt": 3}
 
@@ -245,6 +253,64 @@ def test_on_s3_every_byte_is_checked(tmp_path: Path) -> None:
         with pytest.raises(CheckpointDamaged):
             ckptstore.ray.wrap(checkpoint).to_directory(tmp_path / "copy")
         assert [problem.fault for problem in ckptstore.ray.wrap(checkpoint).verify().problems] == ["flipped"]
+
+
+class OneNotice:
+    """The addresses of groups, for one process."""
+
+    host, hint = "127.0.0.1", "Look for it"
+    addresses: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def announce(self, address: str) -> None:
+        self.addresses[self.key] = address
+
+    def look(self) -> str | None:
+        return self.addresses.get(self.key)
+
+    def withdraw(self) -> None:
+        del self.addresses[self.key]
+
+
+@pytest.fixture
+def notices(monkeypatch: pytest.MonkeyPatch) -> type[OneNotice]:
+    """Workers of one start find each other here, and need no cluster."""
+    monkeypatch.setattr(worker_group, "_RayNotice", OneNotice)
+    monkeypatch.setattr(worker_group, "start_token", lambda: "start")
+    return OneNotice
+
+
+def test_workers_of_an_upload_meet_beside_the_storage_however_many_they_are(
+    run: Path, tmp_path: Path, notices: type[OneNotice]
+) -> None:
+    opened = Run.open(worker_at(str(run), world_size=1000), rank_timeout_seconds=30)
+    group = upload_fn._meet(opened, range(1000), "checkpoint_1")
+    assert (group.rank, group.world_size) == (0, 1000)
+    assert len(notices.addresses) == 1
+    group.close()
+    assert notices.addresses == {}
+    assert names(run) == [".validate_storage_marker"]
+
+
+def test_a_worker_that_waits_for_rank_0_is_told_what_each_worker_calls(
+    run: Path, tmp_path: Path, notices: type[OneNotice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = worker_at(str(run), rank=1, world_size=2)
+    opened = Run.open(worker, rank_timeout_seconds=1)
+    with pytest.raises(RankTimeout, match="Look for it"):
+        worker_group.RayWorkers(worker).open_group(opened.storage, opened.config)
+    with pytest.raises(RankTimeout, match=r"Every worker calls ckptstore\.ray\.report"):
+        reporting._Reporter(opened, None)._met()
+    monkeypatch.setattr(upload_fn, "require_worker", lambda _name: worker)
+    upload = ckptstore.ray.upload_fn(rank_timeout_seconds=1)
+    with pytest.raises(RankTimeout, match=r"give upload_fn\(ranks=\[\.\.\.\]\)"):
+        upload(Checkpoint.from_directory(str(tree(tmp_path / "a", model__pt="one"))), "checkpoint_1")
+
+
+def test_the_hint_for_workers_names_readers_that_are_alone() -> None:
+    assert "one that reads alone gives group='solo'" in worker_group._RayNotice.hint
 
 
 class TestOutsideOfAWorker:

@@ -52,6 +52,7 @@ def test_an_upload_never_deletes_what_it_saved(cluster: RayCluster, tmp_path: Pa
     assert [file.name for file in ours.files] == ["model-0.pt", "model-1.pt"]
     assert ours.verify().ok
     assert not (tmp_path / "run/written-1").exists(), "Ray has deleted that, as it was asked to"
+    assert not (tmp_path / "run/group").exists(), "the ranks of an upload meet elsewhere"
 
 
 @pytest.mark.slow

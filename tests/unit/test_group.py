@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,6 @@ from ckptstore.group.base import spoken, this_node
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.meeting import pack, unpack
 from ckptstore.group.message import DRAIN_LANE, Message, first_error
-from ckptstore.group.storage_board import leftover_prefixes
 from ckptstore.runtime.beat import Beat
 from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.disk.local import LocalStorage
@@ -45,8 +46,8 @@ from ckptstore.testing import CountCalls, FailAt, wrap
 RETRY = RetryConfig(retry_attempts=3, retry_wait_initial_seconds=0.01)
 
 
-def opened(storage: Storage, rank: int, size: int, *, timeout_seconds: float = 60, token: str = "start") -> BoardGroup:
-    group = StorageGroup(rank, size, token, node=f"node{rank}")
+def opened(storage: Storage, rank: int, size: int, *, timeout_seconds: float = 60) -> BoardGroup:
+    group = StorageGroup(rank, size, "start", node=f"node{rank}")
     return group.open(storage, rank_timeout_seconds=timeout_seconds, retry=RETRY)
 
 
@@ -388,6 +389,18 @@ def test_a_meeting_inside_a_meeting_is_an_error_and_no_hang(memory: MemoryStorag
         assert "begun inside another one of the same lane" in str(error)
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_value_that_no_message_holds_is_refused_on_all_ranks(memory: MemoryStorage, failing: int) -> None:
+    def script(group: BoardGroup) -> bytes:
+        refused = pytest.raises(RankFailed, match="set cannot be brought to a meeting")
+        with refused as caught, group.meeting("refused") as meeting:
+            meeting.gather({1, 2} if group.rank == failing else None)
+        assert caught.value.rank == failing
+        return exchange(group, "save", named(group), joined)
+
+    assert together(memory, 3, script, timeout_seconds=600) == [b"rank 0, rank 1, rank 2"] * 3
+
+
 def test_requests_are_tried_again_and_a_lost_reply_is_settled(memory: MemoryStorage) -> None:
     faults = [
         FailAt("create *.00001", effect="after"),  # rank 1's answer is there, its reply is lost
@@ -464,13 +477,6 @@ def test_followers_that_wait_write_nothing(memory: MemoryStorage) -> None:
     assert signs["group/start/life.00000"] > 1  # the leader's signs, for those that wait for it, and its farewell
     assert [signs[f"group/start/life.{rank:05d}"] for rank in (1, 3)] == [1, 1]
     assert signs["group/start/life.00002"] > 1  # it works, and says so
-
-
-def test_leftovers_of_dead_jobs_are_found(memory: MemoryStorage) -> None:
-    for token in ("dead-1", "dead-2", "alive"):
-        exchange(opened(memory, 0, 1, token=token), "save", lambda beat: b"", joined)
-    assert leftover_prefixes(memory, {"alive"}) == ["group/dead-1/", "group/dead-2/"]
-    assert leftover_prefixes(memory, {"alive", "dead-1", "dead-2", "unknown"}) == []
 
 
 def test_a_root_that_is_not_shared_names_the_nodes(memory: MemoryStorage, tmp_path: Path) -> None:
@@ -661,6 +667,37 @@ def test_ranks_are_spoken(ranks: list[int], text: str) -> None:
 )
 def test_a_value_comes_back_as_it_was_with_bytes_anywhere(value: Any) -> None:
     assert unpack(pack(value)) == value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\n",
+        b"{",
+        b"\xff\n",
+        b"1\nx",
+        b'{"\\u0000bytes": null}\n',
+        b'{"\\u0000bytes": "2"}\nab',
+        b'{"\\u0000bytes": [2]}\nab',
+        b'{"\\u0000bytes": true}\na',
+        b'{"\\u0000bytes": 1.0}\na',
+        b'{"\\u0000bytes": 3}\nab',
+        b'[{"\\u0000bytes": 2}, {"\\u0000bytes": -2}, {"\\u0000bytes": 2}]\nab',
+        b"[" * 200_000,
+    ],
+)
+def test_what_is_no_value_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        unpack(data)
+
+
+@given(
+    st.binary(max_size=30) | st.recursive(st.integers(-9, 9), lambda inner: st.dictionaries(st.just("\0bytes"), inner)),
+    st.binary(max_size=20),
+)
+def test_any_bytes_are_a_value_or_refused(head: Any, rest: bytes) -> None:
+    with suppress(ValueError):
+        unpack((head if isinstance(head, bytes) else json.dumps(head).encode()) + b"\n" + rest)
 
 
 def test_what_a_meeting_cannot_carry_is_an_error_on_all_ranks(memory: MemoryStorage) -> None:

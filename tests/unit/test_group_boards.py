@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,15 +14,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from exchanging import exchange
+from thread_ranks import in_threads
 
 from ckptstore.config import RetryConfig
-from ckptstore.errors import CkptstoreError, RankTimeout
+from ckptstore.errors import CkptstoreError, GroupMissing, RankTimeout
 from ckptstore.group.board import Board
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.caller import Caller
 from ckptstore.group.life import LEFT
 from ckptstore.group.storage_board import StorageBoard
-from ckptstore.group.torch_board import TorchBoard
+from ckptstore.group.torch_board import TorchBoard, TorchGroup, open_served_group
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 
@@ -195,6 +198,67 @@ def test_a_caller_passes_on_what_a_call_returns_or_raises() -> None:
     assert done.is_set()
     with pytest.raises(TimeoutError, match="closed"):
         caller.call(lambda: 3)
+
+
+class OneNotice:
+    """The address of a leader, for threads."""
+
+    host, hint = "127.0.0.1", "Look for its window"
+
+    def __init__(self, address: str | None = None) -> None:
+        self.address = address
+
+    def announce(self, address: str) -> None:
+        self.address = address
+
+    def look(self) -> str | None:
+        return self.address
+
+    def withdraw(self) -> None:
+        self.address = None
+
+
+def served(notice: OneNotice, rank: int, *, timeout_seconds: float = 60) -> TorchGroup:
+    return open_served_group(
+        notice, rank=rank, world_size=2, start_token="start", rank_timeout_seconds=timeout_seconds, node=f"node{rank}"
+    )
+
+
+def test_ranks_meet_at_a_store_that_the_leader_serves_and_it_ends_with_the_group() -> None:
+    notice, addresses = OneNotice(), set()
+
+    def run(rank: int) -> Any:
+        group = served(notice, rank)
+        result = exchange(group, "save", lambda beat: rank, lambda answers, beat: answers)
+        addresses.add(notice.address)
+        seat = group._seat
+        group.close()
+        return result, seat.board.hint, group.start_token, group.node
+
+    gc.disable()  # as some training loops do
+    try:
+        assert in_threads(2, run) == [([0, 1], OneNotice.hint, "start", f"node{rank}") for rank in range(2)]
+    finally:
+        gc.enable()
+    assert notice.address is None
+    (address,) = addresses
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((OneNotice.host, int(str(address).split()[1])))
+
+
+def test_a_leader_that_announces_no_address_is_waited_for_until_the_deadline() -> None:
+    with pytest.raises(RankTimeout, match=r"Rank 0 gave no sign of life for 0\.2 s in 'open the group'") as caught:
+        served(OneNotice(), 1, timeout_seconds=0.2)
+    assert caught.value.ranks == (0,)
+    assert caught.value.hint == OneNotice.hint
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_cannot_be_served_or_reached_is_a_missing_group(rank: int) -> None:
+    notice = OneNotice("127.0.0.1 1")
+    notice.host = "127.0.0.1" if rank else "no-such-host.invalid"
+    with pytest.raises(GroupMissing, match=f"Rank {rank} cannot meet the others at {notice.host}"):
+        served(notice, rank, timeout_seconds=1)
 
 
 def test_rank_timeouts_from_a_board_are_errors_of_the_tree() -> None:

@@ -17,7 +17,7 @@ from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeo
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.runtime.beat import Beat
 from ckptstore.storage.memory import MemoryStorage
-from ckptstore.testing import Call, FailAt, wrap
+from ckptstore.testing import Call, FailAt, combine, wrap
 
 STORY = ("state", "save")
 """The exchanges of one call of the caller."""
@@ -127,6 +127,28 @@ def test_a_result_that_could_not_be_posted_is_posted_with_the_next_call(memory: 
     assert type(ends[0][0]) is StorageUnavailable
     assert ends[0][0].committed is None
     assert [ends[0][1:], ends[1]] == [[None, None], [None, None, None]]
+
+
+@pytest.mark.parametrize("failing", [(1,), (1, 2), (1, 2, 3)])
+def test_a_leader_that_cannot_look_for_marks_tells_the_others_with_its_next_call(
+    memory: MemoryStorage, failing: tuple[int, ...]
+) -> None:
+    # It looks at the end of the first meeting, and at the beginning of each after a failure.
+    faults = [FailAt(f"read *0{number}.gone", times=RETRY.retry_attempts) for number in failing]
+    blind = wrap(memory, combine(*faults))
+
+    def run(rank: int) -> list[Any]:
+        group = opened(blind if rank == 0 else memory, rank, 2, timeout_seconds=600)
+        ends = [error_of(lambda number=number: told(group, "save", f"{number}")) for number in range(5)]
+        group.close()
+        return ends
+
+    leader, other = in_threads(2, run)
+    failures = len(failing)
+    assert [(type(end), end.committed) for end in leader[:failures]] == [(StorageUnavailable, None)] * failures
+    assert [(type(end), end.rank, end.committed) for end in other[:failures]] == [(RankFailed, 0, None)] * failures
+    assert leader[failures:] == other[failures:] == [None] * (5 - failures)
+    assert list(memory.list("")) == []
 
 
 def test_an_answer_whose_reply_was_lost_is_no_failure(memory: MemoryStorage) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from importlib import import_module
 from pathlib import Path
 
@@ -43,6 +46,22 @@ def test_type_checkers_and_python_read_the_same_names(stub: Path) -> None:
     names = [line.split()[-1] for line in seen if line.startswith("from ")]
     assert sorted(names) == sorted({*dir(package)} - {"__version__"})
     assert all(re.fullmatch(r"from ckptstore\S* import (\w+) as \1|__version__: str", line) for line in seen)
+
+
+def test_the_package_is_imported_from_a_zip_file(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "one.zip", "w") as packed:
+        for path in [*(ROOT / "ckptstore").rglob("*.py"), *(ROOT / "ckptstore").rglob("*.pyi")]:
+            packed.write(path, path.relative_to(ROOT))
+    code = """import sys
+sys.path.insert(0, "one.zip")
+import ckptstore
+assert "one.zip" in ckptstore.__file__
+with ckptstore.open_store("store") as store:
+    store.save_directory(1, None)
+    print(store.latest().step, "resume" in dir(ckptstore.ray))"""
+    command = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "1 True\n"
 
 
 def test_ray_is_the_surface_of_its_integration() -> None:

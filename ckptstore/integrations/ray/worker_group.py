@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.group import Group, SoloGroup, StorageGroup
+from ckptstore.group import Group, SoloGroup
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.storage.base import Storage
 
@@ -20,10 +20,52 @@ _opened: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
-def open_among(worker: Worker, ranks: Sequence[int], storage: Storage, config: StoreConfig, *, name: str) -> Group:
-    """Open a group of this worker with `ranks` through the storage. All join it under one name, equally often."""
-    group = StorageGroup(ranks.index(worker.rank), len(ranks), _joined(name), worker.node_id)
-    return group.open(storage, rank_timeout_seconds=config.rank_timeout_seconds, retry=config.retry)
+def open_among(worker: Worker, ranks: Sequence[int], config: StoreConfig, *, name: str) -> Group:
+    """Open a group of this worker with `ranks`, at a key-value store that the first of them serves.
+
+    All join it under one name, equally often. The first waits for nobody, the others for its address.
+    """
+    from ckptstore.group.torch_board import open_served_group
+
+    token = _joined(name)
+    return open_served_group(
+        _RayNotice(f"ckptstore/{token}"),
+        rank=ranks.index(worker.rank),
+        world_size=len(ranks),
+        start_token=token,
+        rank_timeout_seconds=config.rank_timeout_seconds,
+        node=worker.node_id,
+    )
+
+
+class _RayNotice:
+    """See `Notice`; the address lies in the key-value store of Ray's cluster."""
+
+    hint = (
+        "Look for its process and its log. Collective calls are made by every worker; one that reads alone gives "
+        "group='solo'"
+    )
+
+    def __init__(self, key: str) -> None:
+        import ray
+        from ray.experimental import internal_kv
+
+        self._key = key
+        self._values: Any = internal_kv
+        self.host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+
+    def announce(self, address: str) -> None:
+        """See `Notice.announce`."""
+        self._values._internal_kv_put(self._key, address)
+
+    def look(self) -> str | None:
+        """See `Notice.look`."""
+        address: bytes | None = self._values._internal_kv_get(self._key)
+        return None if address is None else address.decode()
+
+    def withdraw(self) -> None:
+        """See `Notice.withdraw`."""
+        self._values._internal_kv_del(self._key)
 
 
 def _joined(name: str) -> str:
@@ -55,10 +97,7 @@ class RayWorkers:
     worker: Worker
 
     def open_group(self, storage: Storage, config: StoreConfig) -> Group:
-        """Open the group. All workers open this storage, equally often.
-
-        Without a process group rank 0 waits for nobody, and the others wait for its address, in Ray's key-value store.
-        """
+        """Open the group. All workers open this storage, equally often."""
         worker = self.worker
         if worker.world_size == 1:
             return SoloGroup(node=worker.node_id)
@@ -66,28 +105,7 @@ class RayWorkers:
             from ckptstore.group.torch_board import open_torch_group
 
             return open_torch_group(rank_timeout_seconds=config.rank_timeout_seconds, node=worker.node_id)
-        import ray
-        from ray.experimental import internal_kv
-
-        from ckptstore.group.torch_board import open_served_group
-
-        token = _joined(storage.uri)
-        key = f"ckptstore/{token}"
-
-        def look() -> str | None:
-            address: bytes | None = internal_kv._internal_kv_get(key)  # annotated as never None, which it can be
-            return None if address is None else address.decode()
-
-        return open_served_group(
-            lambda address: internal_kv._internal_kv_put(key, address),
-            look,
-            ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-            rank=worker.rank,
-            world_size=worker.world_size,
-            start_token=token,
-            rank_timeout_seconds=config.rank_timeout_seconds,
-            node=worker.node_id,
-        )
+        return open_among(worker, range(worker.world_size), config, name=storage.uri)
 
     def _has_torch_group(self) -> bool:
         distributed = getattr(sys.modules.get("torch"), "distributed", None)

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ckptstore.config import StoreConfig
 from ckptstore.group import Group
-from ckptstore.group.base import new_start_token
-from ckptstore.group.torch_board import TorchBoard, TorchGroup
+from ckptstore.group.torch_board import TorchBoard, TorchGroup, agree_on_start
 from ckptstore.runtime import torch_private
 from ckptstore.storage.base import Storage
 from ckptstore.testing.simulation.virtual.scheduler import Process
@@ -125,13 +124,7 @@ class KeyValueGroup:
             rank_timeout_seconds=config.rank_timeout_seconds,
             node=f"node-{self.rank % 2}",
         )
-        try:
-            with group.meeting("open the group") as meeting:
-                group.start_token = meeting.tell(new_start_token)
-        except BaseException:
-            group.close()
-            raise
-        return group
+        return agree_on_start(group)
 
 
 def _prefix_store(prefix: str, store: Any) -> Any:

@@ -54,6 +54,7 @@ _MODULES = (
 _WITH_TORCH = (
     "ckptstore.saving.save_state",
     "ckptstore.fast.guest",
+    "ckptstore.fast.saver",
     "ckptstore.loading.load_state",
     "ckptstore.group.torch_board",
     "ckptstore.saving.state_shard",

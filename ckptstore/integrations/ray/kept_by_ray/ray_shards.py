@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.format.layout import RAY_METADATA_NAME
+from ckptstore.format.layout import RAY_METADATA_NAME, Attempt
 from ckptstore.format.naming import Offer
 from ckptstore.saving.directories import Directory, scan
-from ckptstore.saving.directory_shard import DirectoryPlan, DirectoryShard
-from ckptstore.saving.shard import Decision
+from ckptstore.saving.directory_shard import DirectoryShard
+from ckptstore.saving.shard import Contents, Decision, Plan
 from ckptstore.storage.base import Disk
 
 if TYPE_CHECKING:
@@ -97,7 +97,18 @@ class RayDirectoryShard:
         self._is_muted = self._run.worker.rank in told["muted"]
         self._inner.hear(told["naming"])
 
-    def plan(self) -> DirectoryPlan:
+    def plan(self) -> Plan:
         """See `Shard.plan`."""
         plan = self._inner.plan()
-        return replace(plan, found=Directory()) if self._is_muted else plan
+        return _Muted(plan.join) if self._is_muted else plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Muted:
+    """The plan of a rank whose directory another rank brings."""
+
+    join: Callable[[Attempt, Sequence[Any]], Contents]
+
+    def store(self, attempt: Attempt) -> list[Any]:
+        """See `Plan.store`. Nothing is stored, and no event says so."""
+        return []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,14 +117,19 @@ class _Brought:
 
 def _agree_on_kind(group: Group, brought: _Brought, *, score: Score | None) -> str:
     """Check, in one meeting, that all ranks bring compatible kinds, and metrics that Ray can keep."""
+    with _expecting_every_worker(), group.meeting("report") as meeting:
+        safe_metrics(brought.metrics, score=score)
+        brought.path()
+        if brought.step is not None:
+            check_step(brought.step)
+        kinds = meeting.gather(brought.kind)
+        return str(meeting.tell(lambda: _agreed_kind(kinds)))
+
+
+@contextmanager
+def _expecting_every_worker() -> Iterator[None]:
     try:
-        with group.meeting("report") as meeting:
-            safe_metrics(brought.metrics, score=score)
-            brought.path()
-            if brought.step is not None:
-                check_step(brought.step)
-            kinds = meeting.gather(brought.kind)
-            return str(meeting.tell(lambda: _agreed_kind(kinds)))
+        yield
     except RankTimeout as error:
         error.hint = "Every worker calls ckptstore.ray.report, with metrics alone too; else look at its log"
         raise
@@ -175,7 +181,8 @@ class _Reporter:
     def _met(self) -> Group:
         """Return the group of all reports. Collective on use."""
         if self._group is None:
-            self._group = RayWorkers(self.run.worker).open_group(self.run.storage, self.run.config)
+            with _expecting_every_worker():
+                self._group = RayWorkers(self.run.worker).open_group(self.run.storage, self.run.config)
         return self._group
 
     def _store(self, group: Group, brought: _Brought, clock: SaveClock) -> RayAttempt | None:

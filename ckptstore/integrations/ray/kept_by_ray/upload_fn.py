@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckptstore.errors import CkptstoreError, InvalidInput, RankTimeout
+from ckptstore.errors import InvalidInput, RankTimeout
 from ckptstore.group import Group, SoloGroup
 from ckptstore.integrations.ray.context import Worker, current_worker, require_worker
 from ckptstore.integrations.ray.filesystem import local_path_of
@@ -88,18 +89,16 @@ class UploadFunction:
         ranks = self._ranks_of(worker)
         shard = RayDirectoryShard(run, directory, ranks=ranks, shared=self.shared)
         options = {"metrics": self.metrics, "metadata": None, "exists": "replace", "shared": sorted(self.shared)}
-        group = _meet(run, ranks, checkpoint_dir_name)
         try:
-            step = number_of_report() if self.step is None else self.step
-            request = transaction.checked(group, kind="directory", step=step, **options)
-            publisher = RayPublisher(run, checkpoint_dir_name, lambda: shard.beside)
-            attempt = transaction.save(group, publisher, shard, request, clock=clock)
-        except CkptstoreError as error:
-            if isinstance(error, RankTimeout) and self.ranks == "all":
+            with closing(_meet(run, ranks, checkpoint_dir_name)) as group:
+                step = number_of_report() if self.step is None else self.step
+                request = transaction.checked(group, kind="directory", step=step, **options)
+                publisher = RayPublisher(run, checkpoint_dir_name, lambda: shard.beside)
+                attempt = transaction.save(group, publisher, shard, request, clock=clock)
+        except RankTimeout as error:
+            if self.ranks == "all":
                 error.hint = "If it reported checkpoint=None, give upload_fn(ranks=[...]) without it"
             raise
-        finally:
-            group.close()
         return ray.train.Checkpoint(worker.path_of(attempt.directory), worker.filesystem)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,7 +128,7 @@ def _meet(run: Run, ranks: Sequence[int], directory: str) -> Group:
     if len(ranks) == 1:
         return SoloGroup(node=run.worker.node_id)
     name = f"{run.storage.uri}/{directory}"
-    return open_among(run.worker, ranks, run.storage, run.config, name=name)
+    return open_among(run.worker, ranks, run.config, name=name)
 
 
 def number_of_report(*, is_next: bool = False) -> int:
