@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep
@@ -139,6 +140,7 @@ class Transaction(Generic[Published]):
         alone and only after its own verdict. A rank that does not learn the outcome looks for the checkpoint once.
         """
         publisher, clock, attempt = self.publisher, self.clock, self.attempt
+        end: Callable[[], Ended] = self._end
         with self._ending():
             try:
                 with self.lane.meeting("receipts") as meeting:
@@ -148,9 +150,10 @@ class Transaction(Generic[Published]):
                     clock.ended("upload")
                     answers = meeting.gather((clock.report(traffic, node=self.lane.node), stored))
                     told, published = meeting.tell(lambda: self._publish(plan, answers))
-                found = publisher.outcome(self.lane, attempt, published, lambda: self._end(**told))
+                    end = partial(self._end, **told)
+                found = publisher.outcome(self.lane, attempt, published, end)
             except CkptstoreError as error:
-                return self._found(error)
+                return self._found(error, end)
             assert found is not None  # it was published
             return found
 
@@ -165,12 +168,12 @@ class Transaction(Generic[Published]):
         self.clock.met(longest_seconds)
         return Ended(self.clock.elapsed_seconds, slowest)
 
-    def _found(self, error: CkptstoreError) -> Published:
+    def _found(self, error: CkptstoreError, end: Callable[[], Ended]) -> Published:
         """Return the checkpoint if it was published despite the error; else remove the written files and raise it."""
         destination, step = self.publisher.destination, self.request.step
         if error.committed is None:
             with hurried():  # other ranks, which have raised the error, may be waiting for this one
-                found = self.publisher.outcome(self.lane, self.attempt, None, self._end)
+                found = self.publisher.outcome(self.lane, self.attempt, None, end)
             if found is not None:
                 logger.warning("step %d is committed, though this rank did not hear of it: %s", step, error)
                 return found
