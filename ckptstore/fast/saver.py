@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ckptstore.errors import InvalidInput, StorageFull, StorageUnavailable
@@ -24,7 +25,7 @@ from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
-from ckptstore.saving.save_state import Later, Movable, Saved, StateSaver, Target
+from ckptstore.saving.save_state import Movable, Saved, StateSaver, Target
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.state_shard import StateOptions
 from ckptstore.saving.transaction import Transaction
@@ -99,13 +100,7 @@ class FastSaver(StateSaver):
         if is_due:
             self._last_due = this
         drain = self._drainer.offer(certificate, is_due=is_due)
-        return Saved(fast_files_of(self.job, place, certificate), drain)
-
-    def durable(self, later: Later, timeout_seconds: float | None) -> Saved:
-        """See `StateSaver.durable`. Collective for a checkpoint that is not due."""
-        if self._drainer is not None and isinstance(later, Drain):
-            self._drainer.want(later)
-        return super().durable(later, timeout_seconds)
+        return Saved(fast_files_of(self.job, place, certificate), drain, partial(self._drainer.want, drain))
 
     def drain_newest(self, timeout_seconds: float | None) -> Drain | None:
         """See `StateSaver.drain_newest`. It need not be due."""

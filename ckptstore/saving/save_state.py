@@ -61,6 +61,8 @@ class Saved(NamedTuple):
     files: CheckpointFiles
     later: Later | None = None
     """The drain that follows; None if the save went to the store."""
+    want: Callable[[], None] = lambda: None
+    """Asks for that drain, though it may not be due, before somebody waits for it. Collective unless it is due."""
 
 
 class Movable(Shard, Protocol):
@@ -168,12 +170,14 @@ class StateSaver:
 
     def watch(self, pending: PendingSave, saved: Saved, done: Callable[[Saved], Any]) -> None:
         """Connect a pending save to the drain of its checkpoint, if there is one."""
-        if (later := saved.later) is not None:
-            pending.brought_by(lambda timeout_seconds: done(self.durable(later, timeout_seconds)))
+        if (later := saved.later) is None:
+            return
 
-    def durable(self, later: Later, timeout_seconds: float | None) -> Saved:
-        """Wait until a checkpoint, or a newer one, is in the store, and return that."""
-        return Saved(files_of(self.job, later.result(timeout_seconds)))
+        def durable(timeout_seconds: float | None) -> Any:
+            saved.want()
+            return done(Saved(files_of(self.job, later.result(timeout_seconds))))
+
+        pending.brought_by(durable)
 
     def drain_newest(self, timeout_seconds: float | None) -> Later | None:
         """Drain the newest checkpoint, and wait for it; None if there is none. All ranks call it."""
