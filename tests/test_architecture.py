@@ -442,6 +442,14 @@ def test_the_command_line_starts_without_torch() -> None:
     assert loaded_by("import ckptstore.tools.cli") & (HEAVY - {"click"}) == set()
 
 
+def test_a_directory_is_saved_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    code = f"""import ckptstore
+with ckptstore.open_store({str(tmp_path / "store")!r}) as store:
+    store.save_directory(1, {str(tmp_path / "source")!r})"""
+    assert "torch" not in loaded_by(code)
+
+
 def test_a_save_and_a_load_of_plain_tensors_import_nothing_of_distributed_ones(tmp_path: Path) -> None:
     code = f"""import sys, torch, ckptstore
 state = {{"tensor": torch.ones(3), "step": 1, "model": torch.nn.Linear(2, 3)}}

@@ -21,7 +21,7 @@ from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.saving.background import Background, PendingSave
 from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
-from ckptstore.saving.log_publisher import LogPublisher
+from ckptstore.saving.log_publisher import LogPublisher, begin_in_store
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
@@ -152,8 +152,8 @@ class StateSaver:
     ) -> tuple[Transaction[Any], Callable[[], Saved]]:
         """Let the ranks agree on a save of files. Return the transaction, and a function that finishes it on any
         thread. Both calls are collective."""
-        transaction = Transaction.begin(self.job.group, LogPublisher(self.job), shard, request, clock=clock)
-        return transaction, lambda: Saved(files_of(self.job, transaction.finish(shard)))
+        transaction, finish = begin_in_store(self.job, shard, request, clock=clock)
+        return transaction, lambda: Saved(finish())
 
     def _target(self, request: Request, options: StateOptions) -> Target:
         """Return the place to save to first. Collective if it has to be opened."""
