@@ -176,6 +176,8 @@ def tree_of(name: str) -> ast.Module:
 def of_each(names: Iterable[str]) -> Callable[[Callable[[str], None]], Callable[[], None]]:
     """Make of a test of one module a test of all of them, which shows each fault: thousands of tests take long."""
 
+    names = list(names)  # a generator would leave the second run of a test nothing to look at
+
     def decorate(test: Callable[[str], None]) -> Callable[[], None]:
         def test_all() -> None:
             faults = []
@@ -190,6 +192,14 @@ def of_each(names: Iterable[str]) -> Callable[[Callable[[str], None]], Callable[
         return test_all
 
     return decorate
+
+
+def test_each_run_of_a_test_sees_all_modules() -> None:
+    seen: list[str] = []
+    test = of_each(name for name in ("one", "two"))(seen.append)
+    test()
+    test()
+    assert seen == ["one", "two"] * 2
 
 
 def imports_of(name: str) -> Iterator[str]:
