@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptstore.saving.health import ResumedFrom, StoreHealth
     from ckptstore.saving.phases import SaveClock
     from ckptstore.saving.request import Exists, Request
-    from ckptstore.saving.save_state import Saved, StateSaver
+    from ckptstore.saving.save_state import SaveResult, StateSaver
     from ckptstore.saving.shard import Shard
     from ckptstore.saving.state_shard import Incremental, StockReadable
     from ckptstore.saving.transaction import Transaction
@@ -376,7 +376,7 @@ class CheckpointStore(Catalogue):
         )
         return saver
 
-    def _saved(self, saved: Saved) -> Checkpoint:
+    def _saved(self, saved: SaveResult) -> Checkpoint:
         return Checkpoint(saved.files)
 
     def _load(

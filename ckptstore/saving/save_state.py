@@ -55,7 +55,7 @@ class Later(Protocol):
         """Wait until the checkpoint or a newer one is in the store, and return its record."""
 
 
-class Saved(NamedTuple):
+class SaveResult(NamedTuple):
     """The result of a save."""
 
     files: CheckpointFiles
@@ -72,7 +72,7 @@ class Movable(Shard, Protocol):
         """Use another storage from now on."""
 
 
-class Target(NamedTuple):
+class SaveTarget(NamedTuple):
     """The place to which a state is saved first."""
 
     storage: Storage
@@ -95,7 +95,9 @@ class StateSaver:
     _last_record: tuple[Record, float] | None = None
     """The record of the last save that went to the store directly, and its moment of `time.monotonic`."""
 
-    def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Saved:
+    def save(
+        self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock
+    ) -> SaveResult:
         """Save a state, and return once it is committed or, with a fast tier, complete on the nodes. Collective."""
         self._give_back()
         target = self._target(request, options)
@@ -107,7 +109,7 @@ class StateSaver:
         self,
         state: Mapping[str, Any],
         request: Request,
-        done: Callable[[Saved], Any],
+        done: Callable[[SaveResult], Any],
         *,
         options: StateOptions,
         max_failures: int = 0,
@@ -149,33 +151,33 @@ class StateSaver:
 
     def begin_shard(
         self, shard: Shard, request: Request, *, clock: SaveClock
-    ) -> tuple[Transaction[Any], Callable[[], Saved]]:
+    ) -> tuple[Transaction[Any], Callable[[], SaveResult]]:
         """Let the ranks agree on a save of files. Return the transaction, and a function that finishes it on any
         thread. Both calls are collective."""
         transaction, finish = begin_in_store(self.job, shard, request, clock=clock)
-        return transaction, lambda: Saved(finish())
+        return transaction, lambda: SaveResult(finish())
 
-    def _target(self, request: Request, options: StateOptions) -> Target:
+    def _target(self, request: Request, options: StateOptions) -> SaveTarget:
         """Return the place to save to first. Collective if it has to be opened."""
         job = self.job
-        return Target(job.storage, job.transfer.upload, LogPublisher(job))
+        return SaveTarget(job.storage, job.transfer.upload, LogPublisher(job))
 
-    def _finish(self, transaction: Transaction[Any], shard: Movable) -> Saved:
+    def _finish(self, transaction: Transaction[Any], shard: Movable) -> SaveResult:
         """Finish the save after the agreement, on any thread."""
         self._next_kept = None
         record: Record = transaction.finish(shard)
         self._kept = self._next_kept
         self._last_record = record, time.monotonic()
-        return Saved(files_of(self.job, record))
+        return SaveResult(files_of(self.job, record))
 
-    def watch(self, pending: PendingSave, saved: Saved, done: Callable[[Saved], Any]) -> None:
+    def watch(self, pending: PendingSave, saved: SaveResult, done: Callable[[SaveResult], Any]) -> None:
         """Connect a pending save to the drain of its checkpoint, if there is one."""
         if (later := saved.later) is None:
             return
 
         def durable(timeout_seconds: float | None) -> Any:
             saved.want()
-            return done(Saved(files_of(self.job, later.result(timeout_seconds))))
+            return done(SaveResult(files_of(self.job, later.result(timeout_seconds))))
 
         pending.brought_by(durable)
 
@@ -190,7 +192,7 @@ class StateSaver:
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions) -> None:
         """Do the one-time work of a first asynchronous save now. Collective; nothing is written."""
         job = self.job
-        target = Target(job.storage, job.transfer.upload, LogPublisher(job))
+        target = SaveTarget(job.storage, job.transfer.upload, LogPublisher(job))
         shard = self._shard(state, options, target, compares_replicas=False)
         request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace")
         meet(job.group, "warm up", shard, request, lambda _decision: {})
@@ -214,7 +216,7 @@ class StateSaver:
         self,
         state: Mapping[str, Any],
         options: StateOptions,
-        target: Target,
+        target: SaveTarget,
         *,
         compares_replicas: bool = True,
     ) -> StateShard:
