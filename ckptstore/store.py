@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptstore.saving.health import ResumedFrom, StoreHealth
     from ckptstore.saving.phases import SaveClock
     from ckptstore.saving.request import Exists, Request
-    from ckptstore.saving.save_state import Saved, StateSaver
+    from ckptstore.saving.save_state import SaveResult, StateSaver
     from ckptstore.saving.shard import Shard
     from ckptstore.saving.state_shard import Incremental, StockReadable
     from ckptstore.saving.transaction import Transaction
@@ -376,7 +376,7 @@ class CheckpointStore(Catalogue):
         )
         return saver
 
-    def _saved(self, saved: Saved) -> Checkpoint:
+    def _saved(self, saved: SaveResult) -> Checkpoint:
         return Checkpoint(saved.files)
 
     def _load(
@@ -450,12 +450,10 @@ def _begun(
     """Let the ranks agree on a save. Return the transaction, and a function that finishes it for a pending save or
     None. Collective."""
     if job.tier is None:
-        from ckptstore.loading.checkpoint_files import files_of
-        from ckptstore.saving.log_publisher import LogPublisher
-        from ckptstore.saving.transaction import Transaction
+        from ckptstore.saving.log_publisher import begin_in_store
 
-        direct = Transaction.begin(job.group, LogPublisher(job), shard, request, clock=clock)
-        return direct, lambda _pending: Checkpoint(files_of(job, direct.finish(shard)))
+        direct, stored = begin_in_store(job, shard, request, clock=clock)
+        return direct, lambda _pending: Checkpoint(stored())
     saver = store._state_saver
     transaction, finish = saver.begin_shard(shard, request, clock=clock)
 

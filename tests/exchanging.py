@@ -6,18 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptstore.group import Group
-from ckptstore.runtime.beat import Beat, beat
 
 
 def exchange(
     group: Group,
     tag: str,
-    work: Callable[[Beat], Any],
-    join: Callable[[list[Any], Beat], Any],
+    work: Callable[[], Any],
+    join: Callable[[list[Any]], Any],
     *,
     step: int | None = None,
 ) -> Any:
     """Meet: every rank brings what `work` returns, and returns what `join` makes of it on the leader."""
     with group.meeting(tag, step=step) as meeting:
-        values = meeting.gather(work(beat))
-        return meeting.tell(lambda: join(values, beat))
+        values = meeting.gather(work())
+        return meeting.tell(lambda: join(values))

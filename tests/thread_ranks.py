@@ -20,12 +20,16 @@ _starts = itertools.count()
 def in_threads(n: int, function: Callable[[int], Any]) -> list[Any]:
     """Return the result of the function for each rank, or the error of the library that it raises; raise any other."""
     ends: list[Any] = [None] * n
+    raised: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
             ends[rank] = function(rank)
+        except CkptstoreError as error:
+            ends[rank] = error
         except BaseException as error:
             ends[rank] = error
+            raised.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
     for thread in threads:
@@ -33,9 +37,8 @@ def in_threads(n: int, function: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive(), f"a rank hangs; so far: {ends}"
-    for end in ends:
-        if isinstance(end, Exception) and not isinstance(end, CkptstoreError):
-            raise end
+    if raised:
+        raise raised[0]
     return ends
 
 

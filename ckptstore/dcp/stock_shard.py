@@ -26,7 +26,7 @@ from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, u
 from ckptstore.state.write.assignment import RankPlan, Write
 from ckptstore.state.write.deal import chunks_of
 from ckptstore.state.write.describe import Described, dtype_name
-from ckptstore.state.write.shard_files import ShardFiles, Spread
+from ckptstore.state.write.shard_files import ShardFiles, Striping
 
 WrappedBox = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Key, offsets and sizes of a box whose tensor wraps others."""
@@ -73,8 +73,8 @@ class DcpShard:
         self._described.items = self._items
         empty = tuple(number for number, item in enumerate(self._items) if 0 in item.shape)
         planned = RankPlan(tuple(self._writes), empty, self._flags, common=tuple(self._described.values))
-        spread = Spread(num_files, on_disk=on_disk)
-        self.files = ShardFiles(self._described, planned, rank=rank, spread=spread, algorithm=algorithm)
+        striping = Striping(num_files, on_disk=on_disk)
+        self.files = ShardFiles(self._described, planned, rank=rank, striping=striping, algorithm=algorithm)
         self.stock = self.files.add_frames(self._frames)
         """The places of plain values for stock readers."""
 

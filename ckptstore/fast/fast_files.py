@@ -12,7 +12,7 @@ from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.held_storage import HeldStorage
 from ckptstore.fast.nodes.node_disk import NodeDisk
-from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
+from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
 from ckptstore.job import Job
@@ -105,12 +105,6 @@ class FastFiles(CheckpointFiles):
         sizes = super(FastFiles, self).stored_sizes(manifest)
         sizes[MANIFEST_NAME] = sizes.pop(CERTIFICATE_NAME, 0)
         return sizes
-
-    def key_of(self, receipt: Receipt) -> str:
-        """See `CheckpointFiles.key_of`."""
-        if receipt.attempt is not None and self.record is not None:
-            return f"{CHECKPOINT_PREFIX}{receipt.attempt}/{receipt.name}"
-        return super(FastFiles, self).key_of(receipt)
 
     def write_user_metadata(self, data: bytes) -> None:
         """See `CheckpointFiles.write_user_metadata`."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ckptstore.errors import InvalidInput, StorageFull, StorageUnavailable
@@ -24,7 +25,7 @@ from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
-from ckptstore.saving.save_state import Later, Movable, Saved, StateSaver, Target
+from ckptstore.saving.save_state import Movable, SaveResult, SaveTarget, StateSaver
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.state_shard import StateOptions
 from ckptstore.saving.transaction import Transaction
@@ -44,7 +45,7 @@ class FastSaver(StateSaver):
 
     def begin_shard(
         self, shard: Shard, request: Request, *, clock: SaveClock
-    ) -> tuple[Transaction[Any], Callable[[], Saved]]:
+    ) -> tuple[Transaction[Any], Callable[[], SaveResult]]:
         """See `StateSaver.begin_shard`. Only a `DirectoryShard` goes to the fast tier."""
         if not isinstance(shard, DirectoryShard):  # no other shard can move to the store when the fast tier fails
             return super().begin_shard(shard, request, clock=clock)
@@ -58,7 +59,7 @@ class FastSaver(StateSaver):
         transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
         return transaction, lambda: self._finish(transaction, shard)
 
-    def _target(self, request: Request, options: StateOptions) -> Target:
+    def _target(self, request: Request, options: StateOptions) -> SaveTarget:
         if options.incremental:
             raise InvalidInput(
                 "An incremental save takes over files of the checkpoint before, and a fast checkpoint has all its own",
@@ -67,9 +68,9 @@ class FastSaver(StateSaver):
         place = self.open_place(request.step)
         upload = place.transfer.upload
         doubled = upload if place.tier.copies == 1 else DoubledUpload(place, upload)
-        return Target(place.disk.storage, doubled, FastPublisher(self.job, place))
+        return SaveTarget(place.disk.storage, doubled, FastPublisher(self.job, place))
 
-    def _finish(self, transaction: Transaction[Any], shard: Movable) -> Saved:
+    def _finish(self, transaction: Transaction[Any], shard: Movable) -> SaveResult:
         """See `StateSaver._finish`. If the disk of a node is full or a node cannot be reached, save to the store."""
         job, place = self.job, self.open_place(None)
         place.settle()  # a disk has room for what is being saved beside what stays, and for no more
@@ -84,9 +85,9 @@ class FastSaver(StateSaver):
         direct: Transaction[Record] = transaction.elsewhere(LogPublisher(job))
         record = direct.finish(shard)
         self._last_record = record, time.monotonic()
-        return Saved(files_of(job, record))
+        return SaveResult(files_of(job, record))
 
-    def _offered(self, place: FastPlace, certificate: Certificate) -> Saved:
+    def _offered(self, place: FastPlace, certificate: Certificate) -> SaveResult:
         """Offer a whole fast checkpoint to the drainer, and return it."""
         if self._drainer is None:
             self._drainer = Drainer(self.job, place)
@@ -99,13 +100,7 @@ class FastSaver(StateSaver):
         if is_due:
             self._last_due = this
         drain = self._drainer.offer(certificate, is_due=is_due)
-        return Saved(fast_files_of(self.job, place, certificate), drain)
-
-    def durable(self, later: Later, timeout_seconds: float | None) -> Saved:
-        """See `StateSaver.durable`. Collective for a checkpoint that is not due."""
-        if self._drainer is not None and isinstance(later, Drain):
-            self._drainer.want(later)
-        return super().durable(later, timeout_seconds)
+        return SaveResult(fast_files_of(self.job, place, certificate), drain, partial(self._drainer.want, drain))
 
     def drain_newest(self, timeout_seconds: float | None) -> Drain | None:
         """See `StateSaver.drain_newest`. It need not be due."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoUsableCheckpoint, StorageError
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.format.record import Record
-from ckptstore.job import Job
+from ckptstore.job import Job, Tier
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.load_watch import watched
 from ckptstore.runtime.beat import beat
@@ -44,7 +44,7 @@ def newest_first(numbers: Sequence[int]) -> Iterable[int]:
 def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
     """Claim the store, and return the newest whole checkpoint; None in an empty store. Collective."""
     if job.tier is not None and order is newest_first:
-        return _resume_first(job, job.tier.candidates(job, order, is_loaded=False))
+        return _resume_first(job, job.tier)
 
     with watched(job.group.rank, job.storage.uri) as load:
 
@@ -68,17 +68,18 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
     return files
 
 
-def _resume_first(job: Job, offered: Candidates) -> CheckpointFiles | None:
-    """Resume from the first candidate that is whole; None if there are no candidates. Collective."""
+def _resume_first(job: Job, tier: Tier) -> CheckpointFiles | None:
+    """Resume from the first candidate of the tier that is whole; None if there are none. Collective."""
+
+    def check(files: CheckpointFiles) -> None:
+        files.check_complete(files.read_manifest()[0])
 
     def choose() -> int | None:
-        def check(files: CheckpointFiles) -> None:
-            files.check_complete(files.read_manifest()[0])
-
         found = first_usable(offered.files, check, [])
         return None if found is None else offered.files.index(found[0])
 
     with watched(job.group.rank, job.storage.uri) as load:
+        offered: Candidates = tier.candidates(job, newest_first, is_loaded=False)
         with job.group.meeting("choose") as meeting:
             chosen = meeting.tell(choose)
         files = None if chosen is None else offered.files[chosen]

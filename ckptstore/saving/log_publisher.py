@@ -11,11 +11,13 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Group
 from ckptstore.job import Job
+from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.retention import check_required
 from ckptstore.saving.commit import commit, tell
+from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
-from ckptstore.saving.shard import Contents, Decision
-from ckptstore.saving.transaction import Destination, Ended
+from ckptstore.saving.shard import Contents, Decision, Shard
+from ckptstore.saving.transaction import Destination, Ended, Transaction
 from ckptstore.storage.base import Disk
 from ckptstore.upkeep.prune import empty_trash, prune
 
@@ -102,6 +104,15 @@ class LogPublisher:
                 f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {storage.uri}",
                 hint="Make room, or keep fewer checkpoints",
             )
+
+
+def begin_in_store(
+    job: Job, shard: Shard, request: Request, *, clock: SaveClock
+) -> tuple[Transaction[Record], Callable[[], CheckpointFiles]]:
+    """Let the ranks agree on a save to the store. Return the transaction, and a function that finishes it on any
+    thread. Both calls are collective."""
+    transaction = Transaction.begin(job.group, LogPublisher(job), shard, request, clock=clock)
+    return transaction, lambda: files_of(job, transaction.finish(shard))
 
 
 def prune_behind(job: Job) -> None:

@@ -21,7 +21,7 @@ from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.saving.background import Background, PendingSave
 from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
-from ckptstore.saving.log_publisher import LogPublisher
+from ckptstore.saving.log_publisher import LogPublisher, begin_in_store
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
@@ -55,12 +55,14 @@ class Later(Protocol):
         """Wait until the checkpoint or a newer one is in the store, and return its record."""
 
 
-class Saved(NamedTuple):
+class SaveResult(NamedTuple):
     """The result of a save."""
 
     files: CheckpointFiles
     later: Later | None = None
     """The drain that follows; None if the save went to the store."""
+    want: Callable[[], None] = lambda: None
+    """Asks for that drain, though it may not be due, before somebody waits for it. Collective unless it is due."""
 
 
 class Movable(Shard, Protocol):
@@ -70,7 +72,7 @@ class Movable(Shard, Protocol):
         """Use another storage from now on."""
 
 
-class Target(NamedTuple):
+class SaveTarget(NamedTuple):
     """The place to which a state is saved first."""
 
     storage: Storage
@@ -93,7 +95,9 @@ class StateSaver:
     _last_record: tuple[Record, float] | None = None
     """The record of the last save that went to the store directly, and its moment of `time.monotonic`."""
 
-    def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Saved:
+    def save(
+        self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock
+    ) -> SaveResult:
         """Save a state, and return once it is committed or, with a fast tier, complete on the nodes. Collective."""
         self._give_back()
         target = self._target(request, options)
@@ -105,7 +109,7 @@ class StateSaver:
         self,
         state: Mapping[str, Any],
         request: Request,
-        done: Callable[[Saved], Any],
+        done: Callable[[SaveResult], Any],
         *,
         options: StateOptions,
         max_failures: int = 0,
@@ -147,33 +151,35 @@ class StateSaver:
 
     def begin_shard(
         self, shard: Shard, request: Request, *, clock: SaveClock
-    ) -> tuple[Transaction[Any], Callable[[], Saved]]:
+    ) -> tuple[Transaction[Any], Callable[[], SaveResult]]:
         """Let the ranks agree on a save of files. Return the transaction, and a function that finishes it on any
         thread. Both calls are collective."""
-        transaction = Transaction.begin(self.job.group, LogPublisher(self.job), shard, request, clock=clock)
-        return transaction, lambda: Saved(files_of(self.job, transaction.finish(shard)))
+        transaction, finish = begin_in_store(self.job, shard, request, clock=clock)
+        return transaction, lambda: SaveResult(finish())
 
-    def _target(self, request: Request, options: StateOptions) -> Target:
+    def _target(self, request: Request, options: StateOptions) -> SaveTarget:
         """Return the place to save to first. Collective if it has to be opened."""
         job = self.job
-        return Target(job.storage, job.transfer.upload, LogPublisher(job))
+        return SaveTarget(job.storage, job.transfer.upload, LogPublisher(job))
 
-    def _finish(self, transaction: Transaction[Any], shard: Movable) -> Saved:
+    def _finish(self, transaction: Transaction[Any], shard: Movable) -> SaveResult:
         """Finish the save after the agreement, on any thread."""
         self._next_kept = None
         record: Record = transaction.finish(shard)
         self._kept = self._next_kept
         self._last_record = record, time.monotonic()
-        return Saved(files_of(self.job, record))
+        return SaveResult(files_of(self.job, record))
 
-    def watch(self, pending: PendingSave, saved: Saved, done: Callable[[Saved], Any]) -> None:
+    def watch(self, pending: PendingSave, saved: SaveResult, done: Callable[[SaveResult], Any]) -> None:
         """Connect a pending save to the drain of its checkpoint, if there is one."""
-        if (later := saved.later) is not None:
-            pending.brought_by(lambda timeout_seconds: done(self.durable(later, timeout_seconds)))
+        if (later := saved.later) is None:
+            return
 
-    def durable(self, later: Later, timeout_seconds: float | None) -> Saved:
-        """Wait until a checkpoint, or a newer one, is in the store, and return that."""
-        return Saved(files_of(self.job, later.result(timeout_seconds)))
+        def durable(timeout_seconds: float | None) -> Any:
+            saved.want()
+            return done(SaveResult(files_of(self.job, later.result(timeout_seconds))))
+
+        pending.brought_by(durable)
 
     def drain_newest(self, timeout_seconds: float | None) -> Later | None:
         """Drain the newest checkpoint, and wait for it; None if there is none. All ranks call it."""
@@ -186,7 +192,7 @@ class StateSaver:
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions) -> None:
         """Do the one-time work of a first asynchronous save now. Collective; nothing is written."""
         job = self.job
-        target = Target(job.storage, job.transfer.upload, LogPublisher(job))
+        target = SaveTarget(job.storage, job.transfer.upload, LogPublisher(job))
         shard = self._shard(state, options, target, compares_replicas=False)
         request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace")
         meet(job.group, "warm up", shard, request, lambda _decision: {})
@@ -210,7 +216,7 @@ class StateSaver:
         self,
         state: Mapping[str, Any],
         options: StateOptions,
-        target: Target,
+        target: SaveTarget,
         *,
         compares_replicas: bool = True,
     ) -> StateShard:

@@ -33,7 +33,7 @@ from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.write.memo import SaveMemo
 from ckptstore.state.write.outlining import RankTold
 from ckptstore.state.write.replicas import Replicas
-from ckptstore.state.write.shard_files import ShardFiles, Spread
+from ckptstore.state.write.shard_files import ShardFiles, Striping
 from ckptstore.storage.base import CopiesInside, Disk, Storage
 from ckptstore.transfer.moves import PlannedFile, Upload
 from ckptstore.transfer.sources import MemorySource, Source
@@ -217,7 +217,7 @@ class StatePlan:
             self.looked.found,
             self._rank_plan,
             rank=self.rank,
-            spread=Spread(options.num_files, options.num_prefixes, on_disk=isinstance(self.storage, Disk)),
+            striping=Striping(options.num_files, options.num_prefixes, on_disk=isinstance(self.storage, Disk)),
             incremental=bool(options.incremental),
             before=self.looked.before,
             algorithm=options.algorithm,

@@ -138,7 +138,7 @@ class Transaction(Generic[Published]):
         An error on any rank before the commit is raised on all ranks, and the written files are removed, by the leader
         alone and only after its own verdict. A rank that does not learn the outcome looks for the checkpoint once.
         """
-        clock = self.clock
+        clock, timing = self.clock, dict[str, Any]()
         with self._ending():
             try:
                 with self.lane.meeting("receipts") as meeting:
@@ -147,10 +147,10 @@ class Transaction(Generic[Published]):
                         stored = plan.store(self.attempt)
                     clock.ended("upload")
                     answers = meeting.gather((clock.report(traffic, node=self.lane.node), stored))
-                    told, published = meeting.tell(lambda: self._publish(plan, answers))
-                found = self._outcome(published, **told)
+                    timing, published = meeting.tell(lambda: self._publish(plan, answers))
+                found = self._outcome(published, **timing)
             except CkptstoreError as error:
-                return self._found(error)
+                return self._found(error, **timing)
             assert found is not None  # it was published
             return found
 
@@ -162,24 +162,25 @@ class Transaction(Generic[Published]):
         return {"slowest": _slowest(uploads), "longest_seconds": longest_seconds(reports)}, published
 
     def _outcome(self, published: Any, **timing: Any) -> Published | None:
-        """Return the outcome, as the publisher reads it. An error is one of a checkpoint that exists."""
+        """Return the outcome, as the publisher reads it. An error is one of a checkpoint that exists, if it is known to
+        be published."""
         try:
             return self.publisher.outcome(self.lane, self.attempt, published, lambda: self._end(**timing))
         except CkptstoreError as error:
             if error.committed is False:  # as by default; its files must stay
-                error.committed = True
+                error.committed = None if published is None else True
             raise
 
     def _end(self, slowest: Sequence[Any] = (), longest_seconds: float | None = None) -> Ended:
         self.clock.met(longest_seconds)
         return Ended(self.clock.elapsed_seconds, slowest)
 
-    def _found(self, error: CkptstoreError) -> Published:
+    def _found(self, error: CkptstoreError, **timing: Any) -> Published:
         """Return the checkpoint if it was published despite the error; else remove the written files and raise it."""
         destination, step = self.publisher.destination, self.request.step
         if error.committed is None:
             with hurried():  # other ranks, which have raised the error, may be waiting for this one
-                found = self._outcome(None)
+                found = self._outcome(None, **timing)
             if found is not None:
                 logger.warning("step %d is committed, though this rank did not hear of it: %s", step, error)
                 return found

@@ -22,6 +22,7 @@ from thread_ranks import in_threads
 from ckptstore import CheckpointStore, FastTier, StorageError, StorageGroup, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput, StateMismatch, StorageUnavailable, StoreFenced
+from ckptstore.events import LoadEnded, listening
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.guest import guest_of
 from ckptstore.fast.nodes.node_server import NodeClient
@@ -350,6 +351,20 @@ def test_a_job_resumes_from_its_own_saves(jobs: Jobs) -> None:
 
     assert jobs.run("ab", flow) == [[of(step, rank)[0] for step in (2, 3, 4)] for rank in range(2)]
     assert jobs.run("ab", resume) == of(4, 0, 1)
+
+
+def test_a_resume_without_a_state_reports_its_search(jobs: Jobs) -> None:
+    """The event counts the requests of the search too, and a search that fails has its event."""
+    jobs.run("a", save(1))
+    failed = FailAt("read log/*", StorageError("not now"), times=None)
+    ended: list[Any] = []
+    with listening(ended.append, LoadEnded):
+        with with_faults(jobs.open(0, "a", uuid4().hex), failed) as faulty, pytest.raises(StorageError):
+            faulty.resume()
+        with jobs.open(0, "a", uuid4().hex) as store:
+            assert store.resume() is not None
+    assert [(event.error_type, event.step) for event in ended] == [("StorageError", None), (None, 1)]
+    assert 0 < ended[0].requests < ended[1].requests
 
 
 def test_two_jobs_that_start_at_once_take_the_same_or_are_fenced(jobs: Jobs) -> None:

@@ -39,8 +39,9 @@ from ckptstore import (
 )
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError
-from ckptstore.events import CheckpointResumed, FastBypassed, listening
+from ckptstore.events import CheckpointResumed, FastBypassed, FastCommitted, SavePhase, listening
 from ckptstore.fast.guest import guest_of
+from ckptstore.fast.publisher import FastPublisher
 from ckptstore.testing.s3_server import s3_server
 
 SIZE = 100_000
@@ -180,6 +181,24 @@ def test_without_any_certificate_it_was_never_complete(jobs: Jobs, skipped: list
     assert skipped == []
     for node in "ab":  # and what it had left is gone
         assert [path.name[:15] for path in jobs.attempts(node)] == ["step-0000000001"]
+
+
+def test_timings_survive_an_error_after_the_commit(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that finds the certificate after an error in that meeting knows the slowest rank all the same."""
+    certified = FastPublisher._certified
+
+    def fails_late(*given: Any) -> Any:
+        certified(*given)
+        raise StorageError("the answer is lost", committed=None)
+
+    monkeypatch.setattr(FastPublisher, "_certified", fails_late)
+    heard: list[Any] = []
+    with listening(heard.append, FastCommitted, SavePhase):
+        assert [found.step for found in jobs.run("ab", save(1))] == [1, 1]
+    slowest = {event.slowest_rank for event in heard if isinstance(event, FastCommitted)}
+    assert len(slowest) == 1
+    assert None not in slowest
+    assert sorted(event.rank for event in heard if isinstance(event, SavePhase) and event.phase == "commit") == [0, 1]
 
 
 def test_no_request_is_made_until_a_save_is_complete(tmp_path: Path) -> None:

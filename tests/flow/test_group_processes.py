@@ -17,6 +17,7 @@ from exchanging import exchange
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageFull
 from ckptstore.group import Group, StorageGroup, check_shared, find_group
+from ckptstore.runtime.beat import beat
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import run_ranks
 
@@ -26,11 +27,11 @@ SHORT_SECONDS = 3.0
 BIG_BYTES = 20 << 20
 
 
-def nothing(beat: Callable[[], None]) -> bytes:
+def nothing() -> bytes:
     return b""
 
 
-def joined(answers: list[bytes], beat: Callable[[], None]) -> bytes:
+def joined(answers: list[bytes]) -> bytes:
     return b",".join(answers)
 
 
@@ -46,26 +47,26 @@ def scenes(group: Group) -> dict[str, Any]:
     """Everything that a group survives, as this rank saw it."""
     rank, seen = group.rank, {}
 
-    def failing(*failed: int) -> Callable[[Callable[[], None]], bytes]:
-        def work(beat: Callable[[], None]) -> bytes:
+    def failing(*failed: int) -> Callable[[], bytes]:
+        def work() -> bytes:
             if rank in failed:
                 raise StorageFull(f"no space for rank {rank}", step=7)
             return b""
 
         return work
 
-    def refuse(answers: list[bytes], beat: Callable[[], None]) -> bytes:
+    def refuse(answers: list[bytes]) -> bytes:
         raise ValueError("the join fails")
 
     seen["token"] = group.start_token
-    seen["answers"] = [exchange(group, f"call {n}", lambda beat: b"%d" % rank, joined) for n in range(10)]
+    seen["answers"] = [exchange(group, f"call {n}", lambda: b"%d" % rank, joined) for n in range(10)]
     seen["one fails"] = error_of(lambda: exchange(group, "one fails", failing(2), joined))
     seen["three fail"] = error_of(lambda: exchange(group, "three fail", failing(1, 2, 3), joined))
     seen["join fails"] = error_of(lambda: exchange(group, "join fails", nothing, refuse))
     seen["mismatch"] = error_of(lambda: exchange(group, "save" if rank < 3 else "load", nothing, joined))
-    big = exchange(group, "big", lambda beat: bytes([rank]) * BIG_BYTES, lambda answers, beat: b"".join(answers[1:3]))
+    big = exchange(group, "big", lambda: bytes([rank]) * BIG_BYTES, lambda answers: b"".join(answers[1:3]))
     seen["big"] = hashlib.sha256(big).hexdigest()
-    seen["lane"] = exchange(group.lane("background"), "lane", lambda beat: b"%d" % rank, joined)
+    seen["lane"] = exchange(group.lane("background"), "lane", lambda: b"%d" % rank, joined)
     return seen
 
 
@@ -92,15 +93,15 @@ def check_scenes(seen: list[dict[str, Any]]) -> None:
 def deaths(group: Group, root: Path) -> list[Any]:
     """A slow rank lives; then rank 2 dies inside its work, then the leader."""
 
-    def slow(beat: Callable[[], None]) -> bytes:
+    def slow() -> bytes:
         until = time.monotonic() + (1.5 * SHORT_SECONDS if group.rank == 1 else 0)
         while time.monotonic() < until:
             beat()
             time.sleep(0.05)
         return b""
 
-    def die(victim: int, *, after: Callable[[], bool]) -> Callable[[Callable[[], None]], bytes]:
-        def work(beat: Callable[[], None]) -> bytes:
+    def die(victim: int, *, after: Callable[[], bool]) -> Callable[[], bytes]:
+        def work() -> bytes:
             while group.rank == victim:
                 if after():
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -212,7 +213,7 @@ def beside_training(group: Group) -> list[bytes]:
     trained = threading.Event()
     results: list[bytes] = []
 
-    def work(beat: Callable[[], None]) -> bytes:
+    def work() -> bytes:
         assert trained.wait(PATIENCE_SECONDS)
         return b"%d" % group.rank
 
@@ -238,7 +239,7 @@ def in_a_pair(storage: LocalStorage, config: StoreConfig) -> Any:
     if dist.get_rank() not in (1, 3):
         return error_of(lambda: find_group(pair, storage=storage, config=config))[0]
     group = find_group(pair, storage=storage, config=config)
-    told = exchange(group, "pair", lambda beat: b"%d" % dist.get_rank(), joined)
+    told = exchange(group, "pair", lambda: b"%d" % dist.get_rank(), joined)
     result = group.rank, group.world_size, told, summed(1, over=group.process_group)
     group.close()
     return result

@@ -5,12 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ckptstore import Checkpoint, InvalidInput, open_store
-from ckptstore.loading.checkpoint_files import CheckpointFiles
+from ckptstore.format.changes import Claim
+from ckptstore.format.record import Record
+from ckptstore.loading.checkpoint_files import CheckpointFiles, CommittedFiles
 
 
 def look_at(data: bytes) -> tuple[object, ...]:
@@ -42,10 +45,13 @@ def test_no_secret_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"key": "AKIACANARY", "secret": "canary-secret", "endpoint_url": "http://canary.invalid:9"}
     with open_store("s3://bucket/run", storage_options=options) as store:
         job = store._job
-        files = CheckpointFiles(storage=job.storage, transfer=job.transfer, config=job.config, prefix="checkpoints/x/")
-        data = pickle.dumps(Checkpoint(files))
-    assert b"canary" not in data.lower()
-    assert pickle.loads(data).uri == "s3://bucket/run/checkpoints/x"
+        place: Any = {"storage": job.storage, "transfer": job.transfer, "config": job.config}
+        parts = {**place, "prefix": "checkpoints/x/"}
+        record = Record.following(None, Claim("token", 2), write_id="w", created_at=0.0)
+        for files in (CheckpointFiles(**parts), CommittedFiles(**parts, record=record, job=job)):
+            data = pickle.dumps(Checkpoint(files))
+            assert b"canary" not in data.lower()
+            assert pickle.loads(data).uri == "s3://bucket/run/checkpoints/x"
 
 
 def test_what_lives_in_memory_cannot_be_sent() -> None:

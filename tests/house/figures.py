@@ -1,4 +1,4 @@
-"""Prints what a reader of the house has to take in: `python tests/house/figures.py [--trip]`.
+"""Prints what a reader of the house has to take in: `PYTHONPATH=tests python tests/house/figures.py [--trip]`.
 
 Lines are whole lines of `*.py`. The core is the package without its wings. `--trip` lists the modules that a steady
 save runs through, and the frames above its write.
@@ -7,51 +7,33 @@ save runs through, and the frames above its write.
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "ckptstore"
-WINGS = ("integrations", "tools", "testing")
-WINGS_BEFORE = (*WINGS, "ray.py", "bench", "cli", "report", "watching", "agent", "folders", "demo", "planning", "pages")
-DIGESTS = re.compile(r"crc32c|xxh3", re.IGNORECASE)
-RELATIVE = {"What", "Whether", "Of", "Where", "Who", "Which", "How", "When", "That"}
+from test_architecture import (
+    DIGESTS,
+    MODULES,
+    RELATIVE_STARTS,
+    ROOT,
+    docstrings_of,
+    is_core,
+    own_imports,
+    tree_of,
+)
 
 
-def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.py"))
-
-
-def is_core(path: Path) -> bool:
-    return path.relative_to(PACKAGE).parts[0] not in WINGS_BEFORE
-
-
-def num_lines(paths: list[Path]) -> int:
+def num_lines(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
-def nodes_of(paths: list[Path]) -> Iterator[ast.AST]:
-    for path in paths:
-        yield from ast.walk(ast.parse(path.read_text()))
-
-
-def docstrings_of(paths: list[Path]) -> Iterator[str]:
-    """All docstrings, and the texts below fields."""
-    for node in nodes_of(paths):
-        body = getattr(node, "body", None)
-        for item in body if isinstance(body, list) else ():
-            if (
-                isinstance(item, ast.Expr)
-                and isinstance(item.value, ast.Constant)
-                and isinstance(item.value.value, str)
-            ):
-                yield item.value.value
+def nodes_of(names: Iterable[str]) -> Iterator[ast.AST]:
+    for name in names:
+        yield from ast.walk(tree_of(name))
 
 
 def is_check_of_none(node: ast.AST) -> bool:
@@ -61,18 +43,12 @@ def is_check_of_none(node: ast.AST) -> bool:
 
 
 def room(name: str) -> str:
-    return name.split(".")[1] if name.count(".") else ""
+    return name.split(".")[0]
 
 
-def arrows(paths: list[Path]) -> set[tuple[str, str]]:
+def arrows(names: Iterable[str]) -> set[tuple[str, str]]:
     """Which rooms of the core import which others."""
-    found = set()
-    for path in paths:
-        mine = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            found |= {(mine, room(name)) for name in names if name.startswith("ckptstore.")}
+    found = {(room(name), room(other)) for name in names for other in own_imports(name)}
     return {(one, other) for one, other in found if one != other}
 
 
@@ -119,25 +95,22 @@ def trip() -> tuple[list[str], list[str]]:
 
 
 def main() -> None:
-    package, tests = files_of(PACKAGE), files_of(ROOT / "tests")
-    core = [path for path in package if is_core(path)]
-    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in core}
-    classes = sum(isinstance(node, ast.ClassDef) for node in nodes_of(core))
-    docs = list(docstrings_of(package))
-    relative = sum(bool(text.split()) and text.split()[0].rstrip(",") in RELATIVE for text in docs)
+    core = [*filter(is_core, MODULES)]
+    docs = [text for name in MODULES for text in docstrings_of(name)]
+    relative = sum(text.split()[0].rstrip(",") in RELATIVE_STARTS for text in docs)
     modules, above = trip()
     rows = {
-        "lines of the package": num_lines(package),
-        "lines of the core": num_lines(core),
-        "lines of the tests": num_lines(tests),
-        "classes of the core": classes,
+        "lines of the package": num_lines(MODULES.values()),
+        "lines of the core": num_lines(map(MODULES.__getitem__, core)),
+        "lines of the tests": num_lines((ROOT / "tests").rglob("*.py")),
+        "classes of the core": sum(isinstance(node, ast.ClassDef) for node in nodes_of(core)),
         "modules that a steady save runs through": len(modules),
         "frames above its write": len(above),
         "modules loaded by open_store(path)": loaded_by("import sys, ckptstore; ckptstore.open_store(sys.argv[1])"),
         "assert ... is not ... in the core": sum(map(is_check_of_none, nodes_of(core))),
-        "rooms of the core": len(rooms),
+        "rooms of the core": len(set(map(room, core))),
         "arrows between them": len(arrows(core)),
-        "files that name a digest": sum(bool(DIGESTS.search(path.read_text())) for path in package),
+        "files that name a digest": sum(bool(DIGESTS.search(path.read_text())) for path in MODULES.values()),
         "docstrings": len(docs),
         "of them with a relative start": f"{relative} ({relative / len(docs):.1%})",
     }

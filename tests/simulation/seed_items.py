@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptstore.testing.simulation import Simulation, draw, report
+from ckptstore.testing.simulation import Outcome, Simulation, draw, report
 
 SEEDS_AT_ONCE = 50
 
@@ -19,3 +19,9 @@ def run_seeds(simulation: Simulation, first: int) -> None:
     for seed in range(first, first + SEEDS_AT_ONCE):
         outcome = simulation.run(draw(seed))
         assert outcome.ok, report(outcome)
+
+
+def broken_rule(outcome: Outcome) -> str:
+    """The promise that a run broke, "" if it broke none. An error of the simulation itself is no promise, and fails."""
+    assert outcome.ok or outcome.failure.startswith(("Violation: ", "Deadlock: ", "Stuck: ")), report(outcome)
+    return outcome.rule

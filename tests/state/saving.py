@@ -52,11 +52,11 @@ def save_flat(root, flat, *, group=None, memo=None, attempt=ATTEMPT, transfer=No
     meet(group, "save", shard, request, lambda decision: {})
     receipts = []
 
-    def join(stored, _beat):
+    def join(stored):
         receipts.extend(plan.join(attempt, stored).receipts)
 
     plan = shard.plan()
-    exchange(group, "store", lambda _beat: plan.store(attempt), join)
+    exchange(group, "store", lambda: plan.store(attempt), join)
     if transfer is None:
         moved.close()
     return receipts

@@ -102,14 +102,14 @@ def test_several_files_share_the_bytes(tmp_path, monkeypatch, num_files):
 def test_files_are_smaller_on_a_disk(monkeypatch, on_disk, num_files):
     from ckptstore.state.write.agree import agreement_of_one
     from ckptstore.state.write.assignment import plan_rank
-    from ckptstore.state.write.shard_files import ShardFiles, Spread
+    from ckptstore.state.write.shard_files import ShardFiles, Striping
 
     monkeypatch.setattr("ckptstore.state.write.shard_files.LOCAL_SHARED_FILE_BYTES", 2 * MIB)
     monkeypatch.setattr("ckptstore.state.write.shard_files.SHARED_FILE_BYTES", 8 * MIB)
     tensors = {f"t{number}": torch.zeros(2 * MIB, dtype=torch.uint8) for number in range(5)}
     described = describe(plain_state(tensors), compare=False)
     plan = plan_rank(described.items, agreement_of_one(), 0)
-    assert len(ShardFiles(described, plan, rank=0, spread=Spread(4, on_disk=on_disk)).files) == num_files
+    assert len(ShardFiles(described, plan, rank=0, striping=Striping(4, on_disk=on_disk)).files) == num_files
 
 
 def test_chunks_above_the_limit_are_cut(tmp_path, monkeypatch):

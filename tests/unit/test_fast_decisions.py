@@ -152,6 +152,32 @@ def test_a_certificate_of_another_store_is_left_alone() -> None:
     ]
 
 
+def test_a_certificate_of_a_copy_of_the_store_is_left_alone() -> None:
+    """A copy has the id of the store, and a claim of its own where the store has another record."""
+    records = log_of(Claim("token of the copy", 2))
+    view = SweepView(
+        newest=records[0], committed=[], claims={1: records[0]}, store_id=STORE_ID, epoch=1, has_resumed=True
+    )
+    found = {each.attempt: each for each in map(certificate, (1, 2, 3))}
+    assert sweep(found, view, keep=1) == []
+    assert len(sweep(found, replace(view, claims={1: CLAIM}), keep=1)) == 2
+
+
+def test_attempts_in_use_stay_void_superseded_or_unfinished() -> None:
+    superseded, newest, void = map(certificate, (1, 2, 4))
+    unfinished = Attempt(9, 0, "0123abcd")
+    records = log_of(Claim("token", 2), Claim("token", 2), Resumed(2, SaveOrder(1, 2)))
+    view = SweepView(
+        newest=records[-1], committed=[], claims={1: records[0]}, store_id=STORE_ID, epoch=2, has_resumed=True
+    )
+    found = {superseded.attempt: superseded, newest.attempt: newest, void.attempt: void, unfinished: None}
+    swept = {str(each.attempt) for each in sweep(found, view, keep=1)}
+    assert swept == {str(superseded.attempt), str(void.attempt), str(unfinished)}
+    for name in swept:
+        left = {str(each.attempt) for each in sweep(found, replace(view, kept={name}), keep=1)}
+        assert left == swept - {name}
+
+
 @pytest.mark.parametrize("keep", [0, -1])
 def test_the_newest_always_stays(keep: int) -> None:
     view = SweepView(newest=CLAIM, committed=[], claims={}, store_id=STORE_ID, epoch=1, has_resumed=True)

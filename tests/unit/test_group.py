@@ -37,7 +37,7 @@ from ckptstore.group.base import spoken, this_node
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.meeting import pack, unpack
 from ckptstore.group.message import DRAIN_LANE, Message, first_error
-from ckptstore.runtime.beat import Beat
+from ckptstore.runtime.beat import beat
 from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
@@ -66,11 +66,11 @@ def together(
     return in_threads(size, run)
 
 
-def named(group: BoardGroup) -> Callable[[Beat], bytes]:
-    return lambda beat: b"rank %d" % group.rank
+def named(group: BoardGroup) -> Callable[[], bytes]:
+    return lambda: b"rank %d" % group.rank
 
 
-def joined(answers: list[bytes], beat: Beat) -> bytes:
+def joined(answers: list[bytes]) -> bytes:
     return b", ".join(answers)
 
 
@@ -99,7 +99,7 @@ def memory(tmp_path: Path) -> MemoryStorage:
 def test_every_rank_gets_what_the_leader_joined_in_rank_order(storage: Storage) -> None:
     def script(group: BoardGroup) -> list[bytes]:
         results = [exchange(group, "first", named(group), joined)]
-        results += [exchange(group, f"call {n}", lambda beat, n=n: bytes([n]) * group.rank, joined) for n in range(5)]
+        results += [exchange(group, f"call {n}", lambda n=n: bytes([n]) * group.rank, joined) for n in range(5)]
         return results
 
     ends = together(storage, 4, script)
@@ -152,10 +152,10 @@ def test_a_failure_of_work_is_the_same_error_on_every_rank(memory: MemoryStorage
             raise own[rank]
         return b""
 
-    def never(answers: list[bytes], beat: Beat) -> bytes:
+    def never(answers: list[bytes]) -> bytes:
         raise AssertionError("join runs although a rank failed")
 
-    ends = together(memory, 4, lambda group: exchange(group, "save", lambda beat: work(group.rank), never))
+    ends = together(memory, 4, lambda group: exchange(group, "save", lambda: work(group.rank), never))
     first = min(failing)
     for rank, error in enumerate(ends):
         assert type(error) is StorageFull
@@ -170,7 +170,7 @@ def test_a_failure_of_work_is_the_same_error_on_every_rank(memory: MemoryStorage
 
 def test_a_foreign_error_is_a_rank_failed_with_its_cause_where_it_happened(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> bytes:
-        return exchange(group, "save", lambda beat: bytes([1 // (2 - group.rank)]), joined)
+        return exchange(group, "save", lambda: bytes([1 // (2 - group.rank)]), joined)
 
     ends = together(memory, 3, script)
     assert [type(error) for error in ends] == [RankFailed] * 3
@@ -179,24 +179,29 @@ def test_a_foreign_error_is_a_rank_failed_with_its_cause_where_it_happened(memor
 
 
 def test_a_failure_of_join_reaches_every_rank(memory: MemoryStorage) -> None:
-    def join(answers: list[bytes], beat: Beat) -> bytes:
+    def join(answers: list[bytes]) -> bytes:
         raise StorageUnavailable("the record", committed=None)
 
     ends = together(memory, 3, lambda group: exchange(group, "commit", named(group), join))
     assert [type(error) for error in ends] == [StorageUnavailable] * 3
     assert [(error.committed, error.rank) for error in ends] == [(None, 0)] * 3
 
-    def broken(answers: list[bytes], beat: Beat) -> bytes:
+    def broken(answers: list[bytes]) -> bytes:
         raise KeyError("bug")
 
     ends = together(memory, 3, lambda group: exchange(group, "commit", named(group), broken))
     assert [(type(error), error.committed) for error in ends] == [(RankFailed, None)] * 3  # it may have committed
 
 
+def test_a_rank_in_a_thread_that_fails_its_test_fails_it() -> None:
+    with pytest.raises(pytest.fail.Exception, match="not so"):
+        in_threads(2, lambda rank: pytest.fail("not so") if rank == 1 else None)
+
+
 def test_the_group_goes_on_after_an_error(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> bytes:
         with pytest.raises(InvalidStep):
-            exchange(group, "save", lambda beat: check(group.rank), joined)
+            exchange(group, "save", lambda: check(group.rank), joined)
         return exchange(group, "save again", named(group), joined)
 
     def check(rank: int) -> bytes:
@@ -214,7 +219,13 @@ def test_an_interrupted_rank_tells_the_others_and_goes(memory: MemoryStorage, in
             raise KeyboardInterrupt
         return b""
 
-    ends = together(memory, 3, lambda group: exchange(group, "save", lambda beat: work(group.rank), joined))
+    def script(group: BoardGroup) -> Any:
+        try:
+            return exchange(group, "save", lambda: work(group.rank), joined)
+        except KeyboardInterrupt as error:
+            return error
+
+    ends = together(memory, 3, script)
     assert type(ends[interrupted]) is KeyboardInterrupt
     others = [error for rank, error in enumerate(ends) if rank != interrupted]
     assert [(type(error), error.rank) for error in others] == [(RankFailed, interrupted)] * 2
@@ -234,7 +245,7 @@ def test_ranks_that_call_different_things_are_told_so(memory: MemoryStorage) -> 
 
 def test_ranks_with_different_world_sizes_are_told_so(memory: MemoryStorage) -> None:
     def run(rank: int) -> bytes:
-        return exchange(opened(memory, rank, 4 if rank == 0 else 2), "save", lambda beat: b"", joined)
+        return exchange(opened(memory, rank, 4 if rank == 0 else 2), "save", lambda: b"", joined)
 
     for error in in_threads(2, run):
         assert type(error) is InvalidInput
@@ -244,19 +255,19 @@ def test_ranks_with_different_world_sizes_are_told_so(memory: MemoryStorage) -> 
 
 def test_two_processes_that_hold_one_rank_are_both_named(storage: Storage) -> None:
     first, second = (opened(storage, 1, 2) for _ in range(2))
-    leader = threading.Thread(target=lambda: exchange(opened(storage, 0, 2), "save", lambda beat: b"", joined))
+    leader = threading.Thread(target=lambda: exchange(opened(storage, 0, 2), "save", lambda: b"", joined))
     leader.start()
-    assert exchange(first, "save", lambda beat: b"mine", joined) == b", mine"
+    assert exchange(first, "save", lambda: b"mine", joined) == b", mine"
     leader.join()
     with pytest.raises(InvalidInput, match="rank 1 of the job start 'start'") as caught:
-        exchange(second, "save", lambda beat: b"mine", joined)
+        exchange(second, "save", lambda: b"mine", joined)
     assert str(caught.value).count("process ") == 2
     assert "start_token" in (caught.value.hint or "")
 
 
 def test_a_start_token_used_by_a_dead_job_is_refused_on_every_rank(storage: Storage) -> None:
     def first_start(rank: int) -> bytes:
-        return exchange(opened(storage, rank, 2), "save", lambda beat: b"", joined)
+        return exchange(opened(storage, rank, 2), "save", lambda: b"", joined)
 
     assert in_threads(2, first_start) == [b", "] * 2  # never closed
     for error in in_threads(2, first_start):
@@ -268,7 +279,7 @@ def test_a_silent_rank_is_named_to_all_others(memory: MemoryStorage) -> None:
     def run(rank: int) -> Any:
         if rank in (1, 3):
             return None
-        return exchange(opened(memory, rank, 4, timeout_seconds=1), "save 12", lambda beat: b"", joined)
+        return exchange(opened(memory, rank, 4, timeout_seconds=1), "save 12", lambda: b"", joined)
 
     ends = in_threads(4, run)
     for error in (ends[0], ends[2]):
@@ -281,13 +292,13 @@ def test_a_silent_rank_is_named_to_all_others(memory: MemoryStorage) -> None:
 
 def test_a_silent_leader_is_named_and_leaves_the_outcome_unknown(memory: MemoryStorage) -> None:
     with pytest.raises(RankTimeout) as caught:
-        exchange(opened(memory, 1, 2, timeout_seconds=0.5), "save", lambda beat: b"", joined)
+        exchange(opened(memory, 1, 2, timeout_seconds=0.5), "save", lambda: b"", joined)
     assert caught.value.ranks == (0,)
     assert caught.value.committed is None
 
 
 def test_an_error_is_worth_more_than_a_silence(memory: MemoryStorage) -> None:
-    def fail(beat: Beat) -> bytes:
+    def fail() -> bytes:
         raise StorageFull("no space")
 
     def run(rank: int) -> Any:
@@ -300,7 +311,7 @@ def test_an_error_is_worth_more_than_a_silence(memory: MemoryStorage) -> None:
 
 
 def test_a_slow_rank_that_gives_signs_is_waited_for(memory: MemoryStorage) -> None:
-    def slow(beat: Beat) -> bytes:
+    def slow() -> bytes:
         until = time.monotonic() + 3
         while time.monotonic() < until:
             beat()
@@ -308,8 +319,8 @@ def test_a_slow_rank_that_gives_signs_is_waited_for(memory: MemoryStorage) -> No
         return b"done"
 
     def script(group: BoardGroup) -> list[bytes]:
-        follower = exchange(group, "slow follower", slow if group.rank == 1 else lambda beat: b"", joined)
-        return [follower, exchange(group, "slow join", lambda beat: b"", lambda answers, beat: slow(beat))]
+        follower = exchange(group, "slow follower", slow if group.rank == 1 else lambda: b"", joined)
+        return [follower, exchange(group, "slow join", lambda: b"", lambda answers: slow())]
 
     assert together(memory, 3, script, timeout_seconds=2) == [[b", done, ", b"done"]] * 3
 
@@ -317,11 +328,11 @@ def test_a_slow_rank_that_gives_signs_is_waited_for(memory: MemoryStorage) -> No
 def test_a_rank_that_has_left_is_not_waited_for(memory: MemoryStorage) -> None:
     def run(rank: int) -> Any:
         group = opened(memory, rank, 2, timeout_seconds=8)
-        exchange(group, "first", lambda beat: b"", joined)
+        exchange(group, "first", lambda: b"", joined)
         if rank == 1:
             group.close()
             return None
-        return exchange(group, "second", lambda beat: b"", joined)
+        return exchange(group, "second", lambda: b"", joined)
 
     error = in_threads(2, run)[0]
     assert type(error) is RankFailed  # at once: not a RankTimeout
@@ -335,7 +346,7 @@ def test_lanes_keep_orders_of_their_own(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> list[bytes]:
         results: list[bytes] = [b"", b""]
 
-        def upload(beat: Beat) -> bytes:
+        def upload() -> bytes:
             inside.wait(60)  # both ranks are in the background save while the main lane goes on
             inside.wait(60)
             return b"uploaded"
@@ -358,7 +369,7 @@ def test_lanes_keep_orders_of_their_own(memory: MemoryStorage) -> None:
 def test_a_rank_that_hangs_in_a_save_is_found_though_it_drains(memory: MemoryStorage) -> None:
     over = threading.Event()
 
-    def drain(beat: Beat) -> bytes:
+    def drain() -> bytes:
         while not over.wait(0.02):
             beat()
         return b""
@@ -367,7 +378,7 @@ def test_a_rank_that_hangs_in_a_save_is_found_though_it_drains(memory: MemorySto
         drains = threading.Thread(target=lambda: exchange(group.lane(DRAIN_LANE), "drain", drain, joined))
         drains.start()
         try:
-            work = (lambda _beat: b"") if group.rank == 0 else (lambda _beat: b"late" if over.wait(60) else b"")
+            work = (lambda: b"") if group.rank == 0 else (lambda: b"late" if over.wait(60) else b"")
             return exchange(group.lane("save"), "receipts", work, joined)
         except RankTimeout as error:
             return error
@@ -382,7 +393,7 @@ def test_a_rank_that_hangs_in_a_save_is_found_though_it_drains(memory: MemorySto
 
 def test_a_meeting_inside_a_meeting_is_an_error_and_no_hang(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> bytes:
-        return exchange(group, "outer", lambda beat: exchange(group, "inner", lambda beat: b"", joined), joined)
+        return exchange(group, "outer", lambda: exchange(group, "inner", lambda: b"", joined), joined)
 
     for error in together(memory, 2, script):
         assert type(error) is RankFailed
@@ -421,7 +432,7 @@ def test_a_message_that_is_seen_half_written_is_read_again(tmp_path: Path) -> No
     plain.write("group/start/00000001.00001", [memoryview(half[: len(half) // 2])])
     leader: list[Any] = []
     thread = threading.Thread(
-        target=lambda: leader.append(exchange(opened(plain, 0, 2), "save", lambda beat: b"rank 0", joined))
+        target=lambda: leader.append(exchange(opened(plain, 0, 2), "save", lambda: b"rank 0", joined))
     )
     thread.start()
     time.sleep(0.2)
@@ -435,7 +446,7 @@ def test_a_storage_that_refuses_is_told_on_the_rank_and_the_others_do_not_hang(m
     refusing = wrap(memory, FailAt("create *.00001", error=AccessDenied("no"), skip=1, times=None))
 
     def run(rank: int) -> Any:
-        return exchange(opened(refusing, rank, 2, timeout_seconds=1), "save", lambda beat: b"", joined)
+        return exchange(opened(refusing, rank, 2, timeout_seconds=1), "save", lambda: b"", joined)
 
     ends = in_threads(2, run)
     assert type(ends[1]) is AccessDenied
@@ -447,7 +458,7 @@ def test_a_wait_costs_few_requests(memory: MemoryStorage) -> None:
     counted = CountCalls()
 
     def script(group: BoardGroup) -> bytes:
-        return exchange(group, "save", lambda beat: time.sleep(2 * group.rank) or b"", joined)
+        return exchange(group, "save", lambda: time.sleep(2 * group.rank) or b"", joined)
 
     together(wrap(memory, counted), 2, script)
     assert counted.counts["list"] + counted.counts["read"] < 100
@@ -461,7 +472,7 @@ def test_the_leader_reads_each_answer_once(memory: MemoryStorage, size: int) -> 
         message = Message(tag="save", rank=rank, world_size=size, by=f"process of {rank}", payload=pack(b"%d" % rank))
         memory.write(f"group/start/00000001.{rank:05d}", [memoryview(message.encode())])
     leader = opened(storage, 0, size)
-    assert exchange(leader, "save", lambda beat: b"0", joined) == b", ".join(b"%d" % rank for rank in range(size))
+    assert exchange(leader, "save", lambda: b"0", joined) == b", ".join(b"%d" % rank for rank in range(size))
     assert counted.counts["read"] == size - 1 + 1  # and whether somebody has given up waiting
     assert counted.counts["list"] == 1
 
@@ -470,7 +481,7 @@ def test_followers_that_wait_write_nothing(memory: MemoryStorage) -> None:
     counted = CountCalls()
 
     def script(group: BoardGroup) -> bytes:
-        return exchange(group, "save", lambda beat: time.sleep(1.0 if group.rank == 2 else 0) or b"", joined)
+        return exchange(group, "save", lambda: time.sleep(1.0 if group.rank == 2 else 0) or b"", joined)
 
     together(wrap(memory, counted), 4, script, timeout_seconds=3)
     signs = Counter(call.key for call in counted.calls if call.verb == "write")
@@ -508,10 +519,10 @@ def test_alone_the_root_is_not_probed(memory: MemoryStorage) -> None:
 def test_a_process_alone_joins_its_own_answer() -> None:
     group = SoloGroup()
     assert (group.rank, group.world_size) == (0, 1)
-    assert exchange(group, "save", lambda beat: b"x", lambda answers, beat: answers[0] + b"y") == b"xy"
+    assert exchange(group, "save", lambda: b"x", lambda answers: answers[0] + b"y") == b"xy"
     assert group.lane("background") is group
     with pytest.raises(ZeroDivisionError):
-        exchange(group, "save", lambda beat: bytes([1 // 0]), joined)
+        exchange(group, "save", lambda: bytes([1 // 0]), joined)
     assert SoloGroup().start_token != group.start_token
     assert group.node == this_node()
 
@@ -702,7 +713,7 @@ def test_any_bytes_are_a_value_or_refused(head: Any, rest: bytes) -> None:
 
 def test_what_a_meeting_cannot_carry_is_an_error_on_all_ranks(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> Any:
-        return exchange(group, "save", lambda _: object() if group.rank == 1 else 0, lambda values, _: values)
+        return exchange(group, "save", lambda: object() if group.rank == 1 else 0, lambda values: values)
 
     for error in together(memory, 2, script):
         assert type(error) is RankFailed

@@ -173,12 +173,12 @@ def test_a_store_that_answers_nothing_is_waited_for_until_the_deadline(monkeypat
     board._store = store
     group = BoardGroup(board, rank=1, world_size=2, rank_timeout_seconds=0.5)
 
-    def work(beat: Callable[[], None]) -> bytes:
+    def work() -> bytes:
         store.hangs.set()
         return b""
 
     with pytest.raises(RankTimeout, match=r"gave no (answer|sign of life) for 0\.5 s") as caught:
-        exchange(group, "save", work, lambda answers, beat: b"")
+        exchange(group, "save", work, lambda answers: b"")
     assert caught.value.ranks == (0,)
     group.close()  # at once: the board has been given up
     store.ended.set()

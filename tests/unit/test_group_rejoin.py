@@ -15,7 +15,6 @@ from thread_ranks import in_threads
 
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageUnavailable
 from ckptstore.group.board_group import BoardGroup
-from ckptstore.runtime.beat import Beat
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing import Call, FailAt, combine, wrap
 
@@ -39,12 +38,12 @@ def error_of(call: Callable[[], Any]) -> CkptstoreError | None:
 def told(group: BoardGroup, tag: str, what: str) -> str:
     """An exchange in which all ranks say the same; InvalidInput when they do not."""
 
-    def join(answers: list[bytes], beat: Beat) -> bytes:
+    def join(answers: list[bytes]) -> bytes:
         if len(set(answers)) > 1:
             raise InvalidInput(f"the ranks say {answers}")
         return answers[0]
 
-    return exchange(group, tag, lambda beat: what.encode(), join).decode()
+    return exchange(group, tag, lambda: what.encode(), join).decode()
 
 
 def test_a_rank_that_missed_a_result_is_in_step_at_its_next_call(memory: MemoryStorage) -> None:
@@ -157,31 +156,31 @@ def test_an_answer_whose_reply_was_lost_is_no_failure(memory: MemoryStorage) -> 
 
     def run(rank: int) -> bytes:
         group = opened(no_reply if rank == 1 else memory, rank, 2, timeout_seconds=600)
-        return exchange(group, "save", lambda beat: b"%d" % rank, joined)
+        return exchange(group, "save", lambda: b"%d" % rank, joined)
 
     assert in_threads(2, run) == [b"0, 1"] * 2
 
 
 def test_only_the_leader_says_that_nothing_is_committed(memory: MemoryStorage) -> None:
-    def fail(beat: Beat) -> bytes:
+    def fail() -> bytes:
         error = StorageUnavailable("no")
         error.committed = None
         raise error
 
     def script(group: BoardGroup) -> Any:
-        return error_of(lambda: exchange(group, "save", fail if group.rank == 1 else lambda beat: b"", joined))
+        return error_of(lambda: exchange(group, "save", fail if group.rank == 1 else lambda: b"", joined))
 
     assert [error.committed for error in together(memory, 2, script)] == [False, False]  # join did not run
 
 
 def test_an_error_of_a_rank_goes_before_a_difference_of_calls(memory: MemoryStorage) -> None:
-    def fail(beat: Beat) -> bytes:
+    def fail() -> bytes:
         raise StorageUnavailable("no")
 
     def script(group: BoardGroup) -> list[Any]:
         ends = []
         for failing in (0, 1):
-            tag, work = ("fail", fail) if group.rank == failing else ("save", lambda beat: b"")
+            tag, work = ("fail", fail) if group.rank == failing else ("save", lambda: b"")
             ends.append(error_of(lambda tag=tag, work=work: exchange(group, tag, work, joined)))
         return ends
 
@@ -198,7 +197,7 @@ def test_an_interrupted_rank_is_in_step_at_its_next_call(
 
     def script(group: BoardGroup) -> list[Any]:
         ends: list[Any] = []
-        work = interrupt if group.rank == interrupted == 1 else lambda beat: b""
+        work = interrupt if group.rank == interrupted == 1 else lambda: b""
         try:
             exchange(group, "save", work, interrupt if interrupted == 0 else joined)
         except (KeyboardInterrupt, CkptstoreError) as error:
@@ -220,7 +219,7 @@ def test_thousands_of_lanes_leave_nothing(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> int:
         for number in range(400):
             lane = group.lane(f"save-{number}")
-            assert exchange(lane, "receipts", lambda beat: b"x", joined) == b"x, x"
+            assert exchange(lane, "receipts", lambda: b"x", joined) == b"x, x"
             lane.close()
             told(group, "save", f"{number}")
             if group.rank == 0:
@@ -240,7 +239,7 @@ def test_a_lane_stays_until_every_rank_has_closed_it(memory: MemoryStorage) -> N
         results: list[bytes] = []
 
         def late() -> None:  # rank 1 reads the result long after the leader has closed the lane
-            results.append(exchange(lane, "receipts", lambda beat: b"x", joined))
+            results.append(exchange(lane, "receipts", lambda: b"x", joined))
 
         if group.rank == 0:
             late()
@@ -269,17 +268,17 @@ def test_a_lane_stays_until_every_rank_has_closed_it(memory: MemoryStorage) -> N
 
 def test_a_long_step_without_a_beat_is_not_taken_for_death(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> list[bytes]:
-        def slow_join(answers: list[bytes], beat: Beat) -> bytes:
+        def slow_join(answers: list[bytes]) -> bytes:
             time.sleep(3.5)  # a listing, a retried request, a slow disk
             return b"done"
 
-        def slow(beat: Beat) -> bytes:
+        def slow() -> bytes:
             time.sleep(3.5 * group.rank)
             return b""
 
         return [
-            exchange(group, "join", lambda beat: b"", slow_join),
-            exchange(group, "work", slow, lambda answers, beat: b"done"),
+            exchange(group, "join", lambda: b"", slow_join),
+            exchange(group, "work", slow, lambda answers: b"done"),
         ]
 
     assert together(memory, 2, script, timeout_seconds=2.5) == [[b"done", b"done"]] * 2
@@ -289,12 +288,12 @@ def test_a_leader_that_hangs_is_found_out(memory: MemoryStorage) -> None:
     found = threading.Event()
 
     def script(group: BoardGroup) -> Any:
-        def hang(answers: list[bytes], beat: Beat) -> bytes:
+        def hang(answers: list[bytes]) -> bytes:
             found.wait(120)
             return b""
 
         try:
-            return error_of(lambda: exchange(group, "save", lambda beat: b"", hang))
+            return error_of(lambda: exchange(group, "save", lambda: b"", hang))
         finally:
             found.set()
 
@@ -306,13 +305,13 @@ def test_a_leader_that_hangs_is_found_out(memory: MemoryStorage) -> None:
 def save(group: BoardGroup, step: int) -> str:
     """One call for a step, as a save makes it."""
 
-    def join(answers: list[bytes], beat: Beat) -> bytes:
+    def join(answers: list[bytes]) -> bytes:
         if len(set(answers)) > 1:
             raise InvalidInput(f"the ranks say {answers}")
         return answers[0]
 
     for tag in STORY:
-        answer = exchange(group, tag, lambda beat: b"%d" % step, join, step=step)
+        answer = exchange(group, tag, lambda: b"%d" % step, join, step=step)
     return answer.decode()
 
 

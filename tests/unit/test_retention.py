@@ -250,7 +250,10 @@ def test_rules_in_words() -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    ["", "latest", "latest=", "latest=x", "latest=3:x", "best=2", "best=x:y", "worst=1", "best=1:zzz", "since=1y"],
+    [
+        *("", "latest", "latest=", "latest=x", "latest=0", "latest=3:x"),
+        *("best=2", "best=x:y", "best=0:loss", "best=1:zzz", "worst=1", "since=1y"),
+    ],
 )
 def test_words_that_are_no_rule_are_refused(rule: str) -> None:
     with pytest.raises(InvalidInput):

@@ -30,7 +30,7 @@ from ckptstore.store import CheckpointStore
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 if TYPE_CHECKING:
-    from ckptstore.saving.save_state import Saved
+    from ckptstore.saving.save_state import SaveResult
 
 Prefer = Literal["newest", "ray"]
 
@@ -299,7 +299,7 @@ class RayStore(CheckpointStore):
         if self._late and self._deadline.left_seconds() != 0.0:
             self._late.send(is_last=True)
 
-    def _saved(self, saved: Saved) -> Checkpoint:
+    def _saved(self, saved: SaveResult) -> Checkpoint:
         checkpoint = super()._saved(saved)
         if self._late and self._job.is_leader and saved.later is not None:  # the leader alone reports drains
             self._late.drains[saved.later.attempt] = saved.later

@@ -86,7 +86,7 @@ class ShardFile:
         return SegmentSource.of(self.segments, self.regions)
 
 
-class Spread(NamedTuple):
+class Striping(NamedTuple):
     """The number of files and directories over which the bytes of a rank are spread."""
 
     num_files: int = 1
@@ -107,18 +107,18 @@ class ShardFiles:
         plan: RankPlan,
         *,
         rank: int,
-        spread: Spread | None = None,
+        striping: Striping | None = None,
         incremental: bool = False,
         before: Kept | None = None,
         algorithm: str = DEFAULT,
     ) -> None:
         """Lay out the files. With `incremental` the chunks get digests, and files of the checkpoint `before` are taken
         over. `algorithm` is that of the digests."""
-        spread = spread or Spread()
+        striping = striping or Striping()
         self._described = described
         self._plan = plan
         self._rank = rank
-        self._directory = spread_directory(rank, spread.num_prefixes)
+        self._directory = spread_directory(rank, striping.num_prefixes)
         self._incremental = incremental
         self._algorithm = algorithm
         self._before = before
@@ -126,8 +126,8 @@ class ShardFiles:
         self.kept: list[KeptFile] = []
         """Files of the checkpoint before that are taken over, with those of their chunks that are still current."""
         small, large = self._sorted_writes()
-        shared_bytes = LOCAL_SHARED_FILE_BYTES if spread.on_disk else SHARED_FILE_BYTES
-        count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), spread.num_files, shared_bytes)
+        shared_bytes = LOCAL_SHARED_FILE_BYTES if striping.on_disk else SHARED_FILE_BYTES
+        count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), striping.num_files, shared_bytes)
         self.files = [ShardFile(name) for name in self._free_names(count)]
         if small:
             slab = Slab.of([made for _, _, made, _ in small], [tensor for _, _, _, tensor in small])

@@ -210,7 +210,7 @@ class World:
             self.nodes.cut_off(node, trouble.seconds, is_mute=trouble.kind == "node mute")
         else:
             for other in self.members:
-                if not other.is_done and other.actor.nodes[other.rank] == node:
+                if not other.is_done and other.actor.nodes and other.actor.nodes[other.rank] == node:
                     self.kill(other)
             self.nodes.lose(node)
 
