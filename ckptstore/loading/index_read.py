@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ckptstore.errors import CheckpointDamaged
+from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.format.digest import Digest
 from ckptstore.format.manifest import Manifest
 from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -32,7 +32,14 @@ class IndexReader:
         head = self._head = memoryview(bytearray(min(size_bytes, HEAD_BYTES)))
         is_checked = digest is not None and len(head) == size_bytes
         self._fill([(INDEX_NAME, 0, head, digest if is_checked else None)])
-        extent = Extent.of(head, size_bytes)
+        try:
+            extent = Extent.of(head, size_bytes)
+        except (CheckpointDamaged, UnsupportedVersion):
+            if digest is None or is_checked:
+                raise
+            head = self._head = memoryview(bytearray(size_bytes))  # damage must not be taken for a later version
+            self._fill([(INDEX_NAME, 0, head, digest)])
+            extent = Extent.of(head, size_bytes)
         if not extent.is_sound(head):
             whole = memoryview(bytearray(extent.stop))
             whole[: extent.start] = head[: extent.start]

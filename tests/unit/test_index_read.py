@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CheckpointDamaged
+from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.format.digest import Digest
 from ckptstore.loading.index_read import HEAD_BYTES, IndexReader
 from ckptstore.state.index.outline import INDEX_NAME, Outline, PartFile, encode_table
@@ -38,7 +38,7 @@ def index_file(tensors: int) -> tuple[bytearray, int]:
     return bytearray(b"".join([outline, *parts])), len(outline)
 
 
-def opened(data: bytearray, rank: int | None, *, is_checked: bool = False) -> tuple[list[int], int]:
+def opened(data: bytearray, rank: int | None, *, digest: Digest | None = None) -> tuple[list[int], int]:
     """The ranks whose parts were read, and by how many requests."""
     storage, config, requests = MemoryStorage(f"memory://{uuid.uuid4().hex}"), StoreConfig(), list[RangeRead]()
     storage.write(INDEX_NAME, [memoryview(data)])
@@ -49,7 +49,7 @@ def opened(data: bytearray, rank: int | None, *, is_checked: bool = False) -> tu
         transfer.read(ranges)
 
     try:
-        found = IndexReader(read, "", len(data), Digest.of(data) if is_checked else None).opened(rank=rank)
+        found = IndexReader(read, "", len(data), digest).opened(rank=rank)
     finally:
         transfer.close()
     return [one.rank for one in found.parts], len(requests)
@@ -58,7 +58,7 @@ def opened(data: bytearray, rank: int | None, *, is_checked: bool = False) -> tu
 def test_a_small_index_is_read_at_once_and_a_large_one_in_parts() -> None:
     small, large = index_file(1000)[0], index_file(10_000)[0]
     assert len(large) > HEAD_BYTES > len(small)
-    assert opened(small, 3, is_checked=True) == (list(range(RANKS)), 1)
+    assert opened(small, 3, digest=Digest.of(small)) == (list(range(RANKS)), 1)
     assert opened(large, 0) == ([0], 1), "it lies within the first bytes"
     assert opened(large, 7) == ([0, 7], 2)
     assert opened(large, None) == ([0], 1)
@@ -75,6 +75,15 @@ def test_damage_is_found_in_what_is_read() -> None:
         harmed[place] ^= 1
         with pytest.raises(CheckpointDamaged, match=INDEX_NAME):
             opened(harmed, 3)
+    whole, digest = index_file(10_000)[0], Digest.of(index_file(10_000)[0])
+    for place in (0, 12, 13, 19, 28):
+        harmed = bytearray(whole)
+        harmed[place] ^= 2
+        with pytest.raises(CheckpointDamaged, match=INDEX_NAME):
+            opened(harmed, 3, digest=digest)
+    whole[12] = 2
+    with pytest.raises(UnsupportedVersion, match=INDEX_NAME):
+        opened(whole, 3, digest=Digest.of(whole))
     for size_bytes in (len(data) - 1, HEAD_BYTES, 20):
         with pytest.raises(CheckpointDamaged, match=INDEX_NAME):
             opened(index_file(10_000)[0][:size_bytes], 3)
