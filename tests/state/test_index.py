@@ -229,10 +229,11 @@ def test_a_file_of_another_size_is_damage(harm):
         TensorIndex.decode(harm(packed(encoded(0))))
 
 
-def test_a_newer_version_says_so():
+@pytest.mark.parametrize(("version", "error"), [(2, UnsupportedVersion), (0, CheckpointDamaged)])
+def test_another_version_is_refused(version, error):
     part = bytearray(encoded(0))
-    part[8] = 2
-    with pytest.raises(UnsupportedVersion):
+    part[8] = version
+    with pytest.raises(error, match=f"version {version}"):
         Part.decode(bytes(part), rank=0, file="f")
 
 

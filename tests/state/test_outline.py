@@ -244,10 +244,11 @@ def test_an_outline_that_cannot_be_is_refused(saved: str, change: dict[str, Any]
         _ = Outline.decode(forgery).tensors
 
 
-def test_a_newer_version_says_so(saved: str) -> None:
+@pytest.mark.parametrize(("version", "error"), [(2, UnsupportedVersion), (0, CheckpointDamaged)])
+def test_another_version_is_refused(saved: str, version: int, error: type[Exception]) -> None:
     data = bytearray((directory_of(saved) / INDEX_NAME).read_bytes())
-    data[12] = 2
-    with pytest.raises(UnsupportedVersion):
+    data[12] = version
+    with pytest.raises(error, match=f"version {version}"):
         Outline.decode(data)
 
 

@@ -55,6 +55,8 @@ class Extent(NamedTuple):
         if version > FORMAT_VERSION:
             raise UnsupportedVersion(f"{file} has version {version}", file=file, hint="Upgrade ckptstore to read it")
         stop = _HEADER.size + head_bytes + table_bytes
+        if version < 1:
+            raise CheckpointDamaged(f"{file} has version {version}, which is none", file=file)
         if stop > size_bytes:
             raise CheckpointDamaged(f"{file} has an outline that goes beyond its end", file=file)
         return Extent(_CHECKED_FROM, stop, Digest(STRUCTURES, value))

@@ -304,6 +304,7 @@ def _decode(data: memoryview, file: str) -> Part:
         raise ValueError("it begins with something else")
     if version > FORMAT_VERSION:
         raise UnsupportedVersion(f"{file} has a tensor index of version {version}", file=file, hint="Upgrade ckptstore")
+    _require(version > 0, "it has version 0, which is none")
     (numbers_count,) = struct.unpack_from("<Q", data, _HEADER.size)
     at = _HEADER.size + 8
 
