@@ -7,6 +7,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from thread_ranks import run_threads
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
+from ckptstore.checkpoint import files_behind
 from ckptstore.errors import CheckpointDamaged, InvalidState, UnsupportedVersion
 from ckptstore.format.digest import Digest
+from ckptstore.format.manifest import Receipt
+from ckptstore.loading.index_read import IndexReader, read_whole
 from ckptstore.saving import state_shard
 from ckptstore.state.index.outline import INDEX_NAME, Outline, part_name
 from ckptstore.state.write import outlining
@@ -242,6 +246,29 @@ def test_an_outline_that_cannot_be_is_refused(saved: str, change: dict[str, Any]
     forgery = forged(*({key: change.get(key, value) for key, value in text.items()} for text in (head, table)))
     with pytest.raises(CheckpointDamaged, match="no outline that can be"):
         _ = Outline.decode(forgery).tensors
+
+
+@pytest.mark.parametrize("change", ["part", "part that is missing", "ranks"])
+def test_an_outline_that_does_not_fit_its_manifest_is_damage(saved: str, change: str) -> None:
+    path = directory_of(saved) / INDEX_NAME
+    head, table = texts_of(path.read_bytes())
+    if change.startswith("part"):
+        head["parts"][2][0] = 1 << 50
+    data = forged(head, table)
+    replace_part(path, data)
+    with ckptstore.open_store(saved) as store:
+        files = files_behind(store[1])
+        manifest = files.read_manifest()[0]
+        receipts = {**manifest.by_name, INDEX_NAME: Receipt(INDEX_NAME, len(data), Digest.of(data), 0)}
+        if change == "part that is missing":
+            del receipts[part_name(2, 1)]
+        told = replace(
+            manifest, files=tuple(receipts.values()), world_size=3 if change == "ranks" else manifest.world_size
+        )
+        match = "4 ranks, and the manifest of 3" if change == "ranks" else part_name(2, 1)
+        for read in (read_whole, lambda files, told: IndexReader.of(told, files.read, files.prefix).opened(rank=2)):
+            with pytest.raises(CheckpointDamaged, match=match):
+                read(files, told)
 
 
 @pytest.mark.parametrize(("version", "error"), [(2, UnsupportedVersion), (0, CheckpointDamaged)])

@@ -49,7 +49,7 @@ def opened(data: bytearray, rank: int | None, *, digest: Digest | None = None) -
         transfer.read(ranges)
 
     try:
-        found = IndexReader(read, "", len(data), digest).opened(rank=rank)
+        found = IndexReader(read, "", {INDEX_NAME: len(data)}.get, digest).opened(rank=rank)
     finally:
         transfer.close()
     return [one.rank for one in found.parts], len(requests)
