@@ -17,7 +17,7 @@ import numpy as np
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import BLOCK_BYTES, Digest, fingerprinter, unpacked
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.outline import INDEX_NAME, Extent, Outline
+from ckptstore.state.index.outline import Outline
 from ckptstore.state.index.part import DTYPE_NAMES, PER_RANK, Part, Regions, Tensor
 from ckptstore.state.tensors.boxes import Box, whole
 
@@ -55,22 +55,6 @@ class TensorIndex:
             self._take(outline)
         rows_of_parts = self._merge_rows()
         self._join_columns(rows_of_parts)
-
-    @staticmethod
-    def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> TensorIndex:
-        """Read the index of a file that packs all parts. Raises CheckpointDamaged, or UnsupportedVersion."""
-        view = memoryview(data)
-        outline = Outline.decode(view, file=file)
-        behind = view[Extent.of(view, len(view), file=file).stop :]
-        if not outline.is_packed or outline.packed_bytes != len(behind):
-            raise CheckpointDamaged(f"{file} has an outline that does not fit its parts", file=file)
-        parts = []
-        for rank, (size_bytes, digest) in enumerate(outline.parts):
-            part = behind[outline.place(rank)[1] :][:size_bytes]
-            if digest.like(part) != digest:
-                raise CheckpointDamaged(f"{file} has a damaged part of rank {rank}", file=file)
-            parts.append(Part.decode(part, rank=rank, file=file))
-        return TensorIndex(parts, outline)
 
     def _take(self, outline: Outline) -> None:
         """Take in the tensors of an outline. The parts must have them with the same dtype and shape."""
