@@ -321,6 +321,8 @@ class StatePlan:
         written = {INDEX_NAME: b"".join([outline.encode(), *parts])}
         if outline.is_packed:
             index = TensorIndex([Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)])
+            compared = index.layout_digest(), outline.table, outline.tied, outline.own
+            self.memo.cached("compared index", compared, lambda: TensorIndex(index.parts, outline))
             index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
             self.expected.check(index)
             if self._stock is not None:

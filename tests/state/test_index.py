@@ -12,7 +12,7 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersi
 from ckptstore.format.digest import BLOCK_BYTES, Digest
 from ckptstore.loading import index_read
 from ckptstore.state.index.outline import Outline, PartFile, encode_table
-from ckptstore.state.index.part import BESIDE_VALUE, PER_RANK, Part, PartBuilder
+from ckptstore.state.index.part import BESIDE_VALUE, PER_RANK, Part, PartBuilder, Tensor
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.tensors import boxes
 from ckptstore.state.tensors.boxes import Box
@@ -152,6 +152,34 @@ def test_parts_are_found_in_their_file():
         name, offset = outline.place(rank)
         assert name == "tensors.index"
         assert data[start + offset :][: len(part)] == part
+
+
+BIG = Tensor("big", "uint8", (2, BLOCK_BYTES + 1))
+TENSORS = [BIG, *(Tensor(f"t{number}", "float32", (8, 16)) for number in range(5)), BIG._replace(key="tied")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"table": encode_table([BIG._replace(dtype="int8"), *TENSORS[1:]]), "tied": {}}, "rank 0 disagree on .* big"),
+        ({"table": encode_table(TENSORS[:1] + TENSORS[2:])}, "no tensor t0 as rank 0 has it"),
+        ({"table": encode_table([*TENSORS, BIG._replace(key="z")])}, "has the tensor z, which no rank has"),
+        ({"own": {"rng": 0, "t0": 1}}, "no tensor t0 as rank 0 has it"),
+        ({"tied": {"t3": "t1"}}, "ties t3 to t1"),
+        ({"tied": {"ghost": "t1"}}, "ghost"),
+    ],
+    ids=lambda value: value if type(value) is str else "",
+)
+def test_an_outline_that_its_parts_contradict_is_damage(fields, words):
+    parts = encoded(0), encoded(1)
+    assert index_of(packed(*parts, table=encode_table(TENSORS))).aliases == {"tied": "big"}
+    with pytest.raises(CheckpointDamaged, match=words):
+        index_of(packed(*parts, **fields))
+
+
+def test_an_outline_of_what_each_rank_has_of_its_own_fits():
+    parts = [encoded(rank, flags=flags) for rank, flags in enumerate([PER_RANK, PER_RANK | BESIDE_VALUE])]
+    assert index_of(packed(*parts)).ranks_of("t0") == [0, 1]
 
 
 def test_shapes_that_differ_between_ranks_are_damage():

@@ -25,7 +25,8 @@ from ckptstore.format.digest import Digest
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.index_read import IndexReader, read_whole
 from ckptstore.saving import state_shard
-from ckptstore.state.index.outline import INDEX_NAME, Outline, part_name
+from ckptstore.state.index.outline import INDEX_NAME, Outline, encode_table, part_name
+from ckptstore.state.index.part import Tensor
 from ckptstore.state.write import outlining
 from ckptstore.testing import Call, with_faults
 from ckptstore.tools.report.trees import read_tree
@@ -309,6 +310,16 @@ def test_what_a_rank_has_not_written_is_missed(
     told = run_threads(4, str(tmp_path / "store"), save)
     assert all(isinstance(error, InvalidState) for error in told)
     assert words in str(told[0])
+
+
+def test_a_save_refuses_an_outline_that_its_parts_contradict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def another(tensors: list[Tensor], layouts: Any) -> bytes:
+        return encode_table([tensors[0]._replace(dtype="int32"), *tensors[1:]], layouts)
+
+    monkeypatch.setattr(outlining, "encode_table", another)
+    monkeypatch.setattr(outlining, "MANY_CHUNKS", 1 << 20)
+    told = run_threads(2, str(tmp_path / "store"), lambda store, rank: store.save(1, {"a": WIDE, "b": WIDE.T}))
+    assert ["the outline and rank 0 disagree on the tensor a" in str(error) for error in told] == [True, True]
 
 
 def test_only_one_rank_of_each_kind_tells_its_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,10 @@ class TensorIndex:
 
     @collector_paused()
     def __init__(self, parts: Iterable[Part], outline: Outline | None = None) -> None:
-        """Join the parts; `outline` has the tensors of the parts that are missing. Without one, the parts are those of
-        all ranks."""
+        """Join the parts. `outline` has the tensors of all ranks; without one, the parts are those of all ranks.
+
+        Raises CheckpointDamaged if parts disagree with each other or with the outline.
+        """
         self.parts = tuple(parts)
         self.outline = outline
         self.world_size = len(self.parts) if outline is None else outline.world_size
@@ -51,17 +53,30 @@ class TensorIndex:
         self._entries: list[Tensor] = []
         self._entry_ranks: list[int] = []
         self._boxes: dict[tuple[int, int], Box] = {}
-        if outline is not None and not self.is_whole:
+        if outline is not None:
             self._take(outline)
         rows_of_parts = self._merge_rows()
         self._join_columns(rows_of_parts)
+        if outline is not None and self.is_whole:
+            self._compare(outline, rows_of_parts)
 
     def _take(self, outline: Outline) -> None:
-        """Take in the tensors of an outline. The parts must have them with the same dtype and shape."""
+        """Take in the tensors of an outline."""
         for tensor in outline.tensors:
             self._row_of[tensor.key, outline.own.get(tensor.key, -1)] = len(self._entries)
             self._entries.append(tensor)
             self._entry_ranks.append(-1)
+
+    def _compare(self, outline: Outline, rows_of_parts: list[np.ndarray[Any, Any]]) -> None:
+        """Raise CheckpointDamaged for a tensor or a tie of the outline that the parts of all ranks do not have."""
+        is_held = np.zeros(len(self._entries), bool)
+        for rows in rows_of_parts:
+            is_held[rows] = True
+        for row in np.flatnonzero(~is_held).tolist():
+            raise CheckpointDamaged(f"the outline has the tensor {self._entries[row].key}, which no rank has")
+        for key, first in outline.tied.items():
+            if any(self.chunks(key, rank) != self.chunks(first, rank) for rank in self.ranks_of(key) or [0]):
+                raise CheckpointDamaged(f"the outline ties {key} to {first}, and it lies in another place")
 
     def lacking(self, fqn: str, rank: int, wanted: Box) -> frozenset[int]:
         """Return the ranks whose parts may have chunks of a box, as that rank sees the tensor, and were not read."""
@@ -91,12 +106,15 @@ class TensorIndex:
     def _row(self, rank: int, entry: Tensor) -> int:
         known = self._row_of.setdefault((entry.key, rank if entry.per_rank else -1), len(self._entries))
         if known == len(self._entries):
+            outline = self.outline
+            if outline and not entry.beside_value and not (entry.per_rank and entry.key in outline.own):
+                raise CheckpointDamaged(f"the outline has no tensor {entry.key} as rank {rank} has it")
             self._entries.append(entry)
             self._entry_ranks.append(rank)
         elif self._entries[known][:4] != entry[:4]:  # only an outline has layouts
             other = self._entry_ranks[known]
-            ranks = f"the outline and {rank}" if other < 0 else f"{other} and {rank}"
-            raise CheckpointDamaged(f"ranks {ranks} disagree on the tensor {entry.key}")
+            both = f"the outline and rank {rank}" if other < 0 else f"ranks {other} and {rank}"
+            raise CheckpointDamaged(f"{both} disagree on the tensor {entry.key}")
         return known
 
     def _join_columns(self, rows_of_parts: list[np.ndarray[Any, Any]]) -> None:
