@@ -207,10 +207,18 @@ class TensorIndex:
             found.setdefault(fqn, self._entries[row])
         return found
 
-    @property
+    @cached_property
     def aliases(self) -> Mapping[str, str]:
         """The tensors whose chunks are those of another one, with that other one."""
-        return {} if self.outline is None else self.outline.tied
+        if self.outline is not None:
+            return self.outline.tied
+        found: dict[str, str] = {}
+        firsts: dict[tuple[Any, ...], str] = {}
+        for key, entry in self.tensors.items():
+            chunks = self.chunks(key, 0)
+            if chunks and (first := firsts.setdefault((entry.form, *chunks), key)) != key:
+                found[key] = first
+        return found
 
     def entry(self, fqn: str, rank: int) -> Tensor | None:
         """Return the tensor as that rank sees it, None when it is missing."""
