@@ -12,7 +12,7 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersi
 from ckptstore.format.digest import BLOCK_BYTES, Digest
 from ckptstore.loading import index_read
 from ckptstore.state.index.outline import Outline, PartFile, encode_table
-from ckptstore.state.index.part import BESIDE_VALUE, PER_RANK, Part, PartBuilder, Tensor
+from ckptstore.state.index.part import BESIDE_VALUE, DTYPES, PER_RANK, Part, PartBuilder, Tensor
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.tensors import boxes
 from ckptstore.state.tensors.boxes import Box
@@ -274,6 +274,13 @@ def test_another_version_is_refused(version, error):
     part[8] = version
     with pytest.raises(error, match=f"version {version}"):
         Part.decode(bytes(part), rank=0, file="f")
+
+
+@pytest.mark.parametrize("name", ["save", "nn", "Tensor", "float99", "half", "os.system", ""])
+def test_a_name_of_something_else_is_no_dtype(name):
+    with pytest.raises(CheckpointDamaged, match=r"model\.w has the dtype"):
+        _ = Tensor("model.w", name, (2,)).torch_dtype
+    assert {str(Tensor("w", known, ()).torch_dtype) for known in DTYPES} == {f"torch.{known}" for known in DTYPES}
 
 
 def test_deflated_bombs_are_refused():

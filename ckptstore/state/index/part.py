@@ -80,10 +80,12 @@ class Tensor(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of torch."""
+        """The dtype of torch. Raises CheckpointDamaged if the name is that of no dtype."""
         import torch
 
-        found: torch.dtype = getattr(torch, self.dtype)
+        found = getattr(torch, self.dtype, None) if self.dtype in DTYPES else None
+        if not isinstance(found, torch.dtype):
+            raise CheckpointDamaged(f"{self.key} has the dtype {self.dtype!r}, which torch {torch.__version__} lacks")
         return found
 
     @property
