@@ -30,6 +30,7 @@ def test_own_parts_are_read_and_more_only_where_they_are_needed(tmp_path: Path) 
         opened, said = one["unexpected"]
         assert opened == [sorted({0, rank})]
         assert "without a place in the state: stage1.bias" in said
+        assert "the part of rank 2 is lost to rank 3" in one["lost"][1], "all ranks are told"
         assert INDEX_NAME in one["damaged"]
         assert "damaged" in one["damaged"]
 
