@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 import pytest
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.format.digest import Digest
+from ckptstore.loading import index_read
 from ckptstore.loading.index_read import HEAD_BYTES, IndexReader
-from ckptstore.state.index.outline import INDEX_NAME, Outline, PartFile, encode_table
+from ckptstore.state.index.outline import INDEX_NAME, Outline, PartFile, Span, encode_table
 from ckptstore.state.index.part import PartBuilder, Tensor
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.storage.memory import MemoryStorage
@@ -34,7 +36,8 @@ def index_file(tensors: int) -> tuple[bytearray, int]:
     parts = [part(rank, tensors) for rank in range(RANKS)]
     table = encode_table([Tensor(f"t{number:05d}", "uint8", (RANKS,)) for number in range(tensors)])
     files = tuple(PartFile(len(one), Digest.of(one)) for one in parts)
-    outline = Outline(files, table, common=(0,), is_packed=True).encode()
+    spans = tuple(Span(rank, 0, tensors - 1) for rank in range(RANKS))
+    outline = Outline(files, table, common=(0,), spans=spans, is_packed=True).encode()
     return bytearray(b"".join([outline, *parts])), len(outline)
 
 
@@ -62,6 +65,23 @@ def test_a_small_index_is_read_at_once_and_a_large_one_in_parts() -> None:
     assert opened(large, 0) == ([0], 1), "it lies within the first bytes"
     assert opened(large, 7) == ([0, 7], 2)
     assert opened(large, None) == ([0], 1)
+
+
+def test_what_the_parts_that_were_read_have_needs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_read, "HEAD_BYTES", 64)
+    data = index_file(10)[0]
+
+    def read(ranges: Sequence[RangeRead]) -> None:
+        for item in ranges:
+            item.views[0][:] = data[item.offset :][: item.size_bytes]
+
+    index = IndexReader(read, "", {INDEX_NAME: len(data)}.get).opened(rank=3)
+    own, more = Box((3,), (1,)), Box((2,), (2,))
+    assert not index.lacking("t00001", 3, own)
+    assert [chunk.box for chunk in index.chunks("t00001", 3, own)] == [own]
+    assert index.lacking("t00001", 3, more) == {1, 2, 4, 5, 6, 7}
+    with pytest.raises(RuntimeError, match="are needed"):
+        index.chunks("t00001", 3, more)
 
 
 def test_damage_is_found_in_what_is_read() -> None:

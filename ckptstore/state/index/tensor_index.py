@@ -19,7 +19,7 @@ from ckptstore.format.digest import BLOCK_BYTES, Digest, fingerprinter, unpacked
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.outline import Outline
 from ckptstore.state.index.part import DTYPE_NAMES, PER_RANK, Part, Regions, Tensor
-from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.boxes import Box, overlap, whole
 
 _LISTED_CHUNKS = 200_000
 """An index of more chunks stays in columns, to save memory."""
@@ -79,10 +79,16 @@ class TensorIndex:
                 raise CheckpointDamaged(f"the outline ties {key} to {first}, and it lies in another place")
 
     def lacking(self, fqn: str, rank: int, wanted: Box) -> frozenset[int]:
-        """Return the ranks whose parts may have chunks of a box, as that rank sees the tensor, and were not read."""
+        """Return the ranks whose parts may have chunks of a box, as that rank sees the tensor, and were not read; none
+        if the parts that were read have all of the box."""
         if self.outline is None or self.is_whole:
             return frozenset()
-        return self.outline.holders(fqn, rank, wanted) - self._ranks
+        found = self.outline.holders(fqn, rank, wanted) - self._ranks
+        if found and (row := self._row_at(fqn, rank)) is not None:
+            common = (overlap(chunk.box, wanted) for chunk in self._chunks(row, wanted))
+            if sum(box.volume for box in common if box is not None) == wanted.volume:
+                return frozenset()
+        return found
 
     @cached_property
     def _ranks(self) -> frozenset[int]:
@@ -222,8 +228,11 @@ class TensorIndex:
 
     def entry(self, fqn: str, rank: int) -> Tensor | None:
         """Return the tensor as that rank sees it, None when it is missing."""
-        row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
+        row = self._row_at(fqn, rank)
         return None if row is None else self._entries[row]
+
+    def _row_at(self, fqn: str, rank: int) -> int | None:
+        return self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
 
     def ranks_of(self, fqn: str) -> list[int]:
         """Return the ranks that have their own tensor of that name. Of ranks whose parts were not read, only the lowest
@@ -235,11 +244,14 @@ class TensorIndex:
 
     def chunks(self, fqn: str, rank: int, wanted: Box | None = None) -> list[Chunk]:
         """Return the chunks of a tensor, as that rank sees it, that share elements with the wanted box, or all."""
-        row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
+        row = self._row_at(fqn, rank)
         if row is None:
             return []
         if not self.is_whole and (lacking := self.lacking(fqn, rank, wanted or whole(self._entries[row].shape))):
             raise RuntimeError(f"the parts of ranks {sorted(lacking)[:5]} of the index are needed, and were not read")
+        return self._chunks(row, wanted)
+
+    def _chunks(self, row: int, wanted: Box | None) -> list[Chunk]:
         low, high = self._limits[row], self._limits[row + 1]
         dims = len(self._entries[row].shape)
         picked: Any = range(low, high)
