@@ -322,6 +322,21 @@ def test_a_save_refuses_an_outline_that_its_parts_contradict(tmp_path: Path, mon
     assert ["the outline and rank 0 disagree on the tensor a" in str(error) for error in told] == [True, True]
 
 
+def test_a_part_that_changes_on_its_way_to_the_leader_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def harmed(data: bytes) -> tuple[dict[str, Any], bytes]:
+        head, part = unpacked(data)
+        return head, part[:-1] + bytes([part[-1] ^ 1])
+
+    unpacked = state_shard._unpacked
+    monkeypatch.setattr(state_shard, "_unpacked", harmed)
+    monkeypatch.setattr(outlining, "MANY_CHUNKS", 1 << 20)
+    told = run_threads(2, str(tmp_path / "store"), lambda store, rank: store.save(1, {"a": WIDE, "b": rank}))
+    assert all(isinstance(error, CheckpointDamaged) and error.rank == 0 for error in told)
+    assert "is not the one that its rank has sent" in str(told[0])
+
+
 def test_only_one_rank_of_each_kind_tells_its_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the leader would hear as many as there are ranks, in the first save."""
     heard: list[int] = []
