@@ -37,7 +37,6 @@ from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest
 from ckptstore.loading.index_read import IndexReader
 from ckptstore.runtime.torch_private import is_wrapper
-from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.values import Frame
@@ -255,10 +254,10 @@ def _index_in(storage: Storage, transfer: Transfer) -> TensorIndex | None:
     """Return the index in a directory, None if there is none. It is read whole, since DCP's planners look at every
     chunk."""
     try:
-        size_bytes = storage.stat(INDEX_NAME).size_bytes
+        reader = IndexReader(transfer.read, "", lambda name: storage.stat(name).size_bytes)
     except FileMissing:
         return None
-    return IndexReader(transfer.read, "", size_bytes).whole()
+    return reader.whole()
 
 
 def _rank_of(kwargs: Mapping[str, Any]) -> int:

@@ -125,7 +125,7 @@ def _by_digest(a: _Digests | None, b: _Digests | None, *, size_bytes: int) -> Li
 
 def _by_value(pair: _Pair, tensor: StoredTensor, source_a: str, source_b: str, rank: int) -> float | None:
     """Return the largest absolute difference between a rank's two tensors, None if they are equal bit by bit."""
-    dtype = getattr(torch, tensor.dtype)
+    dtype = pair.a.index.tensors[source_a].torch_dtype
     largest: float | None = None
     for box in _pieces(tensor):
         a, b = (torch.empty(box.sizes, dtype=dtype, device="cpu") for _ in range(2))

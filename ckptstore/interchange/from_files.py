@@ -177,7 +177,7 @@ def read_dcp(
     aliases = {key: source for key, source in stock.index.aliases.items() if wanted(key)}
     sources = {*aliases.values(), *(key for key in stock.index.tensors if wanted(key) and key not in aliases)}
     tensors = {
-        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+        key: torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
         for key, entry in stock.index.tensors.items()
         if key in sources
     }

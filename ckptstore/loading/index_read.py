@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ckptstore.errors import CheckpointDamaged
+from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.format.digest import Digest
 from ckptstore.format.manifest import Manifest
 from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -21,18 +21,31 @@ class IndexReader:
     """A reader that reads and checks the outline of an index and each part once. Safe for one thread."""
 
     def __init__(
-        self, read: Callable[[Sequence[RangeRead]], None], prefix: str, size_bytes: int, digest: Digest | None = None
+        self,
+        read: Callable[[Sequence[RangeRead]], None],
+        prefix: str,
+        size_of: Callable[[str], int | None],
+        digest: Digest | None = None,
     ) -> None:
-        """`size_bytes` and `digest` are those of the file `tensors.index`, in the directory `prefix`.
+        """Read the outline. `size_of` has the sizes of the files in the directory `prefix`, `digest` is that of
+        `tensors.index`.
 
-        Raises CheckpointDamaged, FileMissing, StorageError.
+        Raises CheckpointDamaged, UnsupportedVersion, FileMissing, StorageError.
         """
-        self._read, self._prefix = read, prefix
+        self._read, self._prefix, self._size_of = read, prefix, size_of
         self._parts: dict[int, Part] = {}
+        size_bytes = size_of(INDEX_NAME) or 0
         head = self._head = memoryview(bytearray(min(size_bytes, HEAD_BYTES)))
         is_checked = digest is not None and len(head) == size_bytes
         self._fill([(INDEX_NAME, 0, head, digest if is_checked else None)])
-        extent = Extent.of(head, size_bytes)
+        try:
+            extent = Extent.of(head, size_bytes)
+        except (CheckpointDamaged, UnsupportedVersion):
+            if digest is None or is_checked:
+                raise
+            head = self._head = memoryview(bytearray(size_bytes))  # damage must not be taken for a later version
+            self._fill([(INDEX_NAME, 0, head, digest)])
+            extent = Extent.of(head, size_bytes)
         if not extent.is_sound(head):
             whole = memoryview(bytearray(extent.stop))
             whole[: extent.start] = head[: extent.start]
@@ -42,6 +55,19 @@ class IndexReader:
         self.outline = Outline.decode(head)
         if self._start + self.outline.packed_bytes != size_bytes:
             raise CheckpointDamaged(f"{INDEX_NAME} has an outline that does not fit its parts", file=INDEX_NAME)
+
+    @staticmethod
+    def of(manifest: Manifest, read: Callable[[Sequence[RangeRead]], None], prefix: str) -> IndexReader:
+        """Return the reader of the index of a checkpoint, which has one. Raises as `__init__` does."""
+        sizes_bytes = {item.name: item.size_bytes for item in manifest.files}
+        found = IndexReader(read, prefix, sizes_bytes.get, manifest.by_name[INDEX_NAME].digest)
+        if found.outline.world_size != manifest.world_size:
+            raise CheckpointDamaged(
+                f"{INDEX_NAME} is of {found.outline.world_size} ranks, and the manifest of {manifest.world_size}",
+                step=manifest.step,
+                file=INDEX_NAME,
+            )
+        return found
 
     def opened(self, *, rank: int | None) -> TensorIndex:
         """Return the index with the parts read so far, the parts with values common to all ranks, and the part of
@@ -63,6 +89,10 @@ class IndexReader:
             name, offset, size_bytes, digest = *self.outline.place(rank), *self.outline.parts[rank]
             start = self._start + offset
             found[rank] = self._head[start : start + size_bytes]
+            if name != INDEX_NAME and self._size_of(name) != size_bytes:
+                raise CheckpointDamaged(
+                    f"{INDEX_NAME} has {size_bytes} bytes for {name}, and it has {self._size_of(name)}", file=name
+                )
             if name != INDEX_NAME or len(found[rank]) < size_bytes or digest.like(found[rank]) != digest:
                 found[rank] = memoryview(bytearray(size_bytes))
                 wanted.append((name, start if name == INDEX_NAME else 0, found[rank], digest))
@@ -83,9 +113,8 @@ class IndexReader:
 
 def read_whole(files: CheckpointFiles, manifest: Manifest) -> TensorIndex | None:
     """Return the index with the parts of all ranks; None if the checkpoint has none. Raises CheckpointDamaged."""
-    receipt = manifest.by_name.get(INDEX_NAME)
-    if receipt is None:
+    if INDEX_NAME not in manifest.by_name:
         return None
-    index = IndexReader(files.read, files.prefix, receipt.size_bytes, receipt.digest).whole()
+    index = IndexReader.of(manifest, files.read, files.prefix).whole()
     index.check_files({item.name: item.size_bytes for item in manifest.files})
     return index

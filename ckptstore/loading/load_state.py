@@ -224,8 +224,7 @@ class _Reader:
                 hint="Use as_directory() or to_directory()",
             )
         self._sizes_bytes = {item.name: item.size_bytes for item in manifest.files}
-        receipt = manifest.by_name[INDEX_NAME]
-        self._index = IndexReader(self._read_index, files.prefix, receipt.size_bytes, receipt.digest)
+        self._index = IndexReader.of(manifest, self._read_index, files.prefix)
         return self._checked(self._index.opened(rank=rank))
 
     def _read_index(self, ranges: Sequence[RangeRead]) -> None:

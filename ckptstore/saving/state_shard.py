@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ckptstore.errors import StorageError
+from ckptstore.errors import CheckpointDamaged, StorageError
 from ckptstore.events import SaveStarted, emit
 from ckptstore.format.digest import DEFAULT, Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
@@ -320,7 +320,17 @@ class StatePlan:
         )
         written = {INDEX_NAME: b"".join([outline.encode(), *parts])}
         if outline.is_packed:
+            for rank, (part, (_, digest)) in enumerate(zip(parts, outline.parts, strict=True)):
+                if digest.like(part) != digest:
+                    raise CheckpointDamaged(
+                        "the part of the tensor index that came to the leader is not the one that its rank has sent",
+                        step=attempt.step,
+                        rank=rank,
+                        hint="Nothing was committed; save again",
+                    )
             index = TensorIndex([Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)])
+            compared = index.layout_digest(), outline.table, outline.tied, outline.own
+            self.memo.cached("compared index", compared, lambda: TensorIndex(index.parts, outline))
             index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
             self.expected.check(index)
             if self._stock is not None:

@@ -44,6 +44,21 @@ def parts_opened() -> Iterator[list[list[int]]]:
         yield opened
 
 
+@contextmanager
+def part_lost(part: int, *, to: int) -> Iterator[None]:
+    """Let the reading of a rank's part fail on one rank."""
+    read_parts = IndexReader.with_parts
+
+    def read(self: IndexReader, ranks: Any) -> Any:
+        wanted = list(ranks)
+        if dist.get_rank() == to and part in wanted:
+            raise CheckpointDamaged(f"the part of rank {part} is lost to rank {to}")
+        return read_parts(self, wanted)
+
+    with patch.object(IndexReader, "with_parts", read):
+        yield
+
+
 def distributed(full: torch.Tensor, dim: int | None, *, zeros: bool = False) -> DTensor:
     """The tensor over all ranks: in rows, in columns, or the same on each."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -118,6 +133,8 @@ def load_own_parts(root: str) -> dict[str, Any]:
         if dist.get_rank() >= 2:
             narrow["stage1"] = stage(1, zeros=True, bias=False)
         load("unexpected", narrow)
+        with part_lost(2, to=3):  # after all ranks have opened the index
+            load("lost", state(zeros=True), read_once="job")
     dist.barrier()
     if dist.get_rank() == 0:
         damage_part(Path(root), rank=3)  # which rank 3 alone reads

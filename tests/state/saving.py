@@ -1,20 +1,24 @@
 """Saving and loading flat states without the stories above: one shard for each rank, in one directory."""
 
+import uuid
+from contextlib import closing
+
 import torch
 from exchanging import exchange
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.format.layout import Attempt
 from ckptstore.group import SoloGroup
+from ckptstore.loading.index_read import IndexReader
 from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.saving.transaction import meet
 from ckptstore.state.index.outline import INDEX_NAME
-from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.write.memo import SaveMemo
 from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import Transfer
 
 ATTEMPT = Attempt(7, 1, "0123abcd")
@@ -68,8 +72,16 @@ def save_plain(root, tensors, values=None, **options):
     return root / ATTEMPT.prefix
 
 
+def index_of(data, digest=None):
+    """The index that these bytes are, with all parts; `digest` is that of the file."""
+    storage, retry = MemoryStorage(f"memory://{uuid.uuid4().hex}"), RetryConfig(retry_attempts=1)
+    storage.write(INDEX_NAME, [memoryview(data)])
+    with closing(Transfer(storage, config=TransferConfig(num_threads=1), retry=retry)) as transfer:
+        return IndexReader(transfer.read, "", {INDEX_NAME: len(data)}.get, digest).whole()
+
+
 def open_index(root, attempt=ATTEMPT):
-    return TensorIndex.decode((root / attempt.prefix / INDEX_NAME).read_bytes())
+    return index_of((root / attempt.prefix / INDEX_NAME).read_bytes())
 
 
 def open_stored(root, transfer, *, rank=0, world_size=1, attempt=ATTEMPT, **more):

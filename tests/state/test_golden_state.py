@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saving import make_transfer
+from saving import index_of, make_transfer
 
 from ckptstore.state.index.outline import INDEX_NAME
-from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.read.stored import StoredState
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "state-v1"
@@ -37,7 +36,7 @@ EXPECTED = {
 
 def test_ckptstore_reads_it(golden):
     transfer = make_transfer(golden)
-    index = TensorIndex.decode((golden / INDEX_NAME).read_bytes())
+    index = index_of((golden / INDEX_NAME).read_bytes())
     stored = StoredState(index, transfer.read, "", rank=0, world_size=1)
     saved = stored.saved()
     assert saved.values == {

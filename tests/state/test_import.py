@@ -15,10 +15,12 @@ from saving import bits
 from test_frames import DTYPES, random_tensor
 
 from ckptstore import Checkpoint, CheckpointDamaged, CkptstoreError, InvalidInput, StepExists, open_store
+from ckptstore.checkpoint import files_behind
 from ckptstore.errors import FileMissing, InvalidSource, InvalidState
 from ckptstore.interchange.exporting import export
 from ckptstore.interchange.importing import import_state
 from ckptstore.interchange.safetensors_file import NAMES
+from ckptstore.loading.load_state import open_alone
 from ckptstore.storage.open import open_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
@@ -119,6 +121,7 @@ def test_what_was_exported_comes_back(tmp_path: Path, kind: str) -> None:
         exported = export(store.save(1, state), tmp_path / "out", to=kind, shard_size_bytes=500_000)
     source = tmp_path / "out/state.pt" if kind == "torch" else exported.path
     checkpoint = imported(tmp_path, source, kind)
+    assert open_alone(files_behind(checkpoint)).index.aliases == {"tied.b": "tied.a"}
     other, other_optimizer = model_and_optimizer(2)
     loaded = {"model": other, "tied": {"a": torch.zeros(3, 3), "b": torch.zeros(3, 3)}}
     if kind != "safetensors":

@@ -6,11 +6,13 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saving import index_of
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
 from ckptstore.format.digest import BLOCK_BYTES, Digest
+from ckptstore.loading import index_read
 from ckptstore.state.index.outline import Outline, PartFile, encode_table
-from ckptstore.state.index.part import BESIDE_VALUE, PER_RANK, Part, PartBuilder
+from ckptstore.state.index.part import BESIDE_VALUE, DTYPES, PER_RANK, Part, PartBuilder, Tensor
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.tensors import boxes
 from ckptstore.state.tensors.boxes import Box
@@ -96,10 +98,15 @@ def joined(*parts):
     return TensorIndex([Part.decode(part, rank=rank, file="f") for rank, part in enumerate(parts)])
 
 
-def packed(*parts):
-    """The file that has these parts."""
-    outline = Outline(tuple(PartFile(len(part), Digest.of(part)) for part in parts), encode_table([]), is_packed=True)
-    return b"".join([outline.encode(), *parts])
+def packed(*parts, **fields):
+    """The file that has these parts; `fields` are those in which its outline lies."""
+    ranks = [int.from_bytes(part[12:16], "little") for part in parts]
+    index = TensorIndex(Part.decode(part, rank=rank, file="f") for part, rank in zip(parts, ranks, strict=True))
+    tensors = sorted(tensor for tensor in index.tensors.values() if not tensor.beside_value)
+    own = {**dict.fromkeys(index.value_ranks(), ranks[0]), **{one.key: ranks[0] for one in tensors if one.per_rank}}
+    files = tuple(PartFile(len(part), Digest.of(part)) for part in parts)
+    said = {"table": encode_table(tensors), "tied": {"tied": "big"}, "own": own, "common": (0,), "is_packed": True}
+    return b"".join([Outline(files, **{**said, **fields}).encode(), *parts])
 
 
 def test_what_was_added_is_found():
@@ -138,13 +145,41 @@ def test_tensors_that_differ_are_found_by_rank():
 def test_parts_are_found_in_their_file():
     parts = [encoded(rank, tensors=rank + 1) for rank in range(2)]
     data = packed(*parts)
-    index, outline = TensorIndex.decode(data), Outline.decode(data)
+    index, outline = index_of(data), Outline.decode(data)
     assert [index.own_values(rank) for rank in range(2)] == [{"rng": 0}, {"rng": 1}]
     start = len(data) - outline.packed_bytes
     for rank, part in enumerate(parts):
         name, offset = outline.place(rank)
         assert name == "tensors.index"
         assert data[start + offset :][: len(part)] == part
+
+
+BIG = Tensor("big", "uint8", (2, BLOCK_BYTES + 1))
+TENSORS = [BIG, *(Tensor(f"t{number}", "float32", (8, 16)) for number in range(5)), BIG._replace(key="tied")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"table": encode_table([BIG._replace(dtype="int8"), *TENSORS[1:]]), "tied": {}}, "rank 0 disagree on .* big"),
+        ({"table": encode_table(TENSORS[:1] + TENSORS[2:])}, "no tensor t0 as rank 0 has it"),
+        ({"table": encode_table([*TENSORS, BIG._replace(key="z")])}, "has the tensor z, which no rank has"),
+        ({"own": {"rng": 0, "t0": 1}}, "no tensor t0 as rank 0 has it"),
+        ({"tied": {"t3": "t1"}}, "ties t3 to t1"),
+        ({"tied": {"ghost": "t1"}}, "ghost"),
+    ],
+    ids=lambda value: value if type(value) is str else "",
+)
+def test_an_outline_that_its_parts_contradict_is_damage(fields, words):
+    parts = encoded(0), encoded(1)
+    assert index_of(packed(*parts, table=encode_table(TENSORS))).aliases == {"tied": "big"}
+    with pytest.raises(CheckpointDamaged, match=words):
+        index_of(packed(*parts, **fields))
+
+
+def test_an_outline_of_what_each_rank_has_of_its_own_fits():
+    parts = [encoded(rank, flags=flags) for rank, flags in enumerate([PER_RANK, PER_RANK | BESIDE_VALUE])]
+    assert index_of(packed(*parts)).ranks_of("t0") == [0, 1]
 
 
 def test_shapes_that_differ_between_ranks_are_damage():
@@ -199,13 +234,17 @@ def test_flipped_and_torn_parts_are_damage_or_harmless(position, value, torn):
             continue
 
 
-@settings(max_examples=200)
-@given(st.integers(0, 10_000), st.integers(1, 255))
-def test_a_flip_anywhere_in_the_file_is_found(position, mask):
+@pytest.mark.parametrize("head_bytes", [64, 1 << 20])
+def test_a_flip_anywhere_in_the_file_is_found(head_bytes, monkeypatch):
+    monkeypatch.setattr(index_read, "HEAD_BYTES", head_bytes)
     data = bytearray(packed(encoded(0), encoded(1)))
-    data[position % len(data)] ^= mask
-    with pytest.raises((CheckpointDamaged, UnsupportedVersion)):
-        TensorIndex.decode(bytes(data))
+    digest = Digest.of(data)
+    assert index_of(data, digest).is_whole
+    for position in range(len(data)):
+        data[position] ^= 1 + position % 255
+        with pytest.raises(CheckpointDamaged, match=r"tensors\.index"):
+            index_of(data, digest)
+        data[position] ^= 1 + position % 255
 
 
 def test_what_is_larger_than_its_file_is_found():
@@ -218,7 +257,7 @@ def test_what_is_larger_than_its_file_is_found():
 
 def test_parts_in_each_others_places_are_damage():
     with pytest.raises(CheckpointDamaged, match="the part of rank 1 in the place of rank 0"):
-        TensorIndex.decode(packed(encoded(1), encoded(0)))
+        index_of(packed(encoded(1), encoded(0)))
 
 
 @pytest.mark.parametrize(
@@ -226,14 +265,22 @@ def test_parts_in_each_others_places_are_damage():
 )
 def test_a_file_of_another_size_is_damage(harm):
     with pytest.raises(CheckpointDamaged):
-        TensorIndex.decode(harm(packed(encoded(0))))
+        index_of(harm(packed(encoded(0))))
 
 
-def test_a_newer_version_says_so():
+@pytest.mark.parametrize(("version", "error"), [(2, UnsupportedVersion), (0, CheckpointDamaged)])
+def test_another_version_is_refused(version, error):
     part = bytearray(encoded(0))
-    part[8] = 2
-    with pytest.raises(UnsupportedVersion):
+    part[8] = version
+    with pytest.raises(error, match=f"version {version}"):
         Part.decode(bytes(part), rank=0, file="f")
+
+
+@pytest.mark.parametrize("name", ["save", "nn", "Tensor", "float99", "half", "os.system", ""])
+def test_a_name_of_something_else_is_no_dtype(name):
+    with pytest.raises(CheckpointDamaged, match=r"model\.w has the dtype"):
+        _ = Tensor("model.w", name, (2,)).torch_dtype
+    assert {str(Tensor("w", known, ()).torch_dtype) for known in DTYPES} == {f"torch.{known}" for known in DTYPES}
 
 
 def test_deflated_bombs_are_refused():

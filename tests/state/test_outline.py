@@ -7,6 +7,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from thread_ranks import run_threads
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
+from ckptstore.checkpoint import files_behind
 from ckptstore.errors import CheckpointDamaged, InvalidState, UnsupportedVersion
 from ckptstore.format.digest import Digest
+from ckptstore.format.manifest import Receipt
+from ckptstore.loading.index_read import IndexReader, read_whole
 from ckptstore.saving import state_shard
-from ckptstore.state.index.outline import INDEX_NAME, Outline, part_name
+from ckptstore.state.index.outline import INDEX_NAME, Outline, encode_table, part_name
+from ckptstore.state.index.part import Tensor
 from ckptstore.state.write import outlining
 from ckptstore.testing import Call, with_faults
 from ckptstore.tools.report.trees import read_tree
@@ -244,10 +249,34 @@ def test_an_outline_that_cannot_be_is_refused(saved: str, change: dict[str, Any]
         _ = Outline.decode(forgery).tensors
 
 
-def test_a_newer_version_says_so(saved: str) -> None:
+@pytest.mark.parametrize("change", ["part", "part that is missing", "ranks"])
+def test_an_outline_that_does_not_fit_its_manifest_is_damage(saved: str, change: str) -> None:
+    path = directory_of(saved) / INDEX_NAME
+    head, table = texts_of(path.read_bytes())
+    if change.startswith("part"):
+        head["parts"][2][0] = 1 << 50
+    data = forged(head, table)
+    replace_part(path, data)
+    with ckptstore.open_store(saved) as store:
+        files = files_behind(store[1])
+        manifest = files.read_manifest()[0]
+        receipts = {**manifest.by_name, INDEX_NAME: Receipt(INDEX_NAME, len(data), Digest.of(data), 0)}
+        if change == "part that is missing":
+            del receipts[part_name(2, 1)]
+        told = replace(
+            manifest, files=tuple(receipts.values()), world_size=3 if change == "ranks" else manifest.world_size
+        )
+        match = "4 ranks, and the manifest of 3" if change == "ranks" else part_name(2, 1)
+        for read in (read_whole, lambda files, told: IndexReader.of(told, files.read, files.prefix).opened(rank=2)):
+            with pytest.raises(CheckpointDamaged, match=match):
+                read(files, told)
+
+
+@pytest.mark.parametrize(("version", "error"), [(2, UnsupportedVersion), (0, CheckpointDamaged)])
+def test_another_version_is_refused(saved: str, version: int, error: type[Exception]) -> None:
     data = bytearray((directory_of(saved) / INDEX_NAME).read_bytes())
-    data[12] = 2
-    with pytest.raises(UnsupportedVersion):
+    data[12] = version
+    with pytest.raises(error, match=f"version {version}"):
         Outline.decode(data)
 
 
@@ -281,6 +310,31 @@ def test_what_a_rank_has_not_written_is_missed(
     told = run_threads(4, str(tmp_path / "store"), save)
     assert all(isinstance(error, InvalidState) for error in told)
     assert words in str(told[0])
+
+
+def test_a_save_refuses_an_outline_that_its_parts_contradict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def another(tensors: list[Tensor], layouts: Any) -> bytes:
+        return encode_table([tensors[0]._replace(dtype="int32"), *tensors[1:]], layouts)
+
+    monkeypatch.setattr(outlining, "encode_table", another)
+    monkeypatch.setattr(outlining, "MANY_CHUNKS", 1 << 20)
+    told = run_threads(2, str(tmp_path / "store"), lambda store, rank: store.save(1, {"a": WIDE, "b": WIDE.T}))
+    assert ["the outline and rank 0 disagree on the tensor a" in str(error) for error in told] == [True, True]
+
+
+def test_a_part_that_changes_on_its_way_to_the_leader_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def harmed(data: bytes) -> tuple[dict[str, Any], bytes]:
+        head, part = unpacked(data)
+        return head, part[:-1] + bytes([part[-1] ^ 1])
+
+    unpacked = state_shard._unpacked
+    monkeypatch.setattr(state_shard, "_unpacked", harmed)
+    monkeypatch.setattr(outlining, "MANY_CHUNKS", 1 << 20)
+    told = run_threads(2, str(tmp_path / "store"), lambda store, rank: store.save(1, {"a": WIDE, "b": rank}))
+    assert all(isinstance(error, CheckpointDamaged) and error.rank == 0 for error in told)
+    assert "is not the one that its rank has sent" in str(told[0])
 
 
 def test_only_one_rank_of_each_kind_tells_its_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saving import bits, make_transfer, save_plain
+from saving import bits, index_of, make_transfer, save_plain
 from test_frames import DTYPES, random_tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -26,7 +26,6 @@ from ckptstore.dcp.stock.stock_pickle import MetadataPickle
 from ckptstore.dcp.stock.stock_read import StockState, load_metadata
 from ckptstore.dcp.view import add_stock_tensors
 from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState, StateMismatch
-from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.tensors.boxes import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
@@ -153,7 +152,7 @@ def test_our_pickle_of_metadata_is_that_of_torchs_classes():
 
 
 def test_metadata_of_a_save_is_what_a_planner_is_shown(ours):
-    index = TensorIndex.decode((ours / "tensors.index").read_bytes())
+    index = index_of((ours / "tensors.index").read_bytes())
     metadata = pickle.loads((ours / ".metadata").read_bytes())
     items, storage = {}, {}
     add_stock_tensors(index, items, storage)

@@ -669,6 +669,14 @@ def test_a_record_without_its_digest_and_one_with_more_behind_it_are_damaged(mor
             Record.decode(changed if isinstance(changed, bytes) else changed.encode(), 1)
 
 
+def test_a_record_of_a_development_version_says_so() -> None:
+    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    del value["body_sha256"]
+    early = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    with pytest.raises(CheckpointDamaged, match="a development version before format version 1 wrote it"):
+        Record.decode(early, 1)
+
+
 def test_metrics_that_are_not_finite_survive() -> None:
     change = Commit(entry(metrics={"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5}))
     first = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from ckptstore.format.layout import DCP_METADATA_NAME, check_name
 from ckptstore.state.index.part import DTYPES, Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.matching import Saved
-from ckptstore.state.read.read_plan import ReadPlan, RunSteps, run_steps
+from ckptstore.state.read.read_plan import ReadPlan, RunSteps, Step, run_steps
 from ckptstore.state.tensors import frames
 from ckptstore.state.tensors.boxes import Box, inside, overlap
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, pieces_of
@@ -124,14 +124,18 @@ class StockState:
         self._fill([(key, [Piece(box, memory)]) for key, box, memory in wanted])
 
     def _fill(self, wanted: Sequence[tuple[str, list[Piece]]], run: RunSteps = run_steps) -> None:
+        with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
+            run(self._steps(wanted), self.read, buffer_bytes=self.buffer_bytes)
+
+    def _steps(self, wanted: Sequence[tuple[str, list[Piece]]]) -> Iterator[Step]:
+        """Yield the steps of a read, and load the frames that torch has to read: where `run` is prepared for errors."""
         plan = _StockReadPlan(self.index, prefix=self.prefix, checked=False)
         plan.opaque = self._opaque
         for source, pieces in wanted:
             plan.add(source, pieces, rank=0)
-        with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
-            run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
-            for frame, jobs in plan.whole_frames.items():
-                self._load_frame(frame, jobs)
+        yield from plan.steps()
+        for frame, jobs in plan.whole_frames.items():
+            self._load_frame(frame, jobs)
 
     def _load_frame(self, frame: _Frame, jobs: Sequence[tuple[Box, Box, torch.Tensor]]) -> None:
         (data,) = self._read_frames([frame])

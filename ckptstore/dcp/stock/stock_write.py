@@ -82,7 +82,7 @@ def stock_tensors(index: TensorIndex) -> Iterator[tuple[str, torch.dtype, Sizes,
     for fqn, entry in index.tensors.items():
         if entry.beside_value:
             continue
-        dtype = getattr(torch, entry.dtype)
+        dtype = entry.torch_dtype
         chunks = []
         for chunk in index.chunks(fqn, index.ranks_of(fqn)[0] if entry.per_rank else 0):
             frame = template(dtype, chunk.box.sizes)

@@ -68,8 +68,6 @@ def write_file(checkpoint: Checkpoint, directory: Path, *, version: str, allow_p
 
 def _read(stored: StoredState, keys: set[str]) -> dict[str, Tensor]:
     entries = {key: stored.entry(key) for key in keys}
-    tensors = {
-        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu") for key, entry in entries.items()
-    }
+    tensors = {key: torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu") for key, entry in entries.items()}
     stored.fill({key: (tensor, key) for key, tensor in tensors.items()})
     return tensors

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -55,6 +55,8 @@ class Extent(NamedTuple):
         if version > FORMAT_VERSION:
             raise UnsupportedVersion(f"{file} has version {version}", file=file, hint="Upgrade ckptstore to read it")
         stop = _HEADER.size + head_bytes + table_bytes
+        if version < 1:
+            raise CheckpointDamaged(f"{file} has version {version}, which is none", file=file)
         if stop > size_bytes:
             raise CheckpointDamaged(f"{file} has an outline that goes beyond its end", file=file)
         return Extent(_CHECKED_FROM, stop, Digest(STRUCTURES, value))
@@ -281,11 +283,18 @@ def _checked_table(content: Mapping[str, Any], outline: Outline) -> tuple[tuple[
 
 def _tensor(row: Sequence[Any], num_layouts: int, own: Collection[str]) -> Tensor:
     key, dtype, shape, layout = row
-    sizes = tuple(_number(size, 0, MAX_ELEMENTS) for size in shape)
+    if type(key) is not str or type(layout) is not int or not 0 <= layout <= num_layouts:
+        raise ValueError("a tensor has a key that is no text, or a layout that is none")
+    return Tensor(key, *_form(dtype, *shape), PER_RANK if key in own else 0, layout)
+
+
+@lru_cache(maxsize=4096, typed=True)  # thousands of tensors are alike
+def _form(dtype: Any, *sizes: Any) -> tuple[str, Sizes]:
+    for size in sizes:
+        _number(size, 0, MAX_ELEMENTS)
     if _text(dtype) not in DTYPES or len(sizes) > 255 or prod(map(float, sizes)) >= MAX_ELEMENTS:
         raise ValueError("a tensor has a dtype or a shape that cannot be")
-    flags = PER_RANK if _text(key) in own else 0
-    return Tensor(key, dtype, sizes, flags, _number(layout, 0, num_layouts + 1))
+    return dtype, sizes
 
 
 def _span(row: Sequence[Any], world_size: int) -> Span:

@@ -80,10 +80,12 @@ class Tensor(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of torch."""
+        """The dtype of torch. Raises CheckpointDamaged if the name is that of no dtype."""
         import torch
 
-        found: torch.dtype = getattr(torch, self.dtype)
+        found = getattr(torch, self.dtype, None) if self.dtype in DTYPES else None
+        if not isinstance(found, torch.dtype):
+            raise CheckpointDamaged(f"{self.key} has the dtype {self.dtype!r}, which torch {torch.__version__} lacks")
         return found
 
     @property
@@ -304,6 +306,7 @@ def _decode(data: memoryview, file: str) -> Part:
         raise ValueError("it begins with something else")
     if version > FORMAT_VERSION:
         raise UnsupportedVersion(f"{file} has a tensor index of version {version}", file=file, hint="Upgrade ckptstore")
+    _require(version > 0, "it has version 0, which is none")
     (numbers_count,) = struct.unpack_from("<Q", data, _HEADER.size)
     at = _HEADER.size + 8
 

@@ -17,9 +17,9 @@ import numpy as np
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import BLOCK_BYTES, Digest, fingerprinter, unpacked
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.outline import INDEX_NAME, Extent, Outline
+from ckptstore.state.index.outline import Outline
 from ckptstore.state.index.part import DTYPE_NAMES, PER_RANK, Part, Regions, Tensor
-from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.boxes import Box, overlap, whole
 
 _LISTED_CHUNKS = 200_000
 """An index of more chunks stays in columns, to save memory."""
@@ -40,8 +40,10 @@ class TensorIndex:
 
     @collector_paused()
     def __init__(self, parts: Iterable[Part], outline: Outline | None = None) -> None:
-        """Join the parts; `outline` has the tensors of the parts that are missing. Without one, the parts are those of
-        all ranks."""
+        """Join the parts. `outline` has the tensors of all ranks; without one, the parts are those of all ranks.
+
+        Raises CheckpointDamaged if parts disagree with each other or with the outline.
+        """
         self.parts = tuple(parts)
         self.outline = outline
         self.world_size = len(self.parts) if outline is None else outline.world_size
@@ -51,39 +53,42 @@ class TensorIndex:
         self._entries: list[Tensor] = []
         self._entry_ranks: list[int] = []
         self._boxes: dict[tuple[int, int], Box] = {}
-        if outline is not None and not self.is_whole:
+        if outline is not None:
             self._take(outline)
         rows_of_parts = self._merge_rows()
         self._join_columns(rows_of_parts)
-
-    @staticmethod
-    def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> TensorIndex:
-        """Read the index of a file that packs all parts. Raises CheckpointDamaged, or UnsupportedVersion."""
-        view = memoryview(data)
-        outline = Outline.decode(view, file=file)
-        behind = view[Extent.of(view, len(view), file=file).stop :]
-        if not outline.is_packed or outline.packed_bytes != len(behind):
-            raise CheckpointDamaged(f"{file} has an outline that does not fit its parts", file=file)
-        parts = []
-        for rank, (size_bytes, digest) in enumerate(outline.parts):
-            part = behind[outline.place(rank)[1] :][:size_bytes]
-            if digest.like(part) != digest:
-                raise CheckpointDamaged(f"{file} has a damaged part of rank {rank}", file=file)
-            parts.append(Part.decode(part, rank=rank, file=file))
-        return TensorIndex(parts, outline)
+        if outline is not None and self.is_whole:
+            self._compare(outline, rows_of_parts)
 
     def _take(self, outline: Outline) -> None:
-        """Take in the tensors of an outline. The parts must have them with the same dtype and shape."""
+        """Take in the tensors of an outline."""
         for tensor in outline.tensors:
             self._row_of[tensor.key, outline.own.get(tensor.key, -1)] = len(self._entries)
             self._entries.append(tensor)
             self._entry_ranks.append(-1)
 
+    def _compare(self, outline: Outline, rows_of_parts: list[np.ndarray[Any, Any]]) -> None:
+        """Raise CheckpointDamaged for a tensor or a tie of the outline that the parts of all ranks do not have."""
+        is_held = np.zeros(len(self._entries), bool)
+        for rows in rows_of_parts:
+            is_held[rows] = True
+        for row in np.flatnonzero(~is_held).tolist():
+            raise CheckpointDamaged(f"the outline has the tensor {self._entries[row].key}, which no rank has")
+        for key, first in outline.tied.items():
+            if any(self.chunks(key, rank) != self.chunks(first, rank) for rank in self.ranks_of(key) or [0]):
+                raise CheckpointDamaged(f"the outline ties {key} to {first}, and it lies in another place")
+
     def lacking(self, fqn: str, rank: int, wanted: Box) -> frozenset[int]:
-        """Return the ranks whose parts may have chunks of a box, as that rank sees the tensor, and were not read."""
+        """Return the ranks whose parts may have chunks of a box, as that rank sees the tensor, and were not read; none
+        if the parts that were read have all of the box."""
         if self.outline is None or self.is_whole:
             return frozenset()
-        return self.outline.holders(fqn, rank, wanted) - self._ranks
+        found = self.outline.holders(fqn, rank, wanted) - self._ranks
+        if found and (row := self._row_at(fqn, rank)) is not None:
+            common = (overlap(chunk.box, wanted) for chunk in self._chunks(row, wanted))
+            if sum(box.volume for box in common if box is not None) == wanted.volume:
+                return frozenset()
+        return found
 
     @cached_property
     def _ranks(self) -> frozenset[int]:
@@ -107,12 +112,15 @@ class TensorIndex:
     def _row(self, rank: int, entry: Tensor) -> int:
         known = self._row_of.setdefault((entry.key, rank if entry.per_rank else -1), len(self._entries))
         if known == len(self._entries):
+            outline = self.outline
+            if outline and not entry.beside_value and not (entry.per_rank and entry.key in outline.own):
+                raise CheckpointDamaged(f"the outline has no tensor {entry.key} as rank {rank} has it")
             self._entries.append(entry)
             self._entry_ranks.append(rank)
         elif self._entries[known][:4] != entry[:4]:  # only an outline has layouts
             other = self._entry_ranks[known]
-            ranks = f"the outline and {rank}" if other < 0 else f"{other} and {rank}"
-            raise CheckpointDamaged(f"ranks {ranks} disagree on the tensor {entry.key}")
+            both = f"the outline and rank {rank}" if other < 0 else f"ranks {other} and {rank}"
+            raise CheckpointDamaged(f"{both} disagree on the tensor {entry.key}")
         return known
 
     def _join_columns(self, rows_of_parts: list[np.ndarray[Any, Any]]) -> None:
@@ -205,15 +213,26 @@ class TensorIndex:
             found.setdefault(fqn, self._entries[row])
         return found
 
-    @property
+    @cached_property
     def aliases(self) -> Mapping[str, str]:
         """The tensors whose chunks are those of another one, with that other one."""
-        return {} if self.outline is None else self.outline.tied
+        if self.outline is not None:
+            return self.outline.tied
+        found: dict[str, str] = {}
+        firsts: dict[tuple[Any, ...], str] = {}
+        for key, entry in self.tensors.items():
+            chunks = self.chunks(key, 0)
+            if chunks and (first := firsts.setdefault((entry.form, *chunks), key)) != key:
+                found[key] = first
+        return found
 
     def entry(self, fqn: str, rank: int) -> Tensor | None:
         """Return the tensor as that rank sees it, None when it is missing."""
-        row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
+        row = self._row_at(fqn, rank)
         return None if row is None else self._entries[row]
+
+    def _row_at(self, fqn: str, rank: int) -> int | None:
+        return self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
 
     def ranks_of(self, fqn: str) -> list[int]:
         """Return the ranks that have their own tensor of that name. Of ranks whose parts were not read, only the lowest
@@ -225,11 +244,14 @@ class TensorIndex:
 
     def chunks(self, fqn: str, rank: int, wanted: Box | None = None) -> list[Chunk]:
         """Return the chunks of a tensor, as that rank sees it, that share elements with the wanted box, or all."""
-        row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
+        row = self._row_at(fqn, rank)
         if row is None:
             return []
         if not self.is_whole and (lacking := self.lacking(fqn, rank, wanted or whole(self._entries[row].shape))):
             raise RuntimeError(f"the parts of ranks {sorted(lacking)[:5]} of the index are needed, and were not read")
+        return self._chunks(row, wanted)
+
+    def _chunks(self, row: int, wanted: Box | None) -> list[Chunk]:
         low, high = self._limits[row], self._limits[row + 1]
         dims = len(self._entries[row].shape)
         picked: Any = range(low, high)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.matching import Saved, above, fits
 from ckptstore.state.live.values import Decoder, references
-from ckptstore.state.read.read_plan import ReadPlan, RunSteps, run_steps
+from ckptstore.state.read.read_plan import ReadPlan, RunSteps, Step, run_steps
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, name_of, pieces_of
 from ckptstore.state.tensors.tensor_memory import check_memory, outside_inference
@@ -188,9 +188,7 @@ class StoredState:
 
         Raises StateMismatch when shape or dtype differ, CheckpointDamaged.
         """
-        with collector_paused():
-            wanted = [self._wanted(name, tensor, source) for name, (tensor, source) in targets.items()]
-        self._fill(wanted, run)
+        self._fill((self._wanted(name, tensor, source) for name, (tensor, source) in targets.items()), run)
 
     def _wanted(self, name: str, tensor: torch.Tensor, source: str) -> tuple[str, int, list[Piece]]:
         rank = self.source_rank(source)
@@ -225,13 +223,19 @@ class StoredState:
         if lacking:
             self.index = self.more(lacking)
 
-    def _fill(self, wanted: Sequence[tuple[str, int, list[Piece]]], run: RunSteps = run_steps) -> None:
-        self._know(wanted)
+    def _fill(self, wanted: Iterable[tuple[str, int, list[Piece]]], run: RunSteps = run_steps) -> None:
+        with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
+            run(self._steps(wanted), self.read, buffer_bytes=self.buffer_bytes)
+
+    def _steps(self, wanted: Iterable[tuple[str, int, list[Piece]]]) -> Iterator[Step]:
+        """Yield the steps of a read. All that can fail comes after the first is asked for, where `run` is prepared."""
+        with collector_paused():
+            pieces_of_all = list(wanted)
+        self._know(pieces_of_all)
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
         with collector_paused():
-            for source, rank, pieces in wanted:
+            for source, rank, pieces in pieces_of_all:
                 for piece in pieces:
                     check_memory(piece.tensor, source)
                 plan.add(source, pieces, rank=rank)
-        with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
-            run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
+        yield from plan.steps()

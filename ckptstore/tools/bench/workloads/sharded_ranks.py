@@ -191,9 +191,8 @@ def _opened(files: CheckpointFiles, case: _Case) -> dict[str, Any]:
 
     with _timed() as for_manifest:
         manifest = files.read_manifest()[0]
-    receipt = manifest.by_name[INDEX_NAME]
     with _timed() as for_own:
-        reader = IndexReader(read, files.prefix, receipt.size_bytes, receipt.digest)
+        reader = IndexReader.of(manifest, read, files.prefix)
         index = reader.opened(rank=last)
         lacking = {rank for key in case.keys for rank in index.lacking(key, last, case.box(last))}
     own_bytes = read_bytes
@@ -207,7 +206,7 @@ def _opened(files: CheckpointFiles, case: _Case) -> dict[str, Any]:
     return {
         "manifest_bytes": len(manifest.encode()),
         "open_manifest_seconds": for_manifest.seconds,
-        "outline_bytes": receipt.size_bytes,
+        "outline_bytes": manifest.by_name[INDEX_NAME].size_bytes,
         "open_own_seconds": for_own.seconds,
         "open_own_bytes": own_bytes,
         "open_quarter_seconds": for_own.seconds + for_quarter.seconds,
