@@ -13,7 +13,7 @@ from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
 from ckptstore.format.layout import DCP_METADATA_NAME, check_step
 from ckptstore.interchange.from_files import read_dcp, read_safetensors, read_torch_file
 from ckptstore.interchange.intake import Intake, Rename
-from ckptstore.interchange.remote_files import on_this_machine, opened_folder
+from ckptstore.interchange.places import on_this_machine, opened_folder
 from ckptstore.interchange.selection import KINDS, Kind
 from ckptstore.job import Job
 from ckptstore.saving.request import Request
