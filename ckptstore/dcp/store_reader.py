@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptstore.dcp.stock.stock_read import StockState, load_metadata
+from ckptstore.dcp.stock.stock_pickles import load_metadata
+from ckptstore.dcp.stock.stock_read import StockState
 from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable
 from ckptstore.dcp.view import View, view_of_state
 from ckptstore.errors import (

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptstore.boundary import boundary
 from ckptstore.checkpoint import Checkpoint, files_behind
-from ckptstore.dcp.stock.stock_read import load_metadata
+from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ckptstore.dcp.stock.stock_read import StockState, load_metadata
+from ckptstore.dcp.stock.stock_pickles import load_metadata
+from ckptstore.dcp.stock.stock_read import StockState
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidSource
 from ckptstore.format.layout import check_name
 from ckptstore.interchange.intake import Intake, is_optimizer

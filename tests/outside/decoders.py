@@ -415,7 +415,8 @@ def _attacks() -> list[bytes]:
 
 def _decode_metadata(files: dict[str, bytes]) -> Callable[[bytes], object]:
     def decode(data: bytes) -> object:
-        from ckptstore.dcp.stock.stock_read import StockState, load_metadata
+        from ckptstore.dcp.stock.stock_pickles import load_metadata
+        from ckptstore.dcp.stock.stock_read import StockState
         from ckptstore.transfer import RangeRead
 
         def read(ranges: Sequence[RangeRead]) -> None:

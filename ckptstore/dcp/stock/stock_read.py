@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckptstore.dcp.stock.stock_pickles import is_contiguous_frame, load_metadata
+from ckptstore.dcp.stock.stock_pickles import is_contiguous_frame
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidState, StateMismatch
 from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.encoding import shortened
@@ -30,8 +30,6 @@ from ckptstore.state.tensors.boxes import Box, inside, overlap
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, pieces_of
 from ckptstore.state.tensors.segments import narrowed
 from ckptstore.transfer import RangeRead
-
-__all__ = ["StockState", "by_parameter", "load_metadata"]
 
 SMALL_FRAME_BYTES = 64 << 10
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\..+")
