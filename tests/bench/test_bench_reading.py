@@ -16,10 +16,10 @@ from ckptstore.errors import InvalidInput
 from ckptstore.tools.bench.figures.charts import Curve, curves
 from ckptstore.tools.bench.figures.compare import compare, rank_sum_p, smallest_p
 from ckptstore.tools.bench.figures.floors import check, read_floors
-from ckptstore.tools.bench.figures.laws import exponent, line
 from ckptstore.tools.bench.figures.page import page
 from ckptstore.tools.bench.figures.report import Report
 from ckptstore.tools.bench.timeline import aligned, straggler
+from ckptstore.tools.bench.workloads.scaling import exponent, line
 from ckptstore.tools.cli import main
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())

@@ -6,6 +6,7 @@ import json
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
@@ -29,7 +30,6 @@ from ckptstore.tools.bench.figures.report import (
     WorkloadOutcome,
 )
 from ckptstore.tools.bench.gpu.on_device import check_device, on_device
-from ckptstore.tools.bench.peers.base import installed_versions
 from ckptstore.tools.bench.peers.registry import CONTENDERS
 from ckptstore.tools.bench.shapes import state_bytes
 from ckptstore.tools.bench.timeline import aligned, straggler
@@ -40,29 +40,19 @@ from ckptstore.tools.bench.workloads.finding import finding
 from ckptstore.tools.bench.workloads.scaling import scaling
 
 _TIMEOUT_SECONDS = 3600.0
-_STATES_ON_DISK = {
-    "save": 2,
-    "load": 1,
-    "async": 4,
-    "directory": 3,
-    "node-cache": 3,
-    "tier": 4,
-    "ranks": 2,
-    "ls": 0,
-    "gpu": 4,
+_STATES = {
+    "save": (2, 6),
+    "load": (1, 6),
+    "async": (4, 12),
+    "directory": (3, 2),
+    "node-cache": (3, 1),
+    "tier": (4, 16),
+    "ranks": (2, 4),
+    "ls": (0, 0),
+    "gpu": (4, 12),
 }
-_STATES_IN_MEMORY = {
-    "save": 6,
-    "load": 6,
-    "async": 12,
-    "directory": 2,
-    "node-cache": 1,
-    "tier": 16,
-    "ranks": 4,
-    "ls": 0,
-    "gpu": 12,
-}
-"""The most states at a time, as multiples of the size; on the disk also the checkpoints of each peer that loads."""
+"""The most states at a time on the disk, and in memory, as multiples of the size; on the disk also the checkpoints of
+each peer that loads."""
 _TITLES = {
     "save": "Save a state",
     "load": "Load into tensors that exist",
@@ -85,7 +75,7 @@ def run(options: Options, *, storage_options: Mapping[str, Any], command: str, s
         check_room(
             place,
             disk_bytes=size_bytes * max(_states_on_disk(name, options, place) for name in options.workloads),
-            memory_bytes=size_bytes * max(_STATES_IN_MEMORY[name] for name in options.workloads),
+            memory_bytes=size_bytes * max(_STATES[name][1] for name in options.workloads),
         )
         workloads: list[Workload] = []
         curves: Mapping[str, Any] = {}
@@ -106,14 +96,14 @@ def run(options: Options, *, storage_options: Mapping[str, Any], command: str, s
     kinds = [
         kind
         for contest_name, found in CONTENDERS.items()
-        if any(contest_name == name or contest_name.startswith(f"{name}-") for name in options.workloads)
+        if any(f"{contest_name}-".startswith(f"{name}-") for name in options.workloads)
         for kind in found
     ]
     return Report(
         created_at=started,
         command=command,
         machine=described,
-        versions={**machine.versions(), **installed_versions(kinds)},
+        versions=machine.versions(package for kind in kinds for package in kind.packages),
         asked={**asdict(replace(options, to=None)), "size_bytes": size_bytes},
         workloads=tuple(workloads),
         scaling=curves,
@@ -150,7 +140,7 @@ def _check(options: Options) -> None:
 
 def _states_on_disk(name: str, options: Options, place: Place) -> int:
     """Return the most states on the disk at a time. All contenders of a load have a checkpoint of their own."""
-    found = _STATES_ON_DISK[name]
+    found = _STATES[name][0]
     for contest_name in (name, {"tier": "tier-resume", "gpu": "gpu-load"}.get(name, "")):
         if contest_name in LOADS:
             case = Case(place=place, rank=0, world_size=options.ranks, durable=options.durable, bucket=place)
@@ -189,15 +179,15 @@ def contests(tasks: Sequence[Task], ranks: int, show: Show) -> list[Workload]:
 
 def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
     """Combine the results of all ranks for one workload."""
-    outcomes = [_joined([rank["outcomes"][index] for rank in found]) for index in range(len(found[0]["outcomes"]))]
+    outcomes: list[WorkloadOutcome] = []
+    for of_ranks in zip(*(rank["outcomes"] for rank in found), strict=True):
+        turns = zip(*(one.samples for one in of_ranks), strict=True)
+        outcomes.append(replace(of_ranks[0], samples=tuple(Sample.over_ranks(turn) for turn in turns)))
     watched = [rank["watched"] for rank in found if rank["watched"]]
     facts: dict[str, Any] = {}
     timeline = aligned([one["phases"] for one in watched])
     if watched:
-        calls: dict[str, int] = {}
-        for one in watched:
-            for verb, count in one["calls"].items():
-                calls[verb] = calls.get(verb, 0) + count
+        calls = sum((Counter(one["calls"]) for one in watched), Counter())
         outcomes = [replace(one, calls=calls) if one.name == OURS else one for one in outcomes]
         late = straggler(timeline)
         facts["straggler"] = {"rank": late[0], "seconds": round(late[1], 6)} if late else None
@@ -211,11 +201,6 @@ def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
         timeline=tuple(timeline),
         outcomes=tuple(outcomes),
     )
-
-
-def _joined(of_ranks: Sequence[WorkloadOutcome]) -> WorkloadOutcome:
-    turns = zip(*(one.samples for one in of_ranks), strict=True)
-    return replace(of_ranks[0], samples=tuple(Sample.over_ranks(turn) for turn in turns))
 
 
 def _failed(task: Task, ranks: int, reason: str) -> Workload:
