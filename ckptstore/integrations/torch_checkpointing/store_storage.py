@@ -19,10 +19,9 @@ from ckptstore.errors import FileMissing, InvalidInput, StorageError
 from ckptstore.format.changes import Remove
 from ckptstore.group import SOLO
 from ckptstore.integrations.torch_checkpointing.committed import Committed, Shelf
-from ckptstore.integrations.torch_checkpointing.drafts import Draft, checked_file
+from ckptstore.integrations.torch_checkpointing.drafts import Draft, Writing, checked_file, publish
 from ckptstore.integrations.torch_checkpointing.job_start import Epoch, JobStart
 from ckptstore.integrations.torch_checkpointing.paths import PathReader, StoredPath
-from ckptstore.integrations.torch_checkpointing.publishing import Writing, publish
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile, ReadStream, WriteStream
 from ckptstore.job import Job
 from ckptstore.log import Log
