@@ -100,7 +100,9 @@ def repair(
             return Repair(fault="", kept=(), steps=(), left_out={}, unknown=(), backup="")
         search = _Search(place, storage, config, snapshot, directories, set(whole), storage_options)
         found, left_out = search.run()
-        return _rewritten(storage, snapshot, fault, found, left_out, _score_of(checkpoint_config))
+        name = getattr(checkpoint_config, "checkpoint_score_attribute", None)
+        score = None if name is None else Score(name, checkpoint_config.checkpoint_score_order)
+        return _rewritten(storage, snapshot, fault, found, left_out, score)
     finally:
         storage.close()
 
@@ -125,11 +127,6 @@ def _place_of_run(path: str, storage_options: Mapping[str, Any] | None) -> Stora
         filesystem, inner = FileSystem.from_uri(path)
         return place_of(filesystem, inner, storage_options=storage_options)
     return StoragePlace(parse_uri(path).uri, storage_options)
-
-
-def _score_of(checkpoint_config: Any) -> Score | None:
-    name = getattr(checkpoint_config, "checkpoint_score_attribute", None)
-    return None if name is None else Score(name, checkpoint_config.checkpoint_score_order)
 
 
 class _Search:

@@ -281,19 +281,16 @@ class LateReports:
             outcomes = meeting.tell(look)
         known, self._waiting = self._waiting[: len(outcomes)], self._waiting[len(outcomes) :]
         for save, outcome in zip(known, outcomes, strict=True):
-            self._report(save, outcome)
+            if "record" in outcome:
+                number, text = outcome["record"]
+                checkpoint = Checkpoint(files_of(self.job, Record.decode(text.encode(), number)))
+                self.reports.stored(checkpoint, save.metrics, validation=save.validation)
+                continue
+            if "error" in outcome:
+                self.reports.counts.failed_saves += 1
+            self.reports.alone({**save.metrics, **{f"ckptstore_{name}": text for name, text in outcome.items()}})
         if is_last:
             self.reports.settle()
-
-    def _report(self, save: _Unreported, outcome: Mapping[str, Any]) -> None:
-        if "record" in outcome:
-            number, text = outcome["record"]
-            checkpoint = Checkpoint(files_of(self.job, Record.decode(text.encode(), number)))
-            self.reports.stored(checkpoint, save.metrics, validation=save.validation)
-            return
-        if "error" in outcome:
-            self.reports.counts.failed_saves += 1
-        self.reports.alone({**save.metrics, **{f"ckptstore_{name}": text for name, text in outcome.items()}})
 
     def _outcome(self, save: _Unreported) -> dict[str, Any] | None:
         """Return the outcome of a save, on the leader; None if it is not known yet.

@@ -24,7 +24,6 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, Sto
 from ckptstore.format.digest import BLOCK_BYTES, column_bytes, unpacked
 from ckptstore.format.layout import GROUP_PREFIX, Attempt
 from ckptstore.format.manifest import Receipt
-from ckptstore.integrations.torch_checkpointing.job_start import JobStart
 from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, METADATA_KEY, StoredPath
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
 from ckptstore.job import Job
@@ -59,6 +58,18 @@ def checked_file(prefix: str, receipt: Receipt, blocks: str) -> CheckedFile:
         raise CheckpointDamaged(f"The digests of the blocks of {receipt.name} are damaged", file=receipt.name)
     digests = unpacked(receipt.digest.algorithm, data)
     return CheckedFile(prefix + receipt.name, receipt.size_bytes, digests)
+
+
+@dataclass(frozen=True, slots=True)
+class JobStart:
+    """One start of a job, as one of its ranks knows it."""
+
+    token: str
+    """Equal on all ranks, new for every start."""
+    since: int
+    """The number of a record that was in the log before any rank wrote; 0 for an empty log."""
+    rank: int = 0
+    world_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

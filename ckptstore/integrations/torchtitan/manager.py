@@ -27,7 +27,7 @@ from ckptstore.retention import KeepAll, KeepLatest
 from ckptstore.saving.background import PendingSave
 from ckptstore.state.read.stored import Choice
 from ckptstore.storage.uri import redact
-from ckptstore.store import CheckpointStore, load_in_order, settle_saves
+from ckptstore.store import load_in_order, settle_saves
 
 _SHOWN = 5
 _PER_RANK: dict[str, Choice] = {"train_state.*": "first"}
@@ -141,14 +141,11 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             DATALOADER: dataloader,
             "lr_scheduler": lr_schedulers,
         }
-        self.store = self._open_store()
-        logger.info(f"Checkpoints are loaded from and saved to the store at {self.store.uri}.")
-
-    def _open_store(self) -> CheckpointStore:
-        keep, tier = self.config.keep_latest_k, self.config.tier()
-        if tier is not None and self.config.load_only:
+        keep, tier = config.keep_latest_k, config.tier()
+        if tier is not None and config.load_only:
             logger.warning("load_only claims nothing, so what lies on the disks of nodes alone is not looked at.")
-        return open_store(self.folder, retention=KeepLatest(keep) if keep else KeepAll(), fast=tier)
+        self.store = open_store(self.folder, retention=KeepLatest(keep) if keep else KeepAll(), fast=tier)
+        logger.info(f"Checkpoints are loaded from and saved to the store at {self.store.uri}.")
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         if self.config.load_only:
@@ -207,7 +204,11 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             if step != -1:
                 checkpoint = self._resume(ResumeOrder(self.store, step), model_only=step == 0)
                 if checkpoint is None:
-                    raise self._missing_step(step)
+                    steps = ", ".join(str(each.step) for each in self.store) or "none"
+                    raise FileMissing(
+                        f"--checkpoint.load_step={step} not found in {self.store.uri}, which has {steps}",
+                        hint="Name one of these, or leave it out for the newest",
+                    )
             else:
                 checkpoint = self._resume(ResumeOrder(self.store)) or self._resume(
                     ResumeOrder(self.store, 0), model_only=True
@@ -249,13 +250,6 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
                 logger.warning(f"{len(unplaced)} keys of {checkpoint.uri} have no place in this training: {shown}")
 
         on_leader(store, "look at what is left", warn)
-
-    def _missing_step(self, step: int) -> FileMissing:
-        found = ", ".join(str(checkpoint.step) for checkpoint in self.store) or "none"
-        return FileMissing(
-            f"--checkpoint.load_step={step} not found in {self.store.uri}, which has {found}",
-            hint="Name one of these, or leave it out for the newest",
-        )
 
     def _load_initially(self) -> bool:
         config = self.config
