@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
@@ -53,6 +53,7 @@ _STATES = {
 }
 """The most states at a time on the disk, and in memory, as multiples of the size; on the disk also the checkpoints of
 each peer that loads."""
+_OF_FILES = ("directory", "node-cache")
 _TITLES = {
     "save": "Save a state",
     "load": "Load into tensors that exist",
@@ -89,7 +90,11 @@ def run(options: Options, *, storage_options: Mapping[str, Any], command: str, s
             elif name == "ranks":
                 curves = scaling(place, options, size_bytes, lambda task, ranks: contest(task, ranks, show), show)
             else:
-                workloads.append(_workload(name, options, place, size_bytes, show))
+                task = Task(name=name, options=options, place=place, size_bytes=size_bytes)
+                with files_of(options, name, size_bytes, place) if name in _OF_FILES else nullcontext() as made:
+                    files, facts = made or ("", {})
+                    found = contest(replace(task, files=str(files)), options.ranks, show)
+                    workloads.append(replace(found, facts={**found.facts, **facts}))
         described = machine.describe(place)
         if options.device == "cuda":
             described |= machine.gpus()
@@ -149,14 +154,6 @@ def _states_on_disk(name: str, options: Options, place: Place) -> int:
     return found
 
 
-def _workload(name: str, options: Options, place: Place, size_bytes: int, show: Show) -> Workload:
-    task = Task(name=name, options=options, place=place, size_bytes=size_bytes)
-    if name in ("directory", "node-cache"):
-        with files_of(options, name, size_bytes, place) as (files, facts):
-            return replace(contest(replace(task, files=str(files)), options.ranks, show), facts=facts)
-    return contest(task, options.ranks, show)
-
-
 def contest(task: Task, ranks: int, show: Show) -> Workload:
     """Run one workload by real processes. Never raises for an error of a rank: it becomes every contender's failure."""
     return contests([task], ranks, show)[0]
@@ -169,9 +166,12 @@ def contests(tasks: Sequence[Task], ranks: int, show: Show) -> list[Workload]:
         _progress_file(Path(name), tasks[0].name, show) as progress,
     ):
         tasks = [replace(task, progress=str(progress)) for task in tasks]
+        # The test server's credentials, for clients that take them only from the environment.
+        names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
+        env = {} if (tasks[0].bucket or tasks[0].place).endpoint_url is None else names
         try:
             with redirect_stdout(StringIO()):  # the peers' output; that of a failure is in the error
-                found = run_ranks(ranks, work, tasks, timeout_seconds=_TIMEOUT_SECONDS, env=_env(tasks[0]))
+                found = run_ranks(ranks, work, tasks, timeout_seconds=_TIMEOUT_SECONDS, env=env)
         except RanksFailed as error:
             return [_failed(task, ranks, str(error)) for task in tasks]
     return [join(task, [rank[number] for rank in found]) for number, task in enumerate(tasks)]
@@ -211,13 +211,6 @@ def _failed(task: Task, ranks: int, reason: str) -> Workload:
     ]
     title = _TITLES.get(task.name, task.name)
     return Workload(name=task.name, title=title, size_bytes=task.size_bytes, ranks=ranks, outcomes=tuple(outcomes))
-
-
-def _env(task: Task) -> dict[str, str]:
-    """Return the test server's credentials, for clients that take them only from the environment."""
-    if (task.bucket or task.place).endpoint_url is None:
-        return {}
-    return {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
 
 
 @contextmanager

@@ -182,12 +182,10 @@ def _figures(workload: Workload, one: WorkloadOutcome, limit_seconds: float | No
         f"{workload.size_bytes / 1e9 / median:.2f}" if moves else "",
         "" if ratio is None else f"{ratio:.2f}",
         "" if limit_seconds is None or not median else f"{limit_seconds / median:.2f}",
-        _besides(one.facts),
+        ", ".join(
+            f"{name.replace('_bytes', '').replace('_', ' ')} {_value(name, value)}" for name, value in one.facts.items()
+        ),
     ]
-
-
-def _besides(facts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name.replace('_bytes', '').replace('_', ' ')} {_value(name, facts[name])}" for name in facts)
 
 
 def _value(name: str, value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -55,24 +56,23 @@ def locked_memory() -> LockedMemory:
     return LockedMemory(cuda.cudart())
 
 
-class Footprint:
-    """The memory that a turn adds to this process; locked memory is part of the resident memory."""
+def footprint(contender: Contender) -> Callable[[str], None]:
+    """Return a function that records the memory that was added to this process since now, under names with its suffix.
 
-    def __init__(self, contender: Contender) -> None:
-        self._contender = contender
-        self._before = self._now()
+    Locked memory is part of the resident memory.
+    """
 
-    def note(self, when: str = "") -> None:
-        """Record the memory added by now."""
-        for name, size_bytes in self._now().items():
-            self._contender.note(f"{name}_bytes{when}", size_bytes - self._before[name])
-
-    def _now(self) -> dict[str, int]:
+    def now() -> dict[str, int]:
         gc.collect()
-        found = {"resident": resident_bytes()}
-        if self._contender.case.is_cuda:
-            found["locked"] = locked_memory().size_bytes
-        return found
+        locked = {"locked": locked_memory().size_bytes} if contender.case.is_cuda else {}
+        return {"resident": resident_bytes(), **locked}
+
+    def note(suffix: str) -> None:
+        for name, size_bytes in now().items():
+            contender.note(f"{name}_bytes{suffix}", size_bytes - before[name])
+
+    before = now()
+    return note
 
 
 def resident_bytes() -> int:
@@ -87,16 +87,16 @@ class FirstSave(Ckptstore):
     """A store that is new and has its claim, with nothing prepared."""
 
     def prepare(self, place: str) -> None:
-        self._footprint = Footprint(self)
+        self._note = footprint(self)
         super().prepare(place)
 
     def save(self, place: str) -> Wait | None:
         return self.store.save_async(_SAVED, self.case.state).result
 
     def after(self, place: str) -> None:
-        self._footprint.note()
+        self._note("")
         self.close()
-        self._footprint.note("_after_close")
+        self._note("_after_close")
 
 
 class FirstSaveWarmed(FirstSave):
@@ -117,7 +117,7 @@ class FirstSaveResumed(FirstSave):
     def prepare(self, place: str) -> None:
         with self.opened(place) as store:
             store.save(_RESUMED, self.case.state)
-        self._footprint = Footprint(self)
+        self._note = footprint(self)
         self._store = self.opened(place)
         self.store.resume(self.case.state)
         _wait_until_still()
@@ -135,10 +135,10 @@ class FirstDefaultStaged(DefaultStaged):
     """`dcp.async_save` with a stager that is new."""
 
     def prepare(self, place: str) -> None:
-        self._footprint = Footprint(self)
+        self._note = footprint(self)
 
     def after(self, place: str) -> None:
-        self._footprint.note()
+        self._note("")
         self.stager.close()
         self.stager = self.new_stager()  # the old one holds its last copy as long as it lives
-        self._footprint.note("_after_close")
+        self._note("_after_close")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -69,21 +68,17 @@ class Dcp(Contender):
         return save_planner_with_cache(f"{self.name} {self.settings}")
 
     def save(self, place: str) -> Wait | None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save(
-                dict(self.case.state),
-                storage_writer=self.writer(place),
-                planner=self.planner,
-                no_dist=self.case.alone,
-                use_collectives=not self.settings.get("without_collectives", False),
-            )
+        save(
+            dict(self.case.state),
+            storage_writer=self.writer(place),
+            planner=self.planner,
+            no_dist=self.case.alone,
+            use_collectives=not self.settings.get("without_collectives", False),
+        )
         return None
 
     def load(self, place: str) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load(dict(self.case.target), storage_reader=self.reader(place), no_dist=self.case.alone)
+        load(dict(self.case.target), storage_reader=self.reader(place), no_dist=self.case.alone)
 
 
 class DcpHuggingFace(Dcp):
@@ -241,16 +236,14 @@ class AsyncDcp(Dcp):
         return other(self.case, **self.settings).writer(place)
 
     def save(self, place: str) -> Wait | None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            future = async_save(
-                dict(self.case.state),
-                storage_writer=self.writer(place),
-                planner=self.planner,
-                async_stager=self._stager,
-                async_checkpointer_type=self.kind,
-                no_dist=self.case.alone,
-            )
+        future = async_save(
+            dict(self.case.state),
+            storage_writer=self.writer(place),
+            planner=self.planner,
+            async_stager=self._stager,
+            async_checkpointer_type=self.kind,
+            no_dist=self.case.alone,
+        )
         return future.result  # type: ignore[union-attr]
 
     def close(self) -> None:

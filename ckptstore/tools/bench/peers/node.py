@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from ckptstore.checkpoint import Checkpoint
@@ -25,14 +26,11 @@ from ckptstore.transfer import Transfer
 _STEP = 1
 
 
-class _NoPaths:
-    """A disk without paths, as an object store: its files must be downloaded."""
-
-    def __init__(self, root: str) -> None:
-        self._disk = LocalStorage(root)
-        self.uri = f"nopaths:{root}"
-        for verb in ("write", "read", "read_into", "stat", "list", "delete", "close"):
-            setattr(self, verb, getattr(self._disk, verb))
+def _without_paths(root: str) -> Any:
+    """Return a disk without paths, as an object store: its files must be downloaded."""
+    verbs = ("write", "read", "read_into", "stat", "list", "delete", "close")
+    disk = LocalStorage(root)
+    return SimpleNamespace(uri=f"nopaths:{root}", **{verb: getattr(disk, verb) for verb in verbs})
 
 
 class OneDownload(Ckptstore):
@@ -50,7 +48,7 @@ class OneDownload(Ckptstore):
         self._cache = Path(f"{self.case.files}-cache")
         config = StoreConfig(cache=CacheConfig(cache_dir=self._cache))
         storage: Any = (
-            _NoPaths(self._uri)
+            _without_paths(self._uri)
             if self.case.place.is_local
             else open_storage(self._uri, storage_options=self.case.place.storage_options)
         )

@@ -253,14 +253,8 @@ class CappedDrain(Contender):
             self._store = None
 
 
-class NoDrain(CappedDrain):
-    """The same steps without a drain."""
-
-    name, family = "no drain", "limit"
-    role: ClassVar[Role] = "limit"
-
-    def prepare(self, place: str) -> None:
-        """Start nothing."""
+NoDrain = variant(CappedDrain, name="no drain", family="limit", role="limit", prepare=Contender.prepare)
+"""The same steps without a drain."""
 
 
 def _to_bucket(kind: type[Contender], name: str) -> Any:
