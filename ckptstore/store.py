@@ -16,7 +16,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.job import Job
 
 if TYPE_CHECKING:
-    from ckptstore.dcp.store_target import StoreTarget
+    from ckptstore.dcp.target import StoreTarget
     from ckptstore.format.naming import Suffix
     from ckptstore.loading.load_report import Dtype, ReadOnce
     from ckptstore.loading.newest import Order
@@ -165,9 +165,9 @@ class CheckpointStore(Catalogue):
         Such a save begins after the save that this store has in flight. If another checkpoint is committed meanwhile,
         it ends with InvalidInput: an older state must not become the latest.
         """
-        from ckptstore.dcp.store_target import StoreTarget
+        from ckptstore.dcp.target import StoreTarget
 
-        return StoreTarget.of(self._job, in_turn=self._in_turn, metrics=metrics, metadata=metadata)
+        return StoreTarget(self._job, in_turn=self._in_turn, metrics=metrics, metadata=metadata)
 
     def warm_up(self, state: Mapping[str, Any], *, stock_readable: StockReadable = "auto") -> None:
         """Make the memory and plans that a first `save_async` needs. Collective."""

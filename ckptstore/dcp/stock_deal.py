@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -23,13 +23,6 @@ from ckptstore.state.write.deal import Dealt, chunks_of, deal
 
 _Held = tuple[str, tuple[int, ...]]
 """The key of a tensor and the offsets of a box."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """The boxes of tensors that a rank has, with their sizes; sent with its plan."""
-
-    boxes: Mapping[_Held, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +67,9 @@ class Assignment:
     boxes: dict[int, list[Box]] = field(default_factory=dict)
 
 
-def held_boxes(plan: SavePlan) -> Holdings:
-    """Return the boxes of tensors that a rank has."""
-    return Holdings(
-        {_held(item): tuple(item.tensor_data.chunk.sizes) for item in plan.items if item.tensor_data is not None}
-    )
+def held_boxes(plan: SavePlan) -> dict[_Held, tuple[int, ...]]:
+    """Return the boxes of tensors that a rank has, with their sizes; sent with its plan."""
+    return {_held(item): tuple(item.tensor_data.chunk.sizes) for item in plan.items if item.tensor_data is not None}
 
 
 def deal_plans(plans: Sequence[SavePlan], told: Told, *, split_plain_bytes: int | None) -> list[SavePlan]:
@@ -97,67 +88,55 @@ def deal_plans(plans: Sequence[SavePlan], told: Told, *, split_plain_bytes: int 
                 "the planner gave the plans of some ranks and keeps those of the others to itself",
                 hint="Use DefaultSavePlanner, or a planner that does not cache plans",
             )
-    dealer = _Dealer(plans, Assignment(uuid.uuid4().hex, split_plain_bytes, told))
+    return _dealt_plans(plans, Assignment(uuid.uuid4().hex, split_plain_bytes, told))
+
+
+def _dealt_plans(plans: Sequence[SavePlan], empty: Assignment) -> list[SavePlan]:
+    assignments = [dataclasses.replace(empty, boxes={}) for _ in plans]
+    items: list[list[WriteItem]] = [[] for _ in plans]
+    holders: dict[_Held, list[int]] = {}
+    shared: dict[tuple[int, ...], list[WriteItem]] = {}
+    for rank, plan in enumerate(plans):
+        for held in plan.storage_data if isinstance(plan.storage_data, dict) else ():
+            holders.setdefault(held, []).append(rank)
+
+    def assign(rank: int, item: WriteItem, boxes: list[Box]) -> None:
+        assignments[rank].boxes[len(items[rank])] = boxes
+        items[rank].append(item)
+
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            dealer.take(rank, item)
-    dealer.deal_shared(split_plain_bytes)
+            if item.type is WriteItemType.BYTE_IO:
+                items[rank].append(item)
+                continue
+            box, dealt = _dealt(item, empty.split_plain_bytes)
+            ranks = holders.get(_held(item), [rank])
+            if len(ranks) == 1 or not dealt.size_bytes:
+                assign(rank, item, chunks_of(box, dealt.element_bytes))
+            else:
+                shared.setdefault(tuple(ranks), []).append(item)
+    for ranks_of_all, group in shared.items():
+        found = [_dealt(item, empty.split_plain_bytes) for item in group]
+        for share, rank in enumerate(ranks_of_all):
+            for number, start, stop in deal([dealt for _, dealt in found], len(ranks_of_all), share):
+                box, dealt = found[number]
+                assign(rank, group[number], chunks_of(box, dealt.element_bytes, start, stop))
     return [
         dataclasses.replace(plan, items=own, storage_data=assignment)
-        for plan, own, assignment in zip(plans, dealer.items, dealer.assignments, strict=True)
+        for plan, own, assignment in zip(plans, items, assignments, strict=True)
     ]
-
-
-class _Dealer:
-    def __init__(self, plans: Sequence[SavePlan], empty: Assignment) -> None:
-        self.items: list[list[WriteItem]] = [[] for _ in plans]
-        self.assignments = [dataclasses.replace(empty, boxes={}) for _ in plans]
-        self._holders: dict[_Held, list[int]] = {}
-        self._shared: dict[tuple[int, ...], list[WriteItem]] = {}
-        for rank, plan in enumerate(plans):
-            for held in plan.storage_data.boxes if isinstance(plan.storage_data, Holdings) else ():
-                self._holders.setdefault(held, []).append(rank)
-
-    def take(self, rank: int, item: WriteItem) -> None:
-        """Take in an item that the planner assigned to one rank."""
-        if item.type is WriteItemType.BYTE_IO:
-            self.items[rank].append(item)
-            return
-        ranks = self._holders.get(_held(item), [rank])
-        if len(ranks) == 1 or not _dealt(item).size_bytes:
-            self._assign(rank, item, chunks_of(_box(item), _dealt(item).element_bytes))
-        else:
-            self._shared.setdefault(tuple(ranks), []).append(item)
-
-    def deal_shared(self, split_plain_bytes: int | None) -> None:
-        """Assign each holder its share of the items that several ranks hold."""
-        for ranks, group in self._shared.items():
-            dealt = [_dealt(item, split_plain_bytes) for item in group]
-            for share, rank in enumerate(ranks):
-                for number, start, stop in deal(dealt, len(ranks), share):
-                    boxes = chunks_of(_box(group[number]), dealt[number].element_bytes, start, stop)
-                    self._assign(rank, group[number], boxes)
-
-    def _assign(self, rank: int, item: WriteItem, boxes: list[Box]) -> None:
-        self.assignments[rank].boxes[len(self.items[rank])] = boxes
-        self.items[rank].append(item)
 
 
 def _held(item: WriteItem) -> _Held:
     return item.index.fqn, tuple(item.index.offset or ())
 
 
-def _box(item: WriteItem) -> Box:
-    assert item.tensor_data is not None  # every item but bytes has it
-    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
-
-
-def _dealt(item: WriteItem, split_plain_bytes: int | None = None) -> Dealt:
-    """Return the item for dealing; a plain tensor below the limit stays in one piece."""
-    assert item.tensor_data is not None  # every item but bytes has it
-    sizes = tuple(item.tensor_data.chunk.sizes)
-    element_bytes = item.tensor_data.properties.dtype.itemsize
-    made = Dealt(sizes, element_bytes)
+def _dealt(item: WriteItem, split_plain_bytes: int | None) -> tuple[Box, Dealt]:
+    """Return the box of an item, and the item for dealing; a plain tensor below the limit stays in one piece."""
+    data = item.tensor_data
+    assert data is not None  # every item but bytes has it
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    made = Dealt(box.sizes, data.properties.dtype.itemsize)
     is_plain = item.type is WriteItemType.TENSOR
     keeps_whole = is_plain and (split_plain_bytes is None or made.size_bytes < split_plain_bytes)
-    return Dealt(sizes, element_bytes, is_whole=keeps_whole)
+    return box, Dealt(made.sizes, made.element_bytes, is_whole=keeps_whole)

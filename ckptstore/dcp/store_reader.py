@@ -15,13 +15,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptstore.dcp.stock.stock_read import StockState, load_metadata
+from ckptstore.dcp.stock.stock_pickles import load_metadata
+from ckptstore.dcp.stock.stock_read import StockState
 from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable
 from ckptstore.dcp.view import View, view_of_state
 from ckptstore.errors import (
@@ -37,7 +39,6 @@ from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest
 from ckptstore.loading.index_read import IndexReader
 from ckptstore.runtime.torch_private import is_wrapper
-from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.values import Frame
 from ckptstore.state.read.stored import PerRank, StoredState
@@ -123,8 +124,9 @@ class StoreReader(StorageReader):
         """
         place = self._open()
         storage, transfer = place.storage, place.transfer
-        self._rank = _rank_of(kwargs)
-        if kwargs.get("rank") is not None and self._failed is not None:
+        wanted_rank = kwargs.get("rank")
+        self._rank = int(wanted_rank) if wanted_rank is not None else dist.get_rank() if dist.is_initialized() else 0
+        if wanted_rank is not None and self._failed is not None:
             raise self._failed  # DCP tries the rank's after any failure: a damaged one is not missing
         try:
             return self._read_metadata(storage, transfer, kwargs)
@@ -138,10 +140,12 @@ class StoreReader(StorageReader):
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         if kwargs.get("rank") is not None:
             return self._stock_metadata(storage, transfer, f"__{self._rank}{DCP_METADATA_NAME}", meta)
-        index = _index_in(storage, transfer)
-        if index is None:
+        try:
+            reader = IndexReader(transfer.read, "", lambda name: storage.stat(name).size_bytes)
+        except FileMissing:
             return self._stock_metadata(storage, transfer, DCP_METADATA_NAME, meta)
-        world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        index = reader.whole()  # DCP's planners look at every chunk
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
         state = StoredState(
             index, transfer.read, "", self._rank, world_size, per_rank=self._per_rank, allow_pickle=self._allow_pickle
         )
@@ -205,7 +209,10 @@ class StoreReader(StorageReader):
             if wrapped is not None:
                 batch.add_wrapped(item, *wrapped)
             else:
-                batch.add(item, self._view.keys.get(item.storage_index.fqn, item.storage_index.fqn), self._box_of(item))
+                start = offsets or (0,) * len(item.lengths)
+                at = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))  # from the whole tensor
+                key = self._view.keys.get(item.storage_index.fqn, item.storage_index.fqn)
+                batch.add(item, key, Box(at, tuple(item.lengths)))
         batch.finish()
         done: Future[None] = Future()
         done.set_result(None)
@@ -215,12 +222,6 @@ class StoreReader(StorageReader):
     def _stored(self) -> StoredState | StockState:
         assert self._state is not None  # DCP reads the metadata first
         return self._state
-
-    def _box_of(self, item: ReadItem) -> Box:
-        """Return the wanted box, counted from the whole tensor."""
-        start = tuple(item.storage_index.offset or (0,) * len(item.lengths))
-        offsets = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
-        return Box(offsets, tuple(item.lengths))
 
     def _framed(self, key: str) -> io.BytesIO:
         """Return a plain value as the planner wants it, in a new frame around a value that was read safely."""
@@ -248,22 +249,6 @@ class StoreReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return True for any path or URI that is not empty."""
         return bool(os.fspath(checkpoint_id))
-
-
-def _index_in(storage: Storage, transfer: Transfer) -> TensorIndex | None:
-    """Return the index in a directory, None if there is none. It is read whole, since DCP's planners look at every
-    chunk."""
-    try:
-        reader = IndexReader(transfer.read, "", lambda name: storage.stat(name).size_bytes)
-    except FileMissing:
-        return None
-    return reader.whole()
-
-
-def _rank_of(kwargs: Mapping[str, Any]) -> int:
-    if kwargs.get("rank") is not None:
-        return int(kwargs["rank"])
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _with_numbers(state: StoredState, leaf: Any, name: str) -> Any:

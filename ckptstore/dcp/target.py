@@ -1,6 +1,11 @@
-"""The targets of checkpoints that users save with `dcp.save` themselves: a directory on its own, or a store.
+"""The targets of checkpoints that users save with `dcp.save` themselves: a directory on its own, or a place in a store.
 
-The coordinator alone begins and finishes; the other ranks write their files under the prefix that it chose.
+    dcp.save(state_dict, storage_writer=StoreWriter(store.dcp_target(metrics={"loss": 0.3}), step=100))
+
+The coordinator alone begins and finishes: `begin` returns the prefix of the keys of a new checkpoint, and `finish`
+makes it visible once everything is stored. The other ranks write their files under the prefix that it sends. Targets
+are pickled for `dcp.async_save` in a separate process. Nobody deletes the files of a save to a store that failed: torch
+does not let a rank know when the others have ended, so they are garbage.
 """
 
 from __future__ import annotations
@@ -9,42 +14,27 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from ckptstore.config import StoreConfig, TransferConfig
-from ckptstore.errors import InvalidInput
-from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
+from ckptstore.errors import InvalidInput, InvalidStep
+from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME, Attempt, check_step
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.format.timings import Timings
+from ckptstore.group import SoloGroup
+from ckptstore.job import Job
+from ckptstore.log import Log
+from ckptstore.saving.commit import tell
+from ckptstore.saving.log_publisher import LogPublisher, prune_behind
+from ckptstore.saving.request import Request
+from ckptstore.saving.shard import Contents
 from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
 _OWN_FILE = re.compile(r"state-rank=\d{5,}-\d{2,}\.distcp")
-
-
-class DcpTarget(Protocol):
-    """A place for checkpoints. Pickled for `dcp.async_save` in a separate process."""
-
-    @property
-    def uri(self) -> str:
-        """The location, without secrets."""
-
-    def open(self) -> tuple[Storage, Transfer]:
-        """Return the storage and its transfer; the same pair until `close`."""
-
-    def begin(self, step: int | None) -> str:
-        """Coordinator: return the prefix of the keys of a new checkpoint, which has no files yet. May raise."""
-
-    def finish(
-        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings] | None = None
-    ) -> None:
-        """Coordinator: make the checkpoint visible, once everything is stored. The manifest has the timings of the
-        save."""
-
-    def close(self) -> None:
-        """Close the storage and the transfer that `open` made."""
 
 
 class DirectoryTarget:
@@ -114,3 +104,110 @@ class DirectoryTarget:
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
+
+
+class StoreTarget:
+    """A place in the store of a job. Pickled without the job, with its writer epoch."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        in_turn: Callable[[], object],
+        metrics: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> None:
+        """Create the target; `in_turn` waits for saves that the store has in flight, and raises InvalidInput when the
+        store is closed."""
+        self.storage, self.config, self.policy, self.missing = job.storage, job.config, job.policy, job.missing
+        self.metrics, self.metadata = metrics, metadata
+        self.epoch, self.resume_from = job.epoch, job.resume_from
+        self.job: Job | None = job
+        self.in_turn: Callable[[], object] | None = in_turn
+        self._transfer: Transfer | None = None
+        self._begun: tuple[Request, Attempt, int] | None = None
+        """The attempt, and the number of the newest record when it began."""
+        self._started = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "job": None, "in_turn": None, "_transfer": None}
+
+    @property
+    def uri(self) -> str:
+        """The URI of the store, without secrets."""
+        return self.storage.uri
+
+    def open(self) -> tuple[Storage, Transfer]:
+        """Return the storage and its transfer."""
+        if self.job is not None:
+            self.job.check_open()
+            return self.storage, self.job.transfer
+        if self._transfer is None:
+            self._transfer = Transfer(self.storage, config=self.config.transfer, retry=self.config.retry)
+        return self.storage, self._transfer
+
+    def begin(self, step: int | None) -> str:
+        """Coordinator: claim the store unless this job has, and name the attempt.
+
+        Raises InvalidStep without a step, InvalidMetric when one that retention needs is missing, StoreFenced.
+        """
+        self._started = time.monotonic()
+        if step is None:
+            raise InvalidStep("A checkpoint in a store needs a step: StoreWriter(store.dcp_target(), step=...)")
+        request = Request.of(
+            step=check_step(step), kind="state", metrics=self.metrics, metadata=self.metadata, exists="replace"
+        )
+        if self.in_turn is not None:
+            self.in_turn()
+        job = self._alone(world_size=1)
+        number = LogPublisher(job).claim(request).number
+        self.epoch, self.resume_from = job.epoch, job.resume_from
+        if self.job is not None:
+            self.job.join_claim(job.claimed())
+        attempt = job.new_attempt(request.step)
+        self._begun = request, attempt, number
+        return attempt.prefix
+
+    def finish(
+        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings] | None = None
+    ) -> None:
+        """Coordinator: commit the files that all ranks stored; then prune.
+
+        Raises InvalidInput when another checkpoint was committed since `begin`.
+        """
+        assert self._begun is not None  # `begin` came first
+        request, attempt, number = self._begun
+        job = self._alone(world_size=world_size)
+        record = LogPublisher(job, after=number).commit(request, attempt, Contents(receipts, timings=timings))
+        tell(record, job.storage, rank=0, seconds=time.monotonic() - self._started)
+        if self.job is not None:
+            prune_behind(self.job)
+
+    def close(self) -> None:
+        """Close the transfer that `open` made."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.close()
+
+    def _alone(self, *, world_size: int) -> Job:
+        """Return the coordinator as a separate job that agrees with nobody, since torch does that."""
+        group = SoloGroup()
+        group.world_size = world_size
+        storage, transfer = self.open()
+        owner = self.job
+        log = owner.log if owner else Log(storage, retry=self.config.retry, single_writer=self.config.single_writer)
+        epoch, resume_from = (owner.epoch, owner.resume_from) if owner else (self.epoch, self.resume_from)
+        alone = Job(
+            storage=storage,
+            log=log,
+            transfer=transfer,
+            config=self.config,
+            policy=self.policy,
+            missing=self.missing,
+            given_group=group,
+        )
+        return replace(alone, epoch=epoch, resume_from=resume_from)
+
+
+DcpTarget = DirectoryTarget | StoreTarget
+"""A place for checkpoints, as `StoreWriter` takes it."""

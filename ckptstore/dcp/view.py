@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptstore.dcp.stock.stock_names import stock_names
 from ckptstore.dcp.stock.stock_pickle import StockPlace
-from ckptstore.dcp.stock.stock_write import stock_tensors
+from ckptstore.dcp.stock.stock_write import stock_names, stock_tensors
 from ckptstore.errors import CheckpointDamaged, InvalidState
 from ckptstore.runtime.torch_private import storage_info_class
 from ckptstore.state.index.tensor_index import TensorIndex

@@ -32,6 +32,8 @@ MODEL_TYPE = "checkpoint"
 TAG = "ckptstore.reference"
 """The reference as JSON. A longer one continues in tags with the suffixes ".1", ".2"."""
 
+_PARAMS = ("uri", "step", "number", "manifest_sha256", "size_bytes", "world_size")
+"""What people see and search by. A reference is read from the tag alone."""
 _IS_EXTERNAL = {"mlflow.model.isExternal": "true"}
 _MAX_TAG_LENGTH = 5000
 _MAX_NAME_LENGTH = 250
@@ -119,7 +121,7 @@ class MlflowTracker:
             self._experiment_id,
             name=f"step-{step}",
             source_run_id=self._run_id,
-            params=_params(reference),
+            params={name: str(getattr(reference, name)) for name in _PARAMS},
             tags={**_IS_EXTERNAL, **_tags(reference.encode())},
             model_type=MODEL_TYPE,
         )
@@ -131,13 +133,10 @@ class MlflowTracker:
         for start in range(0, len(metrics), _MAX_METRICS_PER_REQUEST):
             part = metrics[start : start + _MAX_METRICS_PER_REQUEST]
             client.log_batch(self._run_id, metrics=part, synchronous=True)
-        if known is None or not self._is_output(model.model_id):
+        outputs = client.get_run(self._run_id).outputs if known else None
+        if not any(item.model_id == model.model_id for item in (outputs.model_outputs if outputs else ())):
             client.log_outputs(self._run_id, [LoggedModelOutput(model.model_id, step)])
         client.finalize_logged_model(model.model_id, "READY")
-
-    def _is_output(self, model_id: str) -> bool:
-        outputs = self._client.get_run(self._run_id).outputs
-        return any(item.model_id == model_id for item in (outputs.model_outputs if outputs else ()))
 
     def _named(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
         """Yield the metrics under names that MLflow accepts. The second of two with one name is left out."""
@@ -218,12 +217,6 @@ def metric_name(name: str) -> str:
     if posixpath.normpath(name) != name or name.startswith("/"):
         name = name.replace("/", "_")
     return re.sub(r"^\.\.|^\.$", lambda dots: "_" * len(dots[0]), name)
-
-
-def _params(reference: Reference) -> dict[str, str]:
-    """Return the parameters that people see and search by. A reference is read from the tag alone."""
-    names = ("uri", "step", "number", "manifest_sha256", "size_bytes", "world_size")
-    return {name: str(getattr(reference, name)) for name in names}
 
 
 def _tags(text: str) -> dict[str, str]:

@@ -71,8 +71,9 @@ class WandbTracker:
         run, text = self._opened(), reference.encode()
         if run.disabled or text in self._logged:
             return
+        name = "checkpoints-" + re.sub(r"[^\w.-]", "_", run.id)[: _MAX_NAME_LENGTH - len("checkpoints-")]
         with _refusals():
-            artifact = wandb.Artifact(_artifact_name(run.id), type=ARTIFACT_TYPE, metadata=_metadata(reference))
+            artifact = wandb.Artifact(name, type=ARTIFACT_TYPE, metadata=_metadata(reference))
             with artifact.new_file(_REFERENCE_NAME, mode="w", encoding="utf-8") as file:
                 file.write(text)
             _refer(artifact, reference)
@@ -153,7 +154,8 @@ def checkpoint_of(
             raise InvalidInput("An artifact is one checkpoint", hint=hint)
         chosen = reference_of(run)
     else:
-        chosen = choose(references(run), run=f"W&B run {_named(run)}", step=step, best=best, mode=mode, store=store)
+        name = run if isinstance(run, str | os.PathLike) else getattr(run, "id", run)
+        chosen = choose(references(run), run=f"W&B run {name}", step=step, best=best, mode=mode, store=store)
     return chosen.open(storage_options=storage_options, group=group)
 
 
@@ -186,10 +188,6 @@ def _refer(artifact: Any, reference: Reference) -> None:
         artifact.add_reference(uri, name=MANIFEST_NAME, checksum=False)
     except Exception as error:  # deleted meanwhile, or that cloud's SDK is missing: the metadata suffice
         logger.debug("W&B has no entry for %s: %s", uri, error)
-
-
-def _artifact_name(run_id: str) -> str:
-    return "checkpoints-" + re.sub(r"[^\w.-]", "_", run_id)[: _MAX_NAME_LENGTH - len("checkpoints-")]
 
 
 def _directory_of(run: Any) -> Path:
@@ -239,10 +237,6 @@ def _is_artifact(run: Any) -> bool:
     import wandb
 
     return isinstance(run, wandb.Artifact)
-
-
-def _named(run: Run) -> str:
-    return str(run if isinstance(run, str | os.PathLike) else getattr(run, "id", run))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -51,9 +51,9 @@ def tensor_differences(a: Checkpoint, b: Checkpoint, *, values: bool = False) ->
         files = [files_behind(checkpoint) for checkpoint in (a, b)]
         for one_of_both in files:
             stack.enter_context(one_of_both.held())
-        pair = _Pair(*(open_any(one_of_both.alone()) for one_of_both in files))
-        pair.a.whole_index()
-        pair.b.whole_index()
+        pair = [open_any(one_of_both.alone()) for one_of_both in files]
+        for side in pair:
+            side.whole_index()
         for key in sorted({*ours, *theirs}):
             one, other = ours.get(key), theirs.get(key)
             change, largest = _compared(pair, one, other, values=values)
@@ -64,27 +64,20 @@ def tensor_differences(a: Checkpoint, b: Checkpoint, *, values: bool = False) ->
     return found, num_equal
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    a: Any
-    b: Any
-
-
 def _compared(
-    pair: _Pair, a: StoredTensor | None, b: StoredTensor | None, *, values: bool
+    pair: Sequence[Any], a: StoredTensor | None, b: StoredTensor | None, *, values: bool
 ) -> tuple[Change | None, float | None]:
     """Return the change, None if there is none, and the largest difference."""
     if a is None or b is None:
         return ("added" if a is None else "removed"), None
     if a.shape != b.shape or a.dtype != b.dtype:
         return ("shape" if a.shape != b.shape else "dtype"), None
-    source_a, source_b = (side.index.aliases.get(a.key, a.key) for side in (pair.a, pair.b))
-    ranks = pair.a.index.ranks_of(source_a) if a.is_per_rank else [0]
-    if a.is_per_rank != b.is_per_rank or (a.is_per_rank and ranks != pair.b.index.ranks_of(source_b)):
+    sides = [(side, side.index.aliases.get(a.key, a.key)) for side in pair]
+    ranks, others = (side.index.ranks_of(source) if a.is_per_rank else [0] for side, source in sides)
+    if a.is_per_rank != b.is_per_rank or ranks != others:
         return "ranks", None
     verdicts = {
-        _by_digest(_digests(pair.a, source_a, rank), _digests(pair.b, source_b, rank), size_bytes=a.size_bytes)
-        for rank in ranks
+        _by_digest(*(_digests(side, source, rank) for side, source in sides), size_bytes=a.size_bytes) for rank in ranks
     }
     if verdicts == {"equal"}:
         return None, None
@@ -92,7 +85,7 @@ def _compared(
         return "changed", None
     if not values and a.size_bytes > BLOCK_BYTES:
         return "unknown", None
-    largest = [_by_value(pair, a, source_a, source_b, rank) for rank in ranks]
+    largest = [_by_value(sides, a, rank) for rank in ranks]
     if all(item is None for item in largest):
         return None, None
     known = [item for item in largest if item is not None]
@@ -123,13 +116,14 @@ def _by_digest(a: _Digests | None, b: _Digests | None, *, size_bytes: int) -> Li
     return "changed" if has_its_own else "unknown"
 
 
-def _by_value(pair: _Pair, tensor: StoredTensor, source_a: str, source_b: str, rank: int) -> float | None:
+def _by_value(sides: Sequence[tuple[Any, str]], tensor: StoredTensor, rank: int) -> float | None:
     """Return the largest absolute difference between a rank's two tensors, None if they are equal bit by bit."""
-    dtype = pair.a.index.tensors[source_a].torch_dtype
+    first, key = sides[0]
+    dtype = first.index.tensors[key].torch_dtype
     largest: float | None = None
     for box in _pieces(tensor):
         a, b = (torch.empty(box.sizes, dtype=dtype, device="cpu") for _ in range(2))
-        for side, source, memory in ((pair.a, source_a, a), (pair.b, source_b, b)):
+        for (side, source), memory in zip(sides, (a, b), strict=True):
             reader = replace(side, rank=rank) if isinstance(side, StoredState) else side
             reader.fill_boxes([(source, box, memory)])
         if torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -140,35 +140,6 @@ def _copy_checkpoint(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """Copies some of the files."""
-
-    files: CheckpointFiles
-    target: OpenedPlace
-    prefix: str
-    sources: Mapping[str, str]
-    """Maps names of files to their keys at the source."""
-    existing: Mapping[str, int]
-    """Maps names of files at the target to their sizes."""
-    tried: Mapping[str, tuple[str, int]]
-    """Maps names of files from an earlier try to their keys and sizes at the target."""
-
-    def __call__(self, receipts: Sequence[Receipt]) -> set[str]:
-        """Copy the files, and return the names of those that existed."""
-        target, prefix = self.target, self.prefix
-        candidates = [receipt for receipt in receipts if self.existing.get(receipt.name) == receipt.size_bytes]
-        found = _intact(target, prefix, candidates)
-        found |= _take_over(target, prefix, [item for item in receipts if item.name not in found], self.tried)
-        missing = [receipt for receipt in receipts if receipt.name not in found]
-        with self.files.missing_is_damage():
-            inside = _copy_inside(self.files, self.sources, target, prefix, missing)
-            streamed = [receipt for receipt in missing if receipt.name not in inside]
-            _copy_files(self.files, self.sources, target, prefix, streamed)
-        _check_arrived(target, prefix, streamed)
-        return found
-
-
 def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
     """Return the checkpoint's manifest with all files in its own directory, and its bytes."""
     manifest, data = files.read_manifest()
@@ -219,7 +190,10 @@ def copy_all(
     total = CopyReport(uri=target.storage.uri, steps=(), present=(), num_copied=0, num_found=0, copied_bytes=0)
     newest = own.newest()
     held = {_origin(record.entry) for record in own.records(newest.state.live if newest else ())}
-    epoch = _claim(own, above=above) if any(_origin(item.entry) not in held for item in items) else 0
+    epoch = 0
+    if any(_origin(item.entry) not in held for item in items):  # above every epoch in the names that are copied
+        claim = Claim(start_token=f"cp-{uuid.uuid4().hex}", world_size=1, above_epoch=above)
+        epoch = _appended(own, lambda _newest: claim).state.epoch
     for entry, files, is_pinned in items:
         if _origin(entry) in held:
             total = replace(total, present=(*total.present, entry.step))
@@ -262,8 +236,7 @@ def _copy_and_commit(
     def change(newest: Record | None) -> Commit:
         return Commit(entry=replace(entry, save_number=newest.state.save_number + 1 if newest else 1))
 
-    committed = own.append(change)
-    assert committed is not None  # a commit is always written
+    committed = _appended(own, change)
     delete_attempts(own, target.storage, committed, [str(try_) for try_ in earlier])
     return report, committed
 
@@ -287,15 +260,10 @@ def _earlier_tries(storage: Storage, own: Log, attempt: Attempt) -> list[Attempt
     return sorted(try_ for try_ in tries if try_.suffix == attempt.suffix and try_.epoch < attempt.epoch)
 
 
-def _claim(log: Log, *, above: int) -> int:
-    """Claim a writer epoch for the copy, above every epoch in the names that it copies."""
-
-    def change(_newest: Record | None) -> Change:
-        return Claim(start_token=f"cp-{uuid.uuid4().hex}", world_size=1, above_epoch=above)
-
+def _appended(log: Log, change: Callable[[Record | None], Change]) -> Record:
     record = log.append(change)
-    assert record is not None  # a claim is always written
-    return record.state.epoch
+    assert record is not None  # the change is never left out
+    return record
 
 
 def _refuse_other_contents(
@@ -317,116 +285,114 @@ def _refuse_other_contents(
         )
 
 
-def _intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
-    wanted = [CheckpointFiles.wanted_at(prefix, receipt) for receipt in receipts if receipt.digest is not None]
-    checked = target.transfer.check(wanted)
-    good = {item.wanted.key for item in checked if item.digest == item.wanted.digest}
-    return {receipt.name for receipt in receipts if prefix + receipt.name in good}
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Copies some of the files."""
 
+    files: CheckpointFiles
+    target: OpenedPlace
+    prefix: str
+    sources: Mapping[str, str]
+    """Maps names of files to their keys at the source."""
+    existing: Mapping[str, int]
+    """Maps names of files at the target to their sizes."""
+    tried: Mapping[str, tuple[str, int]]
+    """Maps names of files from an earlier try to their keys and sizes at the target."""
 
-def _keep_intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
-    """Persist the storage's own copies, delete those that are not whole, and return the names of the rest."""
-    storage = target.storage
-    if receipts and target.config.transfer.durable:
-        storage.persist([prefix + receipt.name for receipt in receipts])
-    intact = _intact(target, prefix, receipts)
-    storage.delete([prefix + receipt.name for receipt in receipts if receipt.name not in intact])
-    return intact
+    def __call__(self, receipts: Sequence[Receipt]) -> set[str]:
+        """Copy the files, and return the names of those that existed."""
+        found = self._intact([receipt for receipt in receipts if self.existing.get(receipt.name) == receipt.size_bytes])
+        found |= self._take_over([receipt for receipt in receipts if receipt.name not in found])
+        missing = [receipt for receipt in receipts if receipt.name not in found]
+        with self.files.missing_is_damage():
+            inside = self._copy_inside(missing)
+            streamed = [receipt for receipt in missing if receipt.name not in inside]
+            self._copy_files(streamed)
+        lost = {receipt.name for receipt in streamed if receipt.digest is not None} - self._intact(streamed)
+        if lost:
+            raise CheckpointDamaged(f"{len(lost)} files did not arrive whole, for instance {min(lost)}")
+        return found
 
+    def _intact(self, receipts: Sequence[Receipt]) -> set[str]:
+        """Return the names of the files that are whole at the target."""
+        wanted = [CheckpointFiles.wanted_at(self.prefix, receipt) for receipt in receipts if receipt.digest is not None]
+        checked = self.target.transfer.check(wanted)
+        good = {item.wanted.key for item in checked if item.digest == item.wanted.digest}
+        return {receipt.name for receipt in receipts if self.prefix + receipt.name in good}
 
-def _take_over(
-    target: OpenedPlace, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
-) -> set[str]:
-    """Copy files of an earlier try inside the storage, and return the names of the whole ones."""
-    storage = target.storage
-    if not isinstance(storage, CopiesInside):
-        return set()
-    taken = []
-    for receipt in receipts:
-        key, size_bytes = tried.get(receipt.name, ("", -1))
-        if size_bytes == receipt.size_bytes and receipt.digest is not None:
-            # Copied, not linked: the try may still be writing them.
-            with contextlib.suppress(FileMissing):  # it is garbage, and may be collected meanwhile
-                storage.copy(key, prefix + receipt.name)
-                taken.append(receipt)
-    return _keep_intact(target, prefix, taken)
+    def _keep_intact(self, receipts: Sequence[Receipt]) -> set[str]:
+        """Persist the storage's own copies, delete those that are not whole, and return the names of the rest."""
+        storage = self.target.storage
+        if receipts and self.target.config.transfer.durable:
+            storage.persist([self.prefix + receipt.name for receipt in receipts])
+        intact = self._intact(receipts)
+        storage.delete([self.prefix + receipt.name for receipt in receipts if receipt.name not in intact])
+        return intact
 
+    def _take_over(self, receipts: Sequence[Receipt]) -> set[str]:
+        """Copy files of an earlier try inside the storage, and return the names of the whole ones."""
+        storage = self.target.storage
+        if not isinstance(storage, CopiesInside):
+            return set()
+        taken = []
+        for receipt in receipts:
+            key, size_bytes = self.tried.get(receipt.name, ("", -1))
+            if size_bytes == receipt.size_bytes and receipt.digest is not None:
+                # Copied, not linked: the try may still be writing them.
+                with contextlib.suppress(FileMissing):  # it is garbage, and may be collected meanwhile
+                    storage.copy(key, self.prefix + receipt.name)
+                    taken.append(receipt)
+        return self._keep_intact(taken)
 
-def _copy_inside(
-    files: CheckpointFiles,
-    sources: Mapping[str, str],
-    target: OpenedPlace,
-    prefix: str,
-    receipts: Sequence[Receipt],
-) -> set[str]:
-    """Have the storage copy the files by itself, and return the names of those that arrived whole.
+    def _copy_inside(self, receipts: Sequence[Receipt]) -> set[str]:
+        """Have the storage copy the files by itself, and return the names of those that arrived whole.
 
-    The others are left to be streamed, which either repairs them or proves that the source is damaged.
-    """
-    storage = target.storage
-    if not isinstance(storage, CopiesFrom):
-        return set()
+        The others are left to be streamed, which either repairs them or proves that the source is damaged.
+        """
+        storage = self.target.storage
+        if not isinstance(storage, CopiesFrom):
+            return set()
 
-    def copy(receipt: Receipt) -> bool:
-        return storage.copy_from(files.storage, sources[receipt.name], prefix + receipt.name)
+        def copy(receipt: Receipt) -> bool:
+            return storage.copy_from(self.files.storage, self.sources[receipt.name], self.prefix + receipt.name)
 
-    known = [receipt for receipt in receipts if receipt.digest is not None]
-    if not known or not copy(known[0]):
-        return set()
-    mapped(copy, known[1:], num_threads=target.transfer.num_tasks, name="ckptstore-copy")
-    return _keep_intact(target, prefix, known)
+        known = [receipt for receipt in receipts if receipt.digest is not None]
+        if not known or not copy(known[0]):
+            return set()
+        mapped(copy, known[1:], num_threads=self.target.transfer.num_tasks, name="ckptstore-copy")
+        return self._keep_intact(known)
 
+    def _copy_files(self, receipts: Sequence[Receipt]) -> None:
+        source, wrong = self.files.storage, self._streamed(receipts)
+        if wrong and isinstance(source, Doubts):  # believed only after a second look in another way
+            for receipt in wrong:
+                source.doubt(self.sources[receipt.name])
+            still = self._streamed([*wrong])
+            for receipt in wrong.keys() - still.keys():
+                tell(source, self.sources[receipt.name], f"its {wrong[receipt].title} was another one")
+            wrong = still
+        for receipt, found in wrong.items():
+            self.target.storage.delete([self.prefix + receipt.name])
+            raise CheckpointDamaged(
+                f"{receipt.name} is damaged at the source: its {found.title} is {found.hex}, the manifest says "
+                f"{receipt.digest and receipt.digest.hex}",
+                rank=receipt.rank,
+                file=receipt.name,
+            )
 
-def _copy_files(
-    files: CheckpointFiles,
-    sources: Mapping[str, str],
-    target: OpenedPlace,
-    prefix: str,
-    receipts: Sequence[Receipt],
-) -> None:
-    wrong = _streamed(files, sources, target, prefix, receipts)
-    if wrong and isinstance(files.storage, Doubts):  # believed only after a second look in another way
-        for receipt in wrong:
-            files.storage.doubt(sources[receipt.name])
-        still = _streamed(files, sources, target, prefix, [*wrong])
-        for receipt in wrong.keys() - still.keys():
-            tell(files.storage, sources[receipt.name], f"its {wrong[receipt].title} was another one")
-        wrong = still
-    for receipt, found in wrong.items():
-        target.storage.delete([prefix + receipt.name])
-        raise CheckpointDamaged(
-            f"{receipt.name} is damaged at the source: its {found.title} is {found.hex}, the manifest says "
-            f"{receipt.digest and receipt.digest.hex}",
-            rank=receipt.rank,
-            file=receipt.name,
-        )
-
-
-def _streamed(
-    files: CheckpointFiles,
-    sources: Mapping[str, str],
-    target: OpenedPlace,
-    prefix: str,
-    receipts: Sequence[Receipt],
-) -> dict[Receipt, Digest]:
-    """Copy files, and return those whose digest was wrong, with the digest found."""
-    planned = [
-        PlannedFile(
-            prefix + receipt.name,
-            StorageSource(files.storage, sources[receipt.name], receipt.size_bytes),
-            receipt.digest and receipt.digest.algorithm,
-        )
-        for receipt in receipts
-    ]
-    found = zip(receipts, target.transfer.upload(planned), strict=True)
-    return {
-        receipt: stored.digest
-        for receipt, stored in found
-        if receipt.digest is not None and stored.digest != receipt.digest
-    }
-
-
-def _check_arrived(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> None:
-    missing = {receipt.name for receipt in receipts if receipt.digest is not None} - _intact(target, prefix, receipts)
-    if missing:
-        raise CheckpointDamaged(f"{len(missing)} files did not arrive whole, for instance {min(missing)}")
+    def _streamed(self, receipts: Sequence[Receipt]) -> dict[Receipt, Digest]:
+        """Copy files, and return those whose digest was wrong, with the digest found."""
+        planned = [
+            PlannedFile(
+                self.prefix + receipt.name,
+                StorageSource(self.files.storage, self.sources[receipt.name], receipt.size_bytes),
+                receipt.digest and receipt.digest.algorithm,
+            )
+            for receipt in receipts
+        ]
+        found = zip(receipts, self.target.transfer.upload(planned), strict=True)
+        return {
+            receipt: stored.digest
+            for receipt, stored in found
+            if receipt.digest is not None and stored.digest != receipt.digest
+        }

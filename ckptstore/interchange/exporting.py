@@ -8,28 +8,27 @@ find the others come last.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptstore.boundary import boundary
 from ckptstore.checkpoint import Checkpoint, files_behind
-from ckptstore.dcp.stock.stock_read import load_metadata
+from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
 from ckptstore.group.base import Group
 from ckptstore.group.find import SOLO, find_group
-from ckptstore.interchange.export_place import ExportPlace
-from ckptstore.interchange.hugging_face.safetensors_layout import lay_out
-from ckptstore.interchange.hugging_face.writing import write_safetensors
-from ckptstore.interchange.selection import KINDS, Kind, Paths, Selection, fitting, select
+from ckptstore.interchange.places import ExportPlace
+from ckptstore.interchange.safetensors_file import lay_out
+from ckptstore.interchange.selection import KINDS, Kind, Selection, beginnings, fitting, select
 from ckptstore.interchange.to_dcp import write_dcp
+from ckptstore.interchange.to_safetensors import write_safetensors
 from ckptstore.interchange.to_torch import build_tree, write_torch
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
-from ckptstore.state.live.matching import Saved
 from ckptstore.state.read.stored import StoredState
 from ckptstore.transfer.executor import Executor, InProcess
 
@@ -108,27 +107,22 @@ def export(
     ranks = find_group(group, storage=files.storage, config=files.config)
     try:
         with files.held():
-            return _export(_Options(files, place, to, include, strip_prefix, shard_size_bytes), ranks, executor)
+            return _export(files, place, to, include, strip_prefix, shard_size_bytes, ranks, executor)
     finally:
         if ranks is not group:
             ranks.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """The options of an export."""
-
-    files: CheckpointFiles
-    place: ExportPlace
-    to: Kind
-    include: str | Sequence[str] | None
-    strip_prefix: str
-    shard_size_bytes: int
-
-
-def _export(options: _Options, group: Group, executor: Executor | None) -> ExportReport:
-    files, place, to, include = options.files, options.place, options.to, options.include
-    strip_prefix = options.strip_prefix
+def _export(
+    files: CheckpointFiles,
+    place: ExportPlace,
+    to: Kind,
+    include: str | Sequence[str] | None,
+    strip_prefix: str,
+    shard_size_bytes: int,
+    group: Group,
+    executor: Executor | None,
+) -> ExportReport:
     if group.world_size > 1 and executor is not None:
         raise InvalidInput("An export is shared by ranks or by an engine", hint="Leave one of them out")
     executor = executor or InProcess()
@@ -142,35 +136,41 @@ def _export(options: _Options, group: Group, executor: Executor | None) -> Expor
         hint = "Import it into a store, and export that"
         raise InvalidInput(f"{files.uri} was written by torch's DCP, and has no digests to check", hint=hint)
     stored = open_alone(files)
-    saved = _saved(stored, fitting(include) if to != "safetensors" else lambda key: False)
-    selection = select(saved, include=include, strip_prefix=strip_prefix)
+    try:
+        saved = stored.saved(fitting(include) if to != "safetensors" else lambda key: False)
+    except InvalidState as error:
+        raise InvalidState(error.message, hint="Leave it out: include takes patterns of keys") from None
+    is_copy = to == "dcp" and include is None and not strip_prefix and DCP_METADATA_NAME in manifest.by_name
+    paths = {} if to == "safetensors" or is_copy else _paths(files, manifest)
+    selection = select(saved, include=include, strip_prefix=strip_prefix, paths=paths)
     durable = files.config.transfer.durable
     notices = _notices_of_ranks(stored, selection)
     names: Sequence[str]
     if to == "safetensors":
-        layout = lay_out(stored, selection, shard_size_bytes=options.shard_size_bytes)
+        layout = lay_out(stored, selection, shard_size_bytes=shard_size_bytes)
         num_values = len(stored.index.common_values().keys() | stored.index.value_ranks().keys())
         notices += [f"{num_values} plain values are left out, safetensors holds tensors only"] if num_values else []
         notices += [f"{name} is tied to {kept}, and stored as that" for name, kept in layout.tied.items()]
         names = write_safetensors(files, layout, place, manifest=data, group=group, executor=executor)
         size_bytes = layout.size_bytes
     elif to == "torch":
-        paths = _paths(files, manifest)
-        tree = build_tree(stored, selection, paths)
+        tree = build_tree(stored, selection)
         notices += [
             f"{key} is left out, torch.load(weights_only=True) refuses it: {why}" for key, why in tree.left_out.items()
         ]
-        notices += [] if paths.are_known else ["the checkpoint tells no paths, so the keys are flat"]
+        notices += [] if paths else ["the checkpoint tells no paths, so the keys are flat"]
         with place.opened() as path:
             names = write_torch(stored, tree, path, durable=durable)
         size_bytes = tree.size_bytes
-    elif include is None and not strip_prefix and DCP_METADATA_NAME in manifest.by_name:
-        size_bytes = sum(manifest.by_name[name].size_bytes for name in _stock_files(manifest))
-        with place.opened() as path:
-            names = _copy_stock(files, manifest, path)
+    elif is_copy:
+        names = [name for name in manifest.by_name if name.endswith(".distcp") or name == DCP_METADATA_NAME]
+        receipts = [manifest.by_name[name] for name in names]
+        size_bytes = sum(receipt.size_bytes for receipt in receipts)
+        with place.opened() as path, files.missing_is_damage():
+            files.transfer.download([(files.wanted(receipt), path / receipt.name) for receipt in receipts])
     else:
         with place.opened() as path:
-            names, size_bytes = write_dcp(stored, selection, _paths(files, manifest), path, durable=durable)
+            names, size_bytes = write_dcp(stored, selection, path, durable=durable)
     return ExportReport(
         kind=to,
         uri=place.uri,
@@ -182,13 +182,6 @@ def _export(options: _Options, group: Group, executor: Executor | None) -> Expor
     )
 
 
-def _saved(stored: StoredState, wanted: Callable[[str], bool]) -> Saved:
-    try:
-        return stored.saved(wanted)
-    except InvalidState as error:
-        raise InvalidState(error.message, hint="Leave it out: include takes patterns of keys") from None
-
-
 def _notices_of_ranks(stored: StoredState, selection: Selection) -> list[str]:
     """Report keys that differ between ranks."""
     if stored.index.world_size == 1:
@@ -198,22 +191,8 @@ def _notices_of_ranks(stored: StoredState, selection: Selection) -> list[str]:
     return [f"{key} differs between ranks, the lowest rank's is taken" for key in sorted(apart)]
 
 
-def _paths(files: CheckpointFiles, manifest: Manifest) -> Paths:
+def _paths(files: CheckpointFiles, manifest: Manifest) -> dict[str, tuple[str | int, ...]]:
     """Return the paths of keys, which `.metadata` holds."""
     receipt = manifest.by_name.get(DCP_METADATA_NAME)
-    if receipt is None:
-        return Paths(())
-    planner = load_metadata(files.read_file(receipt)).planner_data
-    return Paths(tuple(path) for path in planner.values()) if isinstance(planner, dict) else Paths(())
-
-
-def _stock_files(manifest: Manifest) -> list[str]:
-    """List the files that stock DCP reads."""
-    return [name for name in manifest.by_name if name.endswith(".distcp") or name == DCP_METADATA_NAME]
-
-
-def _copy_stock(files: CheckpointFiles, manifest: Manifest, path: Path) -> list[str]:
-    names = _stock_files(manifest)
-    with files.missing_is_damage():
-        files.transfer.download([(files.wanted(manifest.by_name[name]), path / name) for name in names])
-    return names
+    planner = None if receipt is None else load_metadata(files.read_file(receipt)).planner_data
+    return beginnings(map(tuple, planner.values())) if isinstance(planner, dict) else {}

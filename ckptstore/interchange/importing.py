@@ -13,7 +13,7 @@ from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
 from ckptstore.format.layout import DCP_METADATA_NAME, check_step
 from ckptstore.interchange.from_files import read_dcp, read_safetensors, read_torch_file
 from ckptstore.interchange.intake import Intake, Rename
-from ckptstore.interchange.remote_files import on_this_machine, opened_folder
+from ckptstore.interchange.places import on_this_machine, opened_folder
 from ckptstore.interchange.selection import KINDS, Kind
 from ckptstore.job import Job
 from ckptstore.saving.request import Request
@@ -76,7 +76,14 @@ def _read(
 ) -> Iterator[FlatState]:
     """Read the source. Its tensors may map files that exist until the context ends."""
     if kind == "dcp":
-        yield _read_dcp(os.fspath(source), intake, storage_options)
+        with opened_folder(os.fspath(source), storage_options) as folder:
+            try:
+                metadata = folder.storage.read(DCP_METADATA_NAME)
+            except FileMissing:
+                where = folder.storage.uri
+                raise InvalidSource(f"{where} has no {DCP_METADATA_NAME}, so it is no DCP directory") from None
+            flat = read_dcp(metadata, folder.transfer.read, folder.sizes_bytes(), intake)
+        yield flat
     elif kind == "torch":
         with on_this_machine(source, storage_options) as path:
             yield read_torch_file(path, intake)
@@ -103,12 +110,3 @@ def _commit(flat: FlatState, store: CheckpointStore, options: Mapping[str, Any],
         return Request.of(kind="state", **options), shard
 
     return save_shard(store, make)
-
-
-def _read_dcp(uri: str, intake: Intake, storage_options: Mapping[str, Any] | None) -> FlatState:
-    with opened_folder(uri, storage_options) as folder:
-        try:
-            metadata = folder.storage.read(DCP_METADATA_NAME)
-        except FileMissing:
-            raise InvalidSource(f"{folder.storage.uri} has no {DCP_METADATA_NAME}, so it is no DCP directory") from None
-        return read_dcp(metadata, folder.transfer.read, folder.sizes_bytes(), intake)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,26 +76,23 @@ def _starts(text: str, beginning: str) -> bool:
     return not beginning or text == beginning or text.startswith(f"{beginning}.")
 
 
-@dataclass(slots=True, kw_only=True)
 class Intake:
     """The options of an import. Readers of sources add every item, under the source's key."""
 
-    include: str | Sequence[str] | None = None
-    rename: Rename | None = None
-    state: Mapping[str, Any] | None = None
-    """The live state that will be resumed; its optimizers name the numbered parameters."""
-    allow_pickle: bool = False
-    _flat: FlatState = field(default_factory=FlatState)
-    _renaming: Renaming = field(init=False)
-    _fits: Callable[[str], bool] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._renaming = Renaming(self.rename)
-        self._fits = fitting(self.include)
-
-    def wants(self, key: str) -> bool:
-        """True if the import includes a key of the source."""
-        return self._fits(key)
+    def __init__(
+        self,
+        *,
+        include: str | Sequence[str] | None = None,
+        rename: Rename | None = None,
+        state: Mapping[str, Any] | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        """Take the options of `import_state`; the optimizers of the live `state` name the numbered parameters."""
+        self.include, self.state, self.allow_pickle = include, state, allow_pickle
+        self.wants = fitting(include)
+        """Returns True if the import includes a key of the source."""
+        self._renaming = Renaming(rename)
+        self._flat = FlatState()
 
     def add_tensor(self, path: Path, tensor: torch.Tensor) -> None:
         """Add a tensor of the source, if included."""

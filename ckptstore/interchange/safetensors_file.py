@@ -1,17 +1,21 @@
-"""Write and read the safetensors format: the length of a JSON header, the header, the tensors' bytes."""
+"""The safetensors format: the length of a JSON header, the header, the tensors' bytes; and the files of a model, with
+the names that Hugging Face libraries look for. Pure, but for `read_header`."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, InvalidState
-from ckptstore.state.index.part import total_bytes
+from ckptstore.interchange.selection import Selection
+from ckptstore.state.index.part import DTYPES, total_bytes
+from ckptstore.state.read.stored import StoredState
 
 NAMES: Mapping[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
@@ -23,6 +27,7 @@ NAMES: Mapping[str, str] = {
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 METADATA = "__metadata__"
+INDEX_NAME = "model.safetensors.index.json"
 _LENGTH = struct.Struct("<Q")
 _ALIGN_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -112,3 +117,89 @@ def _entry(name: str, field: Mapping[str, Any], start: int, path: Path) -> Safet
     if last - first != total_bytes(dtype, shape):
         raise ValueError(f"{name} has {last - first} bytes for {dtype} {list(shape)}, {prod(shape)} elements")
     return SafetensorsEntry(name, dtype, shape, start + first)
+
+
+LaidOut = tuple[str, tuple[SafetensorsEntry, ...]]
+"""A file's name and tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of each file."""
+
+    files: tuple[LaidOut, ...]
+    keys: dict[str, str]
+    """Maps names of tensors to their keys in the checkpoint."""
+    tied: dict[str, str]
+    """Maps each omitted name to the name that has its values."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(entry.size_bytes for _, entries in self.files for entry in entries)
+
+    def head(self, file: LaidOut) -> bytes:
+        """Return the bytes before the tensors in one of the files."""
+        names = {entry.name for entry in file[1]}
+        tied = {other: name for other, name in self.tied.items() if name in names}
+        return header(file[1], {"format": "pt", **tied})
+
+    def digest(self, manifest: bytes) -> str:
+        """Return a digest that distinguishes this layout, and the checkpoint's manifest, from every other one."""
+        hasher = hashlib.sha256(manifest)
+        for file in self.files:
+            head = self.head(file)
+            hasher.update(b"%d %s %d " % (len(file[0]), file[0].encode(), len(head)))
+            hasher.update(head)
+        return hasher.hexdigest()
+
+    def index(self) -> bytes:
+        """Return the index of several files."""
+        weights = {entry.name: name for name, entries in self.files for entry in entries}
+        metadata = {"total_size": self.size_bytes, **self.tied}
+        return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weights.items()))}, indent=2).encode()
+
+
+def lay_out(stored: StoredState, selection: Selection, *, shard_size_bytes: int) -> Layout:
+    """Deal the tensors to files of at most so many bytes; a larger tensor has a file of its own.
+
+    Raises InvalidState for tensors that the format cannot hold, InvalidInput when there is no tensor.
+    """
+    groups: dict[str, list[str]] = {}
+    for key, source in selection.sources.items():
+        groups.setdefault(source, []).append(selection.name_of(key))
+    keys: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for source, names in groups.items():
+        # Of tied weights the input embedding: transformers makes the output head from it, not the reverse.
+        chosen = min(names, key=lambda name: ("embed" not in name and "wte" not in name, name))
+        keys[chosen] = source
+        tied.update((name, chosen) for name in names if name != chosen)
+    if not keys:
+        raise InvalidInput("There is no tensor to export")
+    entries = [
+        SafetensorsEntry(name, stored.entry(source).dtype, tuple(stored.entry(source).shape))
+        for name, source in sorted(keys.items())
+    ]
+    check_storable(entries)
+    dealt = list(_dealt(entries, shard_size_bytes))
+    count = len(dealt)
+    names_of_files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return Layout(tuple(zip(["model.safetensors"] if count == 1 else names_of_files, dealt, strict=True)), keys, tied)
+
+
+def _dealt(entries: Sequence[SafetensorsEntry], shard_size_bytes: int) -> Iterator[tuple[SafetensorsEntry, ...]]:
+    group: list[SafetensorsEntry] = []
+    held_bytes = 0
+    for entry in entries:
+        if group and held_bytes + entry.size_bytes > shard_size_bytes:
+            yield _aligned(group)
+            group, held_bytes = [], 0
+        group.append(entry)
+        held_bytes += entry.size_bytes
+    yield _aligned(group)
+
+
+def _aligned(group: list[SafetensorsEntry]) -> tuple[SafetensorsEntry, ...]:
+    """Sort large elements first, so that every tensor begins at a multiple of its element size."""
+    return tuple(sorted(group, key=lambda entry: (-DTYPES[entry.dtype][1], entry.name)))

@@ -30,15 +30,6 @@ class _FilesOfStore(CheckpointFiles):
         return prefix + receipt.name
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """The readable part of the log."""
-
-    trash: frozenset[str]
-    """Directories that were removed."""
-    pinned: frozenset[str]
-
-
 def _place_of(storage: Storage) -> str:
     """Return a storage's location with links resolved and a slash at its end."""
     place = os.path.realpath(storage.local_path("")) if isinstance(storage, Disk) else storage.uri
@@ -67,7 +58,7 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
             f"There are no checkpoints below {source.storage.uri}/{CHECKPOINT_PREFIX.rstrip('/')} that can be read",
             hint="; ".join(f"{name}: {why}" for name, why in left_out.items()) or None,
         )
-    known = _read_log(source)
+    trash, pinned = _read_log(source)
     by_step: dict[int, list[CopiedCheckpoint]] = {}
     for name, (manifest, data) in manifests.items():
         attempt = Attempt.parse(name)
@@ -75,17 +66,21 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
             left_out[name] = "its directory has no name of an attempt"
         elif manifest.store_id != identity:
             left_out[name] = "it is of another store"
-        elif name in known.trash:
+        elif name in trash:
             left_out[name] = "it was removed"
         else:
-            by_step.setdefault(manifest.step, []).append(_item(source, attempt, manifest, data, known))
+            by_step.setdefault(manifest.step, []).append(
+                _item(source, attempt, manifest, data, is_pinned=name in pinned)
+            )
     chosen = [_last_whole(sorted(items, key=_order), left_out) for items in by_step.values()]
     above = max((item.entry.epoch for items in by_step.values() for item in items), default=0)
     report = copy_all(sorted(chosen, key=_order), identity, target, executor=executor, above=above, skips=True)
     return replace(report, left_out={**left_out, **report.left_out})
 
 
-def _item(source: OpenedPlace, attempt: Attempt, manifest: Manifest, data: bytes, known: _Known) -> CopiedCheckpoint:
+def _item(
+    source: OpenedPlace, attempt: Attempt, manifest: Manifest, data: bytes, *, is_pinned: bool
+) -> CopiedCheckpoint:
     """Describe a checkpoint for the copy, with the epoch of its directory, which may be a copy."""
     whole = manifest.made_whole()
     key = f"{attempt.prefix}{MANIFEST_NAME}"
@@ -95,7 +90,7 @@ def _item(source: OpenedPlace, attempt: Attempt, manifest: Manifest, data: bytes
     return CopiedCheckpoint(
         replace(entry, attempt=str(attempt), epoch=attempt.epoch, committed_at=written.modified_seconds),
         files,
-        is_pinned=str(attempt) in known.pinned,
+        is_pinned,
     )
 
 
@@ -146,21 +141,22 @@ def _identity(source: OpenedPlace, manifests: dict[str, tuple[Manifest, bytes]])
     return identity if identity in ids else ids.most_common(1)[0][0]
 
 
-def _read_log(source: OpenedPlace) -> _Known:
+def _read_log(source: OpenedPlace) -> tuple[set[str], set[str]]:
+    """Return the removed and the pinned directories, as far as the log can be read."""
     log = Log(source.storage, retry=source.config.retry, single_writer=source.config.single_writer)
     try:
         newest = log.newest()
     except CkptstoreError:
         newest = None
     if newest is None:
-        return _Known(frozenset(), frozenset())
+        return set(), set()
     numbers = [*newest.state.trash, *newest.state.pinned]
     attempts = {
         number: found.entry.attempt
         for number, found in zip(numbers, log.found(numbers), strict=True)
         if found is not None and not isinstance(found, CkptstoreError)
     }
-    return _Known(
-        frozenset(attempts[number] for number in newest.state.trash if number in attempts),
-        frozenset(attempts[number] for number in newest.state.pinned if number in attempts),
+    trash, pinned = (
+        {attempts[it] for it in part if it in attempts} for part in (newest.state.trash, newest.state.pinned)
     )
+    return trash, pinned

@@ -26,18 +26,20 @@ class Selection:
     """Maps each tensor's key to the key under which its bytes are stored: its own, or that of a tied one."""
     values: Mapping[str, Any]
     """The plain values, with references to tensors in them."""
-    strip_prefix: str = ""
+    strip_prefix: str
+    paths: Mapping[str, Path]
+    """The paths in the saved state of keys and of their beginnings, as far as the checkpoint has them."""
 
     def name_of(self, key: str) -> str:
         """Return a key's name in the export."""
         return key.removeprefix(self.strip_prefix) or key
 
-    def path_of(self, path: Path) -> Path:
+    def path_of(self, key: str) -> Path:
         """Return the path of a key, without the prefix."""
+        path = path_of(key, self.paths)
         for count in range(1, len(path)):
             if ".".join(map(str, path[:count])) + "." == self.strip_prefix:
                 return path[count:]
-        key = ".".join(map(str, path))
         return path if self.name_of(key) == key else (self.name_of(key),)
 
 
@@ -51,7 +53,9 @@ def fitting(include: str | Sequence[str] | None) -> Callable[[str], bool]:
     return fits
 
 
-def select(saved: Saved, *, include: str | Sequence[str] | None, strip_prefix: str) -> Selection:
+def select(
+    saved: Saved, *, include: str | Sequence[str] | None, strip_prefix: str, paths: Mapping[str, Path]
+) -> Selection:
     """Select the keys that fit a pattern, and the tensors in such values.
 
     Raises InvalidInput when nothing fits, or when two keys would have the same name.
@@ -63,39 +67,27 @@ def select(saved: Saved, *, include: str | Sequence[str] | None, strip_prefix: s
     sources = {key: saved.aliases.get(key, key) for key in sorted(keys)}
     if include is not None and not sources and not values:
         raise InvalidInput(f"No key of the checkpoint fits {include}", hint="Keys are like model.0.weight")
-    selection = Selection(sources, values, strip_prefix)
-    _refuse_equal(selection, [*sources, *values])
-    return selection
-
-
-def _refuse_equal(selection: Selection, keys: Iterable[str]) -> None:
+    selection = Selection(sources, values, strip_prefix, paths)
     names: dict[str, str] = {}
-    for key in keys:
+    for key in (*sources, *values):
         other = names.setdefault(selection.name_of(key), key)
         if other != key:
             raise InvalidInput(f"{other} and {key} would both be called {selection.name_of(key)!r}")
+    return selection
 
 
-class Paths:
-    """The paths of keys in the saved state, as far as the checkpoint has them."""
+def beginnings(paths: Iterable[Path]) -> dict[str, Path]:
+    """Return the paths and all their beginnings by key."""
+    return {".".join(map(str, path[:count])): path[:count] for path in paths for count in range(1, len(path) + 1)}
 
-    def __init__(self, known: Iterable[Path]) -> None:
-        self._path_of = {
-            ".".join(map(str, path[:count])): path[:count] for path in known for count in range(1, len(path) + 1)
-        }
 
-    @property
-    def are_known(self) -> bool:
-        """True if the checkpoint has any paths."""
-        return bool(self._path_of)
-
-    def path(self, key: str) -> Path:
-        """Return the path of a key: the longest known beginning, and the rest as one part."""
-        head, rest = key, ""
-        while head and head not in self._path_of:
-            head, _, part = head.rpartition(".")
-            rest = f"{part}.{rest}" if rest else part
-        return (*self._path_of.get(head, ()), rest) if rest else self._path_of[key]
+def path_of(key: str, paths: Mapping[str, Path]) -> Path:
+    """Return the path of a key: the longest known beginning, and the rest as one part."""
+    head, rest = key, ""
+    while head and head not in paths:
+        head, _, part = head.rpartition(".")
+        rest = f"{part}.{rest}" if rest else part
+    return (*paths.get(head, ()), rest) if rest else paths[key]
 
 
 def nested(items: Mapping[Path, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
@@ -12,7 +12,7 @@ import torch
 from ckptstore.dcp.stock.stock_write import stock_frames, stock_metadata
 from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.layout import DCP_METADATA_NAME
-from ckptstore.interchange.selection import Paths, Selection
+from ckptstore.interchange.selection import Selection
 from ckptstore.interchange.streaming import close_off, stream_tensors
 from ckptstore.state.index.part import Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
@@ -32,9 +32,7 @@ from ckptstore.state.write.deal import chunks_of
 FILE_NAME = "__0_0.distcp"
 
 
-def write_dcp(
-    stored: StoredState, selection: Selection, paths: Paths, directory: Path, *, durable: bool
-) -> tuple[list[str], int]:
+def write_dcp(stored: StoredState, selection: Selection, directory: Path, *, durable: bool) -> tuple[list[str], int]:
     """Write one data file and `.metadata`; return their names and the bytes of all tensors.
 
     Raises CheckpointDamaged.
@@ -42,8 +40,8 @@ def write_dcp(
     names: dict[str, list[str]] = {}
     for key, source in selection.sources.items():
         names.setdefault(source, []).append(selection.name_of(key))
-    known = {selection.name_of(key): selection.path_of(paths.path(key)) for key in selection.sources}
-    values, leaf_paths = _value_frames(stored, selection, paths)
+    known = {selection.name_of(key): selection.path_of(key) for key in selection.sources}
+    values, leaf_paths = _value_frames(stored, selection)
     places: dict[str, Any] = {}
     with (directory / FILE_NAME).open("xb") as file:
         chunks = _write_tensors(stored, list(names), file)
@@ -67,42 +65,25 @@ def _write_tensors(stored: StoredState, keys: list[str], file: IO[bytes]) -> lis
     for key, pieces in groupby(stream_tensors(stored, keys), key=lambda piece: piece[0]):
         entry = stored.entry(key)
         dtype = entry.torch_dtype
-        bytes_in = _Bytes(data for _, data in pieces)
+        stream = (data for _, data in pieces)
+        rest = memoryview(b"")
         for box in chunks_of(whole(entry.shape), dtype.itemsize):
             frame = template(dtype, box.sizes)
             file.write(frame.header)
             chunks.append((key, file.tell(), frame.payload_bytes, box))
-            for data in bytes_in.take(frame.payload_bytes):
-                file.write(data)
+            left_bytes = frame.payload_bytes
+            while left_bytes:
+                rest = rest or next(stream)
+                data, rest = rest[:left_bytes], rest[left_bytes:]
+                left_bytes -= file.write(data)
             file.write(frame.trailer)
-        bytes_in.finish()
+        assert not rest
+        assert not any(len(data) for data in stream)  # a tensor without elements comes as one empty piece
     return chunks
 
 
-class _Bytes:
-    """A stream of memory pieces, taken in pieces of other sizes."""
-
-    def __init__(self, pieces: Iterator[memoryview]) -> None:
-        self._pieces = pieces
-        self._rest = memoryview(b"")
-
-    def take(self, size_bytes: int) -> Iterator[memoryview]:
-        """Yield the next `size_bytes` bytes."""
-        while size_bytes:
-            if not self._rest:
-                self._rest = next(self._pieces)
-            part, self._rest = self._rest[:size_bytes], self._rest[size_bytes:]
-            size_bytes -= len(part)
-            yield part
-
-    def finish(self) -> None:
-        """Check that nothing is left but the empty piece of a tensor without elements."""
-        assert not self._rest
-        assert not any(len(piece) for piece in self._pieces)
-
-
 def _value_frames(
-    stored: StoredState, selection: Selection, paths: Paths
+    stored: StoredState, selection: Selection
 ) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
     """Return the plain values in stock frames, leaf by leaf, and their paths. Tensors in tuples stay in their leaf."""
     flat = FlatState()
@@ -116,7 +97,7 @@ def _value_frames(
     needed: dict[str, tuple[torch.Tensor, str]] = {}
     key_of = {id(tensor): key for key, tensor in tensors.items()}
     for key, value in selection.values.items():
-        path = selection.path_of(paths.path(key))
+        path = selection.path_of(key)
         name = join_path(path)
         flat.values[name] = map_tensors(value, path, lambda _key, reference: tensors[reference.key])
         flat.paths[name] = path

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import torch
 
-from ckptstore.interchange.selection import Paths, Selection, nested
+from ckptstore.interchange.selection import Selection, nested
 from ckptstore.interchange.streaming import close_off, stream_tensors
 from ckptstore.runtime.torch_private import tensor_rebuilders
 from ckptstore.state.live.flatten import map_tensors
@@ -89,14 +89,10 @@ class _Pickler(pickle.Pickler):
         return "storage", kind, str(pending.number), "cpu", prod(pending.shape)
 
 
-class NotLoadable(Exception):
-    """A value that `torch.load(weights_only=True)` refuses, or that cannot be pickled at all."""
-
-
-def check_loadable(value: Any) -> None:
-    """Raise NotLoadable unless a value without pending tensors loads with nothing allowed."""
+def _objection(value: Any) -> str | None:
+    """Return why `torch.load(weights_only=True)` refuses a value without pending tensors, None if it does not."""
     if type(value) in _HARMLESS:
-        return
+        return None
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -104,7 +100,8 @@ def check_loadable(value: Any) -> None:
         torch.load(buffer, weights_only=True)
     except Exception as error:  # torch and pickle raise many kinds here
         found = re.search(r"GLOBAL (\S+)", str(error))
-        raise NotLoadable(f"it needs {found[1] if found else type(value).__name__}") from None
+        return f"it needs {found[1] if found else type(value).__name__}"
+    return None
 
 
 def write_torch_file(file: IO[bytes], value: Any, pending: Iterable[Pending], data: Iterable[tuple[int, Any]]) -> None:
@@ -162,27 +159,25 @@ class Tree:
         return sum(tensor.size_bytes for tensor in self.pending.values())
 
 
-def build_tree(stored: StoredState, selection: Selection, paths: Paths) -> Tree:
+def build_tree(stored: StoredState, selection: Selection) -> Tree:
     """Put tensors and values at their places in the state."""
-    pending = {
-        source: _pending(stored, source, number)
-        for number, source in enumerate(dict.fromkeys(selection.sources.values()))
-    }
+    pending = {}
+    for number, source in enumerate(dict.fromkeys(selection.sources.values())):
+        entry = stored.entry(source)
+        pending[source] = Pending(number, entry.torch_dtype, entry.shape)
     items: dict[tuple[str | int, ...], Any] = {}
     left_out, placed = {}, set[str]()
     for key, value in selection.values.items():
-        path = selection.path_of(paths.path(key))
+        path = selection.path_of(key)
         without_tensors, inside = _without_tensors(value, key)
-        try:
-            check_loadable(without_tensors)
-        except NotLoadable as error:
-            left_out[key] = str(error)
+        if (objection := _objection(without_tensors)) is not None:
+            left_out[key] = objection
             continue
         placed |= inside
         items[path] = map_tensors(value, path, lambda _key, reference: pending[selection.sources[reference.key]])
     for key, source in selection.sources.items():
         if key not in placed:
-            items[selection.path_of(paths.path(key))] = pending[source]
+            items[selection.path_of(key)] = pending[source]
     return Tree(nested(items), pending, left_out)
 
 
@@ -195,11 +190,6 @@ def _without_tensors(value: Any, key: str) -> tuple[Any, set[str]]:
         return torch.zeros(())
 
     return map_tensors(value, (key,), replace), places
-
-
-def _pending(stored: StoredState, source: str, number: int) -> Pending:
-    entry = stored.entry(source)
-    return Pending(number, entry.torch_dtype, entry.shape)
 
 
 def write_torch(stored: StoredState, tree: Tree, directory: Path, *, durable: bool) -> list[str]:

@@ -274,7 +274,8 @@ def is_stock(manifest: Manifest) -> bool:
 
 def _open_stock(files: CheckpointFiles, reader: _Reader, manifest: Manifest, options: LoadOptions) -> StockState:
     """Open a state that torch's DCP wrote. No code in it is run."""
-    from ckptstore.dcp.stock.stock_read import StockState, load_metadata
+    from ckptstore.dcp.stock.stock_pickles import load_metadata
+    from ckptstore.dcp.stock.stock_read import StockState
 
     metadata = load_metadata(files.read_file(manifest.by_name[DCP_METADATA_NAME]))
     return StockState(

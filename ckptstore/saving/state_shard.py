@@ -39,7 +39,7 @@ from ckptstore.transfer.moves import PlannedFile, Upload
 from ckptstore.transfer.sources import MemorySource, Source
 
 if TYPE_CHECKING:
-    from ckptstore.dcp.stock.stock_share import StockShare
+    from ckptstore.dcp.stock.stock_write import StockShare
 
 _LENGTH = struct.Struct("<I")
 
@@ -228,7 +228,7 @@ class StatePlan:
         """This rank's share of the metadata for stock DCP; None if it is not to be readable for it."""
         if not self.options.stock_readable or not self.agreement.is_packed:
             return None
-        from ckptstore.dcp.stock.stock_share import StockShare
+        from ckptstore.dcp.stock.stock_write import StockShare
 
         return StockShare(
             self.looked.flat,

@@ -21,11 +21,10 @@ from ckptstore.errors import InvalidInput
 from ckptstore.tools.bench import machine
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.markdown import markdown
-from ckptstore.tools.bench.gpu.llama import SHAPES
-from ckptstore.tools.bench.gpu.locked import LockedMemory
+from ckptstore.tools.bench.figures.text import markdown
+from ckptstore.tools.bench.gpu.first_saves import LockedMemory
 from ckptstore.tools.bench.gpu.steps import Steps
-from ckptstore.tools.bench.gpu.training import shape_within
+from ckptstore.tools.bench.gpu.training import SHAPES, shape_within
 from ckptstore.tools.bench.peers.base import Contender, Wait
 from ckptstore.tools.bench.turns import Contest
 from ckptstore.tools.cli import main

@@ -16,10 +16,10 @@ from ckptstore.errors import InvalidInput
 from ckptstore.tools.bench.figures.charts import Curve, curves
 from ckptstore.tools.bench.figures.compare import compare, rank_sum_p, smallest_p
 from ckptstore.tools.bench.figures.floors import check, read_floors
-from ckptstore.tools.bench.figures.laws import exponent, line
 from ckptstore.tools.bench.figures.page import page
 from ckptstore.tools.bench.figures.report import Report
 from ckptstore.tools.bench.timeline import aligned, straggler
+from ckptstore.tools.bench.workloads.scaling import exponent, line
 from ckptstore.tools.cli import main
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
@@ -160,9 +160,8 @@ def test_a_floor_lacks_nothing(tmp_path: Path) -> None:
 
 def test_a_line_is_found_and_its_error_told() -> None:
     numbers = [64.0, 256.0, 1024.0]
-    found = line(numbers, [2 + 0.5 * number for number in numbers])
-    assert (found.base, found.slope, found.error) == pytest.approx((2, 0.5, 0))
-    assert line(numbers, [number**2 for number in numbers]).error > 0.5
+    assert line(numbers, [2 + 0.5 * number for number in numbers]) == pytest.approx((2, 0.5, 0))
+    assert line(numbers, [number**2 for number in numbers])[2] > 0.5
     assert exponent(numbers, [3 * number**2 for number in numbers]) == pytest.approx(2)
     with pytest.raises(ValueError, match="two different numbers"):
         line([8.0, 8.0], [1.0, 2.0])

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckptstore import open_store
-from ckptstore.interchange.remote_files import on_this_machine
+from ckptstore.interchange.places import on_this_machine
 from ckptstore.testing.s3_server import s3_server
 
 PACKAGES = Path(__file__).parents[2] / ".servers/torchtitan"

@@ -432,7 +432,8 @@ def _reading(files: dict[str, bytes]) -> Callable[[Sequence[RangeRead]], None]:
 
 def _decode_metadata(files: dict[str, bytes]) -> Callable[[bytes], object]:
     def decode(data: bytes) -> object:
-        from ckptstore.dcp.stock.stock_read import StockState, load_metadata
+        from ckptstore.dcp.stock.stock_pickles import load_metadata
+        from ckptstore.dcp.stock.stock_read import StockState
 
         sizes = {name: len(content) for name, content in files.items()}
         state = StockState(load_metadata(data), _reading(files), "", sizes)

@@ -230,7 +230,7 @@ def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
         set_optimizer_state_dict,
     )
 
-    from ckptstore.dcp.stock.stock_names import stock_names
+    from ckptstore.dcp.stock.stock_write import stock_names
     from ckptstore.state.index.part import Tensor
     from ckptstore.state.live.apply import collect
     from ckptstore.state.live.flatten import join_path, stock_leaves

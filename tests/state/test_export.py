@@ -27,7 +27,7 @@ from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState,
 from ckptstore.errors import InvalidSource
 from ckptstore.interchange.exporting import KINDS, ExportReport, export
 from ckptstore.interchange.safetensors_file import NAMES, SafetensorsEntry, header, read_header
-from ckptstore.interchange.selection import Paths, nested
+from ckptstore.interchange.selection import beginnings, nested, path_of
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.storage.open import open_storage
 
@@ -425,11 +425,11 @@ parts = st.sampled_from(["a", "b", "a.b", 0, 1])
 
 @given(st.lists(st.lists(parts, min_size=1, max_size=4).map(lambda path: ("root", *path)), unique=True))
 def test_paths_are_found_again(paths) -> None:
-    known = Paths(paths)
+    known = beginnings(paths)
     for path in paths:
         key = ".".join(map(str, path))
-        assert ".".join(map(str, known.path(key))) == key
-        assert ".".join(map(str, known.path(f"{key}.x.y"))) == f"{key}.x.y"
+        assert ".".join(map(str, path_of(key, known))) == key
+        assert ".".join(map(str, path_of(f"{key}.x.y", known))) == f"{key}.x.y"
 
 
 def test_lists_come_back_as_lists() -> None:

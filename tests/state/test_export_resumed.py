@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ckptstore import Checkpoint, InvalidInput, open_store
 from ckptstore.errors import StorageError
 from ckptstore.interchange.exporting import export
-from ckptstore.interchange.hugging_face.progress import ExportProgress
+from ckptstore.interchange.to_safetensors import ExportProgress
 
 TENSORS = {name: torch.randn(1000 + number) for number, name in enumerate("abc")}
 FILES = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptstore.dcp.stock import stock_share
+from ckptstore.dcp.stock import stock_write
 from ckptstore.dcp.stock.stock_pickle import MetadataPickle
-from ckptstore.dcp.stock.stock_read import StockState, load_metadata
+from ckptstore.dcp.stock.stock_pickles import load_metadata
+from ckptstore.dcp.stock.stock_read import StockState
 from ckptstore.dcp.view import add_stock_tensors
 from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState, StateMismatch
 from ckptstore.state.tensors.boxes import Box
@@ -106,7 +107,7 @@ def test_without_stock_readable_there_is_nothing_for_stock(tmp_path):
 
 @pytest.mark.parametrize("asked", ["auto", True])
 def test_metadata_of_very_many_chunks_is_written_on_request_only(tmp_path, monkeypatch, asked):
-    monkeypatch.setattr(stock_share, "MAX_CHUNKS", 1)
+    monkeypatch.setattr(stock_write, "MAX_CHUNKS", 1)
     directory = save_plain(tmp_path, {"v": torch.zeros(2), "w": torch.ones(2)}, {}, stock_readable=asked)
     assert (directory / ".metadata").exists() is (asked is True)
 

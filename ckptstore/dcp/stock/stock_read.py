@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckptstore.dcp.stock.stock_pickles import is_contiguous_frame, load_metadata
+from ckptstore.dcp.stock.stock_pickles import is_contiguous_frame
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidState, StateMismatch
 from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.encoding import shortened
@@ -30,8 +30,6 @@ from ckptstore.state.tensors.boxes import Box, inside, overlap
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, pieces_of
 from ckptstore.state.tensors.segments import narrowed
 from ckptstore.transfer import RangeRead
-
-__all__ = ["StockState", "by_parameter", "load_metadata"]
 
 SMALL_FRAME_BYTES = 64 << 10
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\..+")
@@ -92,7 +90,7 @@ class StockState:
         """
         found = {}
         keys = [key for key in self._values if wanted(key)]
-        for key, data in zip(keys, self._read_frames([self._values[key] for key in keys]), strict=True):
+        for key, data in zip(keys, self._read_ranges([self._values[key] for key in keys]), strict=True):
             try:
                 found[key] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not self.allow_pickle)
             except Exception as error:  # torch raises many kinds here
@@ -129,8 +127,7 @@ class StockState:
 
     def _steps(self, wanted: Sequence[tuple[str, list[Piece]]]) -> Iterator[Step]:
         """Yield the steps of a read, and load the frames that torch has to read: where `run` is prepared for errors."""
-        plan = _StockReadPlan(self.index, prefix=self.prefix, checked=False)
-        plan.opaque = self._opaque
+        plan = _StockReadPlan(self.index, self._opaque, prefix=self.prefix)
         for source, pieces in wanted:
             plan.add(source, pieces, rank=0)
         yield from plan.steps()
@@ -138,7 +135,7 @@ class StockState:
             self._load_frame(frame, jobs)
 
     def _load_frame(self, frame: _Frame, jobs: Sequence[tuple[Box, Box, torch.Tensor]]) -> None:
-        (data,) = self._read_frames([frame])
+        (data,) = self._read_ranges([frame])
         try:
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds here
@@ -149,9 +146,6 @@ class StockState:
             if tuple(loaded.shape) != chunk.sizes:
                 raise CheckpointDamaged(f"{frame.file} has {tuple(loaded.shape)} for {chunk.sizes}", file=frame.file)
             target.copy_(narrowed(loaded.detach(), box))
-
-    def _read_frames(self, wanted: Sequence[_Frame]) -> list[bytearray]:
-        return self._read_ranges([(frame.file, frame.offset, frame.size_bytes) for frame in wanted])
 
     def _read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytearray]:
         buffers = [bytearray(size_bytes) for _, _, size_bytes in ranges]
@@ -179,7 +173,7 @@ class StockState:
                 raise CheckpointDamaged(f"{DCP_METADATA_NAME} has no chunk of {item.fqn} at {offset}")
             placed.append((frame, item.fqn, Box(offset, sizes)))
         placed.sort(key=lambda each: each[0])
-        payloads = self._payloads([(frame, fqn, box) for frame, fqn, box in placed])
+        payloads = self._payloads(placed)
         builder = PartBuilder(0)
         for file, group in groupby(zip(placed, payloads, strict=True), key=lambda each: each[0][0].file):
             self._add_file(builder, file, [(*item, payload) for item, payload in group if item[2].volume])
@@ -261,10 +255,9 @@ class StockState:
 class _StockReadPlan(ReadPlan):
     """A read plan that keeps apart the frames that torch has to read."""
 
-    opaque: Mapping[tuple[str, int], _Frame]
-
-    def __init__(self, index: TensorIndex, *, prefix: str, checked: bool) -> None:
-        super().__init__(index, prefix=prefix, checked=checked)
+    def __init__(self, index: TensorIndex, opaque: Mapping[tuple[str, int], _Frame], *, prefix: str) -> None:
+        super().__init__(index, prefix=prefix, checked=False)
+        self._opaque = opaque
         self.whole_frames: dict[_Frame, list[tuple[Box, Box, torch.Tensor]]] = {}
 
     def add(self, source: str, pieces: Any, *, rank: int) -> None:
@@ -272,7 +265,7 @@ class _StockReadPlan(ReadPlan):
         plain: list[Piece] = []
         for piece in pieces:
             chunks = self._index.chunks(source, rank, piece.box)
-            framed = [self.opaque.get((self._index.files[chunk.file], chunk.offset)) for chunk in chunks]
+            framed = [self._opaque.get((self._index.files[chunk.file], chunk.offset)) for chunk in chunks]
             if not any(framed):
                 plain.append(piece)
                 continue

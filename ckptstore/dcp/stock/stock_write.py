@@ -1,21 +1,27 @@
-"""The parts that make a checkpoint of ours readable by stock DCP: `.metadata`, and plain values framed as DCP does
-it."""
+"""The parts that make a checkpoint of ours readable by stock DCP: `.metadata`, plain values framed as DCP does it, and
+the names of torch for the contents of an optimizer; and the contribution of a save of a state to them."""
 
 from __future__ import annotations
 
+import logging
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 
-from ckptstore.dcp.stock.stock_names import stock_names, stock_path
 from ckptstore.dcp.stock.stock_pickle import MetadataPickle, StockPlace
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, join_path, stock_leaves
 from ckptstore.state.tensors.boxes import Box, Sizes
 from ckptstore.state.tensors.frames import MAX_PAYLOAD_BYTES, pickle_frame, template, value_frame
+from ckptstore.state.write.agree import Agreement
+from ckptstore.state.write.memo import SaveMemo
+from ckptstore.state.write.shard_files import ShardFiles
+
+logger = logging.getLogger("ckptstore")
 
 MAX_CHUNKS = 200_000
 """The most chunks and values for which `.metadata` is written without a request: it takes stock readers gigabytes to
@@ -26,6 +32,9 @@ for stock readers alone."""
 
 _OF_TORCH = b"ctorch"
 """The bytes before the name of a function of torch in a pickle. Without any, `torch.save` makes the same pickle."""
+
+_SECTIONS = (".state.", ".param_groups.")
+"""The parts of an optimizer's state in its keys."""
 
 Paths = Mapping[str, tuple[str | int, ...]]
 
@@ -89,3 +98,111 @@ def stock_tensors(index: TensorIndex) -> Iterator[tuple[str, torch.dtype, Sizes,
             place = index.files[chunk.file], chunk.offset - len(frame.header), frame.size_bytes
             chunks.append((chunk.box, place))
         yield fqn, dtype, entry.shape, chunks
+
+
+def stock_names(keys: Iterable[str]) -> dict[str, str]:
+    """Return the names without the key of the module, for keys of optimizers over one module:
+    `optim.state.0.weight.exp_avg` for `optim.state.model.0.weight.exp_avg`. A module inside a container of the state
+    keeps its key.
+
+    An optimizer is recognised by its names: each contains the key of a tensor. If such a name is taken, return none.
+    """
+    known = set(keys)
+    tops: dict[str, set[str]] = {}
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for key in known:
+        for section in _SECTIONS:
+            optimizer, _, rest = key.partition(section)
+            if rest:
+                top = rest.partition(".")[0]
+                tops.setdefault(optimizer, set()).add(top if _holds_key(rest, known) else "")
+                found.setdefault(optimizer, []).append((key, f"{optimizer}{section}{top}.", f"{optimizer}{section}"))
+                break
+    names = {
+        key: new + key.removeprefix(old)
+        for optimizer, each in found.items()
+        if len(tops[optimizer]) == 1 and "" not in tops[optimizer]
+        for key, old, new in each
+    }
+    return {} if not known.isdisjoint(names.values()) else names
+
+
+def _holds_key(rest: str, known: set[str]) -> bool:
+    end = rest.find(".")
+    while end >= 0:
+        if rest[:end] in known:
+            return True
+        end = rest.find(".", end + 1)
+    return False
+
+
+def stock_path(path: tuple[str | int, ...], key: str, name: str) -> tuple[str | int, ...]:
+    """Return the path of the key that stock readers call `name`, from the path of the key."""
+    removed = len(key) - len(name)
+    if not removed:
+        return path
+    for place, part in enumerate(path):
+        for section in _SECTIONS:
+            if isinstance(part, str) and part.startswith(section[1:]):
+                begin = len(section) - 1
+                return (*path[:place], part[:begin] + part[begin + removed :], *path[place + 1 :])
+    return (name,)
+
+
+class StockShare:
+    """One rank's share: its plain values, once more as DCP frames them, and on the leader `.metadata`."""
+
+    def __init__(
+        self,
+        flat: FlatState,
+        keys: Sequence[str],
+        files: ShardFiles,
+        agreement: Agreement,
+        *,
+        rank: int,
+        at_any_size: bool,
+    ) -> None:
+        """Add the values to the files of a rank that stores those of these keys: stock readers know one value for each
+        key, the lowest rank's. Unless `at_any_size`, add none if there are very many."""
+        self._at_any_size = at_any_size
+        self._places: Mapping[str, StockPlace] | None = None
+        self._paths: dict[str, tuple[str | int, ...]] = {}
+        self._is_leader = rank == 0
+        mine = [key for key in keys if agreement.holders(key)[0] == rank]
+        if at_any_size or not has_many_values(flat, mine):
+            frames, paths = stock_frames(flat, mine)
+            self._places = files.add_frames(frames)
+            self._paths.update(paths)
+            if rank == 0 or (agreement.classes and agreement.classes.index(agreement.classes[rank]) == rank):
+                self._paths.update(flat.paths)
+
+    def report(self) -> list[Any]:
+        """Return this rank's report to the leader, in types of JSON. The leader leaves out its own paths."""
+        return [self._places, {} if self._is_leader else self._paths]
+
+    @collector_paused()
+    def metadata(self, reports: Sequence[Sequence[Any]], index: TensorIndex, memo: SaveMemo) -> bytes | None:
+        """Leader: return `.metadata`, from the reports of all ranks. Return None, with a warning once for a store, if
+        it has more than stock readers can be expected to take."""
+        found = [places for places, _ in reports if places is not None]
+        is_large = len(found) < len(reports) or index.num_chunks + sum(map(len, found)) > MAX_CHUNKS
+        if is_large and not self._at_any_size:
+            memo.cached("warning of stock", True, _warn)
+            return None
+        places: dict[str, StockPlace] = {}
+        paths: dict[str, tuple[str | int, ...]] = {}
+        for of_rank, own_paths in reversed(reports):  # the lowest rank has priority
+            places.update(of_rank)
+            paths.update((key, tuple(path)) for key, path in own_paths.items())
+        wanted = index.layout_digest(), list(places.items()), [*paths.items(), *self._paths.items()]
+        return memo.cached("stock metadata", wanted, lambda: stock_metadata(index, places, {**paths, **self._paths}))
+
+
+def _warn() -> None:
+    logger.warning(
+        "torch's own DCP cannot read these checkpoints: they have more than %d chunks and plain values, or a "
+        "rank has more than %d plain values in dicts and lists. stock_readable=True writes what DCP needs at "
+        "any size, False never does; ckptstore reads them either way",
+        MAX_CHUNKS,
+        MAX_NESTED_VALUES,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -59,7 +60,7 @@ class Telemetry:
     def end(self) -> None:
         """Stop listening. Spans of saves in flight end now. Does nothing the second time."""
         global _telemetry
-        with _owner.lock:
+        with _lock:
             if _telemetry is self:
                 _telemetry = None
         self._stack.close()
@@ -89,15 +90,8 @@ class Telemetry:
             self._spans.drain(event)
 
 
-class _Owner:
-    """Owns the lock, which a forked child replaces."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        new_lock_in_child(self, "lock")
-
-
-_owner = _Owner()
+_lock = threading.Lock()
+new_lock_in_child(sys.modules[__name__], "_lock")
 _telemetry: Telemetry | None = None
 
 
@@ -114,7 +108,7 @@ def instrument(
     Raises InvalidInput when it is active already with other providers.
     """
     global _telemetry
-    with _owner.lock:
+    with _lock:
         if _telemetry is None:
             _telemetry = Telemetry(tracer_provider, meter_provider)
         elif _telemetry.providers != (tracer_provider, meter_provider):

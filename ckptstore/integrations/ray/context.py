@@ -65,7 +65,11 @@ def current_worker() -> Worker | None:
     except (RuntimeError, NotImplementedError, DeprecationWarning):
         return None  # not inside a training function, or in local mode, or in a function of Ray Tune
     if not hasattr(train, "CheckpointUploadMode"):
-        _refuse_first_version(context)
+        if context.get_world_size() is not None:
+            raise InvalidInput(
+                "The first version of Ray Train has no reports without an upload, and is not supported",
+                hint="Unset RAY_TRAIN_V2_ENABLED",
+            )
         return None
     return Worker(
         rank=context.get_world_rank(),
@@ -99,12 +103,3 @@ def _score() -> Score | None:
         logger.warning("this version of Ray does not say by which metric it ranks checkpoints: %s", error)
         return None
     return None if name is None else Score(name, order)
-
-
-def _refuse_first_version(context: Any) -> None:
-    """Raise InvalidInput in a worker of the first version, recognized by its context's world size."""
-    if context.get_world_size() is not None:
-        raise InvalidInput(
-            "The first version of Ray Train has no reports without an upload, and is not supported",
-            hint="Unset RAY_TRAIN_V2_ENABLED",
-        )

@@ -9,19 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, NoUsableCheckpoint
 from ckptstore.format.layout import MANIFEST_NAME
-from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
-from ckptstore.integrations.ray.pointer import Pointer, read_pointer
+from ckptstore.integrations.ray.pointer import pointed_place, read_pointer
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.storage.uri import parse_uri
-from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 logger = logging.getLogger("ckptstore.ray")
 
@@ -30,28 +27,14 @@ IGNORE_RAY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Handed:
-    """The verdict of the leader."""
-
-    number: int | None = None
-    """The number of the store's live record to which Ray points."""
-    is_read: bool = False
-    """True if the checkpoint in Ray's own directory is the one to resume from."""
-
-
-def pointed_uri(ray_checkpoint: Any, pointer: Pointer) -> str:
-    """Return the URI of the store that a pointer names."""
-    if pointer.root != ROOT_NAME:
-        return parse_uri(pointer.root).uri
-    run_path = ray_checkpoint.path.rstrip("/").rpartition("/")[0]
-    place = place_of(ray_checkpoint.filesystem, f"{run_path}/{ROOT_NAME}", storage_options={})
-    return parse_uri(place.uri).uri
+Verdict = tuple[int | None, str]
+"""The number of the store's live record to which Ray points, and the path in Ray's own directory to resume from
+instead; None and "" for neither."""
 
 
 def look(
     ray_checkpoint: Any, job: Job, *, prefers_ray: bool, storage_options: Mapping[str, Any] | None = None
-) -> Handed:
+) -> Verdict:
     """Decide about a checkpoint that Ray hands back, on the leader.
 
     Raises NoUsableCheckpoint, with the way out, when the store has nothing in its place.
@@ -64,10 +47,10 @@ def look(
         return _look_at_files(ray_checkpoint, job, live, prefers_ray, storage_options)
     except (CheckpointDamaged, FileMissing) as error:
         return _lost(ray_checkpoint, job, live, str(error))
-    root = pointed_uri(ray_checkpoint, pointer)
+    root = parse_uri(pointed_place(ray_checkpoint, pointer).uri).uri
     if pointer.number is None:
         logger.warning("what Ray hands back is passed over: the save of step %d failed", pointer.step)
-        return Handed()
+        return None, ""
     if root != job.storage.uri:
         raise NoUsableCheckpoint(
             f"Ray hands back step {pointer.step} of another store, {root}; this one is {job.storage.uri}",
@@ -76,10 +59,10 @@ def look(
         )
     if pointer.number not in live:
         return _lost(ray_checkpoint, job, live, f"step {pointer.step} is not in the store any more")
-    return Handed(number=pointer.number)
+    return pointer.number, ""
 
 
-def _lost(ray_checkpoint: Any, job: Job, live: Sequence[int], reason: str) -> Handed:
+def _lost(ray_checkpoint: Any, job: Job, live: Sequence[int], reason: str) -> Verdict:
     """Fall back from a lost checkpoint to the others of the store. Raises NoUsableCheckpoint if there are none."""
     if not live:
         raise NoUsableCheckpoint(
@@ -88,7 +71,7 @@ def _lost(ray_checkpoint: Any, job: Job, live: Sequence[int], reason: str) -> Ha
             hint=IGNORE_RAY[0].upper() + IGNORE_RAY[1:],
         )
     logger.warning("what Ray hands back, %s, is passed over: %s", ray_checkpoint.path, reason)
-    return Handed()
+    return None, ""
 
 
 def _look_at_files(
@@ -97,7 +80,7 @@ def _look_at_files(
     live: Sequence[int],
     prefers_ray: bool,
     storage_options: Mapping[str, Any] | None,
-) -> Handed:
+) -> Verdict:
     """Judge a directory of Ray's with files in it: stored by `ckptstore.ray.report`, or by Ray itself."""
     try:
         kept = kept_files(ray_checkpoint, StoreConfig.from_env(), storage_options=storage_options)
@@ -111,13 +94,13 @@ def _look_at_files(
         ) from error
     step = kept.read_manifest()[0].step
     if prefers_ray or not live:
-        return Handed(is_read=True)
+        return None, ray_checkpoint.path
     for record in reversed(job.log.records(live)):
         with suppress(FileMissing):  # damaged: `resume` passes over it
             is_later = _stored_seconds(kept) > _stored_seconds(files_of(job, record))
             break
     else:
-        return Handed(is_read=True)
+        return None, ray_checkpoint.path
     if (step > record.entry.step) == is_later or step == record.entry.step:
         logger.warning(
             "%s is the newer one of step %d that Ray hands back and step %d of the store",
@@ -125,7 +108,7 @@ def _look_at_files(
             step,
             record.entry.step,
         )
-        return Handed(is_read=is_later)
+        return None, ray_checkpoint.path if is_later else ""
     raise NoUsableCheckpoint(
         f"Ray hands back step {step}, and the store has step {record.entry.step}: by their steps the one is newer, by "
         "the times at which they were stored the other",

@@ -15,8 +15,9 @@ from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.format.encoding import FORMAT_VERSION, dump_json, load_object
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.filesystem import is_on_s3
+from ckptstore.integrations.ray.filesystem import StoragePlace, is_on_s3, place_of
 from ckptstore.storage.retry import retrying
+from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 POINTER_NAME = "ckptstore-pointer.json"
 
@@ -89,7 +90,9 @@ def read_pointer(ray_checkpoint: Any, *, retry: RetryConfig) -> Pointer:
     try:
         return Pointer.decode(retrying(retry, f"read {path}", read), file=path)
     except FileMissing:
-        if _exists(ray_checkpoint):
+        from pyarrow.fs import FileType
+
+        if ray_checkpoint.filesystem.get_file_info(ray_checkpoint.path).type != FileType.NotFound:
             raise InvalidInput(
                 f"{ray_checkpoint.path} holds no pointer to a checkpoint of a store",
                 hint="What was reported with its files opens with ckptstore.ray.wrap",
@@ -111,6 +114,16 @@ def _translated(doing: str) -> Iterator[None]:
         raise cls(f"{doing} failed: {error}", file=POINTER_NAME) from error
 
 
+def pointed_place(
+    ray_checkpoint: Any, pointer: Pointer, *, storage_options: Mapping[str, Any] | None = None
+) -> StoragePlace:
+    """Return the place of the store that a pointer names; in the run's directory as Ray's file system reaches it."""
+    if pointer.root != ROOT_NAME:
+        return StoragePlace(pointer.root, storage_options)
+    run_path = ray_checkpoint.path.rstrip("/").rpartition("/")[0]
+    return place_of(ray_checkpoint.filesystem, f"{run_path}/{ROOT_NAME}", storage_options=storage_options)
+
+
 def has_pointer(ray_checkpoint: Any) -> bool:
     """True if a checkpoint of Ray's is a pointer."""
     from pyarrow.fs import FileType
@@ -118,9 +131,3 @@ def has_pointer(ray_checkpoint: Any) -> bool:
     path = f"{ray_checkpoint.path.rstrip('/')}/{POINTER_NAME}"
     with _translated(f"Looking at {path}"):
         return bool(ray_checkpoint.filesystem.get_file_info(path).type == FileType.File)
-
-
-def _exists(ray_checkpoint: Any) -> bool:
-    from pyarrow.fs import FileType
-
-    return bool(ray_checkpoint.filesystem.get_file_info(ray_checkpoint.path).type != FileType.NotFound)

@@ -237,9 +237,8 @@ class RayStore(CheckpointStore):
 
         def decide() -> Any:
             if handed is None:
-                return [None, ""]
-            found = look(handed, self._job, prefers_ray=prefer == "ray", storage_options=self._run_options)
-            return [found.number, handed.path if found.is_read else ""]
+                return None, ""
+            return look(handed, self._job, prefers_ray=prefer == "ray", storage_options=self._run_options)
 
         with self._job.group.meeting("what Ray hands back") as meeting:
             number, path = meeting.tell(decide)

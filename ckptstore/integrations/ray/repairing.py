@@ -100,7 +100,9 @@ def repair(
             return Repair(fault="", kept=(), steps=(), left_out={}, unknown=(), backup="")
         search = _Search(place, storage, config, snapshot, directories, set(whole), storage_options)
         found, left_out = search.run()
-        return _rewritten(storage, snapshot, fault, found, left_out, _score_of(checkpoint_config))
+        name = getattr(checkpoint_config, "checkpoint_score_attribute", None)
+        score = None if name is None else Score(name, checkpoint_config.checkpoint_score_order)
+        return _rewritten(storage, snapshot, fault, found, left_out, score)
     finally:
         storage.close()
 
@@ -125,11 +127,6 @@ def _place_of_run(path: str, storage_options: Mapping[str, Any] | None) -> Stora
         filesystem, inner = FileSystem.from_uri(path)
         return place_of(filesystem, inner, storage_options=storage_options)
     return StoragePlace(parse_uri(path).uri, storage_options)
-
-
-def _score_of(checkpoint_config: Any) -> Score | None:
-    name = getattr(checkpoint_config, "checkpoint_score_attribute", None)
-    return None if name is None else Score(name, checkpoint_config.checkpoint_score_order)
 
 
 class _Search:
@@ -169,23 +166,24 @@ class _Search:
 
     def _look(self, name: str, files: Collection[str]) -> _Found:
         """Examine one directory. Raises an error with the reason why it cannot be listed."""
+        step: int | None = None
+        number = 0
+        metrics: Mapping[str, Any] = {}
         if POINTER_NAME in files:
             record = self._record_of(Pointer.decode(self._storage.read(f"{name}/{POINTER_NAME}")))
-            metrics = {**record.entry.metrics, "ckptstore_step": record.entry.step}
-            return self._found(name, record.entry.step, record.entry.created_at, record.number, metrics)
-        if MANIFEST_NAME in files:
+            step, seconds, number = record.entry.step, record.entry.created_at, record.number
+            metrics = {**record.entry.metrics, "ckptstore_step": step}
+        elif MANIFEST_NAME in files:
             kept = files_at(self._storage, self._config, prefix=f"{name}/")
             check_whole(kept)
             manifest = kept.read_manifest()[0]
-            return self._found(name, manifest.step, manifest.created_at, 0, manifest.metrics)
-        if name not in self._listed and name not in self._whole:
+            step, seconds, metrics = manifest.step, manifest.created_at, manifest.metrics
+        elif name not in self._listed and name not in self._whole:
             raise InvalidInput(f"Ray stored its {len(files)} files itself: whether they are all is not known")
-        times = [self._storage.stat(f"{name}/{file}").modified_seconds for file in files]
-        return self._found(name, None, max(times), 0, {})
-
-    def _found(self, name: str, step: int | None, seconds: float, number: int, metrics: Mapping[str, Any]) -> _Found:
-        listed = self._listed.get(name, metrics)
-        return _Found(directory=name, step=step, seconds=seconds, number=number, metrics=listed)
+        else:
+            seconds = max(self._storage.stat(f"{name}/{file}").modified_seconds for file in files)
+        metrics = self._listed.get(name, metrics)
+        return _Found(directory=name, step=step, seconds=seconds, number=number, metrics=metrics)
 
     def _record_of(self, pointer: Pointer) -> Record:
         """Return the record of a pointer. Raises InvalidInput if it is no longer live."""

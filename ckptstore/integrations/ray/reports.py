@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
@@ -88,11 +89,9 @@ class Reports:
         import ray.train
 
         name = _directory_name(checkpoint.step, checkpoint.uri.rpartition("-")[2])
-        if self.worker.rank == 0:
-            write_pointer(self.worker, name, Pointer.to(checkpoint, root=self.root), retry=self.retry)
         ray.train.report(
             self.ranked(checkpoint.step, metrics),
-            checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
+            checkpoint=self._pointing(name, lambda: Pointer.to(checkpoint, root=self.root)),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
             validation=validation,
@@ -111,40 +110,34 @@ class Reports:
 
         Returns at once, unless `max_in_flight` reports before it are still waiting.
         """
-        import ray.train
-
         self._wait_until_at_most(self.max_in_flight - 1)
         name = _directory_name(pending.step, secrets.token_hex(4))  # that of rank 0 counts
         ranked = self.ranked(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
-        ended = threading.Event()
-        self._waiting.append(ended)
-        ray.train.report(
-            ranked,
-            checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
-            checkpoint_dir_name=name,
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
-            checkpoint_upload_fn=self._upload(pending, ranked, max_failures, started, ended),
-            delete_local_checkpoint_after_upload=False,  # there is nothing but what was just reported
-            validation=validation,
-        )
+        judge = cache(partial(self._judge, pending, ranked, max_failures, started))
+        self._report_later(name, ranked, judge, validation)
 
     def stored(self, checkpoint: Checkpoint, metrics: dict[str, Any], *, validation: Any) -> None:
         """Report a checkpoint that came into the store after its save; returns as `pending` does.
 
         The pointer to it is written in the background.
         """
-        import ray.train
-
         self._wait_until_at_most(self.max_in_flight - 1)
         name = _directory_name(checkpoint.step, checkpoint.uri.rpartition("-")[2])
-        pointer, ended = Pointer.to(checkpoint, root=self.root), threading.Event()
+        pointer = Pointer.to(checkpoint, root=self.root)
+        self._report_later(name, metrics, lambda: pointer, validation)
+
+    def _report_later(
+        self, name: str, metrics: dict[str, Any], pointer: Callable[[], Pointer], validation: Any
+    ) -> None:
+        """Report with a function that Ray calls on its own thread in the order of the reports, possibly repeatedly."""
+        import ray.train
+
+        ended = threading.Event()
         self._waiting.append(ended)
 
         def upload(_reported: Any, directory_name: str) -> Any:
             try:
-                if self.worker.rank == 0:
-                    write_pointer(self.worker, directory_name, pointer, retry=self.retry)
-                return ray.train.Checkpoint(self.worker.path_of(directory_name), self.worker.filesystem)
+                return self._pointing(directory_name, pointer)
             finally:
                 ended.set()
 
@@ -154,9 +147,18 @@ class Reports:
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
             checkpoint_upload_fn=upload,
-            delete_local_checkpoint_after_upload=False,
+            delete_local_checkpoint_after_upload=False,  # there is nothing but what was just reported
             validation=validation,
         )
+
+    def _pointing(self, directory_name: str, pointer: Callable[[], Pointer]) -> Any:
+        """Return Ray's checkpoint in that directory, into which rank 0 writes the pointer."""
+        import ray.train
+
+        found = pointer()
+        if self.worker.rank == 0:
+            write_pointer(self.worker, directory_name, found, retry=self.retry)
+        return ray.train.Checkpoint(self.worker.path_of(directory_name), self.worker.filesystem)
 
     def alone(self, metrics: dict[str, Any]) -> None:
         """Report metrics without a checkpoint, after the reports before them; returns at once."""
@@ -173,26 +175,6 @@ class Reports:
         """Wait until this worker and Ray know the outcome of every save in the background."""
         self._wait_until_at_most(0)
 
-    def _upload(
-        self, pending: PendingSave, metrics: dict[str, Any], max_failures: int, started: float, ended: threading.Event
-    ) -> Callable[[Any, str], Any]:
-        """Create the function that Ray calls on its own thread in the order of the reports, possibly more than once."""
-        judged: list[Pointer] = []
-
-        def upload(_reported: Any, directory_name: str) -> Any:
-            import ray.train
-
-            try:
-                if not judged:
-                    judged.append(self._judge(pending, metrics, max_failures, started))
-                if self.worker.rank == 0:
-                    write_pointer(self.worker, directory_name, judged[0], retry=self.retry)
-                return ray.train.Checkpoint(self.worker.path_of(directory_name), self.worker.filesystem)
-            finally:
-                ended.set()
-
-        return upload
-
     def _judge(self, pending: PendingSave, metrics: dict[str, Any], max_failures: int, started: float) -> Pointer:
         """Wait for the save; turn a tolerated failure into a pointer that records it."""
         is_timed = not pending.done()  # else it ended while Ray was behind
@@ -206,19 +188,14 @@ class Reports:
             self.counts.failed_saves += 1
             self.forgive(pending)
             logger.warning("step %d is not saved, and training goes on: %s", pending.step, error)
-            self._rank_last(metrics, str(error))
+            metrics["ckptstore_error"] = str(error)  # Ray reads them once the upload is over
+            if score := self.worker.score:  # a failed save ranks last
+                metrics |= {score.name: score.worst, REPLACED: {score.name: "save failed"}}
             return Pointer(root=self.root, step=pending.step, number=None, error=str(error))
         self._failed_in_row = 0
         if is_timed:
             self.took(time.monotonic() - started)
         return Pointer.to(checkpoint, root=self.root)
-
-    def _rank_last(self, metrics: dict[str, Any], error: str) -> None:
-        """Change the metrics of a failed save, which Ray reads once the upload is over, so that it ranks last."""
-        metrics["ckptstore_error"] = error
-        if score := self.worker.score:
-            metrics[score.name] = score.worst
-            metrics[REPLACED] = {score.name: "save failed"}
 
     def ranked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the metrics of a checkpoint, with a warning if it ranks last for want of one."""
@@ -304,19 +281,16 @@ class LateReports:
             outcomes = meeting.tell(look)
         known, self._waiting = self._waiting[: len(outcomes)], self._waiting[len(outcomes) :]
         for save, outcome in zip(known, outcomes, strict=True):
-            self._report(save, outcome)
+            if "record" in outcome:
+                number, text = outcome["record"]
+                checkpoint = Checkpoint(files_of(self.job, Record.decode(text.encode(), number)))
+                self.reports.stored(checkpoint, save.metrics, validation=save.validation)
+                continue
+            if "error" in outcome:
+                self.reports.counts.failed_saves += 1
+            self.reports.alone({**save.metrics, **{f"ckptstore_{name}": text for name, text in outcome.items()}})
         if is_last:
             self.reports.settle()
-
-    def _report(self, save: _Unreported, outcome: Mapping[str, Any]) -> None:
-        if "record" in outcome:
-            number, text = outcome["record"]
-            checkpoint = Checkpoint(files_of(self.job, Record.decode(text.encode(), number)))
-            self.reports.stored(checkpoint, save.metrics, validation=save.validation)
-            return
-        if "error" in outcome:
-            self.reports.counts.failed_saves += 1
-        self.reports.alone({**save.metrics, **{f"ckptstore_{name}": text for name, text in outcome.items()}})
 
     def _outcome(self, save: _Unreported) -> dict[str, Any] | None:
         """Return the outcome of a save, on the leader; None if it is not known yet.

@@ -10,14 +10,12 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointGone, FileMissing
 from ckptstore.integrations.ray.context import current_worker
-from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
-from ckptstore.integrations.ray.pointer import has_pointer, read_pointer
+from ckptstore.integrations.ray.pointer import has_pointer, pointed_place, read_pointer
 from ckptstore.integrations.ray.ray_store import Prefer, RayStore, current_store
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.opening import open_store
-from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 
 def resume(
@@ -50,7 +48,7 @@ def wrap(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = Non
     if group is None and worker is not None:
         group = RayWorkers(worker)
     if has_pointer(ray_checkpoint):
-        return _resolved(ray_checkpoint, storage_options=storage_options, group=group)
+        return resolve(ray_checkpoint, storage_options=storage_options, group=group)
     config = StoreConfig.from_env()
     return Checkpoint(kept_files(ray_checkpoint, config, storage_options=storage_options, group=group))
 
@@ -67,18 +65,9 @@ def resolve(
     Raises CheckpointGone, which names the live ones, when the store's retention has dropped it or when its save failed;
     InvalidInput when `ray_checkpoint` holds no pointer.
     """
-    return _resolved(ray_checkpoint, storage_options=storage_options, group=group)
-
-
-def _resolved(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None, group: object) -> Checkpoint:
     try:
         pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
     except FileMissing as error:
         raise CheckpointGone(f"Ray's directory of the checkpoint was removed: {ray_checkpoint.path}") from error
-    uri = pointer.root
-    if uri == ROOT_NAME:
-        run_path = ray_checkpoint.path.rstrip("/").rpartition("/")[0]
-        place = place_of(ray_checkpoint.filesystem, f"{run_path}/{ROOT_NAME}", storage_options=storage_options)
-        uri, storage_options = place.uri, place.storage_options
-    opened = RayStore(job_of(open_store(uri, storage_options=storage_options, group=group)))
-    return opened.at(pointer)
+    place = pointed_place(ray_checkpoint, pointer, storage_options=storage_options)
+    return RayStore(job_of(open_store(place.uri, storage_options=place.storage_options, group=group))).at(pointer)

@@ -12,13 +12,10 @@ from ckptstore.errors import CheckpointDamaged, FileMissing
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
 from ckptstore.integrations.torch_checkpointing.drafts import checked_file
-from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME
+from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, METADATA_KEY
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
-
-METADATA_KEY = "torch_checkpointing"
-"""The field of this integration in a manifest's metadata: {"name": "step_100"}"""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Drafts: checkpoints that are being written, as all ranks of a job see them.
+"""Drafts: checkpoints that are being written, as all ranks of a job see them; and their commit, the work of a rename.
 
     checkpoints/<attempt>/<file>                               the bytes
     group/<token>/drafts/<name>/<try>/f=<file>                 the receipt of a file: it is stored whole
@@ -13,21 +13,31 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from urllib.parse import quote, unquote
 
-from ckptstore.errors import CheckpointDamaged
-from ckptstore.format.digest import column_bytes, unpacked
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, StorageError
+from ckptstore.format.digest import BLOCK_BYTES, column_bytes, unpacked
 from ckptstore.format.layout import GROUP_PREFIX, Attempt
 from ckptstore.format.manifest import Receipt
+from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, METADATA_KEY, StoredPath
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
+from ckptstore.job import Job
 from ckptstore.runtime.parallel import mapped
+from ckptstore.saving.commit import tell
+from ckptstore.saving.log_publisher import LogPublisher, prune_behind
+from ckptstore.saving.request import Request
+from ckptstore.saving.shard import Contents
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Stored, Transfer
 from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import MemorySource
+
+logger = logging.getLogger("ckptstore")
 
 _SEALED = ".sealed"
 _READERS = 16
@@ -48,6 +58,18 @@ def checked_file(prefix: str, receipt: Receipt, blocks: str) -> CheckedFile:
         raise CheckpointDamaged(f"The digests of the blocks of {receipt.name} are damaged", file=receipt.name)
     digests = unpacked(receipt.digest.algorithm, data)
     return CheckedFile(prefix + receipt.name, receipt.size_bytes, digests)
+
+
+@dataclass(frozen=True, slots=True)
+class JobStart:
+    """One start of a job, as one of its ranks knows it."""
+
+    token: str
+    """Equal on all ranks, new for every start."""
+    since: int
+    """The number of a record that was in the log before any rank wrote; 0 for an empty log."""
+    rank: int = 0
+    world_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +151,52 @@ class Draft:
     def _write(self, key: str, data: bytes) -> None:
         self.storage.write(key, [memoryview(data)])
         self.storage.persist([key])
+
+
+@dataclass(slots=True)
+class Writing:
+    """A draft that this process writes to."""
+
+    draft: Draft
+    attempt: Attempt
+    directories: set[str] = field(default_factory=set)
+    """The directories that are known to exist."""
+    is_sealed: bool = False
+    """True once this process has begun to commit it."""
+
+
+def publish(job: Job, start: JobStart, writing: Writing, place: StoredPath) -> None:
+    """Commit the draft. It is sealed first, so that no rank that goes on to another save writes into it.
+
+    Raises FileNotFoundError if nothing was written, and the errors of a commit.
+    """
+    began = time.monotonic()
+    draft, attempt = writing.draft, writing.attempt
+    names, directories = draft.entries()
+    if not directories:
+        raise FileMissing(f"There is no directory {place.path} in {job.storage.uri}", file=place.path)
+    writing.is_sealed = True
+    draft.seal()
+    names, directories = draft.entries()
+    files = draft.read_all(sorted(names))
+    receipts = [_of_attempt(receipt, attempt) for receipt, _ in files]
+    blocks = {receipt.name: blocks for receipt, blocks in files}
+    value = json.dumps({"version": 1, "block_bytes": BLOCK_BYTES, "files": blocks}).encode()  # to check parts of files
+    stored = job.transfer.upload([PlannedFile(attempt.key(BLOCKS_NAME), MemorySource([memoryview(value)]))])[0]
+    receipts.append(Receipt(BLOCKS_NAME, stored.size_bytes, stored.digest, start.rank))
+    occupied = {name[:at] for name in (*names, *directories) for at, char in enumerate(name) if char == "/"}
+    empty = sorted(directories - occupied - {""})
+    request = Request(step=place.step, kind="directory", metadata={METADATA_KEY: {"name": place.name}})
+    record = LogPublisher(job, world_size=start.world_size).commit(request, attempt, Contents(receipts, empty))
+    tell(record, job.storage, rank=start.rank, seconds=time.monotonic() - began)
+    try:
+        draft.remove()
+    except CkptstoreError as error:
+        logger.warning("%s is committed; what its ranks left at %s stays: %s", place.name, draft.prefix, error)
+    prune_behind(job)
+
+
+def _of_attempt(receipt: Receipt, attempt: Attempt) -> Receipt:
+    if receipt.attempt != str(attempt):
+        raise StorageError(f"{receipt.name} was stored in {receipt.attempt}, not in {attempt}", rank=receipt.rank)
+    return receipt._replace(attempt=None)

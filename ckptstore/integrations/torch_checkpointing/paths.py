@@ -17,6 +17,9 @@ from ckptstore.format.layout import check_step, check_user_name
 BLOCKS_NAME = ".ckptstore-blocks.json"
 """The file of a checkpoint with the digest of each block of each other file."""
 
+METADATA_KEY = "torch_checkpointing"
+"""The field of this integration in a manifest's metadata: {"name": "step_100"}"""
+
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _STEP = re.compile(r"(?<![0-9])([0-9]+)$")
 

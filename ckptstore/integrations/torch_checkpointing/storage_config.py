@@ -16,7 +16,7 @@ from torch_checkpointing.storage.base_storage import StorageConfig
 
 from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
-from ckptstore.integrations.torch_checkpointing.job_start import JobStart
+from ckptstore.integrations.torch_checkpointing.drafts import JobStart
 from ckptstore.integrations.torch_checkpointing.paths import PathReader
 from ckptstore.integrations.torch_checkpointing.store_storage import StoreStorage
 from ckptstore.log import Log

@@ -16,17 +16,17 @@ from torch_checkpointing.storage.base_storage import ReadArgs, Storage
 
 from ckptstore.boundary import bounded
 from ckptstore.errors import FileMissing, InvalidInput, StorageError
-from ckptstore.format.changes import Remove
+from ckptstore.format.changes import Claim, Remove
+from ckptstore.format.record import Record
 from ckptstore.group import SOLO
 from ckptstore.integrations.torch_checkpointing.committed import Committed, Shelf
-from ckptstore.integrations.torch_checkpointing.drafts import Draft, checked_file
-from ckptstore.integrations.torch_checkpointing.job_start import Epoch, JobStart
+from ckptstore.integrations.torch_checkpointing.drafts import Draft, JobStart, Writing, checked_file, publish
 from ckptstore.integrations.torch_checkpointing.paths import PathReader, StoredPath
-from ckptstore.integrations.torch_checkpointing.publishing import Writing, publish
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile, ReadStream, WriteStream
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import Policy
+from ckptstore.storage.base import CreatesExclusively
 from ckptstore.transfer.opened import OpenedPlace
 
 logger = logging.getLogger("ckptstore")
@@ -54,11 +54,11 @@ class StoreStorage(Storage):
         )
         self._paths = paths
         self._start = start
-        self._epoch = Epoch(self._job, start)
         self._shelf = Shelf(self._job)
         self._writing: dict[str, Writing] = {}
         """The drafts that this process writes to, or has renamed."""
         self._lock = threading.Lock()
+        self._claiming = threading.Lock()
         weakref.finalize(self, place.close)
 
     @property
@@ -177,7 +177,12 @@ class StoreStorage(Storage):
         if not place.name or place.file:
             self._refuse_change(place)
         if not place.is_draft:
-            self._remove(self._committed(place))
+            found = self._committed(place)
+            removal = Remove(trash=(found.record.number,), reason="removed by torch_checkpointing")
+            try:
+                self._job.log.append(lambda _: removal)
+            except InvalidInput as error:
+                raise PermissionError(errno.EPERM, f"{found.name} stays in {self._job.storage.uri}: {error}") from error
             return
         draft = self._draft(place.name)
         files, directories = draft.entries()
@@ -236,7 +241,7 @@ class StoreStorage(Storage):
 
     def _begin(self, place: StoredPath, *, may_exist: bool = False) -> Writing:
         """Return the open draft, for this job."""
-        epoch = self._epoch.claimed()
+        epoch = self._claimed_epoch()
         taken = None if may_exist else self._shelf.of_step(place.step)
         if taken is not None:
             self._refuse_taken(place, taken.entry.attempt)
@@ -247,6 +252,39 @@ class StoreStorage(Storage):
                 attempt = draft.attempt(place.step, epoch, self._start.token)
                 found = self._writing[place.name] = Writing(draft, attempt)
             return found
+
+    def _claimed_epoch(self) -> int:
+        """Return the writer epoch of the job: claimed by the rank that writes first, found in the log by the others.
+
+        Raises StoreFenced when a later job has claimed the store.
+        """
+        job, start = self._job, self._start
+        with self._claiming:
+            if job.epoch is None:
+                if not isinstance(job.storage, CreatesExclusively):
+                    raise InvalidInput(
+                        f"{job.storage.uri} cannot create a file only where there is none, so ranks could claim it "
+                        "twice"
+                    )
+                job.log.try_creates()
+                job.store_id()
+                found: list[int] = []
+
+                def decide(newest: Record | None) -> Claim | None:
+                    # A rank that writes first after a later job's claim would take the store back from that job, if it
+                    # did not find the claim that another rank of this one has made.
+                    records = job.log.records(range(start.since + 1, (newest.number if newest else 0) + 1))
+                    found[:] = [
+                        item.state.epoch
+                        for item in records
+                        if isinstance(item.change, Claim) and item.change.start_token == start.token
+                    ]
+                    return None if found else Claim(start_token=start.token, world_size=start.world_size)
+
+                record = job.log.append(decide)
+                job.epoch = found[0] if record is None else record.state.epoch
+            job.claim(job.log.newest())
+            return job.epoch
 
     def _begun(self, place: StoredPath) -> Writing:
         """Return the draft begun by `mkdir`. Raises FileNotFoundError if a file's directory was never made."""
@@ -287,13 +325,6 @@ class StoreStorage(Storage):
             receipt, blocks = self._draft(place.name).read(place.file)
             return checked_file(f"checkpoints/{receipt.attempt}/", receipt, blocks)
         return self._committed(place).checked(place.file)
-
-    def _remove(self, found: Committed) -> None:
-        number = found.record.number
-        try:
-            self._job.log.append(lambda _: Remove(trash=(number,), reason="removed by torch_checkpointing"))
-        except InvalidInput as error:
-            raise PermissionError(errno.EPERM, f"{found.name} stays in {self._job.storage.uri}: {error}") from error
 
     def _refuse_taken(self, place: StoredPath, attempt: str) -> NoReturn:
         raise FileExistsError(

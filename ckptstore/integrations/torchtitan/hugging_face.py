@@ -15,7 +15,7 @@ from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.group.base import this_node
 from ckptstore.integrations.torchtitan.together import on_all_ranks, on_leader, rank_of
 from ckptstore.interchange import export
-from ckptstore.interchange.remote_files import is_remote, on_this_machine
+from ckptstore.interchange.places import is_remote, on_this_machine
 from ckptstore.storage.uri import redact
 from ckptstore.store import CheckpointStore
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass, fields
+from hashlib import sha256
 from typing import Any, Literal
 
 import torch
@@ -17,18 +18,18 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import FileMissing, InvalidInput
 from ckptstore.fast.tier import FastTier
 from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
-from ckptstore.integrations.torchtitan.flat import DATALOADER, MODEL, FlatStates, Lazily, in_dtype
+from ckptstore.integrations.torchtitan.flat import DATALOADER, MODEL, FlatStates, Lazily, Value, in_dtype
 from ckptstore.integrations.torchtitan.hugging_face import export_weights, load_weights
 from ckptstore.integrations.torchtitan.places import Contents, ResumeOrder, as_metadata, checkpoint_uri
-from ckptstore.integrations.torchtitan.together import on_all_ranks, on_leader
-from ckptstore.integrations.torchtitan.unplaced import warn_of_unplaced
+from ckptstore.integrations.torchtitan.together import on_all_ranks, on_leader, rank_of
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepAll, KeepLatest
 from ckptstore.saving.background import PendingSave
 from ckptstore.state.read.stored import Choice
 from ckptstore.storage.uri import redact
-from ckptstore.store import CheckpointStore, load_in_order, settle_saves
+from ckptstore.store import load_in_order, settle_saves
 
+_SHOWN = 5
 _PER_RANK: dict[str, Choice] = {"train_state.*": "first"}
 """Ranks may count tokens differently, and torchtitan goes on with one of the numbers."""
 
@@ -140,14 +141,11 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             DATALOADER: dataloader,
             "lr_scheduler": lr_schedulers,
         }
-        self.store = self._open_store()
-        logger.info(f"Checkpoints are loaded from and saved to the store at {self.store.uri}.")
-
-    def _open_store(self) -> CheckpointStore:
-        keep, tier = self.config.keep_latest_k, self.config.tier()
-        if tier is not None and self.config.load_only:
+        keep, tier = config.keep_latest_k, config.tier()
+        if tier is not None and config.load_only:
             logger.warning("load_only claims nothing, so what lies on the disks of nodes alone is not looked at.")
-        return open_store(self.folder, retention=KeepLatest(keep) if keep else KeepAll(), fast=tier)
+        self.store = open_store(self.folder, retention=KeepLatest(keep) if keep else KeepAll(), fast=tier)
+        logger.info(f"Checkpoints are loaded from and saved to the store at {self.store.uri}.")
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         if self.config.load_only:
@@ -181,9 +179,9 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         config = self.config
         contents = in_dtype(self.states[MODEL].state_dict(), TORCH_DTYPE_MAP[config.export_dtype])
         if not config.last_save_in_hf:
-            self._store_now(step, FlatStates({MODEL: _Contents(contents)}), "model", last_step=True)
+            self._store_now(step, FlatStates({MODEL: Value(contents)}), "model", last_step=True)
             return
-        named = FlatStates({MODEL: _Contents(self.sd_adapter.to_hf(contents))})
+        named = FlatStates({MODEL: Value(self.sd_adapter.to_hf(contents))})
         checkpoint = self._store_now(step, named, "hugging_face", last_step=True)
         directory = filesystem.join(self.hf_folder, f"step-{step}")
         export_weights(self.store, checkpoint, directory, beside=self.sd_adapter.hf_assets_path)
@@ -206,7 +204,11 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             if step != -1:
                 checkpoint = self._resume(ResumeOrder(self.store, step), model_only=step == 0)
                 if checkpoint is None:
-                    raise self._missing_step(step)
+                    steps = ", ".join(str(each.step) for each in self.store) or "none"
+                    raise FileMissing(
+                        f"--checkpoint.load_step={step} not found in {self.store.uri}, which has {steps}",
+                        hint="Name one of these, or leave it out for the newest",
+                    )
             else:
                 checkpoint = self._resume(ResumeOrder(self.store)) or self._resume(
                     ResumeOrder(self.store, 0), model_only=True
@@ -229,15 +231,25 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         return found
 
     def _hand_back(self, flat: FlatStates, checkpoint: Checkpoint) -> None:
-        on_all_ranks(self.store, "hand back", flat.hand_back)
-        warn_of_unplaced(self.store, checkpoint, flat.entries, self.states.keys() - flat.names)
+        """Load the entries into the objects; warn on rank 0 of keys that no rank has loaded, such as layers that the
+        model lacks, which torchtitan's managers ignore silently. Collective."""
+        store, rank = self.store, rank_of(self.store)
+        on_all_ranks(store, "hand back", flat.hand_back)
+        mine = sorted(flat.entries)  # ranks with the same keys, as all are without a pipeline, send them once
+        digests = on_all_ranks(store, "digests of keys", sha256(json.dumps(mine).encode()).hexdigest)
+        is_first = digests.index(digests[rank]) == rank
+        parts = on_all_ranks(store, "keys", lambda: mine if is_first else [])
 
-    def _missing_step(self, step: int) -> FileMissing:
-        found = ", ".join(str(checkpoint.step) for checkpoint in self.store) or "none"
-        return FileMissing(
-            f"--checkpoint.load_step={step} not found in {self.store.uri}, which has {found}",
-            hint="Name one of these, or leave it out for the newest",
-        )
+        def warn() -> None:
+            held = {key for part in parts for key in part}
+            excluded = tuple(f"{name}." for name in self.states.keys() - flat.names)
+            stored = checkpoint.keys()
+            unplaced = [key for key in stored if key not in held and not key.startswith(excluded)]
+            if unplaced:
+                shown = ", ".join(unplaced[:_SHOWN]) + (", ..." if len(unplaced) > _SHOWN else "")
+                logger.warning(f"{len(unplaced)} keys of {checkpoint.uri} have no place in this training: {shown}")
+
+        on_leader(store, "look at what is left", warn)
 
     def _load_initially(self) -> bool:
         config = self.config
@@ -278,16 +290,6 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         """Wait for the save in flight, and raise its error unless that was raised already."""
         if hasattr(self, "store"):
             self.store.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """A model's contents that are no longer its own memory."""
-
-    contents: Mapping[str, Any]
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return self.contents
 
 
 def _without_limits_of_dcp(config: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ckptstore.catalogue import job_of
@@ -30,14 +31,13 @@ def on_leader(store: CheckpointStore, what: str, work: Callable[[], Any]) -> Any
 
 def beating(work: Callable[[], T]) -> T:
     """Run long work that gives no signs of life itself, giving them meanwhile."""
-    found: list[T] = []
-    errors: list[BaseException] = []
+    found: Future[T] = Future()
 
     def run() -> None:
         try:
-            found.append(work())
+            found.set_result(work())
         except BaseException as error:  # raised again by the caller
-            errors.append(error)
+            found.set_exception(error)
 
     threads = started([run], name="ckptstore-torchtitan")
     if not threads:
@@ -49,9 +49,7 @@ def beating(work: Callable[[], T]) -> T:
                 beat()
         finally:
             thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
+    return found.result()
 
 
 def rank_of(store: CheckpointStore) -> int:

@@ -6,8 +6,7 @@
 `ckptstore.integrations.mlflow` and its siblings bring trackers; anything with the methods of `Tracker` is one.
 """
 
-from ckptstore.integrations.trackers.choosing import choose
 from ckptstore.integrations.trackers.following import Following, Tracker, follow
-from ckptstore.integrations.trackers.reference import Reference
+from ckptstore.integrations.trackers.reference import Reference, choose
 
 __all__ = ["Following", "Reference", "Tracker", "choose", "follow"]

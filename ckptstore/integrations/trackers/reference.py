@@ -1,9 +1,10 @@
-"""A reference to a checkpoint, as a tracker stores it, and the way from it back to the checkpoint."""
+"""A reference to a checkpoint, as a tracker stores it, the way back to the checkpoint, and the choice among several."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckptstore.format.record import Record
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
+from ckptstore.retention import Candidate, Mode, check_metric_exists, ranked
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
 _VERSION = 1
@@ -178,3 +180,52 @@ class Reference:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def choose(
+    references: Sequence[Reference],
+    *,
+    run: str,
+    step: int | None = None,
+    best: str | None = None,
+    mode: Mode | None = None,
+    store: str | None = None,
+) -> Reference:
+    """Choose a reference; the one committed last without `step` and `best`.
+
+    Of a step that was committed several times the last commit counts. `best` is the name of a metric; `mode` as for
+    `CheckpointStore.best`. `run` names the run in errors. `store` is the root of the store, for a run with references
+    to several.
+
+    Raises CheckpointGone when the run has no such reference, InvalidMetric when none has the metric, InvalidInput for
+    contradicting arguments and for a run with several stores without `store`.
+    """
+    if step is not None and best is not None:
+        raise InvalidInput(f"step={step!r} and best={best!r}: give one of them")
+    if mode is not None and best is None:
+        raise InvalidInput(f"mode={mode!r} needs a metric: best=...")
+    stores = sorted({item.store for item in references})
+    if store is not None:
+        references = [item for item in references if item.store == store]
+    elif len(stores) > 1:
+        raise InvalidInput(f"{run} has checkpoints of {len(stores)} stores", hint=f"Give store=, of {stores[:5]}")
+    if not references:
+        of_store = f" of {store}" if store is not None else ""
+        known = f"; it has those of {', '.join(stores[:5])}" if stores else ""
+        raise CheckpointGone(f"{run} has no reference to a checkpoint{of_store}{known}")
+    ordered = sorted(references, key=lambda item: item.number)
+    if best is not None:
+        candidates = [
+            Candidate(number=item.number, step=item.step, committed_at=math.nan, metrics=item.metrics)
+            for item in ordered
+        ]
+        check_metric_exists(candidates, best)
+        order = ranked(candidates, best, mode)
+        if not order:
+            raise CheckpointGone(f"{run} has no checkpoint with a finite value of {best!r}")
+        return next(item for item in ordered if item.number == order[0].number)
+    found = ordered if step is None else [item for item in ordered if item.step == step]
+    if not found:
+        steps = ", ".join(str(item.step) for item in ordered[-10:])
+        raise CheckpointGone(f"{run} has no reference to step {step}; it has {steps}", step=step)
+    return found[-1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +14,7 @@ from transformers import TrainerCallback
 
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
 from ckptstore.integrations.lazy_store import LazyStore, StoreSource
-from ckptstore.integrations.transformers.shares import Links, seen_in
+from ckptstore.integrations.transformers.shares import link, seen_in
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import CheckpointStore, settle_saves, start_shard
 from ckptstore.tools.run.folders.division import Seen, divide
@@ -103,17 +105,17 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         """Store the checkpoint that all ranks have just written."""
         step = state.global_step
         directory = Path(args.output_dir) / f"checkpoint-{step}"
-        links = Links(Path(args.output_dir) / f".ckptstore-upload-{_rank():05d}")
-        path = self._share(directory, links, step)
+        links = Path(args.output_dir) / f".ckptstore-upload-{_rank():05d}"
+        path, unlink = self._share(directory, links, step), partial(shutil.rmtree, links, ignore_errors=True)
         options = {"metrics": metrics_of(state), "metadata": {"epoch": state.epoch}, **self._save_options}
         if self._asynchronous:
             self._saves_in = self.store
-            start_shard(self.store, lambda job: directory_of(job, step, path, **options), ended=links.remove)
+            start_shard(self.store, lambda job: directory_of(job, step, path, **options), ended=unlink)
             return
         try:
             self.store.save_directory(step, path, **options)
         finally:
-            links.remove()
+            unlink()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the save in flight and close the store if this callback opened it."""
@@ -132,7 +134,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             self._resumed_directory.close()
             self._lazy_store.close()
 
-    def _share(self, directory: Path, links: Links, step: int) -> Path | None:
+    def _share(self, directory: Path, links: Path, step: int) -> Path | None:
         """Return a directory with the files that this rank stores; None if it has none. Collective."""
 
         def look() -> Seen:
@@ -153,8 +155,8 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             share in (set(), set(files)) for share, files in zip(shares, seen, strict=True)
         ):
             return directory if own else None
-        _exchanged(lambda: links.make(directory, own))
-        return links.path if own else None
+        _exchanged(lambda: link(directory, own, links))
+        return links if own else None
 
 
 def metrics_of(state: Any) -> dict[str, float]:

@@ -17,32 +17,22 @@ def seen_in(directory: Path) -> dict[str, tuple[int, int]]:
     return {name: (source.identity[2], source.size_bytes) for name, source in scan(directory).files.items()}
 
 
-class Links:
-    """A directory of further names for some files of another one; no byte is copied.
+def link(source: Path, names: set[str], path: Path) -> None:
+    """Make a directory of further names for some files of another one; no byte is copied.
 
-    Files removed from the other one stay in this one until `remove`, so that Trainer may rotate its checkpoints during
-    an upload.
+    Files removed from the other one stay in this one, so that Trainer may rotate its checkpoints during an upload.
+    Raises InvalidSource if the disk has no hard links.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def make(self, source: Path, names: set[str]) -> None:
-        """Link the files. Raises InvalidSource if the disk has no hard links."""
-        self.remove()
-        for name in names:
-            target = self.path / name
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.link(source / name, target)
-            except OSError as error:
-                self.remove()
-                raise InvalidSource(
-                    f"{source / name} cannot get a second name: {error.strerror}",
-                    file=name,
-                    hint="Set output_dir to a disk with hard links, or asynchronous=False with one process per node",
-                ) from error
-
-    def remove(self) -> None:
-        """Remove the directory, if it exists."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
+    for name in names:
+        target = path / name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(source / name, target)
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise InvalidSource(
+                f"{source / name} cannot get a second name: {error.strerror}",
+                file=name,
+                hint="Set output_dir to a disk with hard links, or asynchronous=False with one process per node",
+            ) from error

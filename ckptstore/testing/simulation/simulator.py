@@ -59,7 +59,7 @@ _WITH_TORCH = (
     "ckptstore.group.torch_board",
     "ckptstore.saving.state_shard",
     "ckptstore.dcp.stock.stock_read",
-    "ckptstore.dcp.stock.stock_share",
+    "ckptstore.dcp.stock.stock_write",
     "ckptstore.testing.simulation.states",
     "ckptstore.testing.simulation.keyvalue",
 )

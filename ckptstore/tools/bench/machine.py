@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,14 +50,12 @@ def gpus() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of ckptstore's own packages."""
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of these packages and of ckptstore's own, if they are installed."""
     found = {}
-    for name in _PACKAGES:
-        try:
+    for name in (*_PACKAGES, *sorted({*packages} - {*_PACKAGES})):
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -72,19 +72,15 @@ class Meter:
         if self._before_bytes is not None:
             self.peak_bytes = max(0, status_bytes("VmHWM") - self._before_bytes)
 
-    def sample(
-        self, *, requests: int | None = None, sent_bytes: int | None = None, received_bytes: int | None = None
-    ) -> Sample:
-        """Return the measurements, with a server's counts. Only ckptstore reports its retries."""
+    def sample(self, **counted: int | None) -> Sample:
+        """Return the measurements, with a server's counts by the names of `Sample`. Only ckptstore reports retries."""
         return Sample(
             blocked_seconds=self.blocked_seconds,
             total_seconds=self.total_seconds,
             cpu_seconds=self.cpu_seconds,
             peak_bytes=self.peak_bytes,
-            requests=requests,
-            sent_bytes=sent_bytes,
-            received_bytes=received_bytes,
             retries=self.retries,
+            **counted,
         )
 
     def _on_event(self, event: Event) -> None:

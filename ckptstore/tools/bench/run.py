@@ -6,8 +6,9 @@ import json
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
@@ -29,7 +30,6 @@ from ckptstore.tools.bench.figures.report import (
     WorkloadOutcome,
 )
 from ckptstore.tools.bench.gpu.on_device import check_device, on_device
-from ckptstore.tools.bench.peers.base import installed_versions
 from ckptstore.tools.bench.peers.registry import CONTENDERS
 from ckptstore.tools.bench.shapes import state_bytes
 from ckptstore.tools.bench.timeline import aligned, straggler
@@ -40,29 +40,20 @@ from ckptstore.tools.bench.workloads.finding import finding
 from ckptstore.tools.bench.workloads.scaling import scaling
 
 _TIMEOUT_SECONDS = 3600.0
-_STATES_ON_DISK = {
-    "save": 2,
-    "load": 1,
-    "async": 4,
-    "directory": 3,
-    "node-cache": 3,
-    "tier": 4,
-    "ranks": 2,
-    "ls": 0,
-    "gpu": 4,
+_STATES = {
+    "save": (2, 6),
+    "load": (1, 6),
+    "async": (4, 12),
+    "directory": (3, 2),
+    "node-cache": (3, 1),
+    "tier": (4, 16),
+    "ranks": (2, 4),
+    "ls": (0, 0),
+    "gpu": (4, 12),
 }
-_STATES_IN_MEMORY = {
-    "save": 6,
-    "load": 6,
-    "async": 12,
-    "directory": 2,
-    "node-cache": 1,
-    "tier": 16,
-    "ranks": 4,
-    "ls": 0,
-    "gpu": 12,
-}
-"""The most states at a time, as multiples of the size; on the disk also the checkpoints of each peer that loads."""
+"""The most states at a time on the disk, and in memory, as multiples of the size; on the disk also the checkpoints of
+each peer that loads."""
+_OF_FILES = ("directory", "node-cache")
 _TITLES = {
     "save": "Save a state",
     "load": "Load into tensors that exist",
@@ -85,7 +76,7 @@ def run(options: Options, *, storage_options: Mapping[str, Any], command: str, s
         check_room(
             place,
             disk_bytes=size_bytes * max(_states_on_disk(name, options, place) for name in options.workloads),
-            memory_bytes=size_bytes * max(_STATES_IN_MEMORY[name] for name in options.workloads),
+            memory_bytes=size_bytes * max(_STATES[name][1] for name in options.workloads),
         )
         workloads: list[Workload] = []
         curves: Mapping[str, Any] = {}
@@ -99,21 +90,25 @@ def run(options: Options, *, storage_options: Mapping[str, Any], command: str, s
             elif name == "ranks":
                 curves = scaling(place, options, size_bytes, lambda task, ranks: contest(task, ranks, show), show)
             else:
-                workloads.append(_workload(name, options, place, size_bytes, show))
+                task = Task(name=name, options=options, place=place, size_bytes=size_bytes)
+                with files_of(options, name, size_bytes, place) if name in _OF_FILES else nullcontext() as made:
+                    files, facts = made or ("", {})
+                    found = contest(replace(task, files=str(files)), options.ranks, show)
+                    workloads.append(replace(found, facts={**found.facts, **facts}))
         described = machine.describe(place)
         if options.device == "cuda":
             described |= machine.gpus()
     kinds = [
         kind
         for contest_name, found in CONTENDERS.items()
-        if any(contest_name == name or contest_name.startswith(f"{name}-") for name in options.workloads)
+        if any(f"{contest_name}-".startswith(f"{name}-") for name in options.workloads)
         for kind in found
     ]
     return Report(
         created_at=started,
         command=command,
         machine=described,
-        versions={**machine.versions(), **installed_versions(kinds)},
+        versions=machine.versions(package for kind in kinds for package in kind.packages),
         asked={**asdict(replace(options, to=None)), "size_bytes": size_bytes},
         workloads=tuple(workloads),
         scaling=curves,
@@ -150,21 +145,13 @@ def _check(options: Options) -> None:
 
 def _states_on_disk(name: str, options: Options, place: Place) -> int:
     """Return the most states on the disk at a time. All contenders of a load have a checkpoint of their own."""
-    found = _STATES_ON_DISK[name]
+    found = _STATES[name][0]
     for contest_name in (name, {"tier": "tier-resume", "gpu": "gpu-load"}.get(name, "")):
         if contest_name in LOADS:
             case = Case(place=place, rank=0, world_size=options.ranks, durable=options.durable, bucket=place)
             kinds = [kind for kind in CONTENDERS[contest_name] if kind.role != "peer" or options.wants(kind.family)]
             found += sum(kind.unfit(case) is None for kind in kinds)
     return found
-
-
-def _workload(name: str, options: Options, place: Place, size_bytes: int, show: Show) -> Workload:
-    task = Task(name=name, options=options, place=place, size_bytes=size_bytes)
-    if name in ("directory", "node-cache"):
-        with files_of(options, name, size_bytes, place) as (files, facts):
-            return replace(contest(replace(task, files=str(files)), options.ranks, show), facts=facts)
-    return contest(task, options.ranks, show)
 
 
 def contest(task: Task, ranks: int, show: Show) -> Workload:
@@ -179,9 +166,12 @@ def contests(tasks: Sequence[Task], ranks: int, show: Show) -> list[Workload]:
         _progress_file(Path(name), tasks[0].name, show) as progress,
     ):
         tasks = [replace(task, progress=str(progress)) for task in tasks]
+        # The test server's credentials, for clients that take them only from the environment.
+        names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
+        env = {} if (tasks[0].bucket or tasks[0].place).endpoint_url is None else names
         try:
             with redirect_stdout(StringIO()):  # the peers' output; that of a failure is in the error
-                found = run_ranks(ranks, work, tasks, timeout_seconds=_TIMEOUT_SECONDS, env=_env(tasks[0]))
+                found = run_ranks(ranks, work, tasks, timeout_seconds=_TIMEOUT_SECONDS, env=env)
         except RanksFailed as error:
             return [_failed(task, ranks, str(error)) for task in tasks]
     return [join(task, [rank[number] for rank in found]) for number, task in enumerate(tasks)]
@@ -189,15 +179,15 @@ def contests(tasks: Sequence[Task], ranks: int, show: Show) -> list[Workload]:
 
 def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
     """Combine the results of all ranks for one workload."""
-    outcomes = [_joined([rank["outcomes"][index] for rank in found]) for index in range(len(found[0]["outcomes"]))]
+    outcomes: list[WorkloadOutcome] = []
+    for of_ranks in zip(*(rank["outcomes"] for rank in found), strict=True):
+        turns = zip(*(one.samples for one in of_ranks), strict=True)
+        outcomes.append(replace(of_ranks[0], samples=tuple(Sample.over_ranks(turn) for turn in turns)))
     watched = [rank["watched"] for rank in found if rank["watched"]]
     facts: dict[str, Any] = {}
     timeline = aligned([one["phases"] for one in watched])
     if watched:
-        calls: dict[str, int] = {}
-        for one in watched:
-            for verb, count in one["calls"].items():
-                calls[verb] = calls.get(verb, 0) + count
+        calls = sum((Counter(one["calls"]) for one in watched), Counter())
         outcomes = [replace(one, calls=calls) if one.name == OURS else one for one in outcomes]
         late = straggler(timeline)
         facts["straggler"] = {"rank": late[0], "seconds": round(late[1], 6)} if late else None
@@ -213,11 +203,6 @@ def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
     )
 
 
-def _joined(of_ranks: Sequence[WorkloadOutcome]) -> WorkloadOutcome:
-    turns = zip(*(one.samples for one in of_ranks), strict=True)
-    return replace(of_ranks[0], samples=tuple(Sample.over_ranks(turn) for turn in turns))
-
-
 def _failed(task: Task, ranks: int, reason: str) -> Workload:
     outcomes = [
         WorkloadOutcome(name=kind.name, family=kind.family, role=kind.role, status="failed", reason=reason[:2000])
@@ -226,13 +211,6 @@ def _failed(task: Task, ranks: int, reason: str) -> Workload:
     ]
     title = _TITLES.get(task.name, task.name)
     return Workload(name=task.name, title=title, size_bytes=task.size_bytes, ranks=ranks, outcomes=tuple(outcomes))
-
-
-def _env(task: Task) -> dict[str, str]:
-    """Return the test server's credentials, for clients that take them only from the environment."""
-    if (task.bucket or task.place).endpoint_url is None:
-        return {}
-    return {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
 
 
 @contextmanager

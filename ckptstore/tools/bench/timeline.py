@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,10 +59,7 @@ class Recorder:
 
     def counts(self) -> dict[str, int]:
         """Count the calls by verb between start and end."""
-        found: dict[str, int] = {}
-        for seen in self._inside():
-            found[seen.verb] = found.get(seen.verb, 0) + 1
-        return found
+        return Counter(seen.verb for seen in self._inside())
 
     def _inside(self) -> list[RecordedCall]:
         return sorted((one for one in self.calls if self.started <= one.start <= self.ended), key=lambda one: one.start)
@@ -73,28 +71,22 @@ class Recorder:
         flushes = [one for one in calls if one.verb == "persist" and f"-rank={self.rank:05d}" in one.key]
         lanes = {thread: lane for lane, thread in enumerate(dict.fromkeys(one.thread for one in (*own, *flushes)))}
         spans = [_span("upload", lanes[one.thread], one.start, one.end, one.key, one.size_bytes) for one in own]
-        spans += [_span("flush", lanes[one.thread], one.start, one.end, one.key, 0) for one in flushes]
+        spans += [_span("flush", lanes[one.thread], one.start, one.end, one.key) for one in flushes]
         spans += _hashing(own, lanes)
         begun = min((one["start"] for one in spans), default=self.ended)
         stored = max((one["end"] for one in spans), default=begun)
         if self.staged is not None:
-            spans.append(_span("stage", 0, self.started, self.staged, "agree and copy", 0))
+            spans.append(_span("stage", 0, self.started, self.staged, "agree and copy"))
         else:
-            spans.append(_span("agree", 0, self.started, begun, "who writes what", 0))
+            spans.append(_span("agree", 0, self.started, begun, "who writes what"))
         end = self.committed or self.ended
-        spans.append(_span("wait", 0, stored, end, "for the other ranks and the commit", 0))
+        spans.append(_span("wait", 0, stored, end, "for the other ranks and the commit"))
         return {"rank": self.rank, "start": self.started, "end": end, "stored": stored, "spans": spans}
 
 
-def _span(phase: str, lane: int, start: float, end: float, what: str, size_bytes: int) -> dict[str, Any]:
-    return {
-        "phase": phase,
-        "lane": lane,
-        "start": start,
-        "end": max(start, end),
-        "what": what,
-        "size_bytes": size_bytes,
-    }
+def _span(phase: str, lane: int, start: float, end: float, what: str, size_bytes: int = 0) -> dict[str, Any]:
+    span = {"phase": phase, "lane": lane, "start": start, "end": max(start, end), "what": what}
+    return {**span, "size_bytes": size_bytes}
 
 
 def _hashing(own: Sequence[RecordedCall], lanes: Mapping[int, int]) -> list[dict[str, Any]]:
@@ -136,8 +128,8 @@ def _divided(rank: Mapping[str, Any], all_stored: float) -> list[Mapping[str, An
         return list(rank["spans"])
     found = [span for span in rank["spans"] if span["phase"] != "wait"]
     begun = min(max(all_stored, rank["stored"]), rank["end"])
-    found.append(_span("wait", 0, rank["stored"], begun, "for the other ranks", 0))
-    found.append(_span("commit", 0, begun, rank["end"], "index, manifest, record", 0))
+    found.append(_span("wait", 0, rank["stored"], begun, "for the other ranks"))
+    found.append(_span("commit", 0, begun, rank["end"], "index, manifest, record"))
     return found
 
 

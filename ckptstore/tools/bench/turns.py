@@ -46,6 +46,7 @@ class Entrant:
 
     def outcome(self) -> WorkloadOutcome:
         """Return this rank's outcome for the report."""
+        noted = self.contender.noted if self.contender and self.status == "measured" else {}
         return WorkloadOutcome(
             name=self.kind.name,
             family=self.kind.family,
@@ -55,13 +56,8 @@ class Entrant:
             settings=dict(self.contender.settings) if self.contender else {},
             sweep=tuple(self.sweep),
             samples=tuple(self.samples) if self.status == "measured" else (),
-            facts=self._facts(),
+            facts={name: statistics.median(values) for name, values in noted.items()},
         )
-
-    def _facts(self) -> dict[str, float]:
-        if self.contender is None or self.status != "measured":
-            return {}
-        return {name: statistics.median(values) for name, values in self.contender.noted.items()}
 
     def fail(self, error: BaseException) -> None:
         """Exclude it from further turns."""

@@ -90,14 +90,16 @@ def _section(workload: Workload, saves: list[list[dict[str, Any]]]) -> str:
         parts.append(f"<h3>One save, rank by rank</h3><p class='small'>A lane for each thread. {escape(sentence)}</p>")
         parts.append(f'<div data-save="{len(saves)}"></div>')
         saves.append(
-            [_drawn(rank, is_late=late is not None and rank["rank"] == late["rank"]) for rank in workload.timeline]
+            [
+                {
+                    "label": f"rank {rank['rank']}",
+                    "late": bool(late and rank["rank"] == late["rank"]),
+                    "spans": rank["spans"],
+                }
+                for rank in workload.timeline
+            ]
         )
     return "\n".join(parts)
-
-
-def _drawn(rank: Mapping[str, Any], *, is_late: bool) -> dict[str, Any]:
-    """Convert a rank for the timeline."""
-    return {"label": f"rank {rank['rank']}", "late": is_late, "spans": rank["spans"]}
 
 
 def _table(workload: Workload) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 VERSION = 1
@@ -13,6 +13,9 @@ WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks"
 OURS = "ckptstore"
 S3_TEST = "s3-test"
 S3_SINK = "s3-sink"
+
+_OF_THE_SLOWEST = ("blocked_seconds", "total_seconds", "peak_bytes")
+"""The figures of a sample that are those of one rank; others are added up."""
 
 Role = Literal["ckptstore", "peer", "limit"]
 Status = Literal["measured", "skipped", "failed"]
@@ -73,21 +76,12 @@ class Sample:
     @classmethod
     def over_ranks(cls, samples: Sequence[Sample]) -> Sample:
         """Combine the samples of all ranks."""
-        return cls(
-            blocked_seconds=max(one.blocked_seconds for one in samples),
-            total_seconds=max(one.total_seconds for one in samples),
-            cpu_seconds=sum(one.cpu_seconds for one in samples),
-            peak_bytes=_over(max, (one.peak_bytes for one in samples)),
-            requests=_over(sum, (one.requests for one in samples)),
-            sent_bytes=_over(sum, (one.sent_bytes for one in samples)),
-            received_bytes=_over(sum, (one.received_bytes for one in samples)),
-            retries=_over(sum, (one.retries for one in samples)),
-        )
-
-
-def _over(joined: Any, values: Iterable[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return joined(known) if known else None
+        found: dict[str, Any] = {}
+        for name in (item.name for item in fields(cls)):
+            known = [value for one in samples if (value := getattr(one, name)) is not None]
+            joined = max if name in _OF_THE_SLOWEST else sum
+            found[name] = joined(known) if known else None
+        return cls(**found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +115,9 @@ class WorkloadOutcome:
     def median_seconds(self) -> float:
         """The median of the total seconds. Only if measured."""
         return statistics.median(sample.total_seconds for sample in self.samples)
+
+
+_FIELDS = ("name", "title", "size_bytes", "ranks", "figure")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +157,7 @@ class Workload:
     def to_json(self) -> dict[str, Any]:
         """Return it as in the schema, with the figures that follow from the samples."""
         return {
-            "name": self.name,
-            "title": self.title,
-            "size_bytes": self.size_bytes,
-            "ranks": self.ranks,
-            "figure": self.figure,
+            **{name: getattr(self, name) for name in _FIELDS},
             "facts": dict(self.facts),
             "timeline": [dict(rank) for rank in self.timeline],
             "outcomes": [
@@ -178,12 +171,12 @@ class Workload:
         """Create it from the result of `to_json`."""
         outcomes = []
         for one in value["outcomes"]:
-            fields = {name: item for name, item in one.items() if name not in ("summary", "ratio")}
+            plain = {name: item for name, item in one.items() if name not in ("summary", "ratio")}
             samples = tuple(Sample(**sample) for sample in one["samples"])
-            outcomes.append(WorkloadOutcome(**{**fields, "samples": samples, "sweep": tuple(one["sweep"])}))
-        names = ("name", "title", "size_bytes", "ranks", "figure", "facts")
-        fields = {name: value[name] for name in names}
-        return cls(**fields, timeline=tuple(value["timeline"]), outcomes=tuple(outcomes))
+            outcomes.append(WorkloadOutcome(**{**plain, "samples": samples, "sweep": tuple(one["sweep"])}))
+        plain = {name: value[name] for name in _FIELDS}
+        timeline = tuple(value["timeline"])
+        return cls(**plain, facts=value["facts"], timeline=timeline, outcomes=tuple(outcomes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,8 +210,8 @@ class Report:
     def from_json(cls, value: Mapping[str, Any]) -> Report:
         """Create it from the result of `to_json`."""
         names = ("created_at", "command", "machine", "versions", "asked", "scaling")
-        fields = {name: value[name] for name in names}
-        return cls(**fields, workloads=tuple(Workload.from_json(one) for one in value["workloads"]))
+        plain = {name: value[name] for name in names}
+        return cls(**plain, workloads=tuple(Workload.from_json(one) for one in value["workloads"]))
 
 
 def summary(outcome: WorkloadOutcome, size_bytes: int) -> dict[str, Any] | None:

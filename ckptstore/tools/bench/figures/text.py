@@ -1,17 +1,22 @@
-"""Format a report as rows of text."""
+"""Format a report as rows of text, and as one table in Markdown with the reasons for missing figures."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from ckptstore.tools.bench.figures.report import Report, Workload, WorkloadOutcome, summary
 
 HEADERS = ("contender", "seconds", "min - max", "GB/s", "CPU s/GiB", "peak MiB", "requests", "ratio", "of limit")
-LEGEND = (
-    "Seconds are medians. A ratio above 1 means that ckptstore is faster; 'of limit' is the limit's time over its own."
+_LEGEND = (
+    "Seconds are medians{}. A ratio above 1 means that ckptstore is faster; "
+    "'of limit' is the limit's time over its own."
 )
+LEGEND = _LEGEND.format("")
+_MARKDOWN_HEADERS = ("measured", "ranks", "contender", "seconds", "min - max", "GB/s", "ratio", "of limit", "besides")
+_REHEARSAL = "A rehearsal with tensors of the CPU: nothing is locked, and no figure says anything about a GPU."
 
 
 def heading(workload: Workload) -> str:
@@ -141,3 +146,52 @@ def report_lines(report: Report) -> Sequence[str]:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
+
+
+def markdown(report: Report) -> str:
+    """Return the circumstances of the run, and the table."""
+    when = datetime.fromtimestamp(report.created_at, UTC).strftime("%Y-%m-%d")
+    lines = [f"- `{report.command}`, {when}", *(f"- {line}" for line in report_lines(report))]
+    if report.asked.get("device") == "cpu":
+        lines.append(f"- {_REHEARSAL}")
+    rows = [row for workload in report.workloads for row in _markdown_rows(workload)]
+    table = [_line(_MARKDOWN_HEADERS), _line(["---"] * len(_MARKDOWN_HEADERS)), *map(_line, rows)]
+    return "\n".join([*lines, "", *table, "", _LEGEND.format(", of turns in another order each round"), ""])
+
+
+def _markdown_rows(workload: Workload) -> list[list[str]]:
+    best = workload.best("limit")
+    limit_seconds = statistics.median(workload.figures(best)) if best else None
+    size = f", {workload.size_bytes / 1e9:.3g} GB" if workload.size_bytes else ""
+    return [
+        [f"{workload.title}{size}", str(workload.ranks), label(one), *_figures(workload, one, limit_seconds)]
+        for one in workload.outcomes
+    ]
+
+
+def _figures(workload: Workload, one: WorkloadOutcome, limit_seconds: float | None) -> list[str]:
+    if one.status != "measured":
+        why = "left out" if one.status == "skipped" else "failed"
+        return [f"{why}: {one.reason}", *[""] * 5]
+    figures = workload.figures(one)
+    median, ratio = statistics.median(figures), workload.ratio(one)
+    moves = workload.size_bytes and median and "steps" not in workload.name
+    return [
+        f"{median:.4f}",
+        f"{min(figures):.4f} - {max(figures):.4f}",
+        f"{workload.size_bytes / 1e9 / median:.2f}" if moves else "",
+        "" if ratio is None else f"{ratio:.2f}",
+        "" if limit_seconds is None or not median else f"{limit_seconds / median:.2f}",
+        ", ".join(
+            f"{name.replace('_bytes', '').replace('_', ' ')} {_value(name, value)}" for name, value in one.facts.items()
+        ),
+    ]
+
+
+def _value(name: str, value: float) -> str:
+    return f"{value / (1 << 20):.0f} MiB" if "_bytes" in name else f"{value:.4g}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    escaped = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -68,15 +66,13 @@ class DefaultStaged(Dcp):
             self._is_warm = True
 
     def save(self, place: str) -> Wait | None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = async_save(
-                dict(self.case.state),
-                storage_writer=self.writer(place),
-                async_stager=self.stager,
-                async_checkpointer_type=self.kind,
-                process_group=self._group,
-            )
+        found = async_save(
+            dict(self.case.state),
+            storage_writer=self.writer(place),
+            async_stager=self.stager,
+            async_checkpointer_type=self.kind,
+            process_group=self._group,
+        )
         if isinstance(found, AsyncSaveResponse):
             self._staging = found.staging_completion
             return found.upload_completion.result
@@ -109,11 +105,10 @@ class SafetensorsToDevice(Safetensors):
     def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
         return [{"backend": "mmap"}, {"backend": "pread"}]
 
-    def read(self, path: Any) -> Mapping[str, torch.Tensor]:
+    def read(self, path: Any) -> Any:
         from safetensors.torch import load_file
 
-        found: Mapping[str, torch.Tensor] = load_file(path, device=self.case.device, backend=self.settings["backend"])
-        return found
+        return load_file(path, device=self.case.device, backend=self.settings["backend"])
 
 
 class FastSafetensors(Safetensors):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
 
 from ckptstore.tools.bench.gpu.device_peers import DefaultStaged
-from ckptstore.tools.bench.gpu.locked import locked_memory
 from ckptstore.tools.bench.measure import status_bytes
 from ckptstore.tools.bench.peers.base import Contender, Wait
 from ckptstore.tools.bench.peers.own import Ckptstore
@@ -15,24 +19,60 @@ _RESUMED, _SAVED = 0, 1
 _STILL_SECONDS, _MOST_SECONDS = 0.3, 600.0
 
 
-class Footprint:
-    """The memory that a turn adds to this process; locked memory is part of the resident memory."""
+class LockedMemory:
+    """Wraps the two functions of CUDA that lock and unlock memory, called by ckptstore and torch's stager.
 
-    def __init__(self, contender: Contender) -> None:
-        self._contender = contender
-        self._before = self._now()
+    torch's own `pin_memory` of tensors does not use them, and is not counted.
+    """
 
-    def note(self, when: str = "") -> None:
-        """Record the memory added by now."""
-        for name, size_bytes in self._now().items():
-            self._contender.note(f"{name}_bytes{when}", size_bytes - self._before[name])
+    def __init__(self, cudart: Any) -> None:
+        self._sizes_bytes: dict[int, int] = {}
+        register, unregister = cudart.cudaHostRegister, cudart.cudaHostUnregister
 
-    def _now(self) -> dict[str, int]:
+        def counted_register(address: int, size_bytes: int, flags: int) -> Any:
+            found = register(address, size_bytes, flags)
+            if int(found) == 0:
+                self._sizes_bytes[address] = size_bytes
+            return found
+
+        def counted_unregister(address: int) -> Any:
+            found = unregister(address)
+            if int(found) == 0:
+                self._sizes_bytes.pop(address, None)
+            return found
+
+        cudart.cudaHostRegister, cudart.cudaHostUnregister = counted_register, counted_unregister
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes locked now."""
+        return sum([*self._sizes_bytes.values()])
+
+
+@cache
+def locked_memory() -> LockedMemory:
+    """Return the counter of this process, which counts from the first call on. Needs CUDA."""
+    cuda: Any = torch.cuda
+    return LockedMemory(cuda.cudart())
+
+
+def footprint(contender: Contender) -> Callable[[str], None]:
+    """Return a function that records the memory that was added to this process since now, under names with its suffix.
+
+    Locked memory is part of the resident memory.
+    """
+
+    def now() -> dict[str, int]:
         gc.collect()
-        found = {"resident": resident_bytes()}
-        if self._contender.case.is_cuda:
-            found["locked"] = locked_memory().size_bytes
-        return found
+        locked = {"locked": locked_memory().size_bytes} if contender.case.is_cuda else {}
+        return {"resident": resident_bytes(), **locked}
+
+    def note(suffix: str) -> None:
+        for name, size_bytes in now().items():
+            contender.note(f"{name}_bytes{suffix}", size_bytes - before[name])
+
+    before = now()
+    return note
 
 
 def resident_bytes() -> int:
@@ -47,17 +87,16 @@ class FirstSave(Ckptstore):
     """A store that is new and has its claim, with nothing prepared."""
 
     def prepare(self, place: str) -> None:
-        self._footprint = Footprint(self)
+        self._note = footprint(self)
         super().prepare(place)
 
     def save(self, place: str) -> Wait | None:
-        assert self.store is not None
         return self.store.save_async(_SAVED, self.case.state).result
 
     def after(self, place: str) -> None:
-        self._footprint.note()
+        self._note("")
         self.close()
-        self._footprint.note("_after_close")
+        self._note("_after_close")
 
 
 class FirstSaveWarmed(FirstSave):
@@ -67,7 +106,6 @@ class FirstSaveWarmed(FirstSave):
 
     def prepare(self, place: str) -> None:
         super().prepare(place)
-        assert self.store is not None
         self.store.warm_up(self.case.state)
 
 
@@ -79,8 +117,8 @@ class FirstSaveResumed(FirstSave):
     def prepare(self, place: str) -> None:
         with self.opened(place) as store:
             store.save(_RESUMED, self.case.state)
-        self._footprint = Footprint(self)
-        self.store = self.opened(place)
+        self._note = footprint(self)
+        self._store = self.opened(place)
         self.store.resume(self.case.state)
         _wait_until_still()
 
@@ -97,10 +135,10 @@ class FirstDefaultStaged(DefaultStaged):
     """`dcp.async_save` with a stager that is new."""
 
     def prepare(self, place: str) -> None:
-        self._footprint = Footprint(self)
+        self._note = footprint(self)
 
     def after(self, place: str) -> None:
-        self._footprint.note()
+        self._note("")
         self.stager.close()
         self.stager = self.new_stager()  # the old one holds its last copy as long as it lives
-        self._footprint.note("_after_close")
+        self._note("_after_close")

@@ -37,7 +37,10 @@ def on_device(place: Place, options: Options, size_bytes: int, contests: Contest
     """Run every contest by 1 rank, by 2, and by the requested number, if there are as many GPUs."""
     for ranks in sorted({1, 2, options.ranks}):
         if options.device == "cuda" and ranks > (count := torch.cuda.device_count()):
-            yield _left_out(ranks, f"each rank needs a GPU of its own, and there are {count}")
+            reason = f"each rank needs a GPU of its own, and there are {count}"
+            left_out = WorkloadOutcome(name=OURS, family=OURS, role="ckptstore", status="skipped", reason=reason)
+            title = f"All of it by {ranks} ranks with NCCL"
+            yield Workload(name=_named("gpu", ranks), title=title, size_bytes=0, ranks=ranks, outcomes=(left_out,))
             continue
         for name, title in _TITLES.items():
             own = replace(place, uri=f"{place.uri}/{name}-{ranks}")
@@ -51,9 +54,3 @@ def on_device(place: Place, options: Options, size_bytes: int, contests: Contest
 
 def _named(name: str, ranks: int) -> str:
     return name if ranks == 1 else f"{name}-{ranks}-ranks"
-
-
-def _left_out(ranks: int, reason: str) -> Workload:
-    outcome = WorkloadOutcome(name=OURS, family=OURS, role="ckptstore", status="skipped", reason=reason)
-    title = f"All of it by {ranks} ranks with NCCL"
-    return Workload(name=_named("gpu", ranks), title=title, size_bytes=0, ranks=ranks, outcomes=(outcome,))

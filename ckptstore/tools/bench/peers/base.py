@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,22 +101,16 @@ class Contender:
         self.noted.setdefault(name, []).append(value)
 
 
+def variant(*bases: type[Contender], **fields: Any) -> Any:
+    """Return a contender that differs from others in fields of its class alone."""
+    return type(bases[-1].__name__, bases, fields)
+
+
 def _is_installed(module: str) -> bool:
     try:
         return util.find_spec(module) is not None
     except ModuleNotFoundError:  # of its package
         return False
-
-
-def installed_versions(contenders: Sequence[type[Contender]]) -> dict[str, str]:
-    """Return the versions of all named packages that are installed."""
-    found = {}
-    for name in sorted({name for contender in contenders for name in contender.packages}):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def make_durable(path: Path) -> None:

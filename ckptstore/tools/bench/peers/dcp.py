@@ -1,20 +1,21 @@
-"""torch's own distributed checkpoints in the foreground: to files, through fsspec and s3torchconnector."""
+"""torch's own distributed checkpoints, also in the background: to files, through fsspec and s3torchconnector."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from ckptstore.runtime.torch_private import fsspec_classes, save_planner_with_cache
 from ckptstore.tools.bench.case import Case
-from ckptstore.tools.bench.peers.base import BY_FSSPEC, MOST_FILES, ZIPPED, Contender, Wait, shares_of
+from ckptstore.tools.bench.peers.base import BY_FSSPEC, MOST_FILES, ZIPPED, Contender, Wait, shares_of, variant
 from ckptstore.tools.bench.raw import MIB
+from ckptstore.tools.bench.shapes import empty_like
 
 _THREADS = (1, 2, 4)
 
@@ -67,21 +68,17 @@ class Dcp(Contender):
         return save_planner_with_cache(f"{self.name} {self.settings}")
 
     def save(self, place: str) -> Wait | None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save(
-                dict(self.case.state),
-                storage_writer=self.writer(place),
-                planner=self.planner,
-                no_dist=self.case.alone,
-                use_collectives=not self.settings.get("without_collectives", False),
-            )
+        save(
+            dict(self.case.state),
+            storage_writer=self.writer(place),
+            planner=self.planner,
+            no_dist=self.case.alone,
+            use_collectives=not self.settings.get("without_collectives", False),
+        )
         return None
 
     def load(self, place: str) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load(dict(self.case.target), storage_reader=self.reader(place), no_dist=self.case.alone)
+        load(dict(self.case.target), storage_reader=self.reader(place), no_dist=self.case.alone)
 
 
 class DcpHuggingFace(Dcp):
@@ -190,3 +187,68 @@ def client_config(case: Case, settings: dict[str, Any]) -> Any:
 
     sizes = {"part_size": settings["part_bytes"]} if "part_bytes" in settings else {}
     return S3ClientConfig(force_path_style="endpoint_url" in case.place.storage_options, **sizes)
+
+
+class AsyncDcp(Dcp):
+    """`dcp.async_save` from a thread. Its staging memory and its plans are reused from save to save.
+
+    Without an accelerator nothing is pinned. It stages before the call returns: DefaultStager can go on afterwards, and
+    then the next change of the state waits for it.
+    """
+
+    name = "dcp.async_save, thread"
+    kind: ClassVar[AsyncCheckpointerType] = AsyncCheckpointerType.THREAD
+
+    @classmethod
+    def unfit(cls, case: Case) -> str | None:
+        return None
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        self._stager = self._stager_of(settings.get("stager", "DefaultStager"))
+
+    def _stager_of(self, name: str) -> AsyncStager:
+        if name == "BlockingAsyncStager":
+            found = BlockingAsyncStager(cache_staged_state_dict=True)
+            found.state_dict_cache = dict(empty_like(self.case.local))  # it would pin it, which takes an accelerator
+            return found
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory="shared" in name,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        stagers = ["DefaultStager", "DefaultStager, shared memory"]
+        if case.alone:  # it knows no other memory for parts of DTensors than pinned one
+            stagers.append("BlockingAsyncStager")
+        found: list[dict[str, Any]] = [{"stager": name, "thread_count": 2, "cached_plans": True} for name in stagers]
+        return [*found, {"stager": "DefaultStager", "thread_count": 4, "cached_plans": True}]
+
+    def writer(self, place: str) -> Any:
+        if self.case.place.is_local:
+            return super().writer(place)
+        other = DcpS3 if self.case.place.is_s3 and DcpS3.objection(self.case) is None else DcpFsspec
+        return other(self.case, **self.settings).writer(place)
+
+    def save(self, place: str) -> Wait | None:
+        future = async_save(
+            dict(self.case.state),
+            storage_writer=self.writer(place),
+            planner=self.planner,
+            async_stager=self._stager,
+            async_checkpointer_type=self.kind,
+            no_dist=self.case.alone,
+        )
+        return future.result  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+AsyncDcpProcess = variant(AsyncDcp, name="dcp.async_save, process", kind=AsyncCheckpointerType.PROCESS)
+"""`dcp.async_save` from a process of its own, which lives as long as the rank."""

@@ -6,7 +6,6 @@ On an object store, formats that know only files go through fsspec, as their use
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,7 +49,7 @@ class OneFile(Contender):
         """Write the file."""
         raise NotImplementedError
 
-    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+    def read(self, path: str) -> Any:
         """Read the file."""
         raise NotImplementedError
 
@@ -73,9 +72,8 @@ class TorchSave(OneFile):
     def write(self, path: str) -> None:
         torch.save(self.case.local, path)
 
-    def read(self, path: str) -> Mapping[str, torch.Tensor]:
-        found: Mapping[str, torch.Tensor] = torch.load(path, mmap=self.settings.get("mmap", False), weights_only=True)
-        return found
+    def read(self, path: str) -> Any:
+        return torch.load(path, mmap=self.settings.get("mmap", False), weights_only=True)
 
 
 class Safetensors(OneFile):
@@ -89,11 +87,10 @@ class Safetensors(OneFile):
 
         save_file(self.case.local, path)
 
-    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+    def read(self, path: str) -> Any:
         from safetensors.torch import load_file
 
-        found: Mapping[str, torch.Tensor] = load_file(path)
-        return found
+        return load_file(path)
 
 
 class ThroughFsspec(OneFile):
@@ -130,13 +127,11 @@ class TorchSaveFsspec(ThroughFsspec):
         torch.save(self.case.local, made)
         self.fs.pipe_file(path, made.getvalue())
 
-    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+    def read(self, path: str) -> Any:
         if self.settings.get("as_stream"):
             with self.fs.open(path, "rb") as file:
-                streamed: Mapping[str, torch.Tensor] = torch.load(file, weights_only=True)
-                return streamed
-        found: Mapping[str, torch.Tensor] = torch.load(io.BytesIO(self.fs.cat_file(path)), weights_only=True)
-        return found
+                return torch.load(file, weights_only=True)
+        return torch.load(io.BytesIO(self.fs.cat_file(path)), weights_only=True)
 
 
 class SafetensorsFsspec(ThroughFsspec):
@@ -151,11 +146,10 @@ class SafetensorsFsspec(ThroughFsspec):
 
         self.fs.pipe_file(path, save(self.case.local))
 
-    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+    def read(self, path: str) -> Any:
         from safetensors.torch import load
 
-        found: Mapping[str, torch.Tensor] = load(self.fs.cat_file(path))
-        return found
+        return load(self.fs.cat_file(path))
 
 
 class S3Checkpoint(OneFile):
@@ -187,10 +181,9 @@ class S3Checkpoint(OneFile):
         with self._objects.writer(path) as file:
             torch.save(self.case.local, file)
 
-    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+    def read(self, path: str) -> Any:
         with self._objects.reader(path) as file:
-            found: Mapping[str, torch.Tensor] = torch.load(file, weights_only=True)
-        return found
+            return torch.load(file, weights_only=True)
 
 
 class Lightning(OneFile):
@@ -217,9 +210,8 @@ class Lightning(OneFile):
     def write(self, path: str) -> None:
         self.io.save_checkpoint(self.case.local, path)
 
-    def read(self, path: str) -> Mapping[str, torch.Tensor]:
-        found: Mapping[str, torch.Tensor] = self.io.load_checkpoint(path, weights_only=True)
-        return found
+    def read(self, path: str) -> Any:
+        return self.io.load_checkpoint(path, weights_only=True)
 
     def close(self) -> None:
         from fsspec.config import conf

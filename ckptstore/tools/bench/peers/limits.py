@@ -1,9 +1,10 @@
-"""The limits of the machine for the same bytes: system calls, plain requests, one memcpy."""
+"""The limits of the machine for the same bytes: system calls, plain requests, one memcpy, the line between nodes."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http import HTTPStatus
@@ -11,6 +12,8 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
+
+import torch
 
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
@@ -21,6 +24,8 @@ from ckptstore.tools.bench.peers.base import Contender, Wait
 from ckptstore.tools.bench.raw import MIB, Memory, Way, copy, read_into, ways
 
 _REQUEST_BYTES = 16 * MIB
+_SENT_BYTES = 4 * MIB
+_TIMEOUT_SECONDS = 120.0
 
 
 class Limit(Contender):
@@ -44,6 +49,10 @@ class Limit(Contender):
         if self._memory is None:
             self._memory = Memory(self.size_bytes)
         return self._memory
+
+    def prepare(self, place: str) -> None:
+        """Allocate the memory before the clock runs."""
+        assert len(self.memory.view) == self.size_bytes
 
     def wrong(self) -> str | None:
         return None
@@ -76,7 +85,7 @@ class RawDisk(Limit):
         return None
 
     def prepare(self, place: str) -> None:
-        assert len(self.memory.view) == self.size_bytes  # allocated before the clock runs
+        super().prepare(place)
         Path(place).mkdir(parents=True, exist_ok=True)
 
     def load(self, place: str) -> None:
@@ -119,7 +128,7 @@ class RawRequests(Limit):
         return self._opened[place]
 
     def prepare(self, place: str) -> None:
-        assert len(self.memory.view) == self.size_bytes
+        super().prepare(place)
         self._storage(place)
 
     def save(self, place: str) -> Wait | None:
@@ -158,9 +167,6 @@ class PlainSockets(Limit):
     def unfit(cls, case: Case) -> str | None:
         return None if case.place.endpoint_url else "only the test server takes what nobody signed"
 
-    def prepare(self, place: str) -> None:
-        assert len(self.memory.view) == self.size_bytes
-
     def save(self, place: str) -> Wait | None:
         url, location, view = urlsplit(str(self.case.place.endpoint_url)), parse_uri(place), self.memory.view
         starts, num_threads = range(0, self.size_bytes, _REQUEST_BYTES), os.cpu_count() or 1
@@ -193,9 +199,6 @@ class Memcpy(Limit):
         super().__init__(case, **settings)
         self._target = Memory(self.size_bytes)
 
-    def prepare(self, place: str) -> None:
-        assert len(self.memory.view) == self.size_bytes
-
     def save(self, place: str) -> Wait | None:
         copy(self._target, self.memory, num_threads=self.settings["threads"])
         return None
@@ -203,3 +206,88 @@ class Memcpy(Limit):
     def close(self) -> None:
         self._target.close()
         super().close()
+
+
+class RawNode(RawDisk):
+    """The bytes of this rank, with few settings."""
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        """Return the settings that have been the fastest."""
+        kinds = ("early", "direct") if case.durable else ("buffered",)
+        return [
+            {"kind": kind, "block_bytes": size, "one_file": False, "num_threads": 2}
+            for kind in kinds
+            for size in (4 * MIB, 16 * MIB)
+        ]
+
+
+class BothCopies(RawNode):
+    """The bytes of this rank twice, as a node with two copies writes them."""
+
+    name = "raw disk, both copies"
+
+    def save(self, place: str) -> Wait | None:
+        way = Way(durable=self.case.durable, **self.settings)
+        for owner in ("own", "partner"):
+            way.write(self.memory.view, self._directory(place) / owner)
+        return None
+
+    def prepare(self, place: str) -> None:
+        super().prepare(place)
+        self._directory(place).mkdir()
+
+
+class Loopback(Limit):
+    """Every rank sends its bytes to a rank of the other node over TCP, and receives that one's."""
+
+    name = "loopback"
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{"connections": 1}, {"connections": 2}]
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        views = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in case.local.values()]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ports = case.gather(listener.getsockname()[1])
+            partner = ports[(case.rank + case.world_size // 2) % case.world_size]
+            count = settings["connections"]
+            self._out = [socket.create_connection(("127.0.0.1", partner), _TIMEOUT_SECONDS) for _ in range(count)]
+            self._in = [listener.accept()[0] for _ in range(count)]
+        self._shares = [views[number::count] for number in range(count)]
+        sizes = case.gather([sum(map(len, share)) for share in self._shares])
+        self._expected = sizes[(case.rank - case.world_size // 2) % case.world_size]
+
+    def prepare(self, place: str) -> None:
+        """Allocate nothing: the tensors themselves are sent."""
+
+    def save(self, place: str) -> Wait | None:
+        with ThreadPoolExecutor(2 * len(self._out)) as pool:
+            sent = [pool.submit(_send, one, share) for one, share in zip(self._out, self._shares, strict=True)]
+            received = [pool.submit(_receive, one, size) for one, size in zip(self._in, self._expected, strict=True)]
+            for done in (*sent, *received):
+                done.result()
+        return None
+
+    def close(self) -> None:
+        for one in (*self._out, *self._in):
+            one.close()
+        super().close()
+
+
+def _send(connection: socket.socket, views: list[memoryview]) -> None:
+    for view in views:
+        for start in range(0, len(view), _SENT_BYTES):
+            connection.sendall(view[start : start + _SENT_BYTES])
+
+
+def _receive(connection: socket.socket, size_bytes: int) -> None:
+    block = memoryview(bytearray(_SENT_BYTES))
+    connection.settimeout(_TIMEOUT_SECONDS)
+    while size_bytes:
+        count = connection.recv_into(block[: min(len(block), size_bytes)])
+        if not count:
+            raise ConnectionResetError("the other rank has gone")
+        size_bytes -= count

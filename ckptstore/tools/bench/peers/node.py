@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from ckptstore.checkpoint import Checkpoint
@@ -27,25 +26,21 @@ from ckptstore.transfer import Transfer
 _STEP = 1
 
 
-class _NoPaths:
-    """A disk without paths, as an object store: its files must be downloaded."""
-
-    def __init__(self, root: str) -> None:
-        self._disk = LocalStorage(root)
-        self.uri = f"nopaths:{root}"
-        for verb in ("write", "read", "read_into", "stat", "list", "delete", "close"):
-            setattr(self, verb, getattr(self._disk, verb))
+def _without_paths(root: str) -> Any:
+    """Return a disk without paths, as an object store: its files must be downloaded."""
+    verbs = ("write", "read", "read_into", "stat", "list", "delete", "close")
+    disk = LocalStorage(root)
+    return SimpleNamespace(uri=f"nopaths:{root}", **{verb: getattr(disk, verb) for verb in verbs})
 
 
 class OneDownload(Ckptstore):
     """`as_directory` with a node cache that is empty at first."""
 
     def prepare(self, place: str) -> None:
-        self.store = self.opened(place)
+        self._store = self.opened(place)
         self.store.resume()
 
     def save(self, place: str) -> Wait | None:
-        assert self.store is not None
         self._uri = self.store.save_directory(_STEP, self.case.files if self.case.rank == 0 else None).uri
         return None
 
@@ -53,23 +48,19 @@ class OneDownload(Ckptstore):
         self._cache = Path(f"{self.case.files}-cache")
         config = StoreConfig(cache=CacheConfig(cache_dir=self._cache))
         storage: Any = (
-            _NoPaths(self._uri)
+            _without_paths(self._uri)
             if self.case.place.is_local
             else open_storage(self._uri, storage_options=self.case.place.storage_options)
         )
         transfer = Transfer(storage, config=config.transfer, retry=config.retry)
         checkpoint = Checkpoint(CheckpointFiles(storage=storage, transfer=transfer, config=config))
         with checkpoint.as_directory() as path:
-            self._found = {file.name: file.stat().st_size for file in Path(path).rglob("*") if file.is_file()}
+            self._found = _sizes_in(Path(path))
         transfer.close()
         storage.close()
 
     def wrong(self) -> str | None:
-        error = _missing(self._found, self.case)
-        self.case.gather(None)
-        if self.case.rank == 0:
-            shutil.rmtree(self._cache, ignore_errors=True)
-        return error
+        return _missing(self._found, self.case, self._cache)
 
 
 class RayAsDirectory(RayPersist):
@@ -87,25 +78,18 @@ class RayAsDirectory(RayPersist):
         if self.case.rank == 0:
             super().prepare(place)
 
-    def _filesystem(self) -> Any:
-        from pyarrow import fs
-
-        found = arrow_filesystem(self.case.place)
-        return fs.SubTreeFileSystem("/", found) if self.case.place.is_local else found
-
     def load(self, place: str) -> None:
-        with self._shared(place).as_directory() as path:
-            self._found = {file.name: file.stat().st_size for file in Path(path).rglob("*") if file.is_file()}
-
-    def _shared(self, place: str) -> Any:
-        """Return the checkpoint, one object in all processes as if it had been pickled; created once."""
+        from pyarrow import fs
         from ray.train import Checkpoint as RayCheckpoint
 
         if self._checkpoint is None:
-            path = f"{arrow_path(place)}/checkpoint_000000"
-            self._checkpoint = RayCheckpoint(path, self._filesystem())
-            self._checkpoint._uuid = self.case.gather(self._checkpoint._uuid)[0]
-        return self._checkpoint
+            filesystem = arrow_filesystem(self.case.place)
+            if self.case.place.is_local:
+                filesystem = fs.SubTreeFileSystem("/", filesystem)
+            self._checkpoint = RayCheckpoint(f"{arrow_path(place)}/checkpoint_000000", filesystem)
+            self._checkpoint._uuid = self.case.gather(self._checkpoint._uuid)[0]  # as if it had been pickled
+        with self._checkpoint.as_directory() as path:
+            self._found = _sizes_in(Path(path))
 
     def wrong(self) -> str | None:
         return _missing(self._found, self.case)
@@ -127,7 +111,7 @@ class PyarrowDownload(PyarrowCopy):
             self._target.mkdir()
             self.fetch(place, str(self._target))
         self.case.gather(None)
-        self._found = {file.name: file.stat().st_size for file in self._target.rglob("*") if file.is_file()}
+        self._found = _sizes_in(self._target)
 
     def fetch(self, place: str, target: str) -> None:
         """Copy everything there to an existing directory."""
@@ -136,11 +120,7 @@ class PyarrowDownload(PyarrowCopy):
         fs.copy_files(arrow_path(place), target, source_filesystem=self.filesystem, chunk_size=self.chunk_size)
 
     def wrong(self) -> str | None:
-        error = _missing(self._found, self.case)
-        self.case.gather(None)
-        if self.case.rank == 0:
-            shutil.rmtree(self._target)
-        return error
+        return _missing(self._found, self.case, self._target)
 
 
 class FsspecDownload(FsspecCopy, PyarrowDownload):
@@ -168,22 +148,18 @@ class RawDownload(Contender):
         return None
 
     def load(self, place: str) -> None:
-        if self.case.rank == 0:
-            with tempfile.TemporaryDirectory(dir=self.case.files.parent) as target, ExitStack() as stack:
-                pool = stack.enter_context(ThreadPoolExecutor(4))
-                list(pool.map(self._copier(Path(target)), _files(self.case)))
-        self.case.gather(None)
-
-    def _copier(self, target: Path) -> Callable[[Path], None]:
         def copy(path: Path) -> None:
             view = memoryview(bytearray(path.stat().st_size))
             if self.case.place.is_local:
                 read_into(view, [Path(self._storage.local_path(path.name))], num_threads=1)  # type: ignore[attr-defined]
             else:
                 self._storage.read_into(path.name, 0, [view])
-            (target / path.name).write_bytes(view)
+            Path(target, path.name).write_bytes(view)
 
-        return copy
+        if self.case.rank == 0:
+            with tempfile.TemporaryDirectory(dir=self.case.files.parent) as target, ThreadPoolExecutor(4) as pool:
+                list(pool.map(copy, _files(self.case)))
+        self.case.gather(None)
 
     def wrong(self) -> str | None:
         return None
@@ -196,5 +172,15 @@ def _files(case: Case) -> list[Path]:
     return sorted(path for path in case.files.rglob("*") if path.is_file())
 
 
-def _missing(found: dict[str, int], case: Case) -> str | None:
-    return next((path.name for path in _files(case) if found.get(path.name) != path.stat().st_size), None)
+def _sizes_in(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in directory.rglob("*") if path.is_file()}
+
+
+def _missing(found: dict[str, int], case: Case, made: Path | None = None) -> str | None:
+    """Return the name of a file that was not made whole. Collective with `made`, a directory that is then removed."""
+    error = next((name for name, size in _sizes_in(case.files).items() if found.get(name) != size), None)
+    if made is not None:
+        case.gather(None)
+        if case.rank == 0:
+            shutil.rmtree(made, ignore_errors=True)
+    return error

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckptstore.tools.bench.case import Case
-from ckptstore.tools.bench.peers.base import MOST_FILES, Contender, Wait
+from ckptstore.tools.bench.peers.base import MOST_FILES, Contender, Wait, variant
 
 
 class Orbax(Contender):
@@ -50,11 +50,16 @@ class Orbax(Contender):
         self._found: Mapping[str, Any] = {}
 
     def save(self, place: str) -> Wait | None:
+        self.begin(place)()
+        return None
+
+    def begin(self, place: str) -> Wait:
+        """Begin to save; return a function that waits for the rest."""
         import orbax.checkpoint as ocp
 
         self._checkpointer.save(f"{place}/tree", args=ocp.args.PyTreeSave(self._tree))
-        self._checkpointer.wait_until_finished()
-        return None
+        wait: Wait = self._checkpointer.wait_until_finished
+        return wait
 
     def load(self, place: str) -> None:
         import jax
@@ -72,20 +77,8 @@ class Orbax(Contender):
         self._checkpointer.close()
 
 
-class AsyncOrbax(Orbax):
-    """Orbax in the background. Arrays of JAX never change, so on a CPU it has nothing to copy before it returns."""
-
-    name = "Orbax, async"
-
-    def save(self, place: str) -> Wait | None:
-        import orbax.checkpoint as ocp
-
-        self._checkpointer.save(f"{place}/tree", args=ocp.args.PyTreeSave(self._tree))
-
-        def wait() -> None:
-            self._checkpointer.wait_until_finished()
-
-        return wait
+AsyncOrbax = variant(Orbax, name="Orbax, async", save=Orbax.begin)
+"""Orbax in the background. Arrays of JAX never change, so on a CPU it has nothing to copy before it returns."""
 
 
 def _meet(case: Case) -> None:

@@ -12,7 +12,7 @@ from ckptstore.opening import open_store
 from ckptstore.store import CheckpointStore
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.figures.report import OURS, Role
-from ckptstore.tools.bench.peers.base import Contender, Wait
+from ckptstore.tools.bench.peers.base import Contender, Wait, variant
 
 _STEP = 1
 
@@ -35,7 +35,14 @@ class Ckptstore(Contender):
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
-        self.store: CheckpointStore | None = None
+        self._store: CheckpointStore | None = None
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The open store. Raises RuntimeError before `prepare`."""
+        if self._store is None:
+            raise RuntimeError(f"{self.name} has no store")
+        return self._store
 
     def opened(self, place: str) -> CheckpointStore:
         """Open a store."""
@@ -43,11 +50,10 @@ class Ckptstore(Contender):
         return self.wrap(open_store(place, durable=self.case.durable, storage_options=options))
 
     def prepare(self, place: str) -> None:
-        self.store = self.opened(place)
+        self._store = self.opened(place)
         self.store.save(0, {"epoch": 0})
 
     def save(self, place: str) -> Wait | None:
-        assert self.store is not None
         self.store.save(_STEP, self.case.state)
         return None
 
@@ -55,20 +61,18 @@ class Ckptstore(Contender):
         self.close()
 
     def load(self, place: str) -> None:
-        if self.store is None:
-            self.store = self.opened(place)
+        if self._store is None:
+            self._store = self.opened(place)
         self.store.load(self.case.target)
 
     def close(self) -> None:
-        if self.store is not None:
-            self.store.close()
-            self.store = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
 
-class FirstSaveCkptstore(Ckptstore):
-    """The first save of a state, with nothing reused from an earlier one."""
-
-    name = "ckptstore, first save"
+FirstSaveCkptstore = variant(Ckptstore, name="ckptstore, first save")
+"""The first save of a state, with nothing reused from an earlier one."""
 
 
 class KeptCkptstore(Ckptstore):
@@ -82,8 +86,8 @@ class KeptCkptstore(Ckptstore):
         self._token = case.gather(uuid.uuid4().hex[:8])[0]
 
     def prepare(self, place: str) -> None:
-        if self.store is None:
-            self.store = self.begun()
+        if self._store is None:
+            self._store = self.begun()
 
     def begun(self) -> CheckpointStore:
         """Open the store of all turns."""
@@ -92,14 +96,12 @@ class KeptCkptstore(Ckptstore):
         return store
 
     def save(self, place: str) -> Wait | None:
-        assert self.store is not None
         self._step += 1
         self.store.save(self._step, self.case.state)
         return None
 
     def after(self, place: str) -> None:
         """Remove the files, so that no turn finds a fuller disk than another."""
-        assert self.store is not None
         if self.case.rank == 0:
             drop_files(self.store)
 
@@ -115,10 +117,8 @@ class AsyncCkptstore(KeptCkptstore):
         return store
 
     def save(self, place: str) -> Wait | None:
-        assert self.store is not None
         self._step += 1
-        pending = self.store.save_async(self._step, self.case.state)
-        return pending.result
+        return self.store.save_async(self._step, self.case.state).result
 
 
 class DirectoryCkptstore(Ckptstore):
@@ -127,11 +127,10 @@ class DirectoryCkptstore(Ckptstore):
     link: ClassVar[bool] = False
 
     def prepare(self, place: str) -> None:
-        self.store = self.opened(place)
+        self._store = self.opened(place)
         self.store.resume()
 
     def save(self, place: str) -> Wait | None:
-        assert self.store is not None
         self.store.save_directory(_STEP, self.case.files, link=self.link)
         return None
 

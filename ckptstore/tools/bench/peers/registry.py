@@ -13,8 +13,7 @@ from ckptstore.tools.bench.gpu.device_peers import (
 )
 from ckptstore.tools.bench.gpu.first_saves import FirstDefaultStaged, FirstSave, FirstSaveResumed, FirstSaveWarmed
 from ckptstore.tools.bench.peers.base import Contender
-from ckptstore.tools.bench.peers.dcp import Dcp, DcpFsspec, DcpHuggingFace, DcpS3
-from ckptstore.tools.bench.peers.dcp_async import AsyncDcp, AsyncDcpProcess
+from ckptstore.tools.bench.peers.dcp import AsyncDcp, AsyncDcpProcess, Dcp, DcpFsspec, DcpHuggingFace, DcpS3
 from ckptstore.tools.bench.peers.directories import (
     CopyRecursively,
     FsspecCopy,
@@ -32,7 +31,16 @@ from ckptstore.tools.bench.peers.files import (
     TorchSave,
     TorchSaveFsspec,
 )
-from ckptstore.tools.bench.peers.limits import Memcpy, PlainSockets, RawDisk, RawDiskLoad, RawRequests
+from ckptstore.tools.bench.peers.limits import (
+    BothCopies,
+    Loopback,
+    Memcpy,
+    PlainSockets,
+    RawDisk,
+    RawDiskLoad,
+    RawNode,
+    RawRequests,
+)
 from ckptstore.tools.bench.peers.node import FsspecDownload, OneDownload, PyarrowDownload, RawDownload, RayAsDirectory
 from ckptstore.tools.bench.peers.orbax import AsyncOrbax, Orbax
 from ckptstore.tools.bench.peers.own import (
@@ -44,7 +52,15 @@ from ckptstore.tools.bench.peers.own import (
     LinkedCkptstore,
 )
 from ckptstore.tools.bench.peers.tier import (
+    AsyncDcpProcessToBucket,
+    AsyncDcpToBucket,
+    AsyncLightningToBucket,
+    BesideDcp,
+    BesideLightning,
+    BesideRay,
     CappedDrain,
+    DcpFsspecFromBucket,
+    DcpS3FromBucket,
     FromBucket,
     FromDisk,
     FromEmptyNodes,
@@ -53,21 +69,10 @@ from ckptstore.tools.bench.peers.tier import (
     NoDrain,
     NoTier,
     OneCopy,
-    ToDisk,
-    TwoCopies,
-)
-from ckptstore.tools.bench.peers.tier_limits import BothCopies, Loopback, RawNode
-from ckptstore.tools.bench.peers.tier_peers import (
-    AsyncDcpProcessToBucket,
-    AsyncDcpToBucket,
-    AsyncLightningToBucket,
-    BesideDcp,
-    BesideLightning,
-    BesideRay,
-    DcpFsspecFromBucket,
-    DcpS3FromBucket,
     RayReportToBucket,
     S3CheckpointFromBucket,
+    ToDisk,
+    TwoCopies,
 )
 from ckptstore.tools.bench.peers.torch_checkpointing import AsyncTorchCheckpointing, TorchCheckpointing
 from ckptstore.tools.bench.workloads.finding import FINDERS

@@ -1,9 +1,11 @@
-"""ckptstore with a fast tier, and without one. The disk of each node is a directory of the place."""
+"""ckptstore with a fast tier, and without one; and peers, which save to the bucket in place of a disk, load from it,
+and slow the steps. The disk of each node is a directory of the place."""
 
 from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +18,10 @@ from ckptstore.store import CheckpointStore
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import OURS, Role
-from ckptstore.tools.bench.peers.base import Contender, Wait
+from ckptstore.tools.bench.peers.base import Contender, Wait, variant
+from ckptstore.tools.bench.peers.dcp import AsyncDcp, AsyncDcpProcess, DcpFsspec, DcpS3
+from ckptstore.tools.bench.peers.directories import RayReportAsync
+from ckptstore.tools.bench.peers.files import AsyncLightning, S3Checkpoint
 from ckptstore.tools.bench.peers.own import AsyncCkptstore, Ckptstore, drop_files
 
 NUM_NODES = 2
@@ -56,6 +61,41 @@ def open_tiered(case: Case, place: str, *, copies: Literal[1, 2], **options: Any
     return open_store(uri, durable=case.durable, storage_options=bucket.storage_options, fast=tier)
 
 
+class _ToBucket(Contender):
+    """A contender whose place is in the bucket."""
+
+    is_kept: ClassVar[bool] = True
+    """False for saves that are removed after the turn, for they take memory of the server."""
+
+    @classmethod
+    def unfit(cls, case: Case) -> str | None:
+        return super().unfit(replace(case, place=bucket_of(case)))
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return super().sweep(replace(case, place=bucket_of(case)), action)
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(replace(case, place=bucket_of(case)), **settings)
+
+    def prepare(self, place: str) -> None:
+        super().prepare(in_bucket(self.case, place))
+
+    def save(self, place: str) -> Wait | None:
+        return super().save(in_bucket(self.case, place))
+
+    def after(self, place: str) -> None:
+        super().after(place)
+        if not self.is_kept and self.case.rank == 0:
+            self.discard(place)
+
+    def load(self, place: str) -> None:
+        super().load(in_bucket(self.case, place))
+
+    def discard(self, place: str) -> None:
+        super().discard(in_bucket(self.case, place))
+
+
 class OneCopy(AsyncCkptstore):
     """`save_async` with a fast tier: seconds until the checkpoint is complete on the disks of the nodes.
 
@@ -69,9 +109,9 @@ class OneCopy(AsyncCkptstore):
         return f"copies-{self.copies}-{self._token}"
 
     def prepare(self, place: str) -> None:
-        if self.store is None:
+        if self._store is None:
             place = self.case.uri(self._name)
-            self.store = open_tiered(self.case, place, copies=self.copies, drain=_NEVER_DUE)
+            self._store = open_tiered(self.case, place, copies=self.copies, drain=_NEVER_DUE)
             self.store.save(0, {"epoch": 0})
             self.store.drain()
             self.store.warm_up(self.case.state)
@@ -83,41 +123,20 @@ class OneCopy(AsyncCkptstore):
             time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
-        if self.store is not None:
-            self.store.save(self._step + 1, {"epoch": 1})  # closing it brings the newest one into the bucket
+        if self._store is not None:
+            self._store.save(self._step + 1, {"epoch": 1})  # closing it brings the newest one into the bucket
         super().close()
         self.case.gather(None)
         if self.case.rank == 0:
             shutil.rmtree(self.case.uri(self._name), ignore_errors=True)
 
 
-class TwoCopies(OneCopy):
-    """A fast save with two copies: each node has the files of the other one too."""
-
-    name = "ckptstore, two copies"
-    copies = 2
-
-
-class NoTier(AsyncCkptstore):
-    """`save_async` straight to the bucket."""
-
-    name = "ckptstore, no tier"
-
-    def opened(self, place: str) -> CheckpointStore:
-        options = bucket_of(self.case).storage_options
-        return self.wrap(open_store(in_bucket(self.case, place), storage_options=options))
-
-    def after(self, place: str) -> None:
-        """Remove the files, which take memory of the server."""
-        assert self.store is not None
-        if self.case.rank == 0:
-            drop_files(self.store)
-
-
-class ToDisk(Ckptstore):
-    """A save in the foreground to a store on the same disk."""
-
-    name = "ckptstore, save to the disk"
+TwoCopies = variant(OneCopy, name="ckptstore, two copies", copies=2)
+"""Each node has the files of the other one too."""
+NoTier = variant(_ToBucket, AsyncCkptstore, name="ckptstore, no tier")
+"""`save_async` straight to the bucket."""
+ToDisk = variant(Ckptstore, name="ckptstore, save to the disk")
+"""A save in the foreground to a store on the same disk."""
 
 
 class FromDisk(Ckptstore):
@@ -126,7 +145,7 @@ class FromDisk(Ckptstore):
     name = "ckptstore, no tier, from the disk"
 
     def load(self, place: str) -> None:
-        self.store = self.opened(place)
+        self._store = self.opened(place)
         found = self.store.resume(self.case.target)
         assert found is not None
         assert found.step == _STEP
@@ -140,14 +159,8 @@ class FromDisk(Ckptstore):
         return found
 
 
-class FromBucket(FromDisk):
-    """`resume` from the bucket."""
-
-    name = "ckptstore, no tier, from the bucket"
-
-    def opened(self, place: str) -> CheckpointStore:
-        options = bucket_of(self.case).storage_options
-        return self.wrap(open_store(in_bucket(self.case, place), storage_options=options))
+FromBucket = variant(_ToBucket, FromDisk, name="ckptstore, no tier, from the bucket")
+"""`resume` from the bucket."""
 
 
 class FromOwnNode(FromDisk):
@@ -169,18 +182,10 @@ class FromOwnNode(FromDisk):
         self.case.gather(None)
 
 
-class FromPartner(FromOwnNode):
-    """`resume` when the disk of one node is empty."""
-
-    name = "ckptstore, from the partner"
-    lost = (1,)
-
-
-class FromEmptyNodes(FromOwnNode):
-    """`resume` when the disks of all nodes are empty."""
-
-    name = "ckptstore, from the bucket"
-    lost = (0, 1)
+FromPartner = variant(FromOwnNode, name="ckptstore, from the partner", lost=(1,))
+"""`resume` when the disk of one node is empty."""
+FromEmptyNodes = variant(FromOwnNode, name="ckptstore, from the bucket", lost=(0, 1))
+"""`resume` when the disks of all nodes are empty."""
 
 
 class CappedDrain(Contender):
@@ -237,10 +242,10 @@ class CappedDrain(Contender):
         return None
 
     def after(self, place: str) -> None:
-        assert self._store is not None
-        self._store.drain()
-        if self.case.rank == 0:
-            drop_files(self._store)
+        if self._store is not None:
+            self._store.drain()
+            if self.case.rank == 0:
+                drop_files(self._store)
 
     def close(self) -> None:
         if self._store is not None:
@@ -248,14 +253,57 @@ class CappedDrain(Contender):
             self._store = None
 
 
-class NoDrain(CappedDrain):
-    """The same steps without a drain."""
+NoDrain = variant(CappedDrain, name="no drain", family="limit", role="limit", prepare=Contender.prepare)
+"""The same steps without a drain."""
 
-    name, family = "no drain", "limit"
-    role: ClassVar[Role] = "limit"
+
+def _to_bucket(kind: type[Contender], name: str) -> Any:
+    return variant(_ToBucket, kind, name=f"{name}, to the bucket", is_kept=False)
+
+
+AsyncDcpToBucket = _to_bucket(AsyncDcp, "dcp.async_save, thread")
+AsyncDcpProcessToBucket = _to_bucket(AsyncDcpProcess, "dcp.async_save, process")
+AsyncLightningToBucket = _to_bucket(AsyncLightning, "Lightning AsyncCheckpointIO")
+RayReportToBucket = _to_bucket(RayReportAsync, "Ray Train, torch.save and persist, ASYNC")
+DcpS3FromBucket = variant(_ToBucket, DcpS3, name="s3torchconnector DCP, from the bucket")
+DcpFsspecFromBucket = variant(_ToBucket, DcpFsspec, name="DCP FsspecWriter, from the bucket")
+S3CheckpointFromBucket = variant(_ToBucket, S3Checkpoint, name="s3torchconnector S3Checkpoint, from the bucket")
+
+
+class _Beside(CappedDrain):
+    """The same steps beside a save in the background, straight to the bucket. Nothing caps it."""
+
+    role: ClassVar[Role] = "peer"
+    warmed = ("save",)
+    saver: ClassVar[type[_ToBucket]]
+    settings_of_saver: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def unfit(cls, case: Case) -> str | None:
+        return cls.saver.unfit(case)
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        self._saver = self.saver(case, **self.settings_of_saver)
 
     def prepare(self, place: str) -> None:
-        """Start nothing."""
+        self._saver.prepare(place)
+        self._pending = self._saver.save(place)
 
     def after(self, place: str) -> None:
-        """Wait for nothing."""
+        if self._pending is not None:
+            self._pending()
+        self._saver.after(place)
+
+    def close(self) -> None:
+        self._saver.close()
+
+
+def _beside(saver: type[Contender], **settings: Any) -> Any:
+    fields = {name: getattr(saver, name) for name in ("family", "modules", "packages", "checks")}
+    return variant(_Beside, name=f"beside {saver.name}", saver=saver, settings_of_saver=settings, **fields)
+
+
+BesideDcp = _beside(AsyncDcpProcessToBucket, thread_count=2, cached_plans=True)
+BesideLightning = _beside(AsyncLightningToBucket)
+BesideRay = _beside(RayReportToBucket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 from ckptstore.testing import run_ranks
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.laws import exponent, line
 from ckptstore.tools.bench.figures.report import Options, Workload
 from ckptstore.tools.bench.figures.text import absent
 from ckptstore.tools.bench.work import Task
@@ -117,12 +117,42 @@ def laws(points: Sequence[Mapping[str, Any]], figures: Sequence[str]) -> dict[st
         values = [point[name] for point in points]
         if any(value is None for value in values):
             continue
-        fitted = line(numbers, values)
+        base, slope, error = line(numbers, values)
         found[name] = {
-            "base": fitted.base,
-            "slope": fitted.slope,
-            "error": round(fitted.error, 4),
+            "base": base,
+            "slope": slope,
+            "error": round(error, 4),
             "exponent": round(exponent(numbers[-2:], values[-2:]), 3),
-            "text": str(fitted),
+            "text": f"{base:.4g} + {slope:.4g} n (within {error:.0%})",
         }
     return found
+
+
+def line(numbers: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
+    """Return base, slope and largest relative error of the line with the smallest relative errors, so that small sizes
+    count as much as large ones.
+
+    Raises ValueError for fewer than two different numbers.
+    """
+    weights = [1.0 / max(1e-12, value) ** 2 for value in values]
+    total = sum(weights)
+    mean_n = sum(w * n for w, n in zip(weights, numbers, strict=True)) / total
+    mean_v = sum(w * v for w, v in zip(weights, values, strict=True)) / total
+    spread = sum(w * (n - mean_n) ** 2 for w, n in zip(weights, numbers, strict=True))
+    if spread <= 0:
+        raise ValueError("a line takes two different numbers")
+    together = sum(w * (n - mean_n) * (v - mean_v) for w, n, v in zip(weights, numbers, values, strict=True))
+    slope = together / spread
+    base = mean_v - slope * mean_n
+    errors = [abs(base + slope * n - v) / max(1e-12, v) for n, v in zip(numbers, values, strict=True)]
+    return base, slope, max(errors)
+
+
+def exponent(numbers: Sequence[float], values: Sequence[float]) -> float:
+    """Return the power of n by which values grow: 1 is linear, 2 quadratic. Raises ValueError below two numbers."""
+    xs, ys = [math.log(number) for number in numbers], [math.log(max(1e-12, value)) for value in values]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    if spread <= 0:
+        raise ValueError("an exponent takes two different numbers")
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread

@@ -13,8 +13,7 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +110,9 @@ def _file_name(rank: int) -> str:
 def commit_of_sharded(directory: str, num_ranks: int, num_tensors: int) -> dict[str, Any]:
     """Commit as the leader, and open the checkpoint as a rank. For a process of its own; removes the directory."""
     case, leader = _Case(num_ranks, num_tensors), Negotiator()
-    with _timed() as agree:
-        agreement, agreed_bytes = case.agree(leader)
+    began = time.perf_counter()
+    agreement, agreed_bytes = case.agree(leader)
+    agree_seconds = time.perf_counter() - began
     parts = {rank: case.part(rank) for rank in range(num_ranks - 4, num_ranks)}  # those that are read below
     digests = {rank: Digest.of(part) for rank, part in parts.items()}
     some_bytes = len(parts[num_ranks - 1])
@@ -142,7 +142,7 @@ def commit_of_sharded(directory: str, num_ranks: int, num_tensors: int) -> dict[
     return {
         "ranks": num_ranks,
         "tensors": num_tensors,
-        "agree_seconds": agree.seconds,
+        "agree_seconds": agree_seconds,
         "agree_bytes": agreed_bytes,
         "told_bytes": sum(map(len, reports)),
         "cpu_seconds": cpu_seconds,
@@ -189,36 +189,27 @@ def _opened(files: CheckpointFiles, case: _Case) -> dict[str, Any]:
         read_bytes += sum(len(view) for item in ranges for view in item.views)
         files.read(ranges)
 
-    with _timed() as for_manifest:
-        manifest = files.read_manifest()[0]
-    with _timed() as for_own:
-        reader = IndexReader.of(manifest, read, files.prefix)
-        index = reader.opened(rank=last)
-        lacking = {rank for key in case.keys for rank in index.lacking(key, last, case.box(last))}
-    own_bytes = read_bytes
+    began = time.perf_counter()
+    manifest = files.read_manifest()[0]
+    manifest_seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    reader = IndexReader.of(manifest, read, files.prefix)
+    index = reader.opened(rank=last)
+    lacking = {rank for key in case.keys for rank in index.lacking(key, last, case.box(last))}
+    own_seconds, own_bytes = time.perf_counter() - began, read_bytes
     assert not lacking
-    with _timed() as for_quarter:
-        wide = case.box(last - 3, 4)
-        lacking = {rank for key in case.keys for rank in index.lacking(key, 0, wide)}
-        index = reader.with_parts(lacking)
+    began = time.perf_counter()
+    wide = case.box(last - 3, 4)
+    lacking = {rank for key in case.keys for rank in index.lacking(key, 0, wide)}
+    index = reader.with_parts(lacking)
+    quarter_seconds = own_seconds + time.perf_counter() - began
     assert lacking == {last - 3, last - 2, last - 1}
     assert index.num_chunks == 4 * case.num_tensors
     return {
         "manifest_bytes": len(manifest.encode()),
-        "open_manifest_seconds": for_manifest.seconds,
+        "open_manifest_seconds": manifest_seconds,
         "outline_bytes": manifest.by_name[INDEX_NAME].size_bytes,
-        "open_own_seconds": for_own.seconds,
+        "open_own_seconds": own_seconds,
         "open_own_bytes": own_bytes,
-        "open_quarter_seconds": for_own.seconds + for_quarter.seconds,
+        "open_quarter_seconds": quarter_seconds,
     }
-
-
-class _Timed:
-    seconds = 0.0
-
-
-@contextmanager
-def _timed() -> Iterator[_Timed]:
-    found, started = _Timed(), time.perf_counter()
-    yield found
-    found.seconds = time.perf_counter() - started

@@ -128,7 +128,7 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
 
 def _echo(report: Report) -> None:
     from ckptstore.tools.bench.figures import text
-    from ckptstore.tools.bench.figures.markdown import markdown
+    from ckptstore.tools.bench.figures.text import markdown
 
     if report.asked.get("device"):
         click.echo(markdown(report), nl=False)

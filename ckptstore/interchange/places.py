@@ -1,4 +1,4 @@
-"""The target of an export: a local directory that appears whole, or one in an object store."""
+"""The places of other tools' files: the source of an import, and the target of an export, which appears whole."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import InvalidInput, InvalidSource, StorageError, StorageFull
+from ckptstore.errors import FileMissing, InvalidInput, InvalidSource, StorageError, StorageFull
 from ckptstore.format.layout import DCP_METADATA_NAME
-from ckptstore.interchange.remote_files import is_remote, opened_folder, send
-from ckptstore.storage.uri import local_path, redact
+from ckptstore.storage.uri import local_path, parse_uri, redact
+from ckptstore.transfer import Wanted
+from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.opened import OpenedPlace, open_place
+from ckptstore.transfer.sources import FileSource
 
 PROGRESS_FOLDER = ".ckptstore-export/"
 """The progress of an unfinished export. Loaders ignore it: they look for `*.safetensors` and named config files."""
@@ -31,6 +33,52 @@ _PARTS_BYTES = 64 << 20
 _OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".distcp", DCP_METADATA_NAME)
 _FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})
 _WEIGHTS = (*_OWN_SUFFIXES, ".pth", ".bin", ".bin.index.json", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+@contextmanager
+def opened_folder(uri: str, storage_options: Mapping[str, Any] | None) -> Iterator[OpenedPlace]:
+    """Open the directory at a URI; it may be missing."""
+    config = StoreConfig.from_env()
+    moving = replace(config.transfer, durable=False)  # downloads are temporary
+    place = open_place(uri, config=replace(config, transfer=moving), storage_options=storage_options)
+    with closing(place):
+        yield place
+
+
+def is_remote(uri: str | os.PathLike[str]) -> bool:
+    """True if a URI does not name a local path."""
+    return bool(parse_uri(uri).scheme)
+
+
+@contextmanager
+def on_this_machine(
+    uri: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    *,
+    of_folder: Callable[[str], bool] | None = None,
+) -> Iterator[Path]:
+    """Yield the file at a URI as a local path. With `of_folder`, yield a directory of the files at the top of the URI
+    whose names `of_folder` accepts.
+
+    A remote source is downloaded to a temporary directory. Raises FileMissing if nothing is found.
+    """
+    if not is_remote(uri):
+        if storage_options:
+            raise InvalidInput(f"storage_options mean nothing for {os.fspath(uri)!r}", hint="Leave them out")
+        yield Path(local_path(uri, "The source"))
+        return
+    parent, _, name = os.fspath(uri).rpartition("/")
+    with (
+        tempfile.TemporaryDirectory(prefix="ckptstore-import-") as made,
+        opened_folder(parent if of_folder is None else os.fspath(uri), storage_options) as folder,
+    ):
+        listed = {file.key: file.size_bytes for file in folder.storage.list(name if of_folder is None else "")}
+        found = [key for key in listed if (key == name if of_folder is None else "/" not in key and of_folder(key))]
+        if not found:
+            raise FileMissing(f"There is nothing to import at {redact(os.fspath(uri))}", file=name)
+        into = Path(made) if of_folder is None else Path(made, name)
+        folder.transfer.download([(Wanted(key, listed[key], None), into / key) for key in found])
+        yield Path(made, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +94,22 @@ class ExportPlace:
 
     @property
     def beside(self) -> tuple[Path, ...]:
-        """The files copied into the export. Raises InvalidSource if there are none to copy."""
-        return _files_beside(self.beside_from)
+        """The files copied into the export: config, tokenizer and the like. Raises InvalidSource if there are none."""
+        if self.beside_from is None:
+            return ()
+        path = Path(local_path(self.beside_from, "What is to lie beside an export"))
+        found = [item for item in sorted(path.iterdir()) if item.is_file()] if path.is_dir() else []
+        chosen = tuple(item for item in found if not item.name.endswith(_WEIGHTS) and not item.name.startswith("."))
+        if not chosen:
+            raise InvalidSource(
+                f"{path} has no files to put beside an export", hint="Give the directory of a model's config"
+            )
+        return chosen
 
     @property
     def path(self) -> Path | None:
         """The local directory, None if the target is remote."""
-        return None if self.is_remote else Path(local_path(self.target, "The directory of an export"))
+        return None if is_remote(self.target) else Path(local_path(self.target, "The directory of an export"))
 
     @property
     def uri(self) -> str:
@@ -60,15 +117,9 @@ class ExportPlace:
         return str(self.path or redact(self.target))
 
     @property
-    def is_remote(self) -> bool:
-        """True if the target is not a local path."""
-        return is_remote(self.target)
-
-    @property
-    def _aside(self) -> Path:
-        """The local directory of the export until it is complete."""
-        path = Path(local_path(self.target, "The directory of an export"))
-        return path.with_name(f".{path.name}.partial")
+    def _aside(self) -> Path | None:
+        """The local directory of the export until it is complete, None if the target is remote."""
+        return self.path and self.path.with_name(f".{self.path.name}.partial")
 
     def check(self, *, resumable: bool = False) -> None:
         """Raise InvalidInput unless the export may go there. A `resumable` export may continue an earlier one."""
@@ -99,28 +150,28 @@ class ExportPlace:
     @contextmanager
     def opened_target(self) -> Iterator[OpenedPlace]:
         """Open the directory where an export writes its files one by one: the URI, or the partial local directory."""
-        uri = self.target if self.is_remote else self._aside
         config = StoreConfig.from_env()
         budget_bytes = min(config.transfer.memory_budget_bytes, _PARTS_BYTES)
         config = replace(config, transfer=replace(config.transfer, memory_budget_bytes=budget_bytes))
+        uri = self._aside or self.target
         with closing(open_place(uri, config=config, storage_options=self.storage_options)) as place:
             yield place
 
     def publish(self) -> None:
         """Move the complete local directory into its place."""
-        if self.is_remote:
+        target, aside = self.path, self._aside
+        if target is None or aside is None:
             return
-        target = Path(local_path(self.target, "The directory of an export"))
         with _written(target):
-            mode = self._aside.stat().st_mode & 0o666
+            mode = aside.stat().st_mode & 0o666
             # It was written read-only.
-            for item in self._aside.iterdir():
+            for item in aside.iterdir():
                 item.chmod(mode)
-            _put(self._aside, target)
+            _put(aside, target)
 
     def remove_aside(self) -> None:
         """Remove the partial local directory."""
-        if not self.is_remote:
+        if self._aside is not None:
             shutil.rmtree(self._aside, ignore_errors=True)
 
     @contextmanager
@@ -129,13 +180,10 @@ class ExportPlace:
 
         After an error no local files remain.
         """
-        if self.is_remote:
-            with self._sent() as made:
-                yield made
-        else:
-            with _appearing(Path(local_path(self.target, "The directory of an export"))) as directory:
-                yield directory
-                self._copy_beside(directory)
+        with self._sent() if self.path is None else _appearing(self.path) as directory:
+            yield directory
+            for file in self.beside:
+                shutil.copyfile(file, directory / file.name)
 
     @contextmanager
     def _sent(self) -> Iterator[Path]:
@@ -148,31 +196,11 @@ class ExportPlace:
             # Readers find the other files by these: removed first and written last, so that no reader finds a mixture.
             folder.storage.delete([name for name in before if leads(name)])
             yield Path(made)
-            self._copy_beside(Path(made))
             names = sorted((item.name for item in Path(made).iterdir()), key=lambda name: (leads(name), name))
-            send(Path(made), names, folder)
+            for name in names:
+                folder.transfer.upload([PlannedFile(name, FileSource.of(Path(made, name)))])
+                Path(made, name).unlink()
             folder.storage.delete([name for name in before if name not in names])
-
-    def _copy_beside(self, directory: Path) -> None:
-        for file in self.beside:
-            shutil.copyfile(file, directory / file.name)
-
-
-def _files_beside(directory: str | os.PathLike[str] | None) -> tuple[Path, ...]:
-    """Return the files at the top of a directory except weights: config, tokenizer, generation settings.
-
-    Raises InvalidSource if there are none.
-    """
-    if directory is None:
-        return ()
-    path = Path(local_path(directory, "What is to lie beside an export"))
-    found = [item for item in sorted(path.iterdir()) if item.is_file()] if path.is_dir() else []
-    chosen = tuple(item for item in found if not item.name.endswith(_WEIGHTS) and not item.name.startswith("."))
-    if not chosen:
-        raise InvalidSource(
-            f"{path} has no files to put beside an export", hint="Give the directory of a model's config"
-        )
-    return chosen
 
 
 def leads(name: str) -> bool:
