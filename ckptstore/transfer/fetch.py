@@ -201,7 +201,7 @@ class _Fetch:
             if self.damage:
                 self.abort()
             elif self._file is not None:
-                self._file.close()
+                self._file.finish()
                 self._file = None
 
     def _begin(self, run: Operation) -> None:
