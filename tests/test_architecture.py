@@ -73,7 +73,7 @@ IMPORTERS: dict[str, set[str]] = {
     "awscrt": {"format.digest", "testing.s3"},
     "axolotl": {"integrations.axolotl"},
     "azure": {"storage.cloud.azure", "storage.cloud.chains"},
-    "botocore": {"storage.cloud.aws_client", "storage.cloud.aws_settings", "storage.cloud.chains"},
+    "botocore": {"storage.cloud.aws", "storage.cloud.aws_settings", "storage.cloud.chains"},
     "certifi": {"storage.cloud.routes"},
     "click": {"tools.cli"},
     "fastsafetensors": {"tools.bench"},

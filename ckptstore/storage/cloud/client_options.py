@@ -108,23 +108,6 @@ class ObstoreConfig:
     aws: AwsSettings | None = field(default=None, repr=False)
 
 
-def files_of_same_account(target: Any, source: Any) -> Any:
-    """Return the object that makes the requests of `source`, None unless the target's credentials reach it too.
-
-    Both are storages that were opened from a URI and options; the engines may differ.
-    """
-    given = getattr(source, "opened_as", None)
-    if given is None:
-        return None
-    here, there = (_account(*item) for item in (target.opened_as, given))
-    return getattr(source, "_files", source) if here == there and here[0] is not None else None
-
-
-def _account(uri: str, options: Mapping[str, Any]) -> tuple[Kind | None, str, Options]:
-    location = parse_uri(uri)
-    return location.kind, location.account, {name: value for name, value in options.items() if value is not None}
-
-
 def for_obstore(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreConfig:
     """Return the configuration for a URI, with the variables of this process. Raises CannotExpress, and InvalidInput
     for options that no engine can use."""

@@ -26,6 +26,7 @@ Environment = Mapping[str, str]
 
 READ_TIMEOUT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 10.0
+MAX_CONNECTIONS = 64
 
 _BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",
