@@ -242,10 +242,10 @@ class AwsSettings:
 
     def _route(self) -> Route:
         configured = self._session.get_scoped_config().get("ca_bundle")
-        bundles = variables(("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"), os.environ)
+        bundles = variables("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
         bundles.insert(1, (self._in_files("ca_bundle"), configured))
         verify = self._inside("client_kwargs").get("verify")
-        return route_to(self.address.endpoint_url, os.environ, bundles, verify=verify)
+        return route_to(self.address.endpoint_url, bundles, verify=verify)
 
     def _ask_region(self) -> str | None:
         """Return the region of the bucket, None if S3 does not name it. Needs no credentials: a refusal has it too."""

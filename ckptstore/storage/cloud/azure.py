@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import os
 import re
 import time
 import uuid
@@ -40,8 +39,8 @@ class AzureFiles(CloudFiles):
 
     def __init__(self, location: Location, settings: Mapping[str, Any], opened_as: OpenedAs) -> None:
         super().__init__(location, settings, opened_as)
-        self._names = azure_names(location, settings, os.environ)
-        self._route = azure_route(self._names, os.environ)
+        self._names = azure_names(location, settings)
+        self._route = azure_route(self._names)
 
     def blob(self, key: str) -> Any:
         """Return the SDK's client of one blob."""

@@ -32,7 +32,7 @@ class CloudFiles(ProcessBound):
 
     def __init__(self, location: Location, settings: Any, opened_as: OpenedAs) -> None:
         """Open no connection yet. `settings` are those of the SDK, in the form of the cloud."""
-        super().__init__()
+        super().__init__(location.uri)
         self._location = location
         self._settings = settings
         self._opened_as = opened_as
@@ -42,13 +42,6 @@ class CloudFiles(ProcessBound):
         """Old clients, which only requests in flight still use."""
         self._has_renewed = False
         """True once expired credentials were looked up again, and no request has succeeded with the new ones yet."""
-
-    @property
-    def uri(self) -> str:
-        return self._location.uri
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.uri!r})"
 
     def __reduce__(self) -> OpenedAs:
         return self._opened_as

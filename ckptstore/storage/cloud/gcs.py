@@ -10,7 +10,6 @@ and deleted. A process that is killed meanwhile leaves them in the attempt's dir
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -52,11 +51,11 @@ class GcsFiles(CloudFiles):
     def __init__(self, location: Location, settings: Mapping[str, Any], opened_as: OpenedAs) -> None:
         super().__init__(location, settings, opened_as)
         self._bucket = f"/b/{quote(location.container, safe='')}"
-        endpoint = gcs_endpoint(settings, os.environ)
+        endpoint = gcs_endpoint(settings)
         self._is_googles = endpoint is None
         self._endpoint = (endpoint or GOOGLE).rstrip("/")
         self._token = settings.get("token") or ("anon" if endpoint else None)
-        self._route = gcs_route(self._endpoint, os.environ)
+        self._route = gcs_route(self._endpoint)
         read_seconds = seconds_of(settings.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout")
         self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
 
