@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptstore.errors import CacheError, CkptstoreError, StorageFull
 from ckptstore.runtime.file_locks import locks_work
 from ckptstore.storage.disk import posix
-from ckptstore.storage.disk.private import make_private
+from ckptstore.storage.disk.posix import make_private
 
 logger = logging.getLogger("ckptstore")
 

@@ -104,8 +104,16 @@ class ProcessBound(Storage):
     """A base for back-ends, by which a storage refuses to work in a forked child, where it would unknowingly share
     connections, locks or memory with its parent."""
 
-    def __init__(self) -> None:
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
         self._process_id = os.getpid()
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._uri!r})"
 
     @property
     def is_here(self) -> bool:

@@ -46,13 +46,10 @@ class _Space:
 
 
 _spaces: dict[str, _Space] = {}
-_spaces_lock = threading.Lock()
 
 
 def _after_fork() -> None:
     """Give a forked child, which has copies of the spaces, locks of its own."""
-    global _spaces_lock
-    _spaces_lock = threading.Lock()
     for space in _spaces.values():
         space.lock = threading.Lock()
 
@@ -68,21 +65,12 @@ class MemoryStorage(ProcessBound):
 
     def __init__(self, uri: str) -> None:
         """Open the space, created empty on its first use. Raises InvalidInput for a URI without a name."""
-        super().__init__()
         location = parse_uri(uri)
+        super().__init__(location.uri)
         if location.scheme != "memory":
             raise InvalidInput(f"{location.uri!r} names no memory storage", hint='Give "memory://" and a name')
-        self._uri = location.uri
         self._prefix = location.full_key("")
-        with _spaces_lock:
-            self._space = _spaces.setdefault(location.container, _Space())
-
-    @property
-    def uri(self) -> str:
-        return self._uri
-
-    def __repr__(self) -> str:
-        return f"MemoryStorage({self._uri!r})"
+        self._space = _spaces.setdefault(location.container, _Space())  # atomic, as dictionaries of Python are
 
     def __reduce__(self) -> NoReturn:
         raise InvalidInput(

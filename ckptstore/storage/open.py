@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.runtime.extras import install_word, needs
 from ckptstore.storage.base import Storage
-from ckptstore.storage.uri import KINDS, Location, parse_uri
+from ckptstore.storage.uri import KINDS, parse_uri
 
 if TYPE_CHECKING:
     from ckptstore.storage.cloud.client_options import ObstoreConfig
@@ -104,20 +104,16 @@ def _chosen(
         raise InvalidInput(f'engine is {engine!r}, it must be "obstore" or "fsspec"')
     if engine == "fsspec":
         return EngineChoice("fsspec", "it was asked for"), None
-    found = _for_obstore(location, storage_options)
+    if location.kind is None:
+        found: ObstoreConfig | str = f"obstore does not know {scheme}://"
+    elif importlib.util.find_spec("obstore") is None:
+        found = f"obstore is not installed (pip install {install_word('fast')})"
+    else:
+        from ckptstore.storage.cloud.obstore import configured
+
+        found = configured(location.uri, storage_options)
     if not isinstance(found, str):
         return EngineChoice("obstore", "the faster engine" if engine is None else "it was asked for"), found
     if engine == "obstore":
         raise InvalidInput(f"obstore cannot serve {location.uri!r}: {found}")
     return EngineChoice("fsspec", found), None
-
-
-def _for_obstore(location: Location, storage_options: Mapping[str, Any] | None) -> ObstoreConfig | str:
-    """Return obstore's configuration, or the reason for which it cannot serve a location."""
-    if location.kind is None:
-        return f"obstore does not know {location.scheme}://"
-    if importlib.util.find_spec("obstore") is None:
-        return f"obstore is not installed (pip install {install_word('fast')})"
-    from ckptstore.storage.cloud.obstore import configured
-
-    return configured(location.uri, storage_options)

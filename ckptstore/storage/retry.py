@@ -16,7 +16,7 @@ from typing import TypeVar
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import RequestRetried, emit
-from ckptstore.runtime.beat import alive
+from ckptstore.runtime.beat import Beat, alive, no_beat
 from ckptstore.storage.traffic import traffic_here
 
 T = TypeVar("T")
@@ -51,26 +51,29 @@ def is_retryable(error: BaseException) -> bool:
     return isinstance(error, CkptstoreError) and error.retryable
 
 
-def retrying(config: RetryConfig, what: str, request: Callable[[], T]) -> T:
-    """Call `request` until it returns, and return its result.
+def retrying(config: RetryConfig, what: str, request: Callable[[], T], *, check: Beat = no_beat) -> T:
+    """Call `request` until it returns, and return its result. `check` is called before each try; its errors pass
+    through.
 
     Raises the error of the last try; errors that are not retryable are raised at once.
     """
     if _here.is_inside:
+        check()
         return request()
     _here.is_inside = True
     traffic_here().requests += 1
     try:  # tenacity costs 30 ms to import, and most requests need no second try
+        check()
         return request()
     except CkptstoreError as error:
-        if not is_retryable(error) or config.retry_attempts == 1:
+        if not error.retryable or config.retry_attempts == 1:
             raise
-        return _retry(config, what, request, error)
+        return _retry(config, what, request, error, check)
     finally:
         _here.is_inside = False
 
 
-def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: CkptstoreError) -> T:
+def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: CkptstoreError, check: Beat) -> T:
     import tenacity
 
     if _here.is_hurried:
@@ -83,6 +86,7 @@ def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: Ckpt
         traffic = traffic_here()
         traffic.requests += 1
         traffic.retries += 1
+        check()
         return request()
 
     def told(state: tenacity.RetryCallState) -> None:

@@ -8,30 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Storage
-from ckptstore.storage.probe import is_server
 from ckptstore.transfer.engine import Engine
 from ckptstore.transfer.moves import Checked, PlannedFile, RangeRead, Stored, Wanted
-from ckptstore.transfer.pool import Pool
-from ckptstore.transfer.scratch import Scratch
 
 __all__ = ["Checked", "RangeRead", "Stored", "Transfer", "Wanted"]
-
-
-def _open(storage: Storage, config: TransferConfig, retry: RetryConfig, rank: int) -> Transfer:
-    return Transfer(storage, config=config, retry=retry, rank=rank)
-
-
-def _engine(storage: Storage, config: TransferConfig, retry: RetryConfig, rank: int) -> Engine:
-    pool = Pool(config.num_requests if is_server(storage) else config.num_threads)
-    scratch = Scratch(config.memory_budget_bytes)
-    return Engine(storage=storage, config=config, retry=retry, rank=rank, pool=pool, scratch=scratch)
 
 
 class Transfer:
@@ -43,16 +30,17 @@ class Transfer:
 
     def __init__(self, storage: Storage, *, config: TransferConfig, retry: RetryConfig, rank: int = 0) -> None:
         """Do not take over the storage, which the caller closes. Threads are started when they are needed."""
-        self._engine = _engine(storage, config, retry, rank)
+        self._engine = Engine(storage, config, retry, rank)
         in_forked_child(self, Transfer._after_fork)
 
     def _after_fork(self) -> None:
         """Give a forked child threads, locks and buffers of its own."""
         engine = self._engine
-        self._engine = _engine(engine.storage, engine.config, engine.retry, engine.rank)
+        self._engine = Engine(engine.storage, engine.config, engine.retry, engine.rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self._engine.storage, self._engine.config, self._engine.retry, self._engine.rank)
+        engine = self._engine
+        return partial(Transfer, config=engine.config, retry=engine.retry, rank=engine.rank), (engine.storage,)
 
     @property
     def rank(self) -> int:
@@ -60,9 +48,8 @@ class Transfer:
         return self._engine.rank
 
     def set_rank(self, rank: int) -> None:
-        """Set the rank in the events of operations that begin from now on."""
-        if rank != self._engine.rank:
-            self._engine = replace(self._engine, rank=rank)
+        """Set the rank in events from now on."""
+        self._engine.rank = rank
 
     @property
     def algorithm(self) -> str:
@@ -127,4 +114,4 @@ class Transfer:
     def close(self) -> None:
         """End the threads and give the buffers back."""
         self._engine.pool.close()
-        self._engine.scratch.close()
+        self._engine.scratch.trim(0)

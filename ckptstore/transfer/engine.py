@@ -1,109 +1,74 @@
-"""The storage, threads, buffers and limits that all operations of a transfer share."""
+"""The storage, the threads, and the limits on buffers and requests that all operations of a transfer share."""
 
 from __future__ import annotations
 
-import sys
+import mmap
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.errors import AccessDenied, StorageError, StorageFull
+from ckptstore.errors import StorageThrottled
+from ckptstore.events import ConcurrencyChanged, emit
 from ckptstore.storage.base import Disk, Doubts, Storage, WritesParts
+from ckptstore.storage.probe import is_server
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice
-from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.pool import Operation, Pool
-from ckptstore.transfer.scratch import Scratch
-
-if TYPE_CHECKING:
-    from ckptstore.transfer.flow import Flow
 
 T = TypeVar("T")
 
 STEP_BYTES = 1 << 20
 """The bytes hashed at once: few enough to be still in the processor's cache when they are used next."""
 TASK_BYTES = 16 << 20
-"""The bytes that one task of a thread moves."""
-_REQUEST_BYTES = 16 << 20
-"""The largest single read from a storage on a network."""
+"""The bytes that one task of a thread moves, and the most of one read."""
 _MAX_BATCH_FILES = 64
+_ROUND_BYTES = 64 << 10
+_KEPT_BYTES = 64 << 20
+"""The bytes of buffers that stay ready for the next operation."""
+_TICK_SECONDS = 0.1
+"""The interval at which a waiting task looks whether its operation still goes on."""
+_RUN = 4
+"""The least successes in a row after which one more request is let in."""
 
 
-@dataclass(frozen=True, slots=True)
 class Engine:
     """A storage, and the means to move bytes."""
 
-    storage: Storage
-    config: TransferConfig
-    retry: RetryConfig
-    rank: int
-    pool: Pool
-    scratch: Scratch
-    disk: Disk | None = field(init=False)
-    """The storage, where it is a disk: a request costs microseconds there, not a round trip."""
-    parts: WritesParts | None = field(init=False)
-    """The storage, where it writes parts."""
-    doubts: Doubts | None = field(init=False)
-    """The storage, where it can be read in another way."""
-    reading: threading.Semaphore = field(init=False)
-    """Held while the bytes of a part are read and hashed, which keeps a processor or a disk busy. A thread that waits
-    for it holds no buffer, so there are as many buffers as requests that wait for a server, not as many as threads."""
-    flow: Flow | None = field(init=False)
-    """The limit of requests in flight; None on a disk, which throttles nobody."""
-
-    def __post_init__(self) -> None:  # once: `isinstance` with a protocol takes microseconds
-        object.__setattr__(self, "disk", self.storage if isinstance(self.storage, Disk) else None)
-        object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
-        object.__setattr__(self, "doubts", self.storage if isinstance(self.storage, Doubts) else None)
-        object.__setattr__(self, "reading", threading.Semaphore(self.config.num_threads))
-        flow = None
-        if not self.disk:
-            from ckptstore.transfer.flow import Flow
-
-            flow = Flow(self.pool.num_threads)
-        object.__setattr__(self, "flow", flow)
-
-    @property
-    def request_bytes(self) -> int:
-        """The most bytes of one read."""
-        return TASK_BYTES if self.disk else _REQUEST_BYTES
-
-    def algorithm(self, file: PlannedFile) -> str:
-        """Return the algorithm of the digests of a file to be written."""
-        return file.algorithm or self.config.digest
-
-    def part_bytes(self, size_bytes: int) -> int | None:
-        """Return the part size of a file of that size; None where it is written in one call."""
-        if self.parts is None:
-            return None
-        part_bytes = self.parts.part_bytes(size_bytes)
-        return part_bytes if size_bytes > part_bytes else None
+    def __init__(self, storage: Storage, config: TransferConfig, retry: RetryConfig, rank: int) -> None:
+        """Start no thread yet. `rank` is that in events."""
+        self.storage = storage
+        self.config = config
+        self.retry = retry
+        self.rank = rank
+        # Once: `isinstance` with a protocol takes microseconds.
+        self.disk = storage if isinstance(storage, Disk) else None
+        """The storage, where it is a disk: a request costs microseconds there, not a round trip."""
+        self.parts = storage if isinstance(storage, WritesParts) else None
+        """The storage, where it writes parts."""
+        self.doubts = storage if isinstance(storage, Doubts) else None
+        """The storage, where it can be read in another way."""
+        self.pool = Pool(config.num_requests if is_server(storage) else config.num_threads)
+        self.scratch = Scratch(config.memory_budget_bytes)
+        self.reading = threading.Semaphore(config.num_threads)
+        """Held while the bytes of a part are read and hashed, which keeps a processor or a disk busy. A thread that
+        waits for it holds no buffer, so there are as many buffers as requests that wait for a server, not as many as
+        threads."""
+        self.flow = None if self.disk else Flow(self.pool.num_threads)
+        """The limit of requests in flight; None on a disk, which throttles nobody."""
 
     def request(self, run: Operation, what: str, call: Callable[[], T]) -> T:
         """Call with retries, unless the operation has failed meanwhile; fewer at once while the storage throttles."""
-
-        def checked() -> T:
-            run.check()
-            if self.flow is None:
-                return call()
-            with self.flow.request(run.check):
-                return call()
-
-        return retrying(self.retry, what, checked)
+        if self.flow is not None:
+            call = partial(self.flow.request, run.check, call)
+        return retrying(self.retry, what, call, check=run.check)
 
     def read(self, run: Operation, key: str, call: Callable[[], T]) -> T:
         """Call as `request` does, for a read of a file; a file that seems damaged or missing is read again, in another
         way."""
         return self.request(run, f"read {key}", partial(looked_twice, self.storage, key, call))
-
-    def small_tasks(self) -> int:
-        """Return the number of tasks for small files: no more than are of use on a disk, else without a limit."""
-        if self.disk is None or (useful := self.disk.useful_threads()) >= self.pool.num_threads:
-            return sys.maxsize
-        return useful
 
     def batches(self, sizes_bytes: list[int]) -> list[slice]:
         """Deal small files, by their sizes, to tasks, so that the bytes of one task stay in the processor's cache."""
@@ -117,6 +82,115 @@ class Engine:
         return [*found, slice(start, len(sizes_bytes))] if sizes_bytes else []
 
 
-def is_worth_writing_anew(error: BaseException) -> bool:
-    """Return True if a file that could not be finished may succeed when it is written from the beginning."""
-    return isinstance(error, StorageError) and not isinstance(error, StorageFull | AccessDenied)
+class Flow:
+    """Limits the requests in flight: half as many when the storage throttles, then more again. Safe for threads."""
+
+    def __init__(self, most: int) -> None:
+        """Let `most` requests run at once, until the storage throttles."""
+        self.limit = most
+        self._most = most
+        self._changed = threading.Condition()
+        self._in_flight = 0
+        self._successes = 0
+        self._num_cuts = 0
+
+    def request(self, check: Callable[[], None], call: Callable[[], T]) -> T:
+        """Make one request. Waits for its turn; an error that `check` raises meanwhile ends the wait.
+
+        Requests that were in flight when the limit was halved do not halve it again: they report the same throttling.
+        """
+        with self._changed:
+            while self._in_flight >= self.limit:
+                self._changed.wait(_TICK_SECONDS)
+                check()
+            self._in_flight += 1
+            num_cuts = self._num_cuts
+        try:
+            result = call()
+        except BaseException as error:
+            self._end(num_cuts, error)
+            raise
+        self._end(num_cuts, None)
+        return result
+
+    def _end(self, num_cuts: int, error: BaseException | None) -> None:
+        reason = ""
+        with self._changed:
+            self._in_flight -= 1
+            before = self.limit
+            if isinstance(error, StorageThrottled):
+                self._successes = 0
+                if num_cuts == self._num_cuts:
+                    self._num_cuts += 1
+                    self.limit = max(1, before // 2)
+                    reason = "the storage throttles"
+            elif error is None and before < self._most:
+                self._successes += 1
+                if self._successes >= max(_RUN, before):
+                    self._successes, self.limit = 0, before + 1
+                    reason = "requests go through again"
+            limit = self.limit
+            self._changed.notify(1 + max(0, limit - before))
+        if limit != before:
+            emit(ConcurrencyChanged(limit=limit, reason=reason))
+
+
+class Scratch:
+    """Lends buffers that bytes pass through. Their sum, lent and kept, stays within the budget, except for a single
+    larger one lent alone."""
+
+    # They are kept and reused, because memory that is new to the process costs more than the copy into it.
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._changed = threading.Condition()
+        self._kept: list[mmap.mmap] = []
+        self._lent_bytes = 0
+
+    @contextmanager
+    def take(self, size_bytes: int, run: Operation) -> Iterator[memoryview]:
+        """Lend a buffer of at least that size until the context ends; wait until the budget has room for it."""
+        if not size_bytes:
+            yield memoryview(bytearray())
+            return
+        buffer = self._lend(-(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES, run)
+        try:
+            with memoryview(buffer) as view:
+                yield view
+        finally:
+            with self._changed:
+                self._lent_bytes -= len(buffer)
+                self._kept.append(buffer)
+                self._drop_kept(max(0, self._budget_bytes - self._lent_bytes))
+                self._changed.notify_all()
+
+    def trim(self, left_bytes: int = _KEPT_BYTES) -> None:
+        """Free the kept memory, all but a little for the next operation."""
+        with self._changed:
+            self._drop_kept(left_bytes)
+
+    def _lend(self, size_bytes: int, run: Operation) -> mmap.mmap:
+        with self._changed:
+            while self._lent_bytes and self._lent_bytes + size_bytes > self._budget_bytes:
+                run.check()
+                self._changed.wait(_TICK_SECONDS)
+            for index, buffer in enumerate(self._kept):
+                if size_bytes <= len(buffer) and self._lent_bytes + len(buffer) <= self._budget_bytes:
+                    self._lent_bytes += len(buffer)
+                    return self._kept.pop(index)
+            self._drop_kept(max(0, self._budget_bytes - self._lent_bytes - size_bytes))
+            self._lent_bytes += size_bytes
+        try:
+            from ckptstore.runtime.new_memory import new_memory
+
+            return new_memory(size_bytes)
+        except BaseException:
+            with self._changed:
+                self._lent_bytes -= size_bytes
+            raise
+
+    def _drop_kept(self, left_bytes: int) -> None:
+        """Free kept buffers, the oldest first, until at most so many bytes are left."""
+        kept_bytes = sum(map(len, self._kept))
+        while kept_bytes > left_bytes:
+            kept_bytes -= len(self._kept.pop(0))

@@ -5,34 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.format.digest import Digest, file_digest
 from ckptstore.runtime.beat import beat
-from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, NewFile, make_durable
+from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, NewFile, make_durable, write_new
 from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
-from ckptstore.transfer.batch import fault_of, read_batch, version_of
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
 from ckptstore.transfer.moves import Checked, Wanted
 from ckptstore.transfer.pool import Operation, Task
 
-Damage = CheckpointDamaged | FileMissing
 
-
-def download(
-    engine: Engine,
-    wanted: Sequence[tuple[Wanted, str]],
-    *,
-    read_only: bool,
-    durable: bool,
-) -> None:
+def download(engine: Engine, wanted: Sequence[tuple[Wanted, str]], *, read_only: bool, durable: bool) -> None:
     """Fetch files to new paths. See `Transfer.download`."""
-    kept = _Kept(read_only, durable)
-    found = _fetch(engine, wanted, kept)
-    for checked in _fetched_again(engine, wanted, kept, found):
+    for checked in _fetch_twice(engine, wanted, READ_ONLY if read_only else WRITABLE, durable):
         if checked.damage:
             raise checked.damage
     if durable:
@@ -42,25 +30,23 @@ def download(
 
 def check(engine: Engine, wanted: Sequence[Wanted]) -> list[Checked]:
     """Read files to the end. See `Transfer.check`."""
-    places = [(item, None) for item in wanted]
-    return _fetched_again(engine, places, _Kept(), _fetch(engine, places, _Kept()))
+    return _fetch_twice(engine, [(item, None) for item in wanted], WRITABLE, False)
 
 
-def _fetched_again(
-    engine: Engine,
-    places: Sequence[tuple[Wanted, str | None]],
-    kept: _Kept,
-    found: Sequence[Checked],
+def _fetch_twice(
+    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, durable: bool
 ) -> list[Checked]:
-    """Fetch files that seem damaged once more, in another way, and return the results of all files."""
+    """Fetch each file to its path, or to nowhere if that is None, and those that seem damaged once more, in another
+    way. The result has their order."""
+    found = _fetch(engine, places, mode, durable)
     # A bit may have flipped on its way.
     damaged = [place for place, checked in zip(places, found, strict=True) if checked.damage]
     if not damaged:
-        return list(found)
+        return found
     if engine.doubts is not None:
         for item, _ in damaged:
             engine.doubts.doubt(item.key)
-    again = iter(_fetch(engine, damaged, kept))
+    again = iter(_fetch(engine, damaged, mode, durable))
     result = [next(again) if checked.damage else checked for checked in found]
     for first, second in zip(found, result, strict=True):
         if first.damage and not second.damage:
@@ -68,32 +54,26 @@ def _fetched_again(
     return result
 
 
-class _Kept(NamedTuple):
-    """The properties of files that are fetched to a path."""
-
-    read_only: bool = False
-    durable: bool = False
-
-
-def _fetch(engine: Engine, places: Sequence[tuple[Wanted, str | None]], kept: _Kept) -> list[Checked]:
-    """Fetch each file to its path, or to nowhere if that is None; the result has their order."""
+def _fetch(engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, durable: bool) -> list[Checked]:
     total_bytes = sum(item.size_bytes for item, _ in places)
-    found: list[Checked | None] = [None] * len(places)
-    large = [index for index, (item, _) in enumerate(places) if item.size_bytes > STEP_BYTES]
-    fetches = {index: _fetch_of(engine, places[index], kept, total_bytes) for index in large}
+    found: dict[int, Checked] = {}
+    small = [index for index, (item, _) in enumerate(places) if item.size_bytes <= STEP_BYTES]
+    fetches = {
+        index: _Fetch(engine, item, path, mode, durable, total_bytes)
+        for index, (item, path) in enumerate(places)
+        if item.size_bytes > STEP_BYTES
+    }
+
+    def fetch_batch(indices: Sequence[int], run: Operation) -> None:
+        some = [places[index] for index in indices]
+        found.update(zip(indices, _fetch_batch(engine, some, mode, run), strict=True))
+        _tell(some[-1][0].key, sum(item.size_bytes for item, _ in some), total_bytes)
+
     tasks: list[Task] = [
         partial(fetch.move, start)
         for fetch in fetches.values()
         for start in range(0, fetch.wanted.size_bytes, fetch.task_bytes)
     ]
-    small = [index for index, (item, _) in enumerate(places) if item.size_bytes <= STEP_BYTES]
-
-    def fetch_batch(indices: Sequence[int], run: Operation) -> None:
-        some = [places[index] for index in indices]
-        for index, checked in zip(indices, read_batch(engine, some, kept.read_only, run), strict=True):
-            found[index] = checked
-        _tell(some[-1][0].key, sum(item.size_bytes for item, _ in some), total_bytes)
-
     batches = engine.batches([places[index][0].size_bytes for index in small])
     tasks += [partial(fetch_batch, small[batch]) for batch in batches]
     try:
@@ -106,14 +86,7 @@ def _fetch(engine: Engine, places: Sequence[tuple[Wanted, str | None]], kept: _K
         engine.scratch.trim()
     for index, fetch in fetches.items():
         found[index] = Checked(fetch.wanted, fetch.found_digest, fetch.damage)
-    return [checked for checked in found if checked is not None]
-
-
-def _fetch_of(engine: Engine, place: tuple[Wanted, str | None], kept: _Kept, total_bytes: int) -> _Fetch:
-    wanted, path = place
-    if path is None:
-        return _ToNowhere(engine, wanted, total_bytes)
-    return _ToDisk(engine, wanted, total_bytes, path, kept)
+    return [found[index] for index in range(len(places))]
 
 
 def _tell(key: str, size_bytes: int, total_bytes: int) -> None:
@@ -122,32 +95,86 @@ def _tell(key: str, size_bytes: int, total_bytes: int) -> None:
         emit(BytesMoved(key=key, size_bytes=size_bytes, total_bytes=total_bytes))
 
 
-class _Fetch:
-    """One file that is read by several threads, and the destination of its bytes."""
+def _fetch_batch(
+    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, run: Operation
+) -> list[Checked]:
+    """Read small files, each in one call, and write those with the right bytes to their paths, where they have one."""
+    with engine.scratch.take(sum(item.size_bytes for item, _ in places), run) as scratch:
+        found, start = [], 0
+        for item, path in places:
+            view = scratch[start : start + item.size_bytes]
+            start += item.size_bytes
+            run.check()
+            try:
+                found.append(_read_checked(engine, item, view, path is None, run))
+                if path is not None and found[-1].damage is None:
+                    write_new(item.key, path, view, mode=mode)
+            except CkptstoreError as error:
+                raise error.at(file=item.key) from None
+            run.moved(item.size_bytes)
+        return found
 
-    def __init__(self, engine: Engine, wanted: Wanted, total_bytes: int) -> None:
+
+def _read_checked(engine: Engine, item: Wanted, view: memoryview, whole: bool, run: Operation) -> Checked:
+    """Read a file and compare its digest; with `whole` it must also have no byte more."""
+    try:
+        version = _version_of(engine, item, run) if whole else None
+        if view:
+            engine.read(run, item.key, partial(engine.storage.read_into, item.key, 0, (view,), version=version))
+    except (CheckpointDamaged, FileMissing) as error:
+        return Checked(item, None, error)
+    found = Digest.of(view, algorithm=item.algorithm)
+    return Checked(item, found, _fault_of(item, found))
+
+
+def _version_of(engine: Engine, item: Wanted, run: Operation) -> str | None:
+    """Return the version of a file. Raises CheckpointDamaged when it has another size, FileMissing."""
+
+    def look() -> str | None:
+        found = engine.storage.stat(item.key)
+        if found.size_bytes != item.size_bytes:
+            text = f"{item.key} has {found.size_bytes:,} bytes, {item.size_bytes:,} are expected"
+            raise CheckpointDamaged(text, file=item.key)
+        return found.version
+
+    return engine.read(run, item.key, look)
+
+
+def _fault_of(item: Wanted, found: Digest) -> CheckpointDamaged | None:
+    """Return the error for a file whose bytes have the digest `found`; None if it is right, or no digest is known."""
+    if item.digest is None or found == item.digest:
+        return None
+    text = f"{item.key} is damaged: {item.digest.shown} is expected, {found.hex} is found"
+    return CheckpointDamaged(text, file=item.key)
+
+
+class _Fetch:
+    """One file that is read by several threads, to its path, or to nowhere: then it must also have no byte more."""
+
+    def __init__(
+        self, engine: Engine, wanted: Wanted, path: str | None, mode: int, durable: bool, total_bytes: int
+    ) -> None:
         self.wanted = wanted
         self._total_bytes = total_bytes
-        self.damage: Damage | None = None
+        self.damage: CheckpointDamaged | FileMissing | None = None
         self.found_digest: Digest | None = None
         self._engine = engine
+        self._path = path
+        self._mode = mode
+        self._durable = durable
         self._digest = file_digest(algorithm=wanted.algorithm)
         self.task_bytes = wanted.size_bytes if self._digest.needs_order else TASK_BYTES
         self._lock = threading.Lock()
         self._left_bytes = wanted.size_bytes
+        self._is_begun = False
         self._version: str | None = None
-
-    def begin(self, run: Operation) -> None:
-        """Prepare for the first byte; the caller holds the lock."""
-
-    def put(self, offset: int, view: memoryview) -> None:
-        """Take some bytes."""
-
-    def end(self) -> None:
-        """Finish the file, after all bytes came and are the right ones."""
+        self._file: NewFile | None = None
 
     def abort(self) -> None:
         """Drop an unfinished file. Called when no other task works on it."""
+        if self._file is not None:
+            self._file.abort()
+            self._file = None
 
     def move(self, start: int, run: Operation) -> None:
         """Read one stretch of the file; the last one compares the digests."""
@@ -155,32 +182,43 @@ class _Fetch:
         run.check()
         try:
             with self._lock:
-                if self._left_bytes == self.wanted.size_bytes:
-                    self.begin(run)
+                if not self._is_begun:
+                    self._is_begun = True
+                    self._begin(run)
             self._read(start, end, run)
         except (CheckpointDamaged, FileMissing) as error:
-            self.reject(error)
+            self.damage = self.damage or error
         except CkptstoreError as error:
             raise error.at(file=self.wanted.key) from None
         with self._lock:
             self._left_bytes -= end - start
             is_last = self._left_bytes == 0
         if is_last:
-            self._compare()
+            if not self.damage:
+                self.found_digest = self._digest.digest()
+                self.damage = _fault_of(self.wanted, self.found_digest)
             if self.damage:
                 self.abort()
-            else:
-                self.end()
+            elif self._file is not None:
+                self._file.finish()
+                self._file = None
 
-    def reject(self, error: Damage) -> None:
-        """Note the first error that says the file is not the one wanted."""
-        if self.damage is None:
-            self.damage = error
+    def _begin(self, run: Operation) -> None:
+        if self._path is None:
+            self._version = _version_of(self._engine, self.wanted, run)
+            return
+        self._file = NewFile(
+            self.wanted.key,
+            self._path,
+            size_bytes=self.wanted.size_bytes,
+            writes_back=self._durable,
+            mode=self._mode,
+        )
 
     def _read(self, start: int, end: int, run: Operation) -> None:
-        key, request_bytes = self.wanted.key, min(self._engine.request_bytes, end - start)
+        key, request_bytes = self.wanted.key, min(TASK_BYTES, end - start)
         with self._engine.scratch.take(request_bytes, run) as scratch:
-            for offset in range(start, end, request_bytes or 1):
+            for offset in range(start, end, request_bytes):
                 if self.damage:
                     return
                 run.check()
@@ -190,53 +228,7 @@ class _Fetch:
                 for first in range(0, len(view), STEP_BYTES):
                     step = view[first : first + STEP_BYTES]
                     self._digest.add(offset + first, [step])
-                    self.put(offset + first, step)
+                    if self._file is not None:
+                        self._file.write_part(offset + first, [step])
                 run.moved(len(view))
                 _tell(key, len(view), self._total_bytes)
-
-    def _compare(self) -> None:
-        if not self.damage:
-            self.found_digest = self._digest.digest()
-            self.damage = fault_of(self.wanted, self.found_digest)
-
-
-class _ToNowhere(_Fetch):
-    """Reads a file only to check it. The file must also have its size and no byte more."""
-
-    def begin(self, run: Operation) -> None:
-        if self._version is None and not self.damage:
-            self._version = version_of(self._engine, self.wanted, run)
-
-
-class _ToDisk(_Fetch):
-    """Writes a file to its path on a disk."""
-
-    def __init__(self, engine: Engine, wanted: Wanted, total_bytes: int, path: str, kept: _Kept) -> None:
-        super().__init__(engine, wanted, total_bytes)
-        self._path = path
-        self._kept = kept
-        self._file: NewFile | None = None
-
-    def begin(self, run: Operation) -> None:
-        if self._file is None and not self.damage:
-            self._file = NewFile(
-                self.wanted.key,
-                self._path,
-                size_bytes=self.wanted.size_bytes,
-                writes_back=self._kept.durable,
-                mode=READ_ONLY if self._kept.read_only else WRITABLE,
-            )
-
-    def put(self, offset: int, view: memoryview) -> None:
-        assert self._file is not None
-        self._file.write_part(offset, [view])
-
-    def end(self) -> None:
-        assert self._file is not None
-        self._file.close()
-        self._file = None
-
-    def abort(self) -> None:
-        if self._file is not None:
-            self._file.abort()
-            self._file = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, FileMissing
 from ckptstore.format.digest import DEFAULT, Digest
@@ -33,11 +33,8 @@ class Stored(NamedTuple):
     """The digests of the blocks of 1 MiB of each payload of the source, as little-endian integers."""
 
 
-class Upload(Protocol):
-    """`Transfer.upload`, or a function that does the same in another way."""
-
-    def __call__(self, files: Sequence[PlannedFile]) -> list[Stored]:
-        """Write the files; the result has their order."""
+Upload = Callable[[Sequence[PlannedFile]], list[Stored]]
+"""`Transfer.upload`, or a function that does the same in another way."""
 
 
 class Wanted(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
@@ -47,55 +47,52 @@ def split(item: RangeRead, most_bytes: int) -> Iterator[RangeRead]:
     sizes = [size for size, _ in item.checks] or [
         min(most_bytes, item.size_bytes - start) for start in range(0, item.size_bytes, most_bytes)
     ]
-    views = _Cursor(item.views)
     offset, first, total = item.offset, 0, 0
+    cuts: list[tuple[int, int, int, int]] = []
     for index, size_bytes in enumerate(sizes):
         if index > first and total + size_bytes > most_bytes:
-            yield RangeRead(item.key, offset, views.take(total), item.checks[first:index])
+            cuts.append((offset, total, first, index))
             offset, first, total = offset + total, index, 0
         total += size_bytes
-    yield RangeRead(item.key, offset, views.take(total), item.checks[first:])
+    cuts.append((offset, total, first, len(sizes)))
+    views = _cut(item.views, [total for _, total, _, _ in cuts])
+    for (offset, _, first, end), some in zip(cuts, views, strict=True):
+        yield RangeRead(item.key, offset, some, item.checks[first:end])
 
 
-class _Cursor:
-    """Views as one stretch of bytes that is taken piece by piece."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = views
-        self._index = 0
-        self._at = 0
-
-    def take(self, size_bytes: int) -> tuple[memoryview, ...]:
-        """Return the next bytes, without a copy."""
-        start, view = self._at, self._views[self._index] if size_bytes else memoryview(b"")
+def _cut(views: Sequence[memoryview], sizes_bytes: Iterable[int]) -> Iterator[tuple[memoryview, ...]]:
+    """Cut views, one stretch of bytes, into stretches of these sizes, without a copy."""
+    index = start = 0
+    for size_bytes in sizes_bytes:
+        view = views[index] if size_bytes else memoryview(b"")
         if 0 < size_bytes < len(view) - start:  # by far the most common
-            self._at += size_bytes
-            return (view[start : self._at],)
+            yield (view[start : start + size_bytes],)
+            start += size_bytes
+            continue
         found: list[memoryview] = []
-        while size_bytes:
-            view = self._views[self._index][self._at : self._at + size_bytes]
-            self._at += len(view)
-            size_bytes -= len(view)
-            if self._at == len(self._views[self._index]):
-                self._index, self._at = self._index + 1, 0
+        left_bytes = size_bytes
+        while left_bytes:
+            view = views[index][start : start + left_bytes]
+            start += len(view)
+            left_bytes -= len(view)
+            if start == len(views[index]):
+                index, start = index + 1, 0
             if view:
                 found.append(view)
-        return tuple(found)
+        yield tuple(found)
 
 
 def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run: Operation) -> None:
-    most_bytes = engine.request_bytes
     moved_bytes = 0
-    for item in pieces:
-        item_bytes = item.size_bytes
-        for piece in (item,) if item_bytes <= most_bytes else split(item, most_bytes):
-            run.check()
-            try:
-                _read_checked(engine, piece, run)
-            except CkptstoreError as error:
-                raise error.at(file=piece.key) from None
-            run.moved(item_bytes if piece is item else piece.size_bytes)
-        moved_bytes += item_bytes
+    for piece in pieces:
+        run.check()
+        try:
+            _read_checked(engine, piece, run)
+        except CkptstoreError as error:
+            raise error.at(file=piece.key) from None
+        size_bytes = piece.size_bytes
+        run.moved(size_bytes)
+        moved_bytes += size_bytes
     traffic_here().read_bytes += moved_bytes
     if is_heard(BytesMoved):
         emit(BytesMoved(key=pieces[-1].key, size_bytes=moved_bytes, total_bytes=total_bytes))
@@ -104,49 +101,35 @@ def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run
 def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
     """Make one request. Bytes that are not those expected are read a second time: they may have flipped on their
     way."""
-    views = _Cursor(piece.views)
-    steps = [views.take(size_bytes) for size_bytes, _ in piece.checks] or [piece.views]
-    if engine.disk is not None:
-        read_steps = engine.disk.read_steps
-        check = _Check(piece, steps)
-        engine.read(run, piece.key, lambda: read_steps(piece.key, piece.offset, steps, check))
-        if check.was_wrong is not None:
-            tell(engine.storage, piece.key, check.was_wrong)
-        return
-    request = partial(engine.storage.read_into, piece.key, piece.offset, piece.views)
-    check = _Check(piece, steps)
-    engine.read(run, piece.key, request)
-    while not all(map(check, range(len(steps)))):
-        if engine.doubts is not None:
-            engine.doubts.doubt(piece.key, piece.offset, piece.size_bytes)
-        engine.read(run, piece.key, request)
-    if check.was_wrong is not None:
-        tell(engine.storage, piece.key, check.was_wrong)
+    key, offset, views, checks = piece.key, piece.offset, piece.views, piece.checks
+    steps = [*_cut(views, [size_bytes for size_bytes, _ in checks])] or [views]
+    faults: list[str] = []
 
-
-class _Check:
-    """Compares the digests of a range step by step: returns False for the first wrong one, and raises CheckpointDamaged
-    for the next."""
-
-    def __init__(self, piece: RangeRead, steps: Sequence[Sequence[memoryview]]) -> None:
-        self._piece = piece
-        self._steps = steps
-        self.was_wrong: str | None = None
-        """The first fault, in words; None if there was none."""
-
-    def __call__(self, number: int) -> bool:
-        if not self._piece.checks:
+    def accept(number: int) -> bool:
+        """Return False for the first wrong step, and raise CheckpointDamaged for the next."""
+        if not checks:
             return True
-        size_bytes, expected = self._piece.checks[number]
-        found = expected.like(*self._steps[number])
+        size_bytes, expected = checks[number]
+        found = expected.like(*steps[number])
         if found == expected:
             return True
-        offset = self._piece.offset + sum(size for size, _ in self._piece.checks[:number])
-        wrong = (
-            f"{self._piece.key} is damaged in the {size_bytes:,} bytes from {offset:,} on: {expected.shown} is "
+        start = offset + sum(size for size, _ in checks[:number])
+        faults.append(
+            f"{key} is damaged in the {size_bytes:,} bytes from {start:,} on: {expected.shown} is "
             f"expected, {found.hex} is found"
         )
-        if self.was_wrong is None:
-            self.was_wrong = wrong
-            return False
-        raise CheckpointDamaged(wrong, file=self._piece.key)
+        if len(faults) > 1:
+            raise CheckpointDamaged(faults[-1], file=key)
+        return False
+
+    if engine.disk is not None:
+        engine.read(run, key, partial(engine.disk.read_steps, key, offset, steps, accept))
+    else:
+        request = partial(engine.storage.read_into, key, offset, views)
+        engine.read(run, key, request)
+        while not all(map(accept, range(len(steps)))):
+            if engine.doubts is not None:
+                engine.doubts.doubt(key, offset, piece.size_bytes)
+            engine.read(run, key, request)
+    if faults:
+        tell(engine.storage, key, faults[0])

@@ -153,7 +153,9 @@ def test_gcs_emulators_are_asked_without_credentials() -> None:
         assert found.config["base_url"] == "http://h:1"
         assert found.config["skip_signature"]
         assert not found.chain
-    assert gcs_endpoint({}, {"STORAGE_EMULATOR_HOST": "default"}) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", "default")
+        assert gcs_endpoint({}) is None
     assert config_of("gs://b/x").chain
 
 
@@ -165,24 +167,26 @@ def test_the_names_of_adlfs() -> None:
     assert found.chain
     assert azure_key(options)["sas_token"] == "sv=1"
     assert config_of("abfs://c@a.dfs.core.windows.net/x").config == whole
-    assert azure_names(parse_uri("abfs://c@acc.dfs.core.windows.net/x"), {}, {})["account_url"] == (
+    assert azure_names(parse_uri("abfs://c@acc.dfs.core.windows.net/x"), {})["account_url"] == (
         "https://acc.blob.core.windows.net"
     )
     assert config_of("az://c/x", {"account_name": "a", "anon": True}).config["skip_signature"]
 
 
-def test_the_account_of_a_uri_is_the_one_that_is_asked() -> None:
+def test_the_account_of_a_uri_is_the_one_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     location = parse_uri("abfs://c@acc.dfs.core.windows.net/x")
-    assert azure_names(location, {}, {"AZURE_STORAGE_ACCOUNT_NAME": "other"})["account_name"] == "acc"
+    with monkeypatch.context() as patch:
+        patch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "other")
+        assert azure_names(location, {})["account_name"] == "acc"
     text = "DefaultEndpointsProtocol=https;AccountName=other;AccountKey=c2VjcmV0"
-    for options, environ in (
-        ({"account_name": "other"}, {}),
-        ({"connection_string": text}, {}),
-        ({}, {"AZURE_STORAGE_CONNECTION_STRING": text}),
-    ):
-        with pytest.raises(InvalidInput, match="names the account acc, its options name other"):
-            azure_names(location, options, environ)
-    assert azure_names(location, {"connection_string": text.replace("other", "acc")}, {})["account_name"] == "acc"
+    refused = "names the account acc, its options name other"
+    for options in ({"account_name": "other"}, {"connection_string": text}):
+        with pytest.raises(InvalidInput, match=refused):
+            azure_names(location, options)
+    assert azure_names(location, {"connection_string": text.replace("other", "acc")})["account_name"] == "acc"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+    with pytest.raises(InvalidInput, match=refused):
+        azure_names(location, {})
 
 
 def test_connection_strings() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import StorageThrottled, StorageUnavailable
 from ckptstore.events import ConcurrencyChanged, Event, listening
-from ckptstore.transfer.flow import Flow
+from ckptstore.transfer.engine import Flow
 
 
 def go_on() -> None:
@@ -20,12 +20,13 @@ def go_on() -> None:
 
 def one(flow: Flow, error: Exception | None = None) -> None:
     """One request alone."""
-    try:
-        with flow.request(go_on):
-            if error is not None:
-                raise error
-    except StorageUnavailable:
-        pass
+
+    def call() -> None:
+        if error is not None:
+            raise error
+
+    with suppress(StorageUnavailable):
+        flow.request(go_on, call)
 
 
 def test_half_of_them_on_throttling_and_back_one_by_one() -> None:
@@ -50,10 +51,13 @@ def test_other_errors_change_nothing() -> None:
 def test_requests_in_flight_at_once_halve_it_once() -> None:
     flow, in_flight = Flow(8), threading.Barrier(8)
 
+    def refused() -> None:
+        in_flight.wait(60)
+        raise StorageThrottled("slow down")
+
     def work() -> None:
-        with suppress(StorageThrottled), flow.request(go_on):
-            in_flight.wait(60)
-            raise StorageThrottled("slow down")
+        with suppress(StorageThrottled):
+            flow.request(go_on, refused)
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -68,16 +72,18 @@ def test_never_more_than_the_limit_are_in_flight() -> None:
     one(flow, StorageThrottled("slow down"))
     now, most = 0, 0
 
-    def work() -> None:
+    def counted() -> None:
         nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+            assert now <= 4
+        with lock:
+            now -= 1
+
+    def work() -> None:
         for number in range(20):
-            with flow.request(go_on):
-                with lock:
-                    now += 1
-                    most = max(most, now)
-                    assert now <= 4
-                with lock:
-                    now -= 1
+            flow.request(go_on, counted)
             if number % 3 == 0:
                 one(flow, StorageThrottled("slow down"))
 
@@ -92,8 +98,12 @@ def test_never_more_than_the_limit_are_in_flight() -> None:
 
 def test_a_wait_for_its_turn_ends_with_the_operation() -> None:
     flow = Flow(1)
-    with flow.request(go_on), pytest.raises(InterruptedError), flow.request(stop):
-        raise AssertionError("there was no turn")
+
+    def wait_for_a_turn() -> None:
+        with pytest.raises(InterruptedError):
+            flow.request(stop, lambda: pytest.fail("there was no turn"))
+
+    flow.request(go_on, wait_for_a_turn)
     one(flow)
     assert flow.limit == 1
 

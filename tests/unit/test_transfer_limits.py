@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ckptstore.runtime.beat import beating
+from ckptstore.transfer.engine import Scratch
 from ckptstore.transfer.pool import Operation, Pool, Stopped
-from ckptstore.transfer.scratch import Scratch
 
 MIB = 1 << 20
 
@@ -124,7 +124,7 @@ def test_memory_is_given_back_when_it_is_idle() -> None:
             pass
     scratch.trim()
     assert sum(map(len, scratch._kept)) <= 64 * MIB
-    scratch.close()
+    scratch.trim(0)
     assert scratch._kept == []
 
 

@@ -130,10 +130,12 @@ def test_google_and_azure_are_asked_for_the_very_name(name: str) -> None:
     assume(google is not None)
     assert google is not None
     assert azure is not None
-    files: Any = GcsFiles(google, connection=None)  # type: ignore[arg-type]
+    opened_as = (open_storage, ("", {}))
+    files: Any = GcsFiles(google, {}, opened_as)
     assert unquote(files.object("x").rpartition("/o/")[2]) == f"{name}/x"
     client = ContainerClient("https://account.blob.core.windows.net", "bucket")
-    blobs = AzureFiles(azure, connection=type("Connected", (), {"client": client})())
+    blobs = AzureFiles(azure, {}, opened_as)
+    blobs._client = client
     assert unquote(blobs.blob("x").url) == f"https://account.blob.core.windows.net/bucket/{name}/x"
 
 

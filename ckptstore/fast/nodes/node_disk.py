@@ -31,7 +31,7 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
 from ckptstore.runtime.file_locks import Exclusive, lock_open_file
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local import LocalStorage
-from ckptstore.storage.disk.private import make_private
+from ckptstore.storage.disk.posix import make_private
 
 STORE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """The ids of stores that can be the name of a directory."""

@@ -22,7 +22,7 @@ from ckptstore.group.base import this_node
 from ckptstore.storage.base import StoredFile
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local import LocalStorage
-from ckptstore.storage.disk.private import privacy_fault
+from ckptstore.storage.disk.posix import privacy_fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

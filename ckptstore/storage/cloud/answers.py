@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ckptstore.errors import StorageUnavailable
 
@@ -17,43 +16,50 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+|-1)/(\d+|\*)")  # Azurite says "0--1/0" o
 _PLAIN = frozenset({"", "identity", "aws-chunked"})
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """The facts about the body of a response in its head."""
+def check_answer(
+    key: str,
+    *,
+    first: int = 0,
+    encoding: str | None = None,
+    found: str | None = None,
+    offset: int = 0,
+    version: str | None = None,
+) -> None:
+    """Raise StorageUnavailable unless a body that begins at byte `first` of the version `found` may be the response to
+    a request for bytes from `offset` on, of `version`. It may have more or fewer bytes than requested: the reader
+    counts them."""
+    if (encoding or "").strip().lower() not in _PLAIN:
+        raise wrong(key, f"it is encoded as {encoding}")
+    if first != offset:
+        raise wrong(key, f"it begins at byte {first}, and {offset} was asked for")
+    if version is not None and found is not None and found.strip('"') != version.strip('"'):
+        raise wrong(key, "it is of another version than was asked for")
 
-    first: int = 0
-    """The offset of its first byte in the file."""
-    total_bytes: int | None = None
-    """The size of the file, None if it is not stated."""
-    encoding: str | None = None
-    version: str | None = None
 
-    @staticmethod
-    def of(key: str, status: int, headers: Mapping[str, str], *, version: str | None = None) -> AnswerHead:
-        """Read the headers of a response, their names in small letters. Raises StorageUnavailable for headers that no
-        range can have."""
-        encoding, length = headers.get("content-encoding"), headers.get("content-length", "")
-        if status == 206:
-            match = _RANGE.fullmatch(headers.get("content-range", ""))
-            if match is None:
-                raise wrong(key, "it does not say which range it is")
-            first, last, total = match.groups()
-            if length.isdigit() and int(length) != int(last) - int(first) + 1:
-                raise wrong(key, f"it is said to have {length} bytes, and to be of the range {first}-{last}")
-            return AnswerHead(int(first), int(total) if total.isdigit() else None, encoding, version)
-        if status == 200:  # the whole file
-            return AnswerHead(0, int(length) if length.isdigit() else None, encoding, version)
+def check_head(
+    key: str,
+    status: int,
+    headers: Mapping[str, str],
+    *,
+    version_header: str = "etag",
+    offset: int = 0,
+    version: str | None = None,
+) -> int | None:
+    """Check the head of a response as `check_answer` does; return the size of the file, None if it is not stated."""
+    headers = {name.lower(): value for name, value in headers.items()}
+    length, first, total = headers.get("content-length", ""), 0, headers.get("content-length", "")
+    if status == 206:
+        match = _RANGE.fullmatch(headers.get("content-range", ""))
+        if match is None:
+            raise wrong(key, "it does not say which range it is")
+        first, last, total = int(match[1]), int(match[2]), match[3]
+        if length.isdigit() and int(length) != last - first + 1:
+            raise wrong(key, f"it is said to have {length} bytes, and to be of the range {first}-{last}")
+    elif status != 200:  # the whole file
         raise wrong(key, f"its status is {status}")
-
-    def check(self, key: str, *, offset: int = 0, version: str | None = None) -> None:
-        """Raise StorageUnavailable unless this may be the response to a request for bytes from `offset` on, of that
-        version. It may have more or fewer bytes than requested: the reader counts them."""
-        if (self.encoding or "").strip().lower() not in _PLAIN:
-            raise wrong(key, f"it is encoded as {self.encoding}")
-        if self.first != offset:
-            raise wrong(key, f"it begins at byte {self.first}, and {offset} was asked for")
-        if version is not None and self.version is not None and self.version.strip('"') != version.strip('"'):
-            raise wrong(key, "it is of another version than was asked for")
+    encoding, found = headers.get("content-encoding"), headers.get(version_header)
+    check_answer(key, first=first, encoding=encoding, found=found, offset=offset, version=version)
+    return int(total) if total.isdigit() else None
 
 
 @contextmanager

@@ -1,5 +1,8 @@
-"""S3 through botocore: the fsspec engine on S3, and for the obstore engine the parts, and over plain HTTP the large
-reads.
+"""S3 through botocore, SDK of s3fs, as `aws_settings` makes it: the fsspec engine on S3, and for the obstore engine the
+parts, and over plain HTTP the large reads.
+
+Requests run on the calling thread, not on s3fs' one event loop. botocore makes and signs all of them, and parses the
+responses. It also sends those that go through TLS or a proxy; plain HTTP goes through `plain_http`.
 
 The body of an upload carries a checksum, which the server checks, and is not signed as well (SHA-256 would cost more
 than the transfer); without that checksum it is signed over plain HTTP.
@@ -7,6 +10,8 @@ than the transfer); without that checksum it is signed over plain HTTP.
 
 from __future__ import annotations
 
+import functools
+import http.client
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,9 +20,9 @@ from typing import Any
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
 from ckptstore.format.digest import Digest
 from ckptstore.storage.base import PartWriter, StoredFile
-from ckptstore.storage.cloud import foreign
-from ckptstore.storage.cloud.answers import AnswerHead, complete
-from ckptstore.storage.cloud.aws_client import AwsConnection
+from ckptstore.storage.cloud import chains, foreign
+from ckptstore.storage.cloud.answers import check_head, complete
+from ckptstore.storage.cloud.aws_settings import AwsSettings
 from ckptstore.storage.cloud.bodies import (
     CHECKSUM_TITLE,
     PIECE_BYTES,
@@ -28,8 +33,8 @@ from ckptstore.storage.cloud.bodies import (
     part_bytes,
     total_bytes,
 )
-from ckptstore.storage.cloud.lazy_client import CloudFiles
-from ckptstore.storage.cloud.plain_http import HttpAnswer
+from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
+from ckptstore.storage.cloud.plain_http import HttpAnswer, PlainHttp
 from ckptstore.storage.uri import Location
 
 _DELETE_KEYS = 1000
@@ -39,37 +44,30 @@ _COPY_PART_BYTES = 1 << 30
 _CLEARING_TRIES = 5
 
 
-class S3Files(CloudFiles[AwsConnection]):
+class S3Files(CloudFiles):
     """Files below a prefix of a bucket."""
 
-    def __init__(self, location: Location, connection: AwsConnection) -> None:
-        super().__init__(location, connection)
+    _settings: AwsSettings
+
+    def __init__(self, location: Location, settings: AwsSettings, opened_as: OpenedAs) -> None:
+        super().__init__(location, settings, opened_as)
         self._maybe_begun: set[str] = set()
+        self._plain: PlainHttp | None = None
+        self.sends_checksum = settings.sends_checksum
+        self.put_options: dict[str, Any] = dict(settings.options.get("s3_additional_kwargs") or {})
+        """Further parameters of requests that make an object, such as its encryption."""
+        self._every: dict[str, Any] = {"Bucket": location.container}
+        if settings.options.get("requester_pays"):
+            self._every["RequestPayer"] = "requester"
 
     def call(self, operation: str, *, file: str, **parameters: Any) -> Any:
         """Make one request; `file` is the key that an error names."""
-        self.check_process()
-        connection = self._connection
-        with connection.seam(f"{operation} {self.uri}", file):
-            answer = getattr(connection.client, operation)(**connection.every, **parameters)
-        connection.succeeded()
+        with self.sdk_seam(operation, file):
+            answer = getattr(self.client, operation)(**self._every, **parameters)
+        self._has_renewed = False
         return answer
 
-    def full(self, key: str) -> str:
-        """Return the key in the bucket."""
-        return self._location.full_key(key)
-
-    def write(self, key: str, views: Sequence[memoryview]) -> None:
-        self._put(key, views)
-
-    def create(self, key: str, data: bytes) -> bool:
-        try:
-            self._put(key, [memoryview(data)], IfNoneMatch="*")
-        except foreign.ConditionFailed:
-            return False
-        return True
-
-    def _put(self, key: str, views: Sequence[memoryview], **condition: str) -> None:
+    def _put(self, key: str, views: Sequence[memoryview], *, new: bool) -> None:
         body = ViewsBody(views)
         self.call(
             "put_object",
@@ -79,41 +77,29 @@ class S3Files(CloudFiles[AwsConnection]):
             ContentLength=len(body),
             **self.checksum(views),
             **self.put_options,
-            **condition,
+            **({"IfNoneMatch": "*"} if new else {}),
         )
 
     def checksum(self, views: Sequence[memoryview], digest: Digest | None = None) -> dict[str, str]:
         """Return the checksum to send with a body, none if that is off; `digest` is its digest, if that is known."""
-        if not self._connection.sends_checksum:
+        if not self.sends_checksum:
             return {}
         return {f"Checksum{CHECKSUM_TITLE}": checksum_text(checksum_of(views, digest))}
 
     def read(self, key: str) -> bytes:
         answer = self.call("get_object", file=key, Key=self.full(key))
-        with self._connection.seam(f"read {self.uri}", key), answer["Body"] as body:
-            AnswerHead.of(key, *_head(answer)).check(key)
+        with self.sdk_seam("read", key), answer["Body"] as body:
+            check_head(key, *_head(answer))
             return bytes(body.read())
 
-    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
-        filling = Filling(views, key=key)
-        if not filling.missing_bytes:
-            return
-        end = offset + filling.missing_bytes
+    def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
         pin = {"IfMatch": version} if version else {}
-        try:
-            answer = self.call("get_object", file=key, Key=self.full(key), Range=f"bytes={offset}-{end - 1}", **pin)
-        except foreign.ConditionFailed as error:
-            raise foreign.other_version(key) from error
-        with self._connection.seam(f"read {self.uri}", key), answer["Body"] as body:
-            told = AnswerHead.of(key, *_head(answer), version=answer.get("ETag"))
-            told.check(key, offset=offset, version=version)
-            piece_bytes = filling.missing_bytes if isinstance(body, HttpAnswer) else PIECE_BYTES
-            while filling.missing_bytes:
-                count = body.readinto(filling.next(piece_bytes))
-                if not count:
-                    break
-                filling.advance(count)
-        filling.end(file_bytes=told.total_bytes, end_offset=end)
+        end = offset + filling.missing_bytes
+        answer = self.call("get_object", file=key, Key=self.full(key), Range=f"bytes={offset}-{end - 1}", **pin)
+        with self.sdk_seam("read", key), answer["Body"] as body:
+            file_bytes = check_head(key, *_head(answer), offset=offset, version=version)
+            filling.read_from(body.readinto, filling.missing_bytes if isinstance(body, HttpAnswer) else PIECE_BYTES)
+        return file_bytes
 
     def stat(self, key: str) -> StoredFile:
         answer = self.call("head_object", file=key, Key=self.full(key))
@@ -148,13 +134,7 @@ class S3Files(CloudFiles[AwsConnection]):
         """Return a file in the form for a request that copies it."""
         return {"Bucket": self._location.container, "Key": self.full(key)}
 
-    @property
-    def put_options(self) -> dict[str, Any]:
-        """Further parameters of requests that make an object, such as its encryption."""
-        return self._connection.put_options
-
     def copy(self, source_key: str, key: str, *, files: S3Files | None = None) -> None:
-        """Copy a file, from the bucket of `files` if that is not None."""
         files = files or self
         source = files.source_of_copy(source_key)
         size_bytes = files.stat(source_key).size_bytes
@@ -171,12 +151,9 @@ class S3Files(CloudFiles[AwsConnection]):
             upload.abort()
             raise
 
-    def part_bytes(self, size_bytes: int) -> int:
-        return part_bytes(size_bytes)
-
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
         try:
-            return _Upload(self, key, size_bytes, checksum=self._connection.sends_checksum)
+            return _Upload(self, key, size_bytes, checksum=self.sends_checksum)
         except StorageUnavailable:
             self._maybe_begun.add(key)
             raise
@@ -209,7 +186,7 @@ class S3Files(CloudFiles[AwsConnection]):
 
     def rules(self) -> dict[str, str]:
         """See `Bucket`. Each rule needs its own permission; rules without permission are left out."""
-        found = {"upload checksum": CHECKSUM_TITLE if self._connection.sends_checksum else ""}
+        found = {"upload checksum": CHECKSUM_TITLE if self.sends_checksum else ""}
         with suppress(AccessDenied):
             status = self.call("get_bucket_versioning", file="").get("Status", "")
             found["versioning"] = "" if status in ("", "Suspended") else str(status)
@@ -234,6 +211,98 @@ class S3Files(CloudFiles[AwsConnection]):
                 if days and rule.get("Status") == "Enabled":
                     return f"aborted after {days} days"
         return ""
+
+    def resolved(self) -> dict[str, str]:
+        return self._settings.resolved()
+
+    def giver(self) -> chains.Giver:
+        """See `CloudFiles.giver`; the credentials are looked up again."""
+        self._settings.forget_credentials()
+        return chains.aws_giver(self._settings.credentials())
+
+    def close(self) -> None:
+        super().close()
+        if self.is_here:
+            with self._lock:
+                plain, self._plain = self._plain, None
+            if plain is not None:
+                plain.close()
+
+    def _connect(self) -> Any:
+        client = self._settings.client()
+        if self._plain is None:
+            self._plain = _plain_http(client.meta)
+        if self._plain is not None:
+            client.meta.events.register_first("before-send.s3", functools.partial(_sent, self._plain))
+        return client
+
+    def _renew_connections(self, **kept: int) -> None:
+        super()._renew_connections(**kept)
+        with self._lock:
+            plain = self._plain
+        if plain is not None:
+            plain.drop_idle()
+
+    def _forget_credentials(self) -> None:
+        """Look up the credentials again, for a new client."""
+        self._settings.forget_credentials()
+        self._renew_connections()
+
+    def _translated_of_sdk(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+        from botocore import exceptions
+
+        if isinstance(error, exceptions.ClientError):
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            code = "" if code.isdigit() else code
+            if code in foreign.EXPIRED_CODES and not self._has_renewed:
+                self._has_renewed = True
+                self._forget_credentials()
+                return foreign.renewed(what, key)
+            storage_class = str(error.response.get("Error", {}).get("StorageClass", ""))
+            return foreign.from_status(status, code, key=key, what=what, storage_class=storage_class)
+        refused = chains.aws_refusal(error, what=what, key=key, profile=self._settings.profile)
+        if refused is not None:
+            self._forget_credentials()  # the client found no credentials when it was made, and would not look again
+            return refused
+        broken = (
+            exceptions.ConnectionError,
+            exceptions.HTTPClientError,
+            exceptions.IncompleteReadError,
+            exceptions.FlexibleChecksumError,
+            http.client.HTTPException,
+            OSError,
+        )
+        if isinstance(error, broken) or type(error).__module__.startswith("urllib3"):
+            url, through = self._settings.address.endpoint_url, self._settings.route.through
+            return foreign.broken_off(error, what=what, key=key, url=url, through=through)
+        return foreign.unexpected(error, what=what, key=key)
+
+
+def _plain_http(meta: Any) -> PlainHttp | None:
+    """Return the sender of a client's requests; None if they go through TLS or a proxy, which botocore handles."""
+    config = meta.config
+    if not meta.endpoint_url.startswith("http://") or (config.proxies or {}).get("http"):
+        return None
+    return PlainHttp(
+        connect_seconds=config.connect_timeout, read_seconds=config.read_timeout, keepalive=bool(config.tcp_keepalive)
+    )
+
+
+def _sent(plain: PlainHttp, request: Any, **_: Any) -> Any:
+    """Return the response to a request that botocore is about to send; None if botocore must send it itself, for
+    instance after a redirect to TLS."""
+    from botocore.awsrequest import AWSResponse
+
+    body = b"" if request.body is None else request.body
+    if not isinstance(body, ViewsBody | bytes | bytearray) or not request.url.startswith("http://"):
+        return None
+    views = body.views if isinstance(body, ViewsBody) else (memoryview(body),)
+    answer = plain.send(request.method, request.url, request.headers, views)
+    response = AWSResponse(request.url, answer.status, answer.headers, answer)
+    if not request.stream_output:
+        _ = response.content  # read now, as botocore's own session does, so that a break is an error of the request
+    return response
 
 
 class _Upload:
@@ -314,9 +383,9 @@ class _Upload:
 
 
 def _head(answer: dict[str, Any]) -> tuple[int, dict[str, str]]:
-    """Return the status of a response, and its headers with their names in small letters."""
+    """Return the status and the headers of a response."""
     metadata = answer["ResponseMetadata"]
-    return metadata["HTTPStatusCode"], {name.lower(): value for name, value in metadata["HTTPHeaders"].items()}
+    return metadata["HTTPStatusCode"], metadata["HTTPHeaders"]
 
 
 def _refusal(refused: dict[str, Any], *, cut: int) -> CkptstoreError:

@@ -12,17 +12,18 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.cloud import foreign
-from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS
 from ckptstore.storage.cloud.routes import (
     CONNECT_TIMEOUT_SECONDS,
     DIRECT,
+    MAX_CONNECTIONS,
     READ_TIMEOUT_SECONDS,
     Route,
     check_endpoint,
@@ -225,7 +226,7 @@ class AwsSettings:
 
         def take(request: Any, **_: Any) -> Any:
             taken.append(request)
-            return AWSResponse(request.url, 200, {}, _NoBody())
+            return AWSResponse(request.url, 200, {}, SimpleNamespace(stream=lambda: iter(())))  # an empty body
 
         self.signs_payloads = bool((client.meta.config.s3 or {}).get("payload_signing_enabled"))
         client.meta.events.register_first("before-send.s3", take)
@@ -241,10 +242,10 @@ class AwsSettings:
 
     def _route(self) -> Route:
         configured = self._session.get_scoped_config().get("ca_bundle")
-        bundles = variables(("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"), os.environ)
+        bundles = variables("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
         bundles.insert(1, (self._in_files("ca_bundle"), configured))
         verify = self._inside("client_kwargs").get("verify")
-        return route_to(self.address.endpoint_url, os.environ, bundles, verify=verify)
+        return route_to(self.address.endpoint_url, bundles, verify=verify)
 
     def _ask_region(self) -> str | None:
         """Return the region of the bucket, None if S3 does not name it. Needs no credentials: a refusal has it too."""
@@ -304,14 +305,6 @@ class AwsSettings:
         # "Expect: 100-continue" would cost every part one more round trip.
         client.meta.events.unregister("before-call.s3", botocore.handlers.add_expect_header)
         return client
-
-
-class _NoBody:
-    """The empty body of the response to a request that was not sent."""
-
-    def stream(self) -> Iterator[bytes]:
-        """Yield nothing."""
-        return iter(())
 
 
 def _address_of(request: Any, bucket: str, region: str | None) -> AwsAddress:

@@ -22,16 +22,11 @@ from ckptstore.errors import CkptstoreError, FileMissing, StorageUnavailable
 from ckptstore.format.digest import Digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
-from ckptstore.storage.cloud.answers import AnswerHead
+from ckptstore.storage.cloud.answers import check_head
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes, total_bytes
-from ckptstore.storage.cloud.client_options import (
-    azure_key,
-    azure_names,
-    azure_route,
-    azure_url,
-)
-from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS, CloudFiles, LazyClient
-from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment
+from ckptstore.storage.cloud.client_options import azure_key, azure_names, azure_route, azure_url
+from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
+from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, MAX_CONNECTIONS, READ_TIMEOUT_SECONDS
 from ckptstore.storage.uri import Location
 
 _MAX_PUT_BYTES = 5000 << 20
@@ -39,14 +34,71 @@ _READ_BYTES = 16 << 20
 _COPY_POLL_SECONDS = 0.5
 
 
-class AzureConnection(LazyClient):
-    """A container client."""
+class AzureFiles(CloudFiles):
+    """Files below a prefix of a container."""
 
-    def __init__(self, location: Location, names: Mapping[str, Any], environ: Environment) -> None:
-        super().__init__()
-        self._container = location.container
-        self._names = azure_names(location, names, environ)
-        self._route = azure_route(self._names, environ)
+    def __init__(self, location: Location, settings: Mapping[str, Any], opened_as: OpenedAs) -> None:
+        super().__init__(location, settings, opened_as)
+        self._names = azure_names(location, settings)
+        self._route = azure_route(self._names)
+
+    def blob(self, key: str) -> Any:
+        """Return the SDK's client of one blob."""
+        return self.client.get_blob_client(self.full(key))
+
+    def _put(self, key: str, views: Sequence[memoryview], *, new: bool) -> None:
+        # The SDK sends a whole blob from bytes alone; parts go out as views.
+        with self.sdk_seam("create" if new else "write", key):
+            self.blob(key).upload_blob(b"".join(views), overwrite=not new)
+
+    def read(self, key: str) -> bytes:
+        with self.sdk_seam("read", key):
+            return bytes(self.blob(key).download_blob(raw_response_hook=_checking(key)).readall())
+
+    def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
+        from azure.core import MatchConditions
+
+        pin: dict[str, Any] = {"offset": offset, "length": filling.missing_bytes}
+        if version:
+            pin |= {"etag": f'"{version}"', "match_condition": MatchConditions.IfNotModified}
+        with self.sdk_seam("read", key):
+            answer = self.blob(key).download_blob(raw_response_hook=_checking(key, version), **pin)
+            for chunk in answer.chunks():
+                filling.take(chunk)
+        return int(answer.properties.size)
+
+    def stat(self, key: str) -> StoredFile:
+        with self.sdk_seam("stat", key):
+            return _stored(key, self.blob(key).get_blob_properties())
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        cut = len(self.full(""))
+        with self.sdk_seam("list", prefix):
+            found = iter(self.client.list_blobs(name_starts_with=self.full(prefix)))
+        while True:
+            with self.sdk_seam("list", prefix):
+                item = next(found, None)
+            if item is None:
+                return
+            if not item.name.endswith("/") and not (item.metadata or {}).get("hdi_isfolder"):
+                yield _stored(item.name[cut:], item)
+
+    def _delete_one(self, key: str) -> None:
+        with suppress(FileMissing), self.sdk_seam("delete", key):
+            self.blob(key).delete_blob()
+
+    def copy(self, source_key: str, key: str, *, files: AzureFiles | None = None) -> None:
+        with self.sdk_seam("copy", source_key):
+            target = self.blob(key)
+            status = target.start_copy_from_url((files or self).blob(source_key).url)["copy_status"]
+            while status == "pending":
+                time.sleep(_COPY_POLL_SECONDS)
+                status = target.get_blob_properties().copy.status
+        if status != "success":
+            raise StorageUnavailable(f"The copy ended as {status}", file=source_key)
+
+    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
+        return _Blocks(self, key, size_bytes)
 
     def _connect(self) -> Any:
         import requests
@@ -79,8 +131,10 @@ class AzureConnection(LazyClient):
         }
         # not from a client of the whole account: that would own the session
         if names.get("connection_string"):
-            return ContainerClient.from_connection_string(names["connection_string"], self._container, **options)
-        return ContainerClient(names["account_url"], self._container, credential=self._credential(), **options)
+            return ContainerClient.from_connection_string(
+                names["connection_string"], self._location.container, **options
+            )
+        return ContainerClient(names["account_url"], self._location.container, credential=self._credential(), **options)
 
     def resolved(self) -> dict[str, str]:
         names, url = self._names, azure_url(self._names)
@@ -93,7 +147,7 @@ class AzureConnection(LazyClient):
         }
 
     def giver(self) -> chains.Giver:
-        """See `LazyClient.giver`."""
+        """See `CloudFiles.giver`."""
         key = azure_key(self._names)
         return (lambda: key) if key else chains.azure_giver(self._credential())
 
@@ -108,7 +162,7 @@ class AzureConnection(LazyClient):
             return chains.AzureSecret(names["tenant_id"], names["client_id"], names["client_secret"])
         return chains.AzureChain()
 
-    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+    def _translated_of_sdk(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
         from azure.core import exceptions
 
         if isinstance(error, exceptions.ClientAuthenticationError) and error.status_code is None:
@@ -128,97 +182,6 @@ class AzureConnection(LazyClient):
         return foreign.unexpected(error, what=what, key=key)
 
 
-class AzureFiles(CloudFiles[AzureConnection]):
-    """Files below a prefix of a container."""
-
-    def blob(self, key: str) -> Any:
-        """Return the SDK's client of one blob."""
-        self.check_process()
-        return self._connection.client.get_blob_client(self._location.full_key(key))
-
-    def seam(self, what: str, key: str) -> Any:
-        """Translate foreign errors to those of ckptstore in a context."""
-        return self._connection.seam(f"{what} {self.uri}", key)
-
-    def write(self, key: str, views: Sequence[memoryview]) -> None:
-        with self.seam("write", key):
-            self._put(key, views, overwrite=True)
-
-    def create(self, key: str, data: bytes) -> bool:
-        try:
-            with self.seam("create", key):
-                self._put(key, [memoryview(data)], overwrite=False)
-        except foreign.ConditionFailed:
-            return False
-        return True
-
-    def _put(self, key: str, views: Sequence[memoryview], *, overwrite: bool) -> None:
-        # The SDK sends a whole blob from bytes alone; parts go out as views.
-        self.blob(key).upload_blob(b"".join(views), overwrite=overwrite)
-
-    def read(self, key: str) -> bytes:
-        with self.seam("read", key):
-            return bytes(self.blob(key).download_blob(raw_response_hook=_checking(key)).readall())
-
-    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
-        from azure.core import MatchConditions
-
-        filling = Filling(views, key=key)
-        if not filling.missing_bytes:
-            return
-        size_bytes = filling.missing_bytes
-        pin: dict[str, Any] = {}
-        if version:
-            pin = {"etag": f'"{version}"', "match_condition": MatchConditions.IfNotModified}
-        try:
-            with self.seam("read", key):
-                check = _checking(key, version)
-                answer = self.blob(key).download_blob(offset=offset, length=size_bytes, raw_response_hook=check, **pin)
-                for chunk in answer.chunks():
-                    filling.take(chunk)
-        except foreign.ConditionFailed as error:
-            raise foreign.other_version(key) from error
-        filling.end(file_bytes=answer.properties.size, end_offset=offset + size_bytes)
-
-    def stat(self, key: str) -> StoredFile:
-        with self.seam("stat", key):
-            return _stored(key, self.blob(key).get_blob_properties())
-
-    def list(self, prefix: str) -> Iterator[StoredFile]:
-        self.check_process()
-        cut = len(self._location.full_key(""))
-        with self.seam("list", prefix):
-            found = iter(self._connection.client.list_blobs(name_starts_with=self._location.full_key(prefix)))
-        while True:
-            with self.seam("list", prefix):
-                item = next(found, None)
-            if item is None:
-                return
-            if not item.name.endswith("/") and not (item.metadata or {}).get("hdi_isfolder"):
-                yield _stored(item.name[cut:], item)
-
-    def _delete_one(self, key: str) -> None:
-        with suppress(FileMissing), self.seam("delete", key):
-            self.blob(key).delete_blob()
-
-    def copy(self, source_key: str, key: str, *, files: AzureFiles | None = None) -> None:
-        """Copy a file, from the container of `files` if that is not None."""
-        with self.seam("copy", source_key):
-            target = self.blob(key)
-            status = target.start_copy_from_url((files or self).blob(source_key).url)["copy_status"]
-            while status == "pending":
-                time.sleep(_COPY_POLL_SECONDS)
-                status = target.get_blob_properties().copy.status
-        if status != "success":
-            raise StorageUnavailable(f"The copy ended as {status}", file=source_key)
-
-    def part_bytes(self, size_bytes: int) -> int:
-        return part_bytes(size_bytes)
-
-    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
-        return _Blocks(self, key, size_bytes)
-
-
 class _Blocks:
     """Blocks of a blob, invisible until they are committed."""
 
@@ -232,7 +195,7 @@ class _Blocks:
     def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         number = offset // self._part_bytes
         block_id = base64.b64encode(f"{self._writer_id}-{number:06d}".encode()).decode()
-        with self._files.seam("write", self._key):
+        with self._files.sdk_seam("write", self._key):
             self._files.blob(self._key).stage_block(block_id, ViewsBody(views), length=total_bytes(views))
         self._block_ids[number] = block_id
 
@@ -241,7 +204,7 @@ class _Blocks:
         from azure.storage.blob import BlobBlock
 
         blocks = [BlobBlock(block_id) for _, block_id in sorted(self._block_ids.items())]
-        with self._files.seam("finish", self._key):
+        with self._files.sdk_seam("finish", self._key):
             self._files.blob(self._key).commit_block_list(blocks)
 
     def abort(self) -> None:
@@ -255,13 +218,12 @@ def _checking(key: str, version: str | None = None) -> Callable[[Any], None]:
         answer, asked = response.http_response, response.http_request.headers
         if answer.status_code >= 300:
             return
-        headers = {name.lower(): value for name, value in answer.headers.items()}
         match = re.match(r"bytes=(\d+)-", asked.get("x-ms-range") or asked.get("Range") or "")
         try:
             if match and answer.status_code == 200:  # the SDK wants a range if it requested one
                 raise StorageUnavailable("The answer is not one to the request: it is the whole file", file=key)
-            told = AnswerHead.of(key, answer.status_code, headers, version=headers.get("etag"))
-            told.check(key, offset=int(match[1]) if match else 0, version=version)
+            offset = int(match[1]) if match else 0
+            check_head(key, answer.status_code, answer.headers, offset=offset, version=version)
         except StorageUnavailable:
             answer.internal_response.close()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, StorageUnavailable
@@ -102,13 +102,15 @@ class Filling:
         self._offset = 0
         self.missing_bytes = total_bytes(views)
 
-    def next(self, most_bytes: int = PIECE_BYTES) -> memoryview:
-        """Return the memory for the next bytes. Call `advance` afterwards with their number."""
-        view = self._views[self._index]
-        return view[self._offset : self._offset + most_bytes]
+    def read_from(self, readinto: Callable[[memoryview], int], most_bytes: int = PIECE_BYTES) -> None:
+        """Fill the views by calls of `readinto` for at most so many bytes each, until they are full or it returns 0."""
+        while self.missing_bytes:
+            count = readinto(self._views[self._index][self._offset : self._offset + most_bytes])
+            if not count:
+                return
+            self._advance(count)
 
-    def advance(self, size_bytes: int) -> None:
-        """Count so many bytes that were written into the result of `next`."""
+    def _advance(self, size_bytes: int) -> None:
         self._offset += size_bytes
         self.missing_bytes -= size_bytes
         if self._offset == len(self._views[self._index]):
@@ -124,7 +126,7 @@ class Filling:
             count = min(len(source), len(view) - self._offset)
             view[self._offset : self._offset + count] = source[:count]
             source = source[count:]
-            self.advance(count)
+            self._advance(count)
 
     def end(self, *, file_bytes: int | None, end_offset: int) -> None:
         """Raise an error unless all views are full: CheckpointDamaged if the file is too short, else StorageUnavailable

@@ -65,21 +65,18 @@ class Provider:
         self.error: CkptstoreError | None = None
         """The error of the last try, None if it succeeded."""
         self._kind, self._profile = kind, profile
-        with self._seam():
+        with foreign.seam(self._translated):
             self._give = make()
 
     def __call__(self) -> dict[str, Any]:
         try:
-            with self._seam():
+            with foreign.seam(self._translated):
                 found = self._give()
         except CkptstoreError as error:
             self.error = error
             raise
         self.error = None
         return found
-
-    def _seam(self) -> Any:
-        return foreign.seam(lambda error: self._translated(error))
 
     def _translated(self, error: Exception) -> CkptstoreError:
         what = "credentials"

@@ -8,7 +8,7 @@ way. A setting that obstore cannot express raises `CannotExpress` with the reaso
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -19,7 +19,6 @@ from ckptstore.storage.cloud.routes import (
     CONNECT_TIMEOUT_SECONDS,
     DIRECT,
     READ_TIMEOUT_SECONDS,
-    Environment,
     Route,
     check_endpoint,
     is_same_file,
@@ -108,23 +107,6 @@ class ObstoreConfig:
     aws: AwsSettings | None = field(default=None, repr=False)
 
 
-def files_of_same_account(target: Any, source: Any) -> Any:
-    """Return the object that makes the requests of `source`, None unless the target's credentials reach it too.
-
-    Both are storages that were opened from a URI and options; the engines may differ.
-    """
-    given = getattr(source, "opened_as", None)
-    if given is None:
-        return None
-    here, there = (_account(*item) for item in (target.opened_as, given))
-    return getattr(source, "_files", source) if here == there and here[0] is not None else None
-
-
-def _account(uri: str, options: Mapping[str, Any]) -> tuple[Kind | None, str, Options]:
-    location = parse_uri(uri)
-    return location.kind, location.account, {name: value for name, value in options.items() if value is not None}
-
-
 def for_obstore(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreConfig:
     """Return the configuration for a URI, with the variables of this process. Raises CannotExpress, and InvalidInput
     for options that no engine can use."""
@@ -135,7 +117,8 @@ def for_obstore(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreC
     for name in _OF_OBSTORE_ALONE[location.kind]:
         if os.environ.get(name):
             raise CannotExpress(f"obstore would read the variable {name}, which means nothing to the SDK")
-    return _TRANSLATORS[location.kind](location, _Remaining(options), os.environ)
+    translate = {"s3": _s3, "gcs": _gcs, "azure": _azure}[location.kind]
+    return translate(location, _Remaining(options))
 
 
 class _Remaining:
@@ -194,12 +177,12 @@ def _client(url: str, route: Route, *, read_seconds: Any = None, connect_seconds
         client["root_certificate"] = bundle
     elif route.verify is not False and not is_same_file(route.verify, native):
         raise CannotExpress(f"obstore trusts other certificates than those of {route.verify_from}")
-    if other_directory(os.environ):
+    if other_directory():
         raise CannotExpress("obstore would read the variable SSL_CERT_DIR, which means nothing to the SDK")
     return client
 
 
-def _s3(location: Location, options: _Remaining, _environ: Environment) -> ObstoreConfig:
+def _s3(location: Location, options: _Remaining) -> ObstoreConfig:
     from ckptstore.storage.cloud.aws_settings import AwsSettings
 
     settings = AwsSettings(location, options.rest)
@@ -272,8 +255,8 @@ def _is_token(token: Any) -> bool:
     return token is None or isinstance(token, dict)
 
 
-def _gcs(location: Location, options: _Remaining, environ: Environment) -> ObstoreConfig:
-    endpoint = gcs_endpoint(options.rest, environ)
+def _gcs(location: Location, options: _Remaining) -> ObstoreConfig:
+    endpoint = gcs_endpoint(options.rest)
     check_endpoint(endpoint)
     options.take("endpoint_url")
     url = (endpoint or GOOGLE).rstrip("/")
@@ -286,7 +269,7 @@ def _gcs(location: Location, options: _Remaining, environ: Environment) -> Obsto
         raise options.fail("token")
     for name in ("project", "access", "consistency"):
         options.take(name)
-    route = gcs_route(url, environ)
+    route = gcs_route(url)
     client = _client(url, route, read_seconds=options.take("timeout"))
     options.end()
     return ObstoreConfig(location, config, client, token != "anon", route)
@@ -303,7 +286,7 @@ _AZURE_VARIABLES = {
 }
 
 
-def azure_names(location: Location, options: Mapping[str, Any], environ: Environment) -> Options:
+def azure_names(location: Location, options: Mapping[str, Any]) -> Options:
     """Return adlfs' options, completed from the environment and the URI, with the URL of the account. Raises
     InvalidInput if URI and options name different accounts."""
     names: Options = {name: value for name, value in options.items() if value is not None}
@@ -311,14 +294,14 @@ def azure_names(location: Location, options: Mapping[str, Any], environ: Environ
     if account and "account_name" not in names:
         names["account_name"] = account
     for name, variable in _AZURE_VARIABLES.items():
-        if name not in names and environ.get(variable):
-            names[name] = environ[variable]
+        if name not in names and os.environ.get(variable):
+            names[name] = os.environ[variable]
     connected = from_connection_string(names.get("connection_string") or "").get("account_name")
     for other in (names.get("account_name"), connected):
         if account and other and other != account:
             hint = "Leave one of them out; a connection string may be in the environment"
             raise InvalidInput(f"{location.uri} names the account {account}, its options name {other}", hint=hint)
-    if environ.get("AZURE_STORAGE_ANON", "false").lower() not in ("false", "0", "f", ""):
+    if os.environ.get("AZURE_STORAGE_ANON", "false").lower() not in ("false", "0", "f", ""):
         names.setdefault("anon", True)
     host = names.get("account_host") or f"{names.get('account_name', '')}.blob.core.windows.net"
     names["account_url"] = host if "://" in host else f"https://{host}"
@@ -328,26 +311,26 @@ def azure_names(location: Location, options: Mapping[str, Any], environ: Environ
 GOOGLE = "https://storage.googleapis.com"
 
 
-def gcs_route(url: str, environ: Environment) -> Route:
+def gcs_route(url: str) -> Route:
     """Return the route to GCS. Raises InvalidInput as `route_to` does."""
-    return route_to(url, environ, variables(_BUNDLE_VARIABLES, environ))
+    return route_to(url, variables(*_BUNDLE_VARIABLES))
 
 
-def azure_route(names: Mapping[str, Any], environ: Environment) -> Route:
+def azure_route(names: Mapping[str, Any]) -> Route:
     """Return the route to an account, from the result of `azure_names`. Raises InvalidInput as `route_to` does."""
-    return route_to(azure_url(names), environ, variables(_BUNDLE_VARIABLES, environ))
+    return route_to(azure_url(names), variables(*_BUNDLE_VARIABLES))
 
 
-def gcs_endpoint(options: Mapping[str, Any], environ: Environment) -> str | None:
+def gcs_endpoint(options: Mapping[str, Any]) -> str | None:
     """Return the configured endpoint, None for Google's own."""
-    endpoint = options.get("endpoint_url") or environ.get("STORAGE_EMULATOR_HOST")
+    endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")
     if not endpoint or endpoint == "default":
         return None
     return endpoint if "://" in endpoint else f"http://{endpoint}"
 
 
-def _azure(location: Location, options: _Remaining, environ: Environment) -> ObstoreConfig:
-    names = azure_names(location, options.rest, environ)
+def _azure(location: Location, options: _Remaining) -> ObstoreConfig:
+    names = azure_names(location, options.rest)
     for name in (*_AZURE_VARIABLES, "account_host", "anon"):
         options.take(name)
     if options.take("version_aware"):
@@ -358,7 +341,7 @@ def _azure(location: Location, options: _Remaining, environ: Environment) -> Obs
     account = connected.get("account_name") or names.get("account_name")
     is_anonymous = bool(names.get("anon")) and not azure_key(names)
     config = {"endpoint": azure_url(names), "account_name": account, "skip_signature": is_anonymous}
-    route = azure_route(names, environ)
+    route = azure_route(names)
     client = _client(
         azure_url(names),
         route,
@@ -416,10 +399,3 @@ def from_connection_string(text: str) -> Options:
         protocol = fields.get("defaultendpointsprotocol", "https")
         config["endpoint"] = f"{protocol}://{config['account_name']}.blob.{suffix}"
     return config
-
-
-_TRANSLATORS: Mapping[Kind, Callable[[Location, _Remaining, Environment], ObstoreConfig]] = {
-    "s3": _s3,
-    "gcs": _gcs,
-    "azure": _azure,
-}

@@ -217,17 +217,6 @@ def other_version(key: str) -> CheckpointDamaged:
     return CheckpointDamaged("The file is not the one that was recorded: it has another version", file=key)
 
 
-class Renewal:
-    """Allows one new look-up of expired credentials; they must work before the next one."""
-
-    def __init__(self) -> None:
-        self._begun = False
-
-    def begin(self) -> bool:
-        """Return True if they are to be looked up again now."""
-        begun, self._begun = self._begun, True
-        return not begun
-
-    def succeeded(self) -> None:
-        """Note that a request succeeded."""
-        self._begun = False
+def renewed(what: str, key: str) -> StorageUnavailable:
+    """Return the error for expired credentials that the next try looks up again."""
+    return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)

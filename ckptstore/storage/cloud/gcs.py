@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -21,7 +21,7 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageU
 from ckptstore.format.digest import Digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
-from ckptstore.storage.cloud.answers import AnswerHead, complete, wrong
+from ckptstore.storage.cloud.answers import check_head, complete, wrong
 from ckptstore.storage.cloud.bodies import (
     CHECKSUM,
     CHECKSUM_TITLE,
@@ -31,14 +31,9 @@ from ckptstore.storage.cloud.bodies import (
     checksum_text,
     total_bytes,
 )
-from ckptstore.storage.cloud.client_options import (
-    GOOGLE,
-    gcs_endpoint,
-    gcs_route,
-    seconds_of,
-)
-from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS, CloudFiles, LazyClient
-from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, DIRECT, READ_TIMEOUT_SECONDS, Environment, Route
+from ckptstore.storage.cloud.client_options import GOOGLE, gcs_endpoint, gcs_route, seconds_of
+from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
+from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, MAX_CONNECTIONS, READ_TIMEOUT_SECONDS
 from ckptstore.storage.uri import Location
 
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
@@ -48,93 +43,21 @@ _PART_BYTES = 16 << 20
 _MIB = 1 << 20
 
 
-class GcsConnection(LazyClient):
-    """An HTTP session with credentials."""
+class GcsFiles(CloudFiles):
+    """Files below a prefix of a bucket. The client is an HTTP session with credentials."""
 
-    def __init__(
-        self,
-        *,
-        endpoint_url: str,
-        credentials: Callable[[], Any],
-        route: Route = DIRECT,
-        said: Mapping[str, str] | None = None,
-        read_seconds: float = READ_TIMEOUT_SECONDS,
-    ) -> None:
-        super().__init__()
-        self._endpoint = endpoint_url.rstrip("/")
-        self._credentials = credentials
-        self._route = route
-        self._said = said or {}
-        self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
+    _has_generations = True
 
-    def request(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
-        """Make one request; the body of its response is not read yet."""
-        with self.seam(what, key):
-            answer = self.client.request(
-                method, f"{self._endpoint}{path}", timeout=self._timeout, stream=True, **options
-            )
-            if answer.status_code < 200:  # an interim response; the final one is still to come
-                with answer:
-                    raise wrong(key, f"its status is {answer.status_code}")
-            if answer.status_code >= 300:
-                with answer:
-                    raise self._refused(answer, what=what, key=key)
-        self.succeeded()
-        return answer
-
-    def _connect(self) -> Any:
-        import requests
-        import requests.adapters
-        from google.auth.transport.requests import AuthorizedSession
-
-        credentials = self._credentials()
-        session = requests.Session() if credentials is None else AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
-        adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
-        session.mount("https://", adapter)
-        session.mount("http://", adapter)
-        session.headers["Accept-Encoding"] = "identity"
-        session.trust_env = False  # the settings of the environment are in the route
-        session.proxies = self._route.proxies(self._endpoint)
-        session.verify = self._route.verify
-        return session
-
-    def resolved(self) -> dict[str, str]:
-        endpoint = f"{foreign.server_of(self._endpoint)} ({self._said.get('endpoint', 'of Google')})"
-        credentials = self._said.get("credentials", "the SDK's own chain")
-        return {"endpoint": endpoint, "credentials": credentials, **self._route.told(self._endpoint)}
-
-    def giver(self) -> chains.Giver:
-        """See `LazyClient.giver`."""
-        return chains.google_giver(self._credentials())
-
-    def _refused(self, answer: Any, *, what: str, key: str) -> CkptstoreError:
-        try:
-            reason = str(answer.json()["error"]["errors"][0]["reason"])
-        except (ValueError, LookupError, TypeError):
-            reason = ""
-        if answer.status_code == 401 and self._renewal.begin():
-            self.close()
-            return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
-        return foreign.from_status(answer.status_code, reason, key=key, what=what)
-
-    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
-        import google.auth.exceptions
-        import requests
-
-        if isinstance(error, google.auth.exceptions.GoogleAuthError):
-            return chains.google_refusal(error, what=what, key=key)
-        is_broken = isinstance(error, requests.RequestException | OSError)
-        if is_broken or type(error).__module__.startswith("urllib3"):
-            return foreign.broken_off(error, what=what, key=key, url=self._endpoint, through=self._route.through)
-        return foreign.unexpected(error, what=what, key=key)
-
-
-class GcsFiles(CloudFiles[GcsConnection]):
-    """Files below a prefix of a bucket."""
-
-    def __init__(self, location: Location, connection: GcsConnection) -> None:
-        super().__init__(location, connection)
+    def __init__(self, location: Location, settings: Mapping[str, Any], opened_as: OpenedAs) -> None:
+        super().__init__(location, settings, opened_as)
         self._bucket = f"/b/{quote(location.container, safe='')}"
+        endpoint = gcs_endpoint(settings)
+        self._is_googles = endpoint is None
+        self._endpoint = (endpoint or GOOGLE).rstrip("/")
+        self._token = settings.get("token") or ("anon" if endpoint else None)
+        self._route = gcs_route(self._endpoint)
+        read_seconds = seconds_of(settings.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout")
+        self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
 
     def call(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
         """Make one request, and return its response from JSON."""
@@ -142,11 +65,21 @@ class GcsFiles(CloudFiles[GcsConnection]):
             return self._json(answer, what=what, key=key)
 
     def _stream(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
-        self.check_process()
-        return self._connection.request(method, path, what=f"{what} {self.uri}", key=key, **options)
+        """Make one request; the body of its response is not read yet."""
+        with self.sdk_seam(what, key):
+            url = f"{self._endpoint}{path}"
+            answer = self.client.request(method, url, timeout=self._timeout, stream=True, **options)
+            if answer.status_code < 200:  # an interim response; the final one is still to come
+                with answer:
+                    raise wrong(key, f"its status is {answer.status_code}")
+            if answer.status_code >= 300:
+                with answer:
+                    raise self._refused(answer, what=f"{what} {self.uri}", key=key)
+        self._has_renewed = False
+        return answer
 
     def _json(self, answer: Any, *, what: str, key: str) -> Any:
-        with self._connection.seam(f"{what} {self.uri}", key):
+        with self.sdk_seam(what, key):
             data = answer.content
         with complete(key):
             return {} if answer.status_code == 204 else json.loads(data)
@@ -177,22 +110,16 @@ class GcsFiles(CloudFiles[GcsConnection]):
 
     def object(self, key: str) -> str:
         """Return the path of an object in the API."""
-        return f"{self._bucket}/o/{quote(self._location.full_key(key), safe='')}"
+        return f"{self._bucket}/o/{quote(self.full(key), safe='')}"
 
-    def write(self, key: str, views: Sequence[memoryview]) -> None:
-        self.put(key, views)
-
-    def create(self, key: str, data: bytes) -> bool:
-        try:
-            self.put(key, [memoryview(data)], ifGenerationMatch="0")
-        except foreign.ConditionFailed:
-            return False
-        return True
+    def _put(self, key: str, views: Sequence[memoryview], *, new: bool) -> None:
+        condition: dict[str, Any] = {"ifGenerationMatch": "0"} if new else {}
+        self.put(key, views, **condition)
 
     def put(self, key: str, views: Sequence[memoryview], *, digest: Digest | None = None, **condition: str) -> Digest:
         """Upload an object in one request, and return its checksum."""
         checksum = checksum_of(views, digest)
-        resource = {"name": self._location.full_key(key), CHECKSUM: checksum_text(checksum)}
+        resource = {"name": self.full(key), CHECKSUM: checksum_text(checksum)}
         border = uuid.uuid4().hex
         head = (
             f"--{border}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(resource)}\r\n"
@@ -221,53 +148,41 @@ class GcsFiles(CloudFiles[GcsConnection]):
             raise StorageUnavailable("The bytes arrived damaged", file=key)
 
     def read(self, key: str) -> bytes:
+        path = f"/storage/v1{self.object(key)}"
         with (
-            self._stream(
-                "GET", f"/storage/v1{self.object(key)}", what="read", key=key, params={"alt": "media"}
-            ) as answer,
-            self._connection.seam(f"read {self.uri}", key),
+            self._stream("GET", path, what="read", key=key, params={"alt": "media"}) as answer,
+            self.sdk_seam("read", key),
         ):
-            _told(key, answer).check(key)
+            check_head(key, answer.status_code, answer.headers)
             return bytes(answer.content)
 
-    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
-        filling = Filling(views, key=key)
-        if not filling.missing_bytes:
-            return
-        end = offset + filling.missing_bytes
+    def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
         params = {"alt": "media", **({"generation": version} if version else {})}
-        headers = {"Range": f"bytes={offset}-{end - 1}"}
+        headers = {"Range": f"bytes={offset}-{offset + filling.missing_bytes - 1}"}
         path = f"/storage/v1{self.object(key)}"
-        try:
-            answer = self._stream("GET", path, what="read", key=key, params=params, headers=headers)
-        except FileMissing as error:
-            if version and self._exists(key):
-                raise foreign.other_version(key) from error
-            raise
-        with answer, self._connection.seam(f"read {self.uri}", key):
-            told = _told(key, answer)
-            told.check(key, offset=offset, version=version)
-            while filling.missing_bytes:
-                count = answer.raw.readinto(filling.next())
-                if not count:
-                    break
-                filling.advance(count)
-        filling.end(file_bytes=told.total_bytes, end_offset=end)
-
-    def _exists(self, key: str) -> bool:
-        with suppress(FileMissing):
-            self.stat(key)
-            return True
-        return False
+        with (
+            self._stream("GET", path, what="read", key=key, params=params, headers=headers) as answer,
+            self.sdk_seam("read", key),
+        ):
+            file_bytes = check_head(
+                key,
+                answer.status_code,
+                answer.headers,
+                version_header="x-goog-generation",
+                offset=offset,
+                version=version,
+            )
+            filling.read_from(answer.raw.readinto)
+        return file_bytes
 
     def stat(self, key: str) -> StoredFile:
         item = self.call("GET", self.object(key), what="stat", key=key)
         return _stored(key, item)
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        cut = len(self._location.full_key(""))
+        cut = len(self.full(""))
         params = {
-            "prefix": self._location.full_key(prefix),
+            "prefix": self.full(prefix),
             "maxResults": str(_LIST_FILES),
             "fields": "nextPageToken,items(name,size,updated,generation)",
         }
@@ -286,7 +201,6 @@ class GcsFiles(CloudFiles[GcsConnection]):
             self._stream("DELETE", f"/storage/v1{self.object(key)}", what="delete", key=key).close()
 
     def copy(self, source_key: str, key: str, *, files: GcsFiles | None = None) -> None:
-        """Copy a file, from the bucket of `files` if that is not None."""
         path = f"{(files or self).object(source_key)}/rewriteTo{self.object(key)}"
         params: dict[str, str] = {}
         while True:
@@ -305,11 +219,81 @@ class GcsFiles(CloudFiles[GcsConnection]):
     def compose(self, sources: Sequence[str], key: str, *, size_bytes: int, checksum: Digest) -> None:
         """Make an object of up to 32 others."""
         body = {
-            "sourceObjects": [{"name": self._location.full_key(source)} for source in sources],
+            "sourceObjects": [{"name": self.full(source)} for source in sources],
             "destination": {"contentType": "application/octet-stream"},
         }
         answer = self.call("POST", f"{self.object(key)}/compose", what="compose", key=key, json=body)
         self._check(answer, key=key, size_bytes=size_bytes, checksum=checksum)
+
+    def resolved(self) -> dict[str, str]:
+        named = "endpoint_url" if self._settings.get("endpoint_url") else "STORAGE_EMULATOR_HOST"
+        credentials = "the SDK's own chain" if self._token is None else "token"
+        return {
+            "endpoint": f"{foreign.server_of(self._endpoint)} ({'of Google' if self._is_googles else named})",
+            "credentials": "none: anonymous" if self._token == "anon" else credentials,
+            **self._route.told(self._endpoint),
+        }
+
+    def giver(self) -> chains.Giver:
+        """See `CloudFiles.giver`."""
+        return chains.google_giver(self._credentials())
+
+    def _connect(self) -> Any:
+        import requests
+        import requests.adapters
+        from google.auth.transport.requests import AuthorizedSession
+
+        credentials = self._credentials()
+        session = requests.Session() if credentials is None else AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
+        adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
+        session.mount("https://", adapter)
+        session.mount("http://", adapter)
+        session.headers["Accept-Encoding"] = "identity"
+        session.trust_env = False  # the settings of the environment are in the route
+        session.proxies = self._route.proxies(self._endpoint)
+        session.verify = self._route.verify
+        return session
+
+    def _credentials(self) -> Any:
+        """Return google-auth's credentials from gcsfs' `token`, None for anonymous access."""
+        import google.auth
+        import google.auth.compute_engine
+        import google.auth.credentials
+
+        token = self._token
+        if token == "anon":
+            return None
+        if isinstance(token, google.auth.credentials.Credentials):
+            return token
+        if token == "cloud":
+            return google.auth.compute_engine.Credentials()  # type: ignore[no-untyped-call]
+        if isinstance(token, dict):
+            return google.auth.load_credentials_from_dict(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
+        if isinstance(token, str) and token != "google_default":
+            return google.auth.load_credentials_from_file(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
+        return google.auth.default(scopes=_SCOPES)[0]
+
+    def _refused(self, answer: Any, *, what: str, key: str) -> CkptstoreError:
+        try:
+            reason = str(answer.json()["error"]["errors"][0]["reason"])
+        except (ValueError, LookupError, TypeError):
+            reason = ""
+        if answer.status_code == 401 and not self._has_renewed:
+            self._has_renewed = True
+            self._renew_connections()
+            return foreign.renewed(what, key)
+        return foreign.from_status(answer.status_code, reason, key=key, what=what)
+
+    def _translated_of_sdk(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+        import google.auth.exceptions
+        import requests
+
+        if isinstance(error, google.auth.exceptions.GoogleAuthError):
+            return chains.google_refusal(error, what=what, key=key)
+        is_broken = isinstance(error, requests.RequestException | OSError)
+        if is_broken or type(error).__module__.startswith("urllib3"):
+            return foreign.broken_off(error, what=what, key=key, url=self._endpoint, through=self._route.through)
+        return foreign.unexpected(error, what=what, key=key)
 
 
 _Part = tuple[str, int, Digest]
@@ -355,53 +339,8 @@ class _Composition:
             self._files.delete([*(name for name, _, _ in self._parts.values()), *self._joined])
 
 
-def connect(names: Mapping[str, Any], environ: Environment) -> GcsConnection:
-    """Return a connection with gcsfs' options."""
-    endpoint = gcs_endpoint(names, environ)
-    token = names.get("token") or ("anon" if endpoint else None)
-    url = endpoint or GOOGLE
-    said = {"endpoint": "endpoint_url" if names.get("endpoint_url") else "STORAGE_EMULATOR_HOST"} if endpoint else {}
-    if token is not None:
-        said["credentials"] = "none: anonymous" if token == "anon" else "token"
-    return GcsConnection(
-        endpoint_url=url,
-        credentials=credentials_of(token),
-        route=gcs_route(url, environ),
-        said=said,
-        read_seconds=seconds_of(names.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout"),
-    )
-
-
-def credentials_of(token: Any) -> Callable[[], Any]:
-    """Return a function that makes google-auth credentials from gcsfs' `token`, or None for anonymous access."""
-
-    def make() -> Any:
-        import google.auth
-        import google.auth.compute_engine
-        import google.auth.credentials
-
-        if token == "anon":
-            return None
-        if isinstance(token, google.auth.credentials.Credentials):
-            return token
-        if token == "cloud":
-            return google.auth.compute_engine.Credentials()  # type: ignore[no-untyped-call]
-        if isinstance(token, dict):
-            return google.auth.load_credentials_from_dict(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
-        if isinstance(token, str) and token != "google_default":
-            return google.auth.load_credentials_from_file(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
-        return google.auth.default(scopes=_SCOPES)[0]
-
-    return make
-
-
 def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
     with complete(key):
         modified = datetime.fromisoformat(item["updated"]).timestamp()
         generation = item.get("generation")
         return StoredFile(key, int(item["size"]), modified, str(generation) if generation else None)
-
-
-def _told(key: str, answer: Any) -> AnswerHead:
-    headers = {name.lower(): value for name, value in answer.headers.items()}
-    return AnswerHead.of(key, answer.status_code, headers, version=headers.get("x-goog-generation"))

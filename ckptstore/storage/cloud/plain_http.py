@@ -207,7 +207,7 @@ class _Connection(http.client.HTTPConnection):
         line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
         if keepalive:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.sock = _Readable(line)
+        self.sock = _Incoming(line)
 
     def is_alive(self) -> bool:
         """Return True if nothing has come unrequested, such as the end of the connection."""
@@ -263,54 +263,25 @@ class _Connection(http.client.HTTPConnection):
                 count, first = count - size_bytes, first + 1
 
 
-class _Readable:
-    """The part of a socket that `http.client` uses: files to read responses from, which outlive a `close` as those of a
-    socket do."""
+class _Incoming(io.RawIOBase):
+    """The incoming bytes of a connection, and the part of a socket that `http.client` uses: it makes a file for each
+    response. Closing either leaves the connection open, which `_Connection.end` closes."""
 
     def __init__(self, line: socket.socket) -> None:
-        self.line = line
-        self._num_files = 0
-        self._is_closed = False
+        self._socket = line
 
     def makefile(self, mode: str) -> io.BufferedReader:
         """Return a file with a buffer for the head of a response; large reads go past the buffer."""
         assert mode == "rb"
-        self._num_files += 1
-        return io.BufferedReader(_Incoming(self), _HEAD_BYTES)
-
-    def let_go(self) -> None:
-        """Note that a file was closed."""
-        self._num_files -= 1
-        if self._is_closed and not self._num_files:
-            self.line.close()
-
-    def close(self) -> None:
-        """Close the socket when the last file is closed."""
-        self._is_closed = True
-        if not self._num_files:
-            self.line.close()
-
-
-class _Incoming(io.RawIOBase):
-    """The incoming bytes of a connection."""
-
-    def __init__(self, home: _Readable) -> None:
-        self._home = home
+        return io.BufferedReader(_Incoming(self._socket), _HEAD_BYTES)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, view: Any) -> int:
         """Read some bytes; a large view, whose bytes are sure to come, is filled in one call."""
-        line, size_bytes = self._home.line, len(view)
+        flags = socket.MSG_WAITALL if len(view) > _HEAD_BYTES else 0
         try:
-            if size_bytes <= _HEAD_BYTES:
-                return line.recv_into(view)
-            return line.recv_into(view, 0, socket.MSG_WAITALL)
+            return self._socket.recv_into(view, 0, flags)
         except BlockingIOError:
             raise TimeoutError("the server sends nothing any more") from None
-
-    def close(self) -> None:
-        if not self.closed:
-            self._home.let_go()
-        super().close()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -22,10 +22,9 @@ from urllib.parse import urlsplit
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.cloud.foreign import server_of
 
-Environment = Mapping[str, str]
-
 READ_TIMEOUT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 10.0
+MAX_CONNECTIONS = 64
 
 _BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",
@@ -93,30 +92,28 @@ DIRECT = Route()
 """The route without a proxy."""
 
 
-def route_to(
-    url: str, environ: Environment, bundles: Sequence[tuple[str, str | None]], *, verify: bool | str | None = None
-) -> Route:
+def route_to(url: str, bundles: Sequence[tuple[str, str | None]], *, verify: bool | str | None = None) -> Route:
     """Return the route to the server of a URL.
 
     `bundles` are the settings for certificates of its SDK, each with the file that it names, in order of precedence;
     `verify` is the option for them. A server that is reached without TLS needs none. Raises InvalidInput for a proxy
     of a kind that no client supports.
     """
-    proxy_url, proxy_from = proxy_of(url, environ)
+    proxy_url, proxy_from = _proxy_of(url)
     if urlsplit(url).scheme != "https":
         return Route(proxy_url, proxy_from)
     if verify is not None and verify is not True:
         return Route(proxy_url, proxy_from, verify, "verify")
     system = system_bundle()
-    for name, path in (*bundles, ("SSL_CERT_FILE", environ.get("SSL_CERT_FILE"))):
+    for name, path in (*bundles, ("SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE"))):
         if path:
             return Route(proxy_url, proxy_from, path, "" if is_same_file(path, system) else name)
     return Route(proxy_url, proxy_from, system or True)
 
 
-def variables(names: Sequence[str], environ: Environment) -> list[tuple[str, str | None]]:
+def variables(*names: str) -> list[tuple[str, str | None]]:
     """Return variables with their values, as `route_to` takes them."""
-    return [(name, environ.get(name)) for name in names]
+    return [(name, os.environ.get(name)) for name in names]
 
 
 def system_bundle() -> str | None:
@@ -134,9 +131,9 @@ def own_bundle() -> bytes | None:
     return certifi.contents().encode()
 
 
-def other_directory(environ: Environment) -> bool:
+def other_directory() -> bool:
     """Return True if `SSL_CERT_DIR`, which some clients read, names other certificates than those of this machine."""
-    path, system = environ.get("SSL_CERT_DIR"), system_bundle()
+    path, system = os.environ.get("SSL_CERT_DIR"), system_bundle()
     return bool(path) and not is_same_file(path or "", os.path.dirname(system) if system else None)
 
 
@@ -147,13 +144,13 @@ def is_same_file(path: str, other: str | None) -> bool:
     return False
 
 
-def proxy_of(url: str, environ: Environment) -> tuple[str | None, str]:
+def _proxy_of(url: str) -> tuple[str | None, str]:
     """Return the proxy for a URL and the variable that names it; (None, "") without one. Raises InvalidInput."""
     split = urlsplit(url)
-    value, name = _named(f"{split.scheme}_proxy", environ)
+    value, name = _named(f"{split.scheme}_proxy")
     if not name:
-        value, name = _named("all_proxy", environ)
-    if not value or _is_excluded(split.hostname or "", split.port or {"https": 443}.get(split.scheme, 80), environ):
+        value, name = _named("all_proxy")
+    if not value or _is_excluded(split.hostname or "", split.port or {"https": 443}.get(split.scheme, 80)):
         return None, ""
     proxy_url = value if "://" in value else f"http://{value}"
     with suppress(ValueError):
@@ -166,19 +163,19 @@ def proxy_of(url: str, environ: Environment) -> tuple[str | None, str]:
     )
 
 
-def _named(name: str, environ: Environment) -> tuple[str, str]:
+def _named(name: str) -> tuple[str, str]:
     """Return the value of a variable in small letters or capital ones, and its spelling; ("", "") if it is not set."""
-    if name in environ:
-        return environ[name].strip(), name
+    if name in os.environ:
+        return os.environ[name].strip(), name
     capital = name.upper()
-    is_untrusted = capital == "HTTP_PROXY" and "REQUEST_METHOD" in environ  # in CGI it is a header of the request
-    return ("", "") if is_untrusted or capital not in environ else (environ[capital].strip(), capital)
+    is_untrusted = capital == "HTTP_PROXY" and "REQUEST_METHOD" in os.environ  # in CGI it is a header of the request
+    return ("", "") if is_untrusted or capital not in os.environ else (os.environ[capital].strip(), capital)
 
 
-def _is_excluded(host: str, port: int, environ: Environment) -> bool:
+def _is_excluded(host: str, port: int) -> bool:
     host = host.lower().rstrip(".")
     address = _address(host)
-    for entry, entry_port in _excluded(environ):
+    for entry, entry_port in _excluded():
         if entry_port is not None and entry_port != port:
             continue
         if entry == "*":
@@ -192,8 +189,8 @@ def _is_excluded(host: str, port: int, environ: Environment) -> bool:
     return False
 
 
-def _excluded(environ: Environment) -> Iterator[tuple[str, int | None]]:
-    value, _ = _named("no_proxy", environ)
+def _excluded() -> Iterator[tuple[str, int | None]]:
+    value, _ = _named("no_proxy")
     for entry in value.lower().replace(",", " ").split():
         if match := re.fullmatch(r"\[(.+)\](?::(\d+))?|([^:]+):(\d+)", entry):
             yield (match[1] or match[3]).removeprefix("*."), int(match[2] or match[4]) if match[2] or match[4] else None

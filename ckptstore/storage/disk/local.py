@@ -15,6 +15,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, Inv
 from ckptstore.format.layout import check_name
 from ckptstore.storage.base import PartWriter, Storage, StoredFile
 from ckptstore.storage.disk import posix
-from ckptstore.storage.disk.local_parts import READ_ONLY, LocalParts, flush_files
+from ckptstore.storage.disk.local_parts import READ_ONLY, NewFile, flush_files
 
 T = TypeVar("T")
 
@@ -59,8 +60,8 @@ class LocalStorage(Storage):
     def __repr__(self) -> str:
         return f"LocalStorage({self._root!r})"
 
-    def __reduce__(self) -> tuple[Callable[..., LocalStorage], tuple[str, bool, bool]]:
-        return _reopen, (self._root, self._durable, self._direct_io)
+    def __reduce__(self) -> tuple[Callable[..., LocalStorage], tuple[str]]:
+        return partial(LocalStorage, durable=self._durable, direct_io=self._direct_io), (self._root,)
 
     @property
     def uri(self) -> str:
@@ -82,9 +83,14 @@ class LocalStorage(Storage):
             finally:
                 os.close(descriptor)
         except FileExistsError:
-            self._replace(key, path, views)
+            size_bytes = sum(map(len, views))
+            with (
+                self._translating("Writing", key, size_bytes),
+                self._temporary(path, views, durable=False) as temporary,
+            ):
+                os.rename(temporary, path)
         except OSError as error:
-            raise self._error(error, "Writing", key, views) from error
+            raise self._error(error, "Writing", key, sum(map(len, views))) from error
 
     def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
         """Write new files in existing directories in less time; leave all others, and all errors, to `write`."""
@@ -198,11 +204,18 @@ class LocalStorage(Storage):
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
         path = self._own_path(key)
         self._flushed.discard(key)
-        flushed = self._flushed.add if self._durable else None
         with self._translating("Writing", key, size_bytes):
             self._make_directories(os.path.dirname(path))
             _remove(path)
-            return LocalParts(key, path, size_bytes=size_bytes, flushed=flushed, direct=self._direct_io)
+            return NewFile(
+                key,
+                path,
+                size_bytes=size_bytes,
+                writes_back=self._durable,
+                direct=self._durable and self._direct_io,
+                mode=READ_ONLY,
+                flushed=self._flushed.add if self._durable else None,
+            )
 
     def persist(self, keys: Sequence[str]) -> None:
         if not self._durable or not keys:
@@ -360,11 +373,6 @@ class LocalStorage(Storage):
         for name in below:
             yield from self._walk(name, "")
 
-    def _replace(self, key: str, path: str, views: Sequence[memoryview]) -> None:
-        size_bytes = sum(map(len, views))
-        with self._translating("Writing", key, size_bytes), self._temporary(path, views, durable=False) as temporary:
-            os.rename(temporary, path)
-
     @contextlib.contextmanager
     def _temporary(self, path: str, views: Sequence[memoryview], *, durable: bool) -> Iterator[str]:
         """Yield the path of a finished file beside `path`, durable on request, and remove it when the context ends."""
@@ -427,22 +435,16 @@ class LocalStorage(Storage):
         except StorageError:
             raise
         except OSError as error:
-            raise self._error(error, doing, key, needed_bytes=needed_bytes) from error
+            raise self._error(error, doing, key, needed_bytes) from error
 
-    def _error(
-        self, error: OSError, doing: str, key: str, views: Sequence[memoryview] = (), *, needed_bytes: int | None = None
-    ) -> StorageError:
+    def _error(self, error: OSError, doing: str, key: str, needed_bytes: int | None = None) -> StorageError:
         return posix.translate(
             error,
             what=f"{doing} {key} in {self._root}" if key else f"{doing} {self._root}",
             file=key or self._root,
-            needed_bytes=sum(map(len, views)) if views else needed_bytes,
+            needed_bytes=needed_bytes,
             directory=self._root,
         )
-
-
-def _reopen(root: str, durable: bool, direct_io: bool) -> LocalStorage:
-    return LocalStorage(root, durable=durable, direct_io=direct_io)
 
 
 def _remove(path: str) -> None:

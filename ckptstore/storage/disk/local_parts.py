@@ -27,21 +27,31 @@ _MANY_FILES = 16
 
 
 class NewFile:
-    """A new file that has its name, and its room, from the beginning. Its parts may come in any order."""
+    """A new file that has its name, and its room, from the beginning: the `PartWriter` of a disk. Its parts may come in
+    any order."""
 
     def __init__(
-        self, key: str, path: str, *, size_bytes: int, writes_back: bool, direct: bool = False, mode: int = WRITABLE
+        self,
+        key: str,
+        path: str,
+        *,
+        size_bytes: int,
+        writes_back: bool,
+        direct: bool = False,
+        mode: int = WRITABLE,
+        flushed: Callable[[str], None] | None = None,
     ) -> None:
         """Create the file, and its directory if absent. Raises StorageFull when there is no room, StorageError when the
         path exists.
 
         `writes_back` has the disk begin early, for a file that is fsynced in the end; `direct` bypasses the page cache
-        where that is possible. `key` is for errors.
+        where that is possible. `key` is for errors. `flushed` is called with it after an fsync, which None leaves out.
         """
         self._key = key
         self._path = path
         self._size_bytes = size_bytes
         self._writes_back = writes_back
+        self._flushed = flushed
         self._direct: DirectFile | None = None
         try:
             is_direct = direct and posix.writes_directly(path)
@@ -73,13 +83,20 @@ class NewFile:
             start = max(0, end - 1) // _WRITE_BACK_BYTES * _WRITE_BACK_BYTES
             posix.start_writing_back(self._descriptor, start, end - start)
 
-    def close(self) -> None:
-        """Complete and close the file. Raises StorageError."""
+    def finish(self) -> None:
+        """Complete and close the file. Raises a StorageError that is not retryable: a second fsync may lie about the
+        first."""
         try:
-            self._complete()
+            if self._direct:
+                self._direct.finish()
+            if self._flushed:
+                os.fsync(self._descriptor)
             self._close()
         except OSError as error:
-            raise self._error(error) from error
+            failed = self._error(error)
+            raise StorageError(failed.message, file=self._key) if failed.retryable else failed from error
+        if self._flushed:
+            self._flushed(self._key)
 
     def abort(self) -> None:
         """Remove the file. Never raises."""
@@ -87,10 +104,6 @@ class NewFile:
             self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
-
-    def _complete(self) -> None:
-        if self._direct:
-            self._direct.finish()
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -105,33 +118,6 @@ class NewFile:
             needed_bytes=self._size_bytes,
             directory=os.path.dirname(self._path),
         )
-
-
-class LocalParts(NewFile):
-    """The `PartWriter` of a local storage."""
-
-    def __init__(
-        self, key: str, path: str, *, size_bytes: int, flushed: Callable[[str], None] | None, direct: bool
-    ) -> None:
-        """Create the file. `flushed` is called with the key after its fsync; None means no fsync and no direct I/O."""
-        durable = flushed is not None
-        super().__init__(
-            key, path, size_bytes=size_bytes, writes_back=durable, direct=durable and direct, mode=READ_ONLY
-        )
-        self._flushed = flushed
-
-    def finish(self) -> None:
-        """Complete the file. Raises a StorageError that is not retryable: a second fsync may lie about the first."""
-        try:
-            self._complete()
-            if self._flushed:
-                os.fsync(self._descriptor)
-            self._close()
-        except OSError as error:
-            failed = self._error(error)
-            raise StorageError(failed.message, file=self._key) if failed.retryable else failed from error
-        if self._flushed:
-            self._flushed(self._key)
 
 
 def _open_new(path: str, mode: int, flags: int = 0) -> int:

@@ -1,4 +1,5 @@
-"""Calls for disks that `os` lacks, and the translation of their errors to those of `ckptstore.errors`.
+"""Calls for disks that `os` lacks, directories of one user alone, and the translation of errors to those of
+`ckptstore.errors`.
 
 A Linux call that is missing on another system, or refused by a file system, is either reported as False, or skipped if
 it is only a hint. Calls into the C library release the interpreter lock.
@@ -12,9 +13,11 @@ import errno
 import fcntl
 import os
 import platform
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import AccessDenied, FileMissing, StorageError, StorageFull, StorageUnavailable
@@ -299,24 +302,19 @@ def copy_contents(source: int, target: int, size_bytes: int) -> None:
     """
     done = 0
     while done < size_bytes:
-        count = _copy_some(source, target, done, size_bytes - done)
+        try:
+            count = os.copy_file_range(source, target, size_bytes - done, done, done)
+        except (OSError, AttributeError) as error:
+            if isinstance(error, OSError) and error.errno not in _REFUSED:
+                raise
+            count = 0
+        if count == 0:  # refused, at the end, or on a file system that returns 0 instead of refusing
+            data = os.pread(source, min(size_bytes - done, _COPY_BYTES), done)
+            write_at(target, [memoryview(data)], done)
+            count = len(data)
         if count == 0:
             raise OSError(errno.EIO, "the file became shorter while it was copied")
         done += count
-
-
-def _copy_some(source: int, target: int, offset: int, most_bytes: int) -> int:
-    try:
-        count = os.copy_file_range(source, target, most_bytes, offset, offset)
-    except (OSError, AttributeError) as error:
-        if isinstance(error, OSError) and error.errno not in _REFUSED:
-            raise
-        count = 0
-    if count == 0:  # refused, at the end, or on a file system that returns 0 instead of refusing
-        data = os.pread(source, min(most_bytes, _COPY_BYTES), offset)
-        write_at(target, [memoryview(data)], offset)
-        count = len(data)
-    return count
 
 
 def _existing(path: str) -> str:
@@ -331,6 +329,32 @@ def free_bytes(directory: str) -> int:
     OSError."""
     facts = os.statvfs(_existing(directory))
     return facts.f_bavail * facts.f_frsize
+
+
+def make_private(path: Path) -> str:
+    """Create the directory and its parents if absent. Return the reason why it is not safe to use, "" if it is.
+
+    It is safe if it is a directory and no link, belongs to this user, and lets nobody else in. So nobody else can have
+    put anything into it. Raises OSError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        """An existing one is checked below."""
+    return privacy_fault(path)
+
+
+def privacy_fault(path: Path) -> str:
+    """Return the reason why a directory is not safe to use, "" if it is; see `make_private`. Raises OSError."""
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return "is no directory, or a symbolic link"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, not {os.geteuid()}"
+    if status.st_mode & 0o077:
+        return f"has mode {stat.S_IMODE(status.st_mode):o} and lets other users in"
+    return ""
 
 
 def translate(error: OSError, *, what: str, file: str, directory: str, needed_bytes: int | None = None) -> StorageError:

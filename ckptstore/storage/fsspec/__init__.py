@@ -14,12 +14,10 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.storage.base import Storage
-from ckptstore.storage.cloud import foreign, gcs
+from ckptstore.storage.cloud import foreign
 from ckptstore.storage.cloud.aws import S3Files
-from ckptstore.storage.cloud.aws_client import AwsConnection
 from ckptstore.storage.cloud.aws_settings import AwsSettings
-from ckptstore.storage.cloud.azure import AzureConnection, AzureFiles
-from ckptstore.storage.cloud.client_options import files_of_same_account
+from ckptstore.storage.cloud.azure import AzureFiles
 from ckptstore.storage.cloud.gcs import GcsFiles
 from ckptstore.storage.fsspec.generic import GenericStorage
 from ckptstore.storage.uri import parse_uri
@@ -36,7 +34,6 @@ _S3_NAMES = (
     "token",
     "use_ssl",
 )
-_Opened = tuple[Any, tuple[str, dict[str, Any]]]
 
 
 def open_remote(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -47,13 +44,25 @@ def open_remote(uri: str, storage_options: Mapping[str, Any] | None = None) -> S
     """
     options = dict(storage_options or {})
     location = parse_uri(uri)
+    opened_as = (open_remote, (uri, options))
+    if location.kind is None:
+        return GenericStorage(uri, options)
     if location.kind == "s3":
-        return FsspecS3Storage(uri, options)
-    if location.kind == "gcs":
-        return FsspecGcsStorage(uri, options)
+        system = _instance(uri, options)
+        names = {name: getattr(system, name) for name in _S3_NAMES}
+        names["profile"] = system.kwargs.get("profile")
+        return S3Files(location, AwsSettings(location, names), opened_as)
+    _class_of(uri, options)
     if location.kind == "azure":
-        return FsspecAzureStorage(uri, options)
-    return GenericStorage(uri, options)
+        if inspect.iscoroutinefunction(getattr(options.get("credential"), "get_token", None)):
+            raise InvalidInput("The credential is asynchronous", hint="Take it from azure.identity, not its aio")
+        return AzureFiles(location, options, opened_as)
+    names = dict(options)
+    if isinstance(names.get("token"), str) and names["token"] not in ("anon", "cloud", "google_default"):
+        # a file, a raw token, or credentials that gcsfs keeps
+        with foreign.seam(lambda error: _refused(error, uri)):
+            names["token"] = _instance(uri, options).credentials.credentials
+    return GcsFiles(location, names, opened_as)
 
 
 _FSSPEC_NAMES = frozenset(
@@ -106,70 +115,3 @@ def _refused(error: Exception, uri: str) -> CkptstoreError:
     if foreign.passing_trouble(error):
         return foreign.broken_off(error, what=what, key="")
     return InvalidInput(f"{what}: {type(error).__name__}", hint="Compare them with what the package takes")
-
-
-class FsspecS3Storage(S3Files):
-    """S3 with the options of s3fs."""
-
-    def __init__(self, uri: str, options: dict[str, Any]) -> None:
-        self.opened_as = (uri, options)
-        system, location = _instance(uri, options), parse_uri(uri)
-        names = {name: getattr(system, name) for name in _S3_NAMES}
-        names["profile"] = system.kwargs.get("profile")
-        super().__init__(location, AwsConnection(AwsSettings(location, names)))
-
-    def __reduce__(self) -> _Opened:
-        return open_remote, self.opened_as
-
-    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
-        """See `CopiesFrom`."""
-        return _copied(self, source, source_key, key)
-
-
-class FsspecGcsStorage(GcsFiles):
-    """GCS with the options of gcsfs."""
-
-    def __init__(self, uri: str, options: dict[str, Any]) -> None:
-        self.opened_as = (uri, options)
-        names = dict(options)
-        _class_of(uri, options)
-        if isinstance(names.get("token"), str) and names["token"] not in ("anon", "cloud", "google_default"):
-            # a file, a raw token, or credentials that gcsfs keeps
-            with foreign.seam(lambda error: _refused(error, uri)):
-                names["token"] = _instance(uri, options).credentials.credentials
-        super().__init__(parse_uri(uri), gcs.connect(names, os.environ))
-
-    def __reduce__(self) -> _Opened:
-        return open_remote, self.opened_as
-
-    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
-        """See `CopiesFrom`."""
-        return _copied(self, source, source_key, key)
-
-
-class FsspecAzureStorage(AzureFiles):
-    """Azure with the options of adlfs."""
-
-    def __init__(self, uri: str, options: dict[str, Any]) -> None:
-        self.opened_as = (uri, options)
-        _class_of(uri, options)
-        if inspect.iscoroutinefunction(getattr(options.get("credential"), "get_token", None)):
-            raise InvalidInput("The credential is asynchronous", hint="Take it from azure.identity, not its aio")
-        location = parse_uri(uri)
-        super().__init__(location, AzureConnection(location, options, os.environ))
-
-    def __reduce__(self) -> _Opened:
-        return open_remote, self.opened_as
-
-    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
-        """See `CopiesFrom`."""
-        return _copied(self, source, source_key, key)
-
-
-def _copied(target: FsspecS3Storage | FsspecGcsStorage | FsspecAzureStorage, *what: Any) -> bool:
-    source, source_key, key = what
-    files = files_of_same_account(target, source)
-    if files is None:
-        return False
-    target.copy(source_key, key, files=files)
-    return True

@@ -36,25 +36,17 @@ class GenericStorage(ProcessBound):
     """Files below a path of a file system."""
 
     def __init__(self, uri: str, options: Mapping[str, Any]) -> None:
-        super().__init__()
         import fsspec
 
         location = parse_uri(uri)
-        self.opened_as = (location.uri, dict(options))
-        self._uri = location.uri
+        super().__init__(location.uri)
+        self._options = dict(options)
         cls = fsspec.get_filesystem_class(location.scheme)  # raises ImportError for a missing package
         with self._seam("open", ""):
             self._system, self._root = _open(cls, location, options)
 
-    @property
-    def uri(self) -> str:
-        return self._uri
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.uri!r})"
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.opened_as
+        return type(self), (self.uri, self._options)
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
         path = self._path(key)

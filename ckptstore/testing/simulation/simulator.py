@@ -36,7 +36,6 @@ _MODULES = (
     "ckptstore.saving.directory_shard",
     "ckptstore.saving.log_publisher",
     "ckptstore.transfer.fetch",
-    "ckptstore.transfer.flow",
     "ckptstore.transfer.reads",
     "ckptstore.transfer.upload",
     "ckptstore.upkeep.garbage",

@@ -21,7 +21,7 @@ from ckptstore.runtime.file_locks import locks_work
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
-from ckptstore.storage.disk.private import privacy_fault
+from ckptstore.storage.disk.posix import privacy_fault
 from ckptstore.tools.doctor.finding import IN_MEMORY, Finding, finding_of
 
 _BULK_BYTES = 32 << 20
