@@ -28,7 +28,7 @@ from ckptstore.state.live.modules import collect_module, same_on_all_ranks, uses
 from ckptstore.state.live.optimizer_load import OptimizerLoad
 from ckptstore.state.live.optimizers import collect_optimizer, scope_of
 from ckptstore.state.live.units import Kind, Unit, units_of
-from ckptstore.state.tensors.conflicts import Conflict
+from ckptstore.state.tensors.overlap import Conflict
 from ckptstore.state.tensors.placement import PLAIN_TYPES
 from ckptstore.state.tensors.tensor_memory import outside_inference
 

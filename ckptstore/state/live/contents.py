@@ -28,9 +28,8 @@ from ckptstore.state.live.flatten import (
 )
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.units import Unit
-from ckptstore.state.tensors.conflicts import local_memory
-from ckptstore.state.tensors.loaded import is_dtensor
-from ckptstore.state.tensors.overlap import overlaps_itself
+from ckptstore.state.tensors.overlap import local_memory, overlaps_itself
+from ckptstore.state.tensors.placement import is_dtensor
 from ckptstore.state.tensors.tensor_memory import obstacle_of
 
 

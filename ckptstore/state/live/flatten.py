@@ -117,7 +117,7 @@ class FlatState:
         key = self._take(path)
         obstacle = obstacle_of(entry.tensor)
         if obstacle is not None:
-            raise InvalidState(f"{key} is {obstacle.what}, which cannot be stored", hint=obstacle.hint)
+            raise InvalidState(f"{key} is {obstacle[0]}, which cannot be stored", hint=obstacle[1])
         kept = entry.tensor if live is None else live
         if is_wrapped(entry.tensor):
             for name, value in wrapped_in(entry.tensor, key).items():

@@ -13,8 +13,7 @@ import torch
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.near import meant, nearest, nearest_key, shown
 from ckptstore.state.index.part import Tensor
-from ckptstore.state.tensors.conflicts import Conflict, PlacedTensor, conflicts_of, local_memory
-from ckptstore.state.tensors.overlap import overlaps_itself
+from ckptstore.state.tensors.overlap import Conflict, PlacedTensor, conflicts_of, local_memory, overlaps_itself
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, name_of, wrapped_in
 from ckptstore.state.tensors.tensor_memory import obstacle_of
 from ckptstore.state.tensors.wrapped import Wrapped, check_same
@@ -210,7 +209,7 @@ class Matching:
             return False
         obstacle = obstacle_of(tensor)
         if obstacle is not None:
-            self.mismatch.differing[keys[0]] = f"is {obstacle.what} in the state, which cannot be loaded into"
+            self.mismatch.differing[keys[0]] = f"is {obstacle[0]} in the state, which cannot be loaded into"
             return False
         if is_wrapped(tensor):
             return self._take_wrapped(keys, tensor)

@@ -11,7 +11,7 @@ import torch
 
 from ckptstore.runtime.torch_private import canonical_names, convert_tensors, non_persistent_buffers
 from ckptstore.state.live.contents import default_device, same_random_numbers
-from ckptstore.state.tensors.loaded import is_dtensor
+from ckptstore.state.tensors.placement import is_dtensor
 
 _UNTOUCHED = 0xA5
 """Every byte of a buffer before a module fills it; real contents are never only these."""

@@ -21,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptstore.errors import CkptstoreError, InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import canonical_names, state_dict_like
 from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
-from ckptstore.state.tensors.loaded import is_dtensor, is_fsdp1
 from ckptstore.state.tensors.overlap import identity_of
-from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, is_fsdp1, is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped
 
 

@@ -32,8 +32,7 @@ from ckptstore.state.live.optimizers import (
 )
 from ckptstore.state.live.units import Unit
 from ckptstore.state.live.wrapper_load import made_wrapper
-from ckptstore.state.tensors.loaded import is_dtensor
-from ckptstore.state.tensors.placement import PLAIN_TYPES, name_of
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, name_of
 from ckptstore.state.tensors.wrapped import Wrapped
 
 WHOLE = ""

@@ -11,8 +11,7 @@ import torch
 
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.live.matching import Matching
-from ckptstore.state.tensors.loaded import is_dtensor
-from ckptstore.state.tensors.placement import pieces_of
+from ckptstore.state.tensors.placement import is_dtensor, pieces_of
 from ckptstore.state.tensors.wrapped import Label, Wrapped, key_of_part, unwrap
 
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptstore.state.tensors.boxes import Box, Sizes
-from ckptstore.state.tensors.cuts import REPLICATED, Cut, runs_of
+from ckptstore.state.tensors.boxes import REPLICATED, Box, Cut, Sizes, runs_of
 
 _MAX_RANKS = 1 << 20
 _MAX_DIMS = 32

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from ckptstore.errors import InvalidState
 from ckptstore.format.digest import fingerprinter
-from ckptstore.state.tensors.loaded import is_dtensor
-from ckptstore.state.tensors.placement import PLAIN_TYPES
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor
 
 
 @contextmanager
@@ -25,32 +23,24 @@ def outside_inference() -> Iterator[None]:
         yield
 
 
-class Obstacle(NamedTuple):
-    """The reason why a tensor is neither stored nor loaded into: `what` follows "is", `hint` says what to do."""
-
-    what: str
-    hint: str
-
-
-def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
-    """Return why a tensor of this kind is neither stored nor loaded into; None if it has its numbers in a dense array,
-    or in other tensors that do. Look at the kind alone, not at shape or memory."""
+def obstacle_of(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Return why a tensor of this kind is neither stored nor loaded into, as words that follow "is", and what to do;
+    None if it has its numbers in a dense array, or in other tensors that do. Look at the kind alone, not at shape or
+    memory."""
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
     if type(tensor) not in PLAIN_TYPES:
         if is_lazy(tensor):
-            return Obstacle("lazy: it has no shape before its module is first called", "Call the module once before")
+            return ("lazy: it has no shape before its module is first called", "Call the module once before")
         if hasattr(tensor, "local_shards"):  # any other attribute of which raises
             return None
     if tensor.is_nested:
-        return Obstacle("a nested tensor", "Use its values and offsets, or torch.nested.to_padded_tensor")
+        return ("a nested tensor", "Use its values and offsets, or torch.nested.to_padded_tensor")
     if tensor.is_quantized:
-        return Obstacle(
-            "a quantised tensor of torch.ao", "Use its int_repr(), scale and zero point, or a torchao tensor"
-        )
+        return ("a quantised tensor of torch.ao", "Use its int_repr(), scale and zero point, or a torchao tensor")
     if tensor.layout is not torch.strided:
         name = str(tensor.layout).removeprefix("torch.").removeprefix("_")
-        return Obstacle(f"a tensor with the layout {name}", "Use to_dense(), or the dense tensors that it is made of")
+        return (f"a tensor with the layout {name}", "Use to_dense(), or the dense tensors that it is made of")
     return None
 
 

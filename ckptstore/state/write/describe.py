@@ -17,17 +17,16 @@ from ckptstore.state.index.part import DTYPES
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.live.values import Encoder
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.tensors.dtensor_layouts import layout_of
-from ckptstore.state.tensors.loaded import is_dtensor
 from ckptstore.state.tensors.placement import (
     PLAIN_TYPES,
     Piece,
     dtype_and_shape,
-    group_of,
     is_distributed,
+    is_dtensor,
+    lowest_shard_rank,
+    mesh_share,
     name_of,
     pieces_of,
-    sharers_of,
 )
 from ckptstore.state.tensors.tensor_memory import bytes_of, check_memory
 from ckptstore.state.tensors.wrapped import Wrapped
@@ -161,14 +160,10 @@ def _own_part(key: str) -> InvalidState:
 
 def _distributed(key: str, tensor: Any, dtype: str, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Item:
     if not is_dtensor(tensor):
-        return Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor))
-    count, sharers, position, member = sharers_of(tensor)
-    layout = layout_of(tensor)
-    if count == 1:
-        return Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor), layout=layout, member=member)
-    return Item(
-        key, Mode.MESH, dtype, shape, boxes, sharers, position, group_of(tensor), layout=layout, member=member
-    )  # fmt: skip
+        return Item(key, Mode.SHARD, dtype, shape, boxes, group=lowest_shard_rank(tensor))
+    layout, num_copies, sharers, position, group, member = mesh_share(tensor)
+    mode, sharers = (Mode.SHARD, ()) if num_copies == 1 else (Mode.MESH, sharers)
+    return Item(key, mode, dtype, shape, boxes, sharers, position, group, layout=layout, member=member)
 
 
 def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:

@@ -34,8 +34,7 @@ from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode
 from ckptstore.state.index.outline import INDEX_NAME, part_name
 from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.live.flatten import FlatState
-from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.tensors.cuts import Cut
+from ckptstore.state.tensors.boxes import Box, Cut
 from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 from ckptstore.state.write.agree import FULL_POST_HEAD, Agreement, Negotiator
 from ckptstore.state.write.memo import SaveMemo
