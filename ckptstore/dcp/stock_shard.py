@@ -20,8 +20,8 @@ from ckptstore.state.index.items import Item, Mode
 from ckptstore.state.index.part import BESIDE_VALUE, DTYPES
 from ckptstore.state.live.values import Encoder, Frame
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.tensors.fingerprints import fingerprints_of
 from ckptstore.state.tensors.placement import PLAIN_TYPES
+from ckptstore.state.tensors.tensor_memory import fingerprints_of
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
 from ckptstore.state.write.assignment import RankPlan, Write
 from ckptstore.state.write.deal import chunks_of

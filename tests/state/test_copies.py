@@ -60,12 +60,12 @@ TENSORS = [
 def gathered() -> tuple[SegmentSource, bytes]:
     """A file with a slab and a payload of each tensor, small ones under headers; and its bytes."""
     made = [template(one.dtype, tuple(one.shape)) for one in TENSORS]
-    segments: list[Any] = [Slab.of(made, TENSORS)]
+    segments: list[Any] = [Slab(made, TENSORS)]
     expected = b"".join(one.header + bits(tensor) + one.trailer for one, tensor in zip(made, TENSORS, strict=True))
     for one, tensor in zip(made, TENSORS, strict=True):
         segments += [Bytes(memoryview(one.header)), payload_segment(tensor), Bytes(memoryview(one.trailer))]
         expected += one.header + bits(tensor) + one.trailer
-    return SegmentSource.of(segments, ()), expected
+    return SegmentSource(segments, ()), expected
 
 
 @contextlib.contextmanager

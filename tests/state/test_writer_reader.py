@@ -347,9 +347,9 @@ def test_sources_give_the_same_bytes_in_any_ranges(data):
 
     base = torch.arange(6000, dtype=torch.float32).reshape(60, 100)
     tensors = [base[:7], base.t(), base[:, 5:9], base[3:3], torch.tensor(3, dtype=torch.uint8), base.bfloat16()[:, ::3]]
-    segments = [Slab.of([template(one.dtype, tuple(one.shape)) for one in tensors], tensors)]
+    segments = [Slab([template(one.dtype, tuple(one.shape)) for one in tensors], tensors)]
     segments += [payload_segment(tensor) for tensor in tensors if tensor.numel()]
-    source = SegmentSource.of(segments, ())
+    source = SegmentSource(segments, ())
     expected = b"".join(
         made.header + bits(tensor) + made.trailer for made, tensor in zip(segments[0].templates, tensors, strict=True)
     ) + b"".join(bits(tensor) for tensor in tensors)

@@ -21,7 +21,7 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode, Structure
 from ckptstore.state.index.part import total_bytes
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.tensors.fingerprints import digest_of_host, fingerprints_of
+from ckptstore.state.tensors.tensor_memory import digest_of_host, fingerprints_of
 
 _DEALT = frozenset({Mode.SPLIT, Mode.MESH})
 _CLAIM_BYTES = 2 * DIGEST_BYTES

@@ -83,7 +83,7 @@ class ShardFile:
 
     def source(self) -> SegmentSource:
         """Return the source to be written."""
-        return SegmentSource.of(self.segments, self.regions)
+        return SegmentSource(self.segments, self.regions)
 
 
 class Spread(NamedTuple):
@@ -130,7 +130,7 @@ class ShardFiles:
         count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), spread.num_files, shared_bytes)
         self.files = [ShardFile(name) for name in self._free_names(count)]
         if small:
-            slab = Slab.of([made for _, _, made, _ in small], [tensor for _, _, _, tensor in small])
+            slab = Slab([made for _, _, made, _ in small], [tensor for _, _, _, tensor in small])
             self.files[0].add_slab([(key, box) for key, box, _, _ in small], slab)
         share = -(-sum(made.size_bytes for _, _, made, _ in large) // max(1, len(self.files)))
         at, filled = 0, 0
