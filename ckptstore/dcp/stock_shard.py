@@ -23,8 +23,7 @@ from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.placement import PLAIN_TYPES
 from ckptstore.state.tensors.tensor_memory import fingerprints_of
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
-from ckptstore.state.write.assignment import RankPlan, Write
-from ckptstore.state.write.deal import chunks_of
+from ckptstore.state.write.assignment import RankPlan, Write, chunks_of
 from ckptstore.state.write.describe import Described, dtype_name
 from ckptstore.state.write.shard_files import ShardFiles, Spread
 

@@ -19,7 +19,7 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.write.agree import Agreement
-from ckptstore.state.write.memo import SaveMemo
+from ckptstore.state.write.assignment import SaveMemo
 from ckptstore.state.write.shard_files import ShardFiles
 
 logger = logging.getLogger("ckptstore")

@@ -108,7 +108,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of any small tensor: its memory, or a copy of it."""
     if is_plain_memory(tensor):
         return view_of(tensor)
-    return memoryview(as_bytes(tensor.detach().resolve_conj().resolve_neg().cpu()).numpy())
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().cpu()).numpy().data
 
 
 def digest_of(tensor: torch.Tensor) -> str:
