@@ -199,14 +199,16 @@ def quiet_torch() -> Iterator[None]:
 
 
 @contextmanager
-def blaming(what: str, error_class: type[CkptstoreError] = InvalidState) -> Iterator[None]:
+def blaming(
+    what: str, error_class: type[CkptstoreError] = InvalidState, did: str = "cannot be saved or loaded"
+) -> Iterator[None]:
     """Name the object whose contents torch, or its own code, refused."""
     try:
         yield
     except CkptstoreError:
         raise
     except Exception as error:  # objects are the user's, and so are their errors
-        raise error_class(f"{what} cannot be saved or loaded: {type(error).__name__}: {error}") from error
+        raise error_class(f"{what} {did}: {type(error).__name__}: {error}") from error
 
 
 def _live_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

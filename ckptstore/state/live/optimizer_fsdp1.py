@@ -22,8 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import canonical_names, fsdp1_names, is_tensor_parallel_fsdp1, is_wrapper
-from ckptstore.state.live.flatten import FlatState, Path, join_path, references_in
-from ckptstore.state.live.hyperparameters import Hyperparameters
+from ckptstore.state.live.flatten import FlatState, Path, Unit, join_path, references_in
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import Sameness, blaming, in_shards, quiet_torch, state_dict_type_kept
 from ckptstore.state.live.optimizers import (
@@ -31,13 +30,13 @@ from ckptstore.state.live.optimizers import (
     GROUPS,
     NOT_SETTINGS,
     STATE,
+    Hyperparameters,
     Scope,
     add_item,
     parameters_of,
     settings_of_empty,
     split_name,
 )
-from ckptstore.state.live.units import Unit
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 
@@ -95,7 +94,7 @@ class Fsdp1OptimizerLoad:
     def __init__(self, unit: Unit, scope: Scope, matching: Matching) -> None:
         self._unit = unit
         self._optimizer: torch.optim.Optimizer = unit.item
-        self._scope = scope = scope.fitting([name.removeprefix(f"{unit.key}.") for name in matching.below(unit.key)])
+        self._scope = scope = scope.fitting(unit.key, matching)
         self._matching = matching
         self._owners = {name: item for item in parameters_of(self._optimizer) for name in scope.of(item)}
         self._values: dict[str, Any] = {}
@@ -140,9 +139,6 @@ class Fsdp1OptimizerLoad:
             if parameter not in self._optimizer.state and not parameter.numel() and before.get(parameter):
                 self._optimizer.state[parameter] = before[parameter]  # made before any step; the helper leaves it out
         self._hyperparameters.apply(self._optimizer)
-
-    def abandon(self) -> None:
-        """Do nothing: nothing has changed yet."""
 
     def _private(self, name: str) -> str:
         """Return FSDP1's name of a parameter of the checkpoint."""

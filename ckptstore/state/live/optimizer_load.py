@@ -6,34 +6,36 @@ is; `load_state_dict` takes it in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ckptstore.errors import CkptstoreError, StateMismatch
+from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import has_state_dict_hooks
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.contents import StoredContents
-from ckptstore.state.live.flatten import children, find_tensors, map_tensors
-from ckptstore.state.live.hyperparameters import Hyperparameters
+from ckptstore.state.live.flatten import Unit, children, find_tensors, map_tensors
 from ckptstore.state.live.matching import Matching
+from ckptstore.state.live.modules import blaming
 from ckptstore.state.live.optimizers import (
     GROUPS,
     MORE,
     NOT_SETTINGS,
     STATE,
     STATE_OF_ALL,
+    Hyperparameters,
     Scope,
     numbered,
     parameters_of,
     partition_of,
     split_name,
 )
-from ckptstore.state.live.units import Unit
-from ckptstore.state.live.wrapper_load import made_wrapper
-from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, name_of
-from ckptstore.state.tensors.wrapped import Wrapped
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, name_of, pieces_of
+from ckptstore.state.tensors.wrapped import Wrapped, key_of_part, unwrap
 
 WHOLE = ""
 """In place of the name of an item: the state of a parameter in one piece."""
@@ -53,7 +55,7 @@ class OptimizerLoad:
         self._is_wanted = matching.includes_below(unit.key)
         if not self._is_wanted:
             return
-        scope = scope.fitting([name.removeprefix(f"{unit.key}.") for name in matching.below(unit.key)])
+        scope = scope.fitting(unit.key, matching)
         self._part = partition_of(self._optimizer)
         self._hyperparameters = Hyperparameters(unit, scope, matching)
         self._names = {id(item): scope.of(item)[0] for item in parameters_of(self._optimizer)}
@@ -81,24 +83,15 @@ class OptimizerLoad:
             of_all = self._of_all.result()
         packed = {STATE: {**wanted, **of_all}, GROUPS: self._packed_groups(), **more}
         before = _kept_groups(self._part)
-        try:
+        what = f"the {type(self._optimizer).__name__} at {self._unit.key!r}"
+        with blaming(what, StateMismatch, did="refused its state"):
             self._part.load_state_dict(packed)
-        except CkptstoreError:
-            raise
-        except Exception as error:  # optimizers are the user's, and so are their errors
-            raise StateMismatch(
-                f"the {type(self._optimizer).__name__} at {self._unit.key!r} refused its state: "
-                f"{type(error).__name__}: {error}"
-            ) from error
         for held in before:
             _put_back(*held)
         self._restore_exactly(wanted)
         self._hyperparameters.apply(self._optimizer)
         if self._part is not self._optimizer:
             self._hyperparameters.apply(self._part)
-
-    def abandon(self) -> None:
-        """Do nothing: nothing has changed yet."""
 
     def _as_made(self, parameter: torch.Tensor, value: Any) -> Any:
         """Return the value with tensors as the optimizer makes them."""
@@ -190,7 +183,7 @@ class OptimizerLoad:
                 made = _made(parameter, item, saved, self._steps_on_device(parameter))
             else:
                 try:
-                    made = made_wrapper(matching, key, parameter, type(self._part))
+                    made = _made_wrapper(matching, key, parameter, type(self._part))
                 except StateMismatch as error:
                     matching.refuse(key, error)
                     return current
@@ -326,3 +319,89 @@ def _agrees(present: Any, ours: Any) -> bool:
         same = isinstance(present, torch.Tensor) and type(present) is type(ours)
         return same and (present.dtype, present.device) == (ours.dtype, ours.device)
     return not any(True for _ in find_tensors(ours, ()))
+
+
+def _made_wrapper(matching: Matching, key: str, parameter: torch.Tensor, optimizer: type) -> torch.Tensor:
+    """Return a wrapper tensor like the one that was saved under a key, for a parameter's state, to be filled.
+
+    Its class must be in the module of the optimizer's class, or of one that this inherits from: a checkpoint chooses
+    none. Raises StateMismatch when it is not, or cannot be made from the saved one.
+    """
+    if not is_dtensor(parameter):
+        return _made_as(matching, key, _saved(matching, key, key, parameter.shape), parameter.device, optimizer)
+    found = {}
+    for piece in pieces_of(parameter, key):
+        name = key_of_part(key, piece.box.offsets)
+        saved = _saved(matching, key, name, piece.box.sizes)
+        found[name] = _made_as(matching, name, saved, parameter.device, optimizer)
+    if len(found) != 1:
+        raise StateMismatch(f"{key} wraps tensors, and this rank has no one part of it", hint=_HINT)
+    from torch.distributed.tensor import DTensor
+
+    (local,) = found.values()
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+_HINT = "Let the optimizer step once before loading"
+_NAMED = ("torch.dtype", "torch.layout", "torch.memory_format")
+"""Kinds of plain values that are attributes of torch, by their names."""
+
+
+def _saved(matching: Matching, key: str, name: str, shape: Sequence[int]) -> Wrapped:
+    saved = matching.saved.values.get(name)
+    if not isinstance(saved, Wrapped) or saved.label.shape != tuple(shape):
+        raise StateMismatch(f"{key} was saved in other parts than those of the state", hint=_HINT)
+    return saved
+
+
+def _made_as(matching: Matching, key: str, saved: Wrapped, device: torch.device, optimizer: type) -> torch.Tensor:
+    label = saved.label
+    named = [
+        vars(sys.modules[kind.__module__]).values() for kind in optimizer.__mro__ if kind.__module__ in sys.modules
+    ]
+    classes = {f"{item.__module__}.{item.__qualname__}": item for items in named for item in items if _is_tensor(item)}
+    kind: Any = classes.get(label.kind)
+    if kind is None or not hasattr(kind, "__tensor_unflatten__"):
+        raise StateMismatch(f"{key} is a {label.kind}, and the optimizer has no state to load it into", hint=_HINT)
+    inner = {name: _inner(matching, f"{key}.{name}", item, device, optimizer) for name, item in saved.items()}
+    stride = torch.empty(label.shape, device="meta").stride()
+    try:
+        made: torch.Tensor = kind.__tensor_unflatten__(
+            inner, _decoded(json.loads(label.context)), torch.Size(label.shape), stride
+        )
+        same = replace(unwrap(made, key).label, part=label.part) == label
+    except Exception as error:  # the class is the user's, and so are its errors
+        raise StateMismatch(f"{key} cannot be made from what was saved: {error}", hint=_HINT) from error
+    if not same:
+        raise StateMismatch(f"{key} cannot be made from what was saved", hint=_HINT)
+    return made
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, type) and issubclass(item, torch.Tensor)
+
+
+def _inner(matching: Matching, key: str, saved: Any, device: torch.device, optimizer: type) -> torch.Tensor:
+    if isinstance(saved, Wrapped):
+        return _made_as(matching, key, saved, device, optimizer)
+    entry = matching.saved.tensors[matching.saved.aliases.get(saved.key, saved.key)]
+    return torch.empty(entry.shape, dtype=entry.torch_dtype, device=device)
+
+
+def _decoded(item: Any) -> Any:
+    """Return the argument of `__tensor_unflatten__` beside the inner tensors, from the JSON that describes it."""
+    if isinstance(item, list):
+        return tuple(map(_decoded, item))  # mostly shapes, which torch takes as tuples
+    if not isinstance(item, dict):
+        return item
+    if not any("." in name for name in item):
+        return {name: _decoded(value) for name, value in item.items()}
+    ((kind, value),) = item.items()
+    if kind == "builtins.float":
+        return float.fromhex(value)
+    named = getattr(torch, value.removeprefix("torch."), None) if kind in _NAMED else None
+    if named is None or f"torch.{type(named).__name__}" != kind:
+        raise InvalidState(f"it has a {kind} beside its tensors, which is no plain value")
+    return named
