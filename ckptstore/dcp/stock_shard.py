@@ -120,7 +120,7 @@ class DcpShard:
             raise InvalidState(f"the planner gave {tuple(tensor.shape)} for {key}, its plan says {held.sizes}")
         number = self._numbers.setdefault(key, len(self._items))
         if number == len(self._items):
-            self._items.append(Item(key, Mode.SHARD, dtype_name(tensor, key), tuple(told.size)))
+            self._items.append(Item(key, Mode.SHARD, dtype_name(tensor.dtype, key), tuple(told.size)))
         one = self._items[number]
         self._items[number] = one._replace(boxes=(*one.boxes, held))
         self._described.memory[key] = (*self._described.memory.get(key, ()), tensor)
@@ -163,7 +163,7 @@ class DcpShard:
     def _add_whole(self, key: str, tensor: torch.Tensor, *, flags: int = 0) -> None:
         """Add a tensor that is in no plan; this rank alone writes it."""
         number, box = len(self._items), whole(tuple(tensor.shape))
-        dtype = dtype_name(tensor, key)
+        dtype = dtype_name(tensor.dtype, key)
         self._numbers[key] = number
         self._items.append(Item(key, Mode.SHARD, dtype, box.sizes, (box,)))
         self._described.memory[key] = (tensor,)

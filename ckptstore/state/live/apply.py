@@ -153,6 +153,8 @@ def _optimizer_load(
     unit: Unit, modules: Sequence[tuple[str, torch.nn.Module]], matching: Matching
 ) -> Callable[[], None]:
     scope = scope_of(unit.key, unit.item, modules)
+    if not matching.includes_below(unit.key):
+        return lambda: None
     if not uses_fsdp1(scope.root):
         return OptimizerLoad(unit, scope, matching).finish
     from ckptstore.state.live.optimizer_fsdp1 import Fsdp1OptimizerLoad

@@ -20,9 +20,11 @@ from ckptstore.state.live.flatten import (
     TensorRef,
     Unit,
     children,
+    find_references,
     find_tensors,
     join_path,
     map_tensors,
+    marked_as,
     references_in,
     stock_leaves,
     unmarked,
@@ -73,28 +75,23 @@ class StoredContents:
 
     def result(self) -> Any:
         """Return the new value of the place, once the tensors have been filled."""
-        loaded = {key: self._moved(key, leaf) for key, leaf in self._loaded.items()}
+        moved = self._matching.moved
+        loaded = {key: marked_as(leaf, moved[key]) if key in moved else leaf for key, leaf in self._loaded.items()}
         if not self._is_whole:
             return _with_leaves(self._current, self._path, loaded)
         if self._key not in self._matching.saved.values:
             return loaded[self._key]
         return map_tensors(self._matching.saved.values[self._key], self._path, lambda key, leaf: loaded.get(key, leaf))
 
-    def _moved(self, key: str, leaf: Any) -> Any:
-        tensor = self._matching.moved.get(key)
-        if tensor is None:
-            return leaf
-        return Replicated(tensor) if isinstance(leaf, Replicated) else tensor
-
     def _skips(self) -> bool:
         """Return True if a part that only the checkpoint could provide is left out; then so is the whole."""
         saved = self._matching.saved
         if self._fixed and self._own:
             return False
-        return not saved.skipped.isdisjoint(_places_of_tensors(saved.values.get(self._key), self._path))
+        return not saved.skipped.isdisjoint(_places_of_references(saved.values.get(self._key), self._path))
 
     def _match_whole(self, saved: Any) -> None:
-        keys = _places_of_tensors(saved, self._path)
+        keys = _places_of_references(saved, self._path)
         self._matching.placed(self._key)
         free = not self._own or not self._fixed
         complete = True
@@ -141,7 +138,7 @@ class StoredContents:
         tensor = unmarked(leaf)
         if tensor.is_meta:
             tensor = torch.empty_like(tensor, device=self._device or default_device())
-            leaf = Replicated(tensor) if isinstance(leaf, Replicated) else tensor
+            leaf = marked_as(leaf, tensor)
         if not self._matching.take_tensor([key], tensor, may_move=not self._fixed):
             return False
         self._loaded[key] = leaf
@@ -186,7 +183,7 @@ def load_stateful(unit: Unit, matching: Matching, *, device: torch.device | None
         matching.miss(unit.key, "an object with a state_dict")
         return lambda: None
     # Asking some objects (data loaders) for their state starts them, so it is done only where it is needed.
-    needs_current = unit.key not in matching.saved.values or any(True for _ in references_in(saved))
+    needs_current = unit.key not in matching.saved.values or bool(references_in(saved))
     with same_random_numbers():
         current = unit.item.state_dict() if needs_current else None
     contents = StoredContents(unit.path, current, matching, fixed=False, device=device)
@@ -218,16 +215,9 @@ def same_random_numbers() -> Iterator[None]:
             yield
 
 
-def _places_of_tensors(value: Any, path: Path) -> set[str]:
+def _places_of_references(value: Any, path: Path) -> set[str]:
     """Return the keys of the places of references. A reference's own key may be that of another place."""
-    places: set[str] = set()
-
-    def note(key: str, leaf: Any) -> Any:
-        places.update([key] if isinstance(leaf, TensorRef) else ())
-        return leaf
-
-    map_tensors(value, path, note)
-    return places
+    return {join_path(inner) for inner, _ in find_references(value, path)}
 
 
 def _held_by(wholes: Iterable[str], keys: Iterable[str]) -> dict[str, str]:

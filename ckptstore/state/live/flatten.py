@@ -138,8 +138,7 @@ class FlatState:
 
     def _add_wrapped(self, path: Path, value: Wrapped, entry: TensorEntry, *, is_new: bool) -> None:
         for inner, leaf in find_tensors(value, path):
-            assert isinstance(leaf, torch.Tensor)
-            self.add_tensor(inner, entry._replace(tensor=leaf))
+            self.add_tensor(inner, entry._replace(tensor=unmarked(leaf)))
         self.values[self._take(path) if is_new else join_path(path)] = value
 
     def add_value(self, path: Path, value: Any) -> None:
@@ -153,7 +152,7 @@ class FlatState:
         for inner, leaf in find_tensors(value, path):
             self.add_tensor(inner, TensorEntry(unmarked(leaf), isinstance(leaf, Replicated)))
         if not isinstance(value, Replicated):
-            self.values[self._take(path)] = map_tensors(value, path, lambda key, leaf: unmarked(leaf))
+            self.values[self._take(path)] = map_tensors(value, path, lambda _, leaf: unmarked(leaf))
 
     def key_of(self, tensor: torch.Tensor) -> str:
         """Return the key under which a tensor in a value is stored."""
@@ -171,7 +170,6 @@ class FlatState:
 
 
 def join_path(path: Path) -> str:
-    """Return the flat key of a path."""
     return ".".join(map(str, path))
 
 
@@ -187,13 +185,18 @@ def find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor | 
     """Yield every tensor in nested mappings, lists and tuples, with its path. Raises InvalidState for a value that
     contains itself."""
     try:
-        yield from _find_tensors(value, path)
+        yield from _find(value, path, (torch.Tensor, Replicated))
     except RecursionError:
         raise InvalidState(f"{join_path(path)} is nested too deeply, or contains itself") from None
 
 
-def _find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor | Replicated]]:
-    if isinstance(value, torch.Tensor | Replicated):
+def find_references(value: Any, path: Path = ()) -> Iterator[tuple[Path, TensorRef]]:
+    """Yield every reference in a value that was read from a checkpoint, with the path of its place."""
+    yield from _find(value, path, (TensorRef,))
+
+
+def _find(value: Any, path: Path, kinds: tuple[type, ...]) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, kinds):
         yield path, value
         return
     if is_plain(value):
@@ -201,7 +204,7 @@ def _find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor |
     is_mapping = isinstance(value, Mapping)
     for part, item in children(value):
         if type(item) not in ATOMS:
-            yield from _find_tensors(item, (*path, str(part) if is_mapping else part))
+            yield from _find(item, (*path, str(part) if is_mapping else part), kinds)
 
 
 def map_tensors(value: Any, path: Path, replace: Callable[[str, Any], Any]) -> Any:
@@ -234,15 +237,9 @@ def with_items(container: Any, changed: Mapping[Any, Any]) -> Any:
     return clone
 
 
-def references_in(value: Any) -> Iterator[str]:
-    """Yield the keys of all tensors that a value read from a checkpoint refers to."""
-    if isinstance(value, TensorRef):
-        yield value.key
-    if is_plain(value):
-        return
-    for _, item in children(value):
-        if type(item) not in ATOMS:
-            yield from references_in(item)
+def references_in(value: Any) -> list[str]:
+    """Return the keys of all tensors that a value read from a checkpoint refers to."""
+    return [reference.key for _, reference in find_references(value)]
 
 
 def stock_leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -272,9 +269,13 @@ def _is_stock_leaf(items: Sequence[Any]) -> bool:
     return True
 
 
-def unmarked(leaf: Any) -> Any:
-    """Return the tensor in a leaf, marked or not."""
+def unmarked(leaf: torch.Tensor | Replicated) -> torch.Tensor:
     return leaf.tensor if isinstance(leaf, Replicated) else leaf
+
+
+def marked_as(leaf: torch.Tensor | Replicated, tensor: torch.Tensor) -> torch.Tensor | Replicated:
+    """Return a tensor marked as the one that it replaces."""
+    return Replicated(tensor) if isinstance(leaf, Replicated) else tensor
 
 
 _LEAVES = ATOMS | PLAIN_TYPES

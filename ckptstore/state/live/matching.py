@@ -125,7 +125,6 @@ class Mismatch:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Mismatch:
-        """Read the output of `to_json`."""
         mutable = {name: set(value[name]) for name in ("missing", "unexpected")}
         frozen = {name: frozenset(value[name]) for name in ("names", "absent", "there")}
         return Mismatch(**{**value, **mutable, **frozen})

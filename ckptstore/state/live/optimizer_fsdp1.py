@@ -24,11 +24,10 @@ from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import canonical_names, fsdp1_names, is_tensor_parallel_fsdp1, is_wrapper
 from ckptstore.state.live.flatten import FlatState, Path, Unit, join_path, references_in
 from ckptstore.state.live.matching import Matching
-from ckptstore.state.live.modules import Sameness, blaming, in_shards, quiet_torch, state_dict_type_kept
+from ckptstore.state.live.modules import blaming, in_shards, quiet_torch, state_dict_type_kept
 from ckptstore.state.live.optimizers import (
     EMPTY_GROUPS,
     GROUPS,
-    NOT_SETTINGS,
     STATE,
     Hyperparameters,
     Scope,
@@ -77,10 +76,10 @@ def read_flat(key: str, optimizer: torch.optim.Optimizer, scope: Scope) -> dict[
 
 
 def collect_fsdp1_optimizer(
-    flat: FlatState, path: Path, optimizer: torch.optim.Optimizer, scope: Scope, same: Sameness
+    flat: FlatState, path: Path, optimizer: torch.optim.Optimizer, scope: Scope, same: Mapping[int, bool]
 ) -> None:
     """Take an optimizer into a flat state; see `optimizers.collect_optimizer`. Collective."""
-    equal = {name for item in parameters_of(optimizer) if id(item) in same.parameters for name in scope.of(item)}
+    equal = {name for item in parameters_of(optimizer) if same.get(id(item)) is False for name in scope.of(item)}
     for name, item in read_flat(join_path(path), optimizer, scope).items():
         split = split_name(name, equal)
         add_item(flat, (*path, name), item, is_equal=split is not None and split[0] == STATE)
@@ -98,19 +97,15 @@ class Fsdp1OptimizerLoad:
         self._matching = matching
         self._owners = {name: item for item in parameters_of(self._optimizer) for name in scope.of(item)}
         self._values: dict[str, Any] = {}
-        self._is_wanted = matching.includes_below(unit.key)
-        if self._is_wanted:
-            self._hyperparameters = Hyperparameters(unit, scope, matching)
-            self._fsdp1_names = fsdp1_names(scope.root)
-            self._flat = read_flat(unit.key, self._optimizer, scope)
-            self._add_missing()
-            self._match_state()
-            self._check_flat_parameters()
+        self._hyperparameters = Hyperparameters(unit, scope, matching)
+        self._fsdp1_names = fsdp1_names(scope.root)
+        self._flat = read_flat(unit.key, self._optimizer, scope)
+        self._add_missing()
+        self._match_state()
+        self._check_flat_parameters()
 
     def finish(self) -> None:
         """Put everything into its place, once the tensors have been filled."""
-        if not self._is_wanted:
-            return
         self._flat.update(self._values)
         before = dict(self._optimizer.state)
         state: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -148,11 +143,9 @@ class Fsdp1OptimizerLoad:
     def _packed_groups(self) -> list[dict[str, Any]]:
         """Return the groups that have parameters, by the names that torch's setter knows, with the loaded settings."""
         return [
-            {
-                **{item: value for item, value in group.items() if item not in NOT_SETTINGS},
-                **self._hyperparameters.loaded(number),
-                "params": [self._private(name) for item in group["params"] for name in self._scope.of(item)],
-            }
+            self._hyperparameters.packed(
+                number, group, [self._private(name) for item in group["params"] for name in self._scope.of(item)]
+            )
             for number, group in enumerate(self._optimizer.param_groups)
             if group["params"]
         ]
@@ -186,7 +179,7 @@ class Fsdp1OptimizerLoad:
         """Add one item of the checkpoint, or note why FSDP1 cannot take it. `outer` is the outermost item that may
         contain it, and `like` is the parameter."""
         matching, key, whole = self._matching, f"{self._unit.key}.{name}", f"{self._unit.key}.{outer}"
-        if any(True for _ in references_in(matching.saved.values.get(whole))):
+        if references_in(matching.saved.values.get(whole)):
             matching.refuse(whole, StateMismatch("it holds tensors inside, and FSDP1 takes plain ones alone"))
             return
         source = matching.source_of(key)

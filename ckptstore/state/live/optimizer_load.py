@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,6 @@ from ckptstore.state.live.modules import blaming
 from ckptstore.state.live.optimizers import (
     GROUPS,
     MORE,
-    NOT_SETTINGS,
     STATE,
     STATE_OF_ALL,
     Hyperparameters,
@@ -52,46 +52,36 @@ class OptimizerLoad:
         self._unit = unit
         self._optimizer: torch.optim.Optimizer = unit.item
         self._matching = matching
-        self._is_wanted = matching.includes_below(unit.key)
-        if not self._is_wanted:
-            return
         scope = scope.fitting(unit.key, matching)
         self._part = partition_of(self._optimizer)
         self._hyperparameters = Hyperparameters(unit, scope, matching)
         self._names = {id(item): scope.of(item)[0] for item in parameters_of(self._optimizer)}
         owned = {self._names[id(item)] for item in parameters_of(self._part)}
         self._saved = self._saved_items(owned)
-        self._state = {
-            number: self._match_state(parameter) for number, parameter in numbered(self._part).items()
-        }  # in the order of numbers
+        self._state = {number: self._match_state(parameter) for number, parameter in numbered(self._part).items()}
         self._of_all = None if self._had_none_of_all() else self._contents_of(STATE_OF_ALL, self._global_state())
         self._more = self._contents_of(MORE, None) if self._takes_more() else None
 
     def finish(self) -> None:
         """Pass the optimizer its state, once the tensors have been filled. Raises StateMismatch when it refuses it."""
-        if not self._is_wanted:
-            return
         parameters = numbered(self._part)
         state = {
-            number: {item: self._as_made(parameters[number], _result(held)) for item, held in items.items()}
+            number: {
+                item: self._as_made(parameters[number], held.result() if isinstance(held, StoredContents) else held)
+                for item, held in items.items()
+            }
             for number, items in self._state.items()
         }
         wanted = {number: items.get(WHOLE, items) for number, items in state.items() if items}
-        more = self._more.result() if self._more is not None and self._more.changes else {}
-        of_all = {} if self._had_none_of_all() else self._global_state()
-        if self._of_all is not None and self._of_all.changes:
-            of_all = self._of_all.result()
+        more = _result(self._more, {})
+        of_all = _result(self._of_all, {} if self._had_none_of_all() else self._global_state())
         packed = {STATE: {**wanted, **of_all}, GROUPS: self._packed_groups(), **more}
-        before = _kept_groups(self._part)
         what = f"the {type(self._optimizer).__name__} at {self._unit.key!r}"
-        with blaming(what, StateMismatch, did="refused its state"):
+        with _same_groups(self._part), blaming(what, StateMismatch, did="refused its state"):
             self._part.load_state_dict(packed)
-        for held in before:
-            _put_back(*held)
         self._restore_exactly(wanted)
-        self._hyperparameters.apply(self._optimizer)
-        if self._part is not self._optimizer:
-            self._hyperparameters.apply(self._part)
+        for optimizer in {id(item): item for item in (self._optimizer, self._part)}.values():
+            self._hyperparameters.apply(optimizer)
 
     def _as_made(self, parameter: torch.Tensor, value: Any) -> Any:
         """Return the value with tensors as the optimizer makes them."""
@@ -246,14 +236,11 @@ class OptimizerLoad:
         return is_own or has_state_dict_hooks(self._part)
 
     def _packed_groups(self) -> list[dict[str, Any]]:
-        """Return the groups as `Optimizer.state_dict` packs them, with the loaded settings."""
         numbers = {id(parameter): number for number, parameter in numbered(self._part).items()}
-        packed = []
-        for number, group in enumerate(self._part.param_groups):
-            settings = {item: value for item, value in group.items() if item not in NOT_SETTINGS}
-            loaded = self._hyperparameters.loaded(number)
-            packed.append({**settings, **loaded, "params": [numbers[id(item)] for item in group["params"]]})
-        return packed
+        return [
+            self._hyperparameters.packed(number, group, [numbers[id(item)] for item in group["params"]])
+            for number, group in enumerate(self._part.param_groups)
+        ]
 
     def _restore_exactly(self, wanted: Mapping[int, Mapping[Any, Any]]) -> None:
         """Undo the changes of `load_state_dict` beyond setting: it casts state to its parameter's dtype, and moves
@@ -265,30 +252,27 @@ class OptimizerLoad:
                     present[item] = ours
 
 
-def _kept_groups(optimizer: Any) -> list[tuple[Any, Any, list[Any]]]:
-    """Return the groups of an optimizer, and of one that it wraps, which shares them."""
+@contextmanager
+def _same_groups(optimizer: Any) -> Iterator[None]:
+    """Keep the caller's own dicts as the groups of an optimizer, and of one that it wraps, which shares them, with the
+    loaded settings: `load_state_dict` makes new ones."""
     holders = [optimizer, getattr(optimizer, "optim", None), getattr(optimizer, "optimizer", None)]
-    return [
-        (holder, holder.param_groups, list(holder.param_groups))
-        for holder in holders
-        if isinstance(holder, torch.optim.Optimizer)
-    ]
+    every = [item for item in holders if isinstance(item, torch.optim.Optimizer)]
+    before = [(holder, holder.param_groups, list(holder.param_groups)) for holder in every]
+    yield
+    for holder, groups, held in before:
+        for own, new in zip(held, list(holder.param_groups), strict=True):
+            if own is not new:
+                contents = dict(new)
+                own.clear()
+                own.update(contents)
+        groups[:] = held
+        if holder.param_groups is not groups:
+            holder.param_groups = groups
 
 
-def _put_back(holder: Any, groups: Any, held: list[Any]) -> None:
-    """Make the caller's own dicts the groups again, with the loaded settings: `load_state_dict` makes new ones."""
-    for own, new in zip(held, list(holder.param_groups), strict=True):
-        if own is not new:
-            contents = dict(new)
-            own.clear()
-            own.update(contents)
-    groups[:] = held
-    if holder.param_groups is not groups:
-        holder.param_groups = groups
-
-
-def _result(held: Any) -> Any:
-    return held.result() if isinstance(held, StoredContents) else held
+def _result(contents: StoredContents | None, other: Any) -> Any:
+    return contents.result() if contents is not None and contents.changes else other
 
 
 def _made(parameter: torch.Tensor, item: str, saved: Tensor, steps_on_device: bool) -> torch.Tensor:

@@ -35,7 +35,7 @@ from ckptstore.state.live.flatten import (
     references_in,
 )
 from ckptstore.state.live.matching import Matching
-from ckptstore.state.live.modules import Sameness, blaming
+from ckptstore.state.live.modules import blaming
 
 STATE, GROUPS = "state", "param_groups"
 STATE_OF_ALL, EMPTY_GROUPS, MORE = "state_of_all", "settings_of_empty_groups", "more"
@@ -65,7 +65,6 @@ class Scope:
         return next((old + name.removeprefix(new) for old, new in self.prefixes if name.startswith(new)), name)
 
     def of(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of a parameter in the checkpoint."""
         return self.names[id(parameter)]
 
     def fitting(self, key: str, matching: Matching) -> Scope:
@@ -120,7 +119,7 @@ def _named(root: torch.nn.Module, prefixes: tuple[tuple[str, str], ...], wanted:
 
 
 def collect_optimizer(
-    flat: FlatState, path: Path, optimizer: torch.optim.Optimizer, scope: Scope, same: Sameness
+    flat: FlatState, path: Path, optimizer: torch.optim.Optimizer, scope: Scope, same: Mapping[int, bool]
 ) -> None:
     """Take an optimizer into a flat state. The state of a parameter that DDP keeps equal is equal itself.
 
@@ -130,7 +129,7 @@ def collect_optimizer(
     with blaming(f"the optimizer at {join_path(path)!r}"):
         part = partition_of(optimizer)
         packed: Mapping[str, Any] = part.state_dict()
-    equal: Collection[int] = same.parameters if part is optimizer else ()
+    equal = same if part is optimizer else {}
     parameters = numbered(part)
     if not _is_of(packed, parameters):
         flat.add_value(path, packed)
@@ -140,14 +139,14 @@ def collect_optimizer(
     for number, items in packed[STATE].items():
         if number in parameters:
             (name,) = scope.of(parameters[number])
-            _add_state(flat, (*path, f"{STATE}.{name}"), items, is_equal=id(parameters[number]) in equal)
+            _add_state(flat, (*path, f"{STATE}.{name}"), items, is_equal=equal.get(id(parameters[number])) is False)
         else:
             of_all[number] = items
     for group in optimizer.param_groups:
-        settings = [(item, value) for item, value in group.items() if item not in NOT_SETTINGS]
+        settings = settings_of(group)
         for parameter in group["params"]:
             (name,) = scope.of(parameter)
-            for item, value in settings:
+            for item, value in settings.items():
                 add_item(flat, (*path, f"{GROUPS}.{name}.{item}"), value)
     empty = settings_of_empty(optimizer)
     for name, value in ((STATE_OF_ALL, of_all), (EMPTY_GROUPS, empty), (MORE, more)):
@@ -178,10 +177,14 @@ def numbered(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     return dict(enumerate({id(parameter): parameter for parameter in parameters_of(optimizer)}.values()))
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of a group that do not list its parameters."""
+    return {item: value for item, value in group.items() if item not in NOT_SETTINGS}
+
+
 def settings_of_empty(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the settings of the groups that have no parameter under whose name they could be stored."""
-    groups = [group for group in optimizer.param_groups if not group["params"]]
-    return [{item: value for item, value in group.items() if item not in NOT_SETTINGS} for group in groups]
+    return [settings_of(group) for group in optimizer.param_groups if not group["params"]]
 
 
 def split_name(flat_name: str, parameters: Collection[str]) -> tuple[str, str, str] | None:
@@ -195,7 +198,6 @@ def split_name(flat_name: str, parameters: Collection[str]) -> tuple[str, str, s
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return all parameters of an optimizer, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -276,6 +278,10 @@ class Hyperparameters:
             return {} if self._empty is None else dict(self._empty.result()[place])
         found = self._loaded[number].items()
         return {item: value.result() if isinstance(value, StoredContents) else value for item, value in found}
+
+    def packed(self, number: int, group: Mapping[str, Any], params: list[Any]) -> dict[str, Any]:
+        """Return a group as `Optimizer.state_dict` packs it, with the loaded settings."""
+        return {**settings_of(group), **self.loaded(number), "params": params}
 
     def plain(self, number: int) -> dict[str, Any]:
         """Return the settings loaded for one group that hold no tensors."""
@@ -359,7 +365,7 @@ class Hyperparameters:
         source = self._matching.source_of(key)
         if source is None:
             value = self._matching.saved.values[key]
-            if not any(True for _ in references_in(value)):
+            if not references_in(value):
                 return value
             path = (*self._unit.path, key.removeprefix(f"{self._unit.key}."))
             return StoredContents(path, current, self._matching, fixed=False, device=None)

@@ -24,13 +24,11 @@ class Box(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """The number of elements."""
         return prod(self.sizes)
 
 
 @lru_cache(maxsize=_KNOWN_SIZES)
 def whole(sizes: Sizes) -> Box:
-    """Return the box that is all of a tensor."""
     return Box((0,) * len(sizes), sizes)
 
 
@@ -72,7 +70,6 @@ def span(box: Box, sizes: Sizes) -> tuple[int, int]:
 
 
 def is_range(box: Box, sizes: Sizes) -> bool:
-    """Return True if the elements of the box are a range, without a gap."""
     return span(box, sizes)[1] == box.volume
 
 

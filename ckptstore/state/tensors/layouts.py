@@ -34,7 +34,6 @@ class Mesh:
 
     @cached_property
     def grid(self) -> _Array:
-        """The ranks as an array."""
         return np.array(self.ranks, np.int64).reshape(self.shape)
 
     @cached_property
@@ -112,7 +111,6 @@ class MeshLayout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have a part."""
         return self.mesh.ranks
 
     @property
@@ -123,7 +121,6 @@ class MeshLayout:
 
     @cached_property
     def num_copies(self) -> int:
-        """The number of ranks that have each box."""
         pairs = zip(self.mesh.shape, self.cuts, strict=True)
         return prod(size for size, cut in pairs if cut.dim == REPLICATED)
 
@@ -182,7 +179,6 @@ class MeshLayout:
         return self if ranks == self.ranks else MeshLayout(Mesh(self.mesh.shape, ranks), self.cuts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as JSON."""
         return {"mesh": self.mesh.to_json(), "cuts": [list(cut) for cut in self.cuts]}
 
     @staticmethod

@@ -154,7 +154,6 @@ def _of_elements(extents: list[_Extent], tensors: Sequence[torch.Tensor]) -> Ite
 
 
 def _lengths(offset_bytes: int, tensor: torch.Tensor) -> list[int]:
-    """Return all lengths in bytes that the places of a tensor's elements are made of."""
     size = tensor.element_size()
     return [offset_bytes, size, *(step * size for step in tensor.stride())]
 

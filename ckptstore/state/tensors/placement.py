@@ -106,7 +106,6 @@ def wrapped_in(tensor: torch.Tensor, key: str) -> dict[str, Wrapped]:
 
 
 def mesh_share(tensor: DTensor) -> MeshShare:
-    """Return this rank's share of a DTensor."""
     coordinate = tensor.device_mesh.get_coordinate()
     place = None if coordinate is None else tuple(coordinate)
     share = _mesh_share(tensor.device_mesh, tuple(tensor.placements), tensor.ndim, place)
@@ -133,7 +132,6 @@ def lowest_shard_rank(tensor: Any) -> int:
 
 
 def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and the shape of the whole tensor."""
     # Any attribute of a ShardedTensor but its metadata warns.
     if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "local_shards"):
         metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
@@ -191,12 +189,10 @@ def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Return True for a DTensor."""
     return _is_of("torch.distributed.tensor", "DTensor", value)
 
 
 def is_fsdp1(value: object) -> TypeGuard[FullyShardedDataParallel]:
-    """Return True for a module that FSDP1 wraps."""
     return _is_of("torch.distributed.fsdp", "FullyShardedDataParallel", value)
 
 

@@ -32,7 +32,6 @@ class Bytes:
 
     @property
     def size_bytes(self) -> int:
-        """The number of bytes."""
         return len(self.memory)
 
     def fill(self, offset: int, target: memoryview) -> None:
@@ -53,7 +52,6 @@ class Copied:
 
     @property
     def size_bytes(self) -> int:
-        """The number of bytes of the contiguous tensor."""
         return self.tensor.numel() * self.tensor.element_size()
 
     def fill(self, offset: int, target: memoryview) -> None:
@@ -88,7 +86,6 @@ class Slab:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all frames."""
         return self.ends[-1]
 
     def fill(self, offset: int, target: memoryview) -> None:
@@ -127,14 +124,12 @@ def _payloads(tensors: Sequence[torch.Tensor]) -> list[bytes]:
 
 
 def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the part of a tensor that a box covers."""
     if box.sizes == tuple(tensor.shape):
         return tensor
     return tensor[tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))]
 
 
 def payload_segment(tensor: torch.Tensor) -> Segment:
-    """Return the segment of one tensor's payload."""
     return Bytes(view_of(tensor), keeps=tensor) if is_plain_memory(tensor) else Copied(tensor)
 
 
@@ -169,7 +164,6 @@ class SegmentSource:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the whole file."""
         return self.ends[-1] if self.ends else 0
 
     @contextmanager

@@ -90,7 +90,6 @@ class _Planner:
         self._groups: dict[tuple[tuple[int, ...], tuple[int, ...] | None], _Group] = {}
 
     def take(self, number: int, item: Item) -> None:
-        """Take in one item; items that are shared out wait for `finish`."""
         key = item.key
         if item.tied_to and key not in self._agreement.untied:
             self._ties.setdefault(item.tied_to, []).append(key)
@@ -135,7 +134,6 @@ class _Planner:
                 self._write_all(number, item)
 
     def finish(self) -> RankPlan:
-        """Deal the items that are shared out, and return the plan."""
         for group, numbers in self._lists.items():
             self._deal(numbers, group.shares, group.share)
         return RankPlan(
@@ -223,7 +221,6 @@ class Dealt(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The size in bytes."""
         volume = self.element_bytes
         for size in self.sizes:
             volume *= size

@@ -47,7 +47,6 @@ class Described:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all tensors that this rank holds."""
         return sum(item.size_bytes for item in self.items if not item.tied_to)
 
 
@@ -69,13 +68,7 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
     for key, first in flat.aliases.items():
         if first not in by_key:
             raise InvalidState(f"{key} is tied to {first}, which is not in the state")
-        one = by_key[first]
-        found.items.append(
-            Item(
-                key, one.mode, one.dtype, one.shape, one.boxes, one.sharers, one.position, one.group,
-                tied_to=first, layout=one.layout, member=one.member, digest=one.digest,
-            )
-        )  # fmt: skip
+        found.items.append(by_key[first]._replace(key=key, tied_to=first))
         found.memory[key] = found.memory[first]
     if marked:
         kinds = (Mode.COMPARE, Mode.VALUE)
@@ -97,7 +90,7 @@ def _take_value(found: Described, flat: FlatState, key: str, value: Any, *, allo
             raise InvalidState(f"the key {name!r} is needed for a part of {key!r}, and is taken", hint="Rename it")
         beside.append(name)
         tensor = torch.from_numpy(kept if kept.flags.writeable else kept.copy())
-        dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
+        dtype, shape = dtype_name(tensor.dtype, name), tuple(tensor.shape)
         found.items.append(Item(name, Mode.BESIDE, dtype, shape, (whole(shape),) if tensor.numel() else (), owner=key))
         found.memory[name] = (tensor,)
         return name
@@ -127,19 +120,20 @@ def _unlike_any() -> bytes:
 
 def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: bool, is_own: bool) -> None:
     tensor = entry.tensor
-    pieces = pieces_of(_checked(tensor, key), key)
+    if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
+        raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
+    pieces = pieces_of(tensor, key)
     for piece in pieces:
         check_memory(piece.tensor, key)
     torch_dtype, shape = dtype_and_shape(tensor)
-    dtype = _known_name(torch_dtype, key)
+    dtype = dtype_name(torch_dtype, key)
     boxes = tuple([piece.box for piece in pieces])
+    found.memory[key] = tuple([piece.tensor for piece in pieces])
     if is_distributed(tensor):
         if is_own:
             raise _own_part(key)
-        found.memory[key] = tuple(piece.tensor for piece in pieces)
         found.items.append(_distributed(key, tensor, dtype, shape, boxes))
         return
-    found.memory[key] = tuple([piece.tensor for piece in pieces])
     mode, digest = Mode.LOWEST, b""
     if is_own:
         mode, digest = Mode.COMPARE, _unlike_any() if compare else b""
@@ -173,19 +167,8 @@ def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:
     return digest.digest()
 
 
-def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    """Return the tensor, unless its numbers are not in memory: raise InvalidState then."""
-    if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
-        raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
-    return tensor
-
-
-def dtype_name(tensor: torch.Tensor, key: str) -> str:
+def dtype_name(dtype: torch.dtype, key: str) -> str:
     """Return torch's name of a dtype, without the module; raise InvalidState for one that the format does not know."""
-    return _known_name(dtype_and_shape(tensor)[0], key)
-
-
-def _known_name(dtype: torch.dtype, key: str) -> str:
     name = name_of(dtype)
     if name not in DTYPES:
         raise InvalidState(f"{key} has the dtype {name}, which the format does not know")

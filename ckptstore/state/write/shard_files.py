@@ -83,12 +83,10 @@ class ShardFile:
     size_bytes: int = 0
 
     def add(self, segment: Segment) -> None:
-        """Add a segment at the end."""
         self.segments.append(segment)
         self.size_bytes += segment.size_bytes
 
     def add_slab(self, frames: Sequence[_Frame]) -> None:
-        """Begin with small tensors."""
         slab = Slab([made for _, _, made, _ in frames], [tensor for _, _, _, tensor in frames])
         offset = 0
         for (key, box, made, tensor), end in zip(frames, slab.ends, strict=True):
@@ -167,7 +165,6 @@ class ShardFiles:
             filled += frame_bytes
 
     def _new_files(self, num_files: int) -> list[ShardFile]:
-        """Return empty files, whose names are not those of files that are taken over."""
         taken = {file.receipt.name for file in self.kept}
         names = (f"{self._directory}state-rank={self._rank:05d}-{number:02d}.distcp" for number in count())
         free = (name for name in names if name not in taken)
@@ -198,11 +195,9 @@ class ShardFiles:
         return {name: (file.name, known[frame], len(frame)) for name, frame in frames.items()}
 
     def sources(self) -> list[tuple[str, SegmentSource]]:
-        """Return name and source of each file."""
         return [(file.name, SegmentSource(file.segments, file.regions)) for file in self.files]
 
     def copy_check(self, *, turn: int, every: bool) -> CopyCheck:
-        """Return the check that compares copies of the files with the tensors in them."""
         large: list[tuple[int, Placed]] = []
         small: list[tuple[int, Placed]] = []
         for number, file in enumerate(self.files):
@@ -330,7 +325,6 @@ def _in_turn(placed: Sequence[tuple[int, Placed]], turn: int, num_chosen: int) -
 
 
 def _elements_of(tensor: torch.Tensor, numbers: random.Random) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
-    """Return the places of some elements of a tensor, and the elements."""
     tensor, last = _plain(tensor), tensor.numel()
     starts = [0, max(0, last - _RUN), *(numbers.randrange(last) for _ in range(_RUNS))]
     positions = np.unique([at for start in starts for at in range(start, min(start + _RUN, last))])
@@ -351,7 +345,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy in host memory."""
     # `cpu()` would first copy conjugates and opposites on the device, which may be full.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
