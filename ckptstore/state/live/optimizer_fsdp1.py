@@ -7,7 +7,7 @@ an optimizer unchanged, and a load adds the state that the checkpoint has.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,11 +110,9 @@ class Fsdp1OptimizerLoad:
         before = dict(self._optimizer.state)
         state: dict[str, dict[str, Any]] = defaultdict(dict)
         owned: set[int] = set()
-        for flat_name, value in self._flat.items():
-            split = split_name(flat_name, self._owners)
-            if split is not None and split[0] == STATE:
-                state[self._private(split[1])][split[2]] = value
-                owned.add(id(self._owners[split[1]]))
+        for flat_name, parameter, item in self._state_items(self._flat):
+            state[self._private(parameter)][item] = self._flat[flat_name]
+            owned.add(id(self._owners[parameter]))
         stateless = [item for item in _all_parameters(self._optimizer, self._scope.root) if id(item) not in owned]
         if self._optimizer.param_groups:
             packed: Any = {STATE: dict(state), GROUPS: self._packed_groups()}
@@ -128,12 +126,19 @@ class Fsdp1OptimizerLoad:
                 # set_optimizer_state_dict calls the same two, and fails on the names of activation checkpointing
                 own = FullyShardedDataParallel.optim_state_dict_to_load(self._scope.root, self._optimizer, packed)
                 self._optimizer.load_state_dict(own)
-        for parameter in parameters_of(self._optimizer):
-            if parameter in self._optimizer.state and not self._optimizer.state[parameter]:
-                del self._optimizer.state[parameter]
-            if parameter not in self._optimizer.state and not parameter.numel() and before.get(parameter):
-                self._optimizer.state[parameter] = before[parameter]  # made before any step; the helper leaves it out
+        for owner in parameters_of(self._optimizer):
+            if owner in self._optimizer.state and not self._optimizer.state[owner]:
+                del self._optimizer.state[owner]
+            if owner not in self._optimizer.state and not owner.numel() and before.get(owner):
+                self._optimizer.state[owner] = before[owner]  # made before any step; the helper leaves it out
         self._hyperparameters.apply(self._optimizer)
+
+    def _state_items(self, flat_names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+        """Yield name, parameter and item of each flat name that is of the state of a parameter."""
+        for name in flat_names:
+            split = split_name(name, self._owners)
+            if split is not None and split[0] == STATE:
+                yield name, split[1], split[2]
 
     def _private(self, name: str) -> str:
         """Return FSDP1's name of a parameter of the checkpoint."""
@@ -155,15 +160,12 @@ class Fsdp1OptimizerLoad:
         checkpoint lacks of parameters that it knows."""
         matching, prefix = self._matching, f"{self._unit.key}."
         saved: dict[str, dict[str, None]] = defaultdict(dict)  # ordered: torch's helper exchanges item after item
-        for key in matching.below(f"{prefix}{STATE}"):
-            split = split_name(key.removeprefix(prefix), self._owners)
-            if split is not None:
-                saved[split[1]][split[2]] = None
-        for name in list(self._flat):
-            split = split_name(name, self._owners)
-            if split is None or split[0] != STATE or not matching.includes(f"{prefix}{name}"):
-                continue
-            if split[2] not in saved[split[1]] and split[1] in self._hyperparameters.known:
+        stored = (key.removeprefix(prefix) for key in matching.below(f"{prefix}{STATE}"))
+        for _, parameter, item in self._state_items(stored):
+            saved[parameter][item] = None
+        for name, parameter, item in list(self._state_items(self._flat)):
+            is_known = parameter in self._hyperparameters.known and matching.includes(f"{prefix}{name}")
+            if is_known and item not in saved[parameter]:
                 del self._flat[name]
         root = self._scope.root
         with quiet_torch(), blaming(f"the optimizer at {self._unit.key!r}"), state_dict_type_kept(root):
@@ -215,12 +217,10 @@ class Fsdp1OptimizerLoad:
     def _check_flat_parameters(self) -> None:
         """Note parameters that lack an item of state that others of the same flat parameter have."""
         items: dict[str, set[str]] = {name: set() for name in self._owners}
-        for flat_name in self._flat:
-            split = split_name(flat_name, self._owners)
-            if split is not None and split[0] == STATE:
-                items[split[1]].add(split[2])
-        for parameter in parameters_of(self._optimizer):
-            names = self._scope.of(parameter)
+        for _, parameter, item in self._state_items(self._flat):
+            items[parameter].add(item)
+        for owner in parameters_of(self._optimizer):
+            names = self._scope.of(owner)
             for name in names:
                 lacking = set().union(*(items[other] for other in names)) - items[name]
                 if lacking:
