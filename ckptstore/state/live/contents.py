@@ -6,7 +6,7 @@ Tensors that the state has in it are filled in place, and the checkpoint must ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,7 +117,10 @@ class StoredContents:
         """Fill everything that has a counterpart under its own key, as in checkpoints of stock DCP, and leave the
         rest."""
         values = self._matching.saved.values
-        inside = _leaves_by_key(values[self._key], self._path) if self._key in values else values
+        inside: Mapping[str, Any] = values
+        if self._key in values:
+            leaves = stock_leaves(values[self._key], self._path)
+            inside = {join_path(path): leaf for path, leaf in leaves if not isinstance(leaf, TensorRef)}
         plain = map_tensors(self._current, self._path, lambda _, leaf: unmarked(leaf))
         wanted = [join_path(path) for path, _ in stock_leaves(plain, self._path)]
         in_one_piece = _held_by(wanted, self._own)
@@ -231,10 +234,6 @@ def _held_by(wholes: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
         if above:
             found[key] = above
     return found
-
-
-def _leaves_by_key(value: Any, path: Path) -> dict[str, Any]:
-    return {join_path(inner): leaf for inner, leaf in stock_leaves(value, path) if not isinstance(leaf, TensorRef)}
 
 
 def _with_leaves(value: Any, path: Path, loaded: dict[str, Any]) -> Any:

@@ -148,14 +148,14 @@ class OptimizerLoad:
                 "of a whole one"
             )
         items = sorted(items, key=lambda item: item != "step")  # torch's order, for those who print it
-        stays = {item for item in {*live, *items} if self._stays(self._key(f"{STATE}.{name}.{item}"))}
+        keys = {item: self._key(f"{STATE}.{name}.{item}") for item in {*live, *items}}
+        stays = {
+            item for item, key in keys.items() if not matching.includes_below(key) or key in matching.saved.skipped
+        }
         return {
             **{item: value for item, value in live.items() if item in stays},
             **{item: self._match_item(parameter, name, item, live) for item in items if item not in stays},
         }
-
-    def _stays(self, key: str) -> bool:
-        return not self._matching.includes_below(key) or key in self._matching.saved.skipped
 
     def _match_item(self, parameter: torch.Tensor, name: str, item: str, live: Mapping[str, Any]) -> Any:
         """Return the new content of one item; the present one if the checkpoint's does not fit, which is noted."""

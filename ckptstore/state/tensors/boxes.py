@@ -146,19 +146,13 @@ def runs_of(shape: Sizes, mesh_shape: Sequence[int], cuts: Sequence[Cut], coordi
     runs: list[Runs] = [[(0, size)] for size in shape]
     for (dim, split_factor), shares, share in zip(cuts, mesh_shape, coordinate, strict=True):
         if dim != REPLICATED:
-            runs[dim] = shard_runs(runs[dim], shares=shares, share=share, split_factor=split_factor)
+            length = sum(size for _, size in runs[dim])
+            found: Runs = []
+            for number in range(min(split_factor, length)):  # all others are empty
+                start, stop = _chunk(0, length, split_factor, number)
+                found += _taken(runs[dim], *_chunk(start, stop, shares, share))
+            runs[dim] = found
     return [_joined(each) for each in runs]
-
-
-def shard_runs(runs: Runs, *, shares: int, share: int, split_factor: int = 1) -> Runs:
-    """Return the runs of one of `shares` ranks along a dimension, as `torch.chunk` cuts it; see `Cut` for the
-    factor."""
-    length = sum(size for _, size in runs)
-    found: Runs = []
-    for number in range(min(split_factor, length)):  # all others are empty
-        start, stop = _chunk(0, length, split_factor, number)
-        found += _taken(runs, *_chunk(start, stop, shares, share))
-    return found
 
 
 def _chunk(start: int, stop: int, count: int, number: int) -> tuple[int, int]:

@@ -143,7 +143,10 @@ def _of_intervals(extents: list[_Extent]) -> Iterator[Pair]:
 def _of_elements(extents: list[_Extent], tensors: Sequence[torch.Tensor]) -> Iterator[Pair]:
     """Yield the pairs of tensors that may lie in each other's gaps: each writes its number to a map of the memory."""
     low, high = min(start for start, _, _ in extents), max(stop for _, stop, _ in extents)
-    unit = gcd(*(length for start, _, number in extents for length in _lengths(start - low, tensors[number])))
+    unit = 0  # the greatest common divisor of all lengths in bytes that the places of elements are made of
+    for start, _, number in extents:
+        size = tensors[number].element_size()
+        unit = gcd(unit, start - low, size, *(step * size for step in tensors[number].stride()))
     owners = np.zeros((high - low) // unit, np.int32)
     for place, (start, _, number) in enumerate(extents, 1):
         view = _units(owners, start - low, tensors[number], unit)
@@ -151,11 +154,6 @@ def _of_elements(extents: list[_Extent], tensors: Sequence[torch.Tensor]) -> Ite
             if other:
                 yield extents[other - 1][2], number, False
         view[...] = place
-
-
-def _lengths(offset_bytes: int, tensor: torch.Tensor) -> list[int]:
-    size = tensor.element_size()
-    return [offset_bytes, size, *(step * size for step in tensor.stride())]
 
 
 def _units(memory: np.ndarray[Any, Any], offset_bytes: int, tensor: torch.Tensor, unit: int) -> np.ndarray[Any, Any]:
