@@ -20,7 +20,7 @@ from sizes import FULL, ROUNDS
 from ckptstore import KeepLatest, open_store
 from ckptstore.saving.staging import Staging
 from ckptstore.state import replicated
-from ckptstore.state.write.copy_check import CopyCheck
+from ckptstore.state.write.shard_files import CopyCheck
 from ckptstore.testing import run_ranks
 
 SIZE_BYTES = (1024 if FULL else 64) << 20

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import cached_plans
 from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.write.deal import Dealt, chunks_of, deal
+from ckptstore.state.write.assignment import Dealt, chunks_of, deal
 
 _Held = tuple[str, tuple[int, ...]]
 """The key of a tensor and the offsets of a box."""

@@ -20,11 +20,10 @@ from ckptstore.state.index.items import Item, Mode
 from ckptstore.state.index.part import BESIDE_VALUE, DTYPES
 from ckptstore.state.live.values import Encoder, Frame
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.tensors.fingerprints import fingerprints_of
 from ckptstore.state.tensors.placement import PLAIN_TYPES
+from ckptstore.state.tensors.tensor_memory import fingerprints_of
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
-from ckptstore.state.write.assignment import RankPlan, Write
-from ckptstore.state.write.deal import chunks_of
+from ckptstore.state.write.assignment import RankPlan, Write, chunks_of
 from ckptstore.state.write.describe import Described, dtype_name
 from ckptstore.state.write.shard_files import ShardFiles, Striping
 
@@ -121,7 +120,7 @@ class DcpShard:
             raise InvalidState(f"the planner gave {tuple(tensor.shape)} for {key}, its plan says {held.sizes}")
         number = self._numbers.setdefault(key, len(self._items))
         if number == len(self._items):
-            self._items.append(Item(key, Mode.SHARD, dtype_name(tensor, key), tuple(told.size)))
+            self._items.append(Item(key, Mode.SHARD, dtype_name(tensor.dtype, key), tuple(told.size)))
         one = self._items[number]
         self._items[number] = one._replace(boxes=(*one.boxes, held))
         self._described.memory[key] = (*self._described.memory.get(key, ()), tensor)
@@ -164,7 +163,7 @@ class DcpShard:
     def _add_whole(self, key: str, tensor: torch.Tensor, *, flags: int = 0) -> None:
         """Add a tensor that is in no plan; this rank alone writes it."""
         number, box = len(self._items), whole(tuple(tensor.shape))
-        dtype = dtype_name(tensor, key)
+        dtype = dtype_name(tensor.dtype, key)
         self._numbers[key] = number
         self._items.append(Item(key, Mode.SHARD, dtype, box.sizes, (box,)))
         self._described.memory[key] = (tensor,)

@@ -19,7 +19,7 @@ from ckptstore.job import Job
 from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.state.live.flatten import FlatState
-from ckptstore.state.write.memo import SaveMemo
+from ckptstore.state.write.assignment import SaveMemo
 from ckptstore.store import CheckpointStore, save_shard
 
 

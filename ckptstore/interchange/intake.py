@@ -9,9 +9,8 @@ import torch
 
 from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.interchange.selection import fitting
-from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
+from ckptstore.state.live.flatten import FlatState, Kind, Path, TensorEntry, join_path, units_of
 from ckptstore.state.live.optimizers import GROUPS, STATE, scope_of
-from ckptstore.state.live.units import Kind, units_of
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """New keys: a mapping of old beginnings to new ones, or a function from a key to its new one."""

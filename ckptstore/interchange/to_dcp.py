@@ -27,7 +27,7 @@ from ckptstore.state.live.flatten import (
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.frames import template
-from ckptstore.state.write.deal import chunks_of
+from ckptstore.state.write.assignment import chunks_of
 
 FILE_NAME = "__0_0.distcp"
 

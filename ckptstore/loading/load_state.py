@@ -27,8 +27,8 @@ from ckptstore.log.identity import read_identity
 from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
+from ckptstore.state.live.flatten import Kind, units_of
 from ckptstore.state.live.matching import Matching, Mismatch, Saved
-from ckptstore.state.live.units import Kind, units_of
 from ckptstore.state.read.settle import unsettled
 from ckptstore.state.read.shared_reads import SharedSteps
 from ckptstore.state.read.stored import PerRank, StoredState
@@ -171,7 +171,7 @@ def _load(
         load.enter("apply")
         with group.meeting("finish the load"):
             loading.finish()
-    made = loading.materialised()
+    made = loading.materialised
     report = LoadReport(
         missing=tuple(sorted(mismatch.missing)),
         unexpected=tuple(sorted(mismatch.unexpected)),

@@ -30,8 +30,8 @@ from ckptstore.saving.state_shard import Before, StateOptions, StatePlan, StateS
 from ckptstore.saving.transaction import Publisher, Transaction, meet
 from ckptstore.state.live.apply import collect
 from ckptstore.state.tensors import device
+from ckptstore.state.write.assignment import SaveMemo
 from ckptstore.state.write.incremental import Kept, kept_file_name
-from ckptstore.state.write.memo import SaveMemo
 from ckptstore.storage.base import Storage
 from ckptstore.transfer.moves import Upload
 

@@ -24,15 +24,12 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.device import LaunchedWork
 from ckptstore.state.tensors.segments import SegmentSource
-from ckptstore.state.write.agree import Agreement, agreement_of_one, is_settled
-from ckptstore.state.write.assignment import RankPlan
-from ckptstore.state.write.copies import boxes_of, check_equal
-from ckptstore.state.write.coverage import Expected
+from ckptstore.state.write.agree import Agreement, is_settled
+from ckptstore.state.write.assignment import RankPlan, SaveMemo
 from ckptstore.state.write.describe import Described, describe
 from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
-from ckptstore.state.write.memo import SaveMemo
 from ckptstore.state.write.outlining import RankTold
-from ckptstore.state.write.replicas import Replicas
+from ckptstore.state.write.replicas import check_copies, digests_of_copies
 from ckptstore.state.write.shard_files import ShardFiles, Striping
 from ckptstore.storage.base import CopiesInside, Disk, Storage
 from ckptstore.transfer.moves import PlannedFile, Upload
@@ -115,7 +112,6 @@ class StateShard:
         self._before = before or Before()
         self._has_begun = False
         self._agreement: Agreement | None = None
-        self._expected = Expected()
 
     def move(self, storage: Storage, upload: Upload) -> None:
         """Use another storage from now on, because the first one cannot take the files."""
@@ -136,37 +132,33 @@ class StateShard:
         """
         found = self._looked.found
         if self._agreement is not None:  # and the leader has to compare copies
-            return boxes_of(found, self._agreement)
+            return digests_of_copies(found, self._agreement.copies)
         if self._world_size == 1:
             return b""
         if not self._has_begun:
             self._has_begun = True
-            replicas = Replicas(found.items, found.memory)
-            self._negotiator.begin(found.items, self._rank, replicas=replicas.answer, own=found.own)
+            self._negotiator.begin(found, self._rank)
         return self._negotiator.describe()
 
     def decide(self, descriptions: Sequence[bytes]) -> Decision:
         """Leader: see `Shard.decide`. Raises InvalidState if a key is something else on another rank."""
         may_be_less = bool(self._options.incremental)
         if self._world_size == 1:
-            items = self._looked.found.items
-            self._expected = Expected.of_one(item.key for item in items)
-            return Decision(b"", sum(item.size_bytes for item in items if not item.tied_to), may_be_less)
+            return Decision(b"", self._looked.found.size_bytes, may_be_less)
         if self._agreement is not None:
-            check_equal(descriptions)
+            check_copies(descriptions)
             return Decision(b"", self._negotiator.size_bytes, may_be_less)
         told = self._negotiator.join(
             descriptions,
             may_spread=self._options.stock_readable is not True,
             compare_every=self._options.compare_every,
         )
-        self._expected = self._negotiator.expected
         return Decision(told, self._negotiator.size_bytes if is_settled(told) else None, may_be_less)
 
     def hear(self, told: bytes) -> None:
         """Accept the agreement, or the leader's need for another round."""
         if self._world_size == 1:
-            self._agreement = agreement_of_one(self._looked.found.own)
+            self._agreement = Agreement(1, differs=self._looked.found.own)
         elif self._agreement is None:
             self._agreement = self._negotiator.hear(told)
 
@@ -176,7 +168,6 @@ class StateShard:
         return StatePlan(
             looked=self._looked,
             agreement=self._agreement,
-            expected=self._expected,
             rank=self._rank,
             memo=self._memo,
             storage=self._storage,
@@ -192,7 +183,6 @@ class StatePlan:
 
     looked: Looked
     agreement: Agreement
-    expected: Expected
     rank: int
     memo: SaveMemo
     storage: Storage
@@ -312,7 +302,6 @@ class StatePlan:
         """
         heads, parts = zip(*(_unpacked(data) for data in stored), strict=True)
         receipts = [Receipt.from_json(entry) for head in heads for entry in head["receipts"]]
-        assert self.agreement is not None  # the ranks have met
         outline = self.memo.outliner(self.agreement).outline(
             [RankTold(*head["told"]) for head in heads],
             num_prefixes=self.options.num_prefixes,
@@ -332,7 +321,7 @@ class StatePlan:
             compared = index.layout_digest(), outline.table, outline.tied, outline.own
             self.memo.cached("compared index", compared, lambda: TensorIndex(index.parts, outline))
             index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
-            self.expected.check(index)
+            self.memo.negotiator.structures.check(index)
             if self._stock is not None:
                 metadata = self._stock.metadata([head["stock"] for head in heads], index, self.memo)
                 written |= {} if metadata is None else {DCP_METADATA_NAME: metadata}

@@ -19,7 +19,7 @@ from ckptstore.dcp.stock import stock_write
 from ckptstore.errors import InvalidState
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.state.index.items import Item, Mode, without_digests
-from ckptstore.state.write import memo
+from ckptstore.state.write import assignment
 
 _TENSORS = {
     "floats": lambda: torch.rand(3, 5),
@@ -105,7 +105,7 @@ def test_the_same_structure_is_planned_and_listed_once(tmp_path: Path, monkeypat
     def counted(name: str, function: Any) -> Any:
         return lambda *args, **keywords: made_of.append(name) or function(*args, **keywords)
 
-    made_once = {"plan_rank": memo, "Outliner": memo, "stock_metadata": stock_write}
+    made_once = {"plan_rank": assignment, "Outliner": assignment, "stock_metadata": stock_write}
     for name, module in made_once.items():
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     with open_store(tmp_path / "store") as store:

@@ -290,7 +290,7 @@ def _outlines() -> list[bytes]:
     """Without header and digest, so that what is behind these has to find what is wrong."""
     from ckptstore.state.index.outline import Outline, PartFile, Span, encode_table
     from ckptstore.state.index.part import Tensor
-    from ckptstore.state.tensors.cuts import Cut
+    from ckptstore.state.tensors.boxes import Cut
     from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 
     meshes = Mesh((2, 2), (0, 1, 2, 3)), Mesh((3,), (3, 0, 2))

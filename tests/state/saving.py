@@ -16,7 +16,7 @@ from ckptstore.saving.transaction import meet
 from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.read.stored import StoredState
-from ckptstore.state.write.memo import SaveMemo
+from ckptstore.state.write.assignment import SaveMemo
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import Transfer

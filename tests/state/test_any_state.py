@@ -22,7 +22,6 @@ import ckptstore
 from ckptstore.state import replicated
 from ckptstore.state.tensors.placement import pieces_of
 from ckptstore.state.write import assignment, outlining
-from ckptstore.state.write.coverage import Expected
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
 
@@ -228,7 +227,7 @@ def test_a_deal_by_the_place_in_the_mesh_is_found(monkeypatch: pytest.MonkeyPatc
         check(*world, data)
 
     monkeypatch.setattr(assignment._Planner, "_group", by_place)
-    monkeypatch.setattr(Expected, "_lost", lambda *_: [])
+    monkeypatch.setattr(outlining.RankStructures, "_lost", lambda *_: [])
     monkeypatch.setattr(outlining.Outliner, "check", lambda *_: None)
     with pytest.raises(AssertionError, match="StateMismatch"):
         search()

@@ -232,7 +232,7 @@ def test_dcp_is_stock_whatever_the_checkpoint_is(tmp_path: Path) -> None:
 
 def test_large_tensors_pass_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptstore.interchange.streaming.BATCH_BYTES", MIB)
-    monkeypatch.setattr("ckptstore.state.write.deal.MAX_CHUNK_BYTES", 3 * MIB)
+    monkeypatch.setattr("ckptstore.state.write.assignment.MAX_CHUNK_BYTES", 3 * MIB)
     tensors = {"wide": torch.randn(3, 700_001), "deep": torch.randn(70, 11, 901), "odd": torch.randn(1_000_003)}
     tensors["half"] = torch.randn(1000, 1111).half()
     checkpoint = save(tmp_path, dict(tensors))

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from ckptstore.state.index.part import DTYPES
-from ckptstore.state.tensors import fingerprints
-from ckptstore.state.tensors.fingerprints import digest_of_host, fingerprint_on_device, fingerprints_of
+from ckptstore.state.tensors import tensor_memory
+from ckptstore.state.tensors.tensor_memory import digest_of_host, fingerprint_on_device, fingerprints_of
 
 
 @pytest.fixture(autouse=True, params=["whole", "in pieces"])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 48 bytes, so that a few numbers are cut in every way."""
     if request.param == "in pieces":
-        monkeypatch.setattr(fingerprints, "_PIECE_BYTES", 48)
+        monkeypatch.setattr(tensor_memory, "_PIECE_BYTES", 48)
 
 
 def on_device(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from ckptstore.errors import InvalidState
 from ckptstore.state.live.apply import collect
 from ckptstore.state.live.flatten import (
     FlatState,
+    Kind,
     TensorRef,
     find_tensors,
     join_path,
@@ -23,8 +24,8 @@ from ckptstore.state.live.flatten import (
     references_in,
     replicated,
     stock_leaves,
+    units_of,
 )
-from ckptstore.state.live.units import Kind, units_of
 
 plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5), st.binary())
 tensors = st.integers(0, 5).map(lambda size: torch.arange(size, dtype=torch.float32))

@@ -13,7 +13,7 @@ from thread_ranks import run_threads
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
-from ckptstore.state.write.memo import SaveMemo
+from ckptstore.state.write.assignment import SaveMemo
 
 
 @pytest.fixture(autouse=True, params=["listed", "outlined"])

@@ -17,11 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptstore.state.tensors.boxes import Box, overlap
-from ckptstore.state.tensors.cuts import REPLICATED, Cut
-from ckptstore.state.tensors.dtensor_layouts import layout_of
+from ckptstore.state.tensors.boxes import REPLICATED, Box, Cut, overlap
 from ckptstore.state.tensors.layouts import Mesh, MeshLayout
-from ckptstore.state.tensors.placement import pieces_of
+from ckptstore.state.tensors.placement import mesh_share, pieces_of
 
 
 @st.composite
@@ -132,7 +130,7 @@ def test_what_is_too_fine_for_arithmetic_has_no_layout() -> None:
     mesh = mesh_for(0, [0, 1])
     placements = [_StridedShard(0, split_factor=1 << 22)]
     tensor = DTensor.from_local(torch.zeros(1), mesh, placements, run_check=False, shape=(2,), stride=(1,))
-    assert layout_of(tensor) is None
+    assert mesh_share(tensor).layout is None
     with pytest.raises(ValueError, match="too many runs"):
         MeshLayout.from_json({"mesh": {"shape": [2], "ranks": [0, 1]}, "cuts": [[0, 1 << 22]]})
     both = Mesh((4, 4), tuple(range(16)))
@@ -142,7 +140,7 @@ def test_what_is_too_fine_for_arithmetic_has_no_layout() -> None:
 def test_a_dimension_counted_from_the_end_is_that_dimension() -> None:
     last = DTensor.from_local(torch.zeros(2, 2), mesh_for(1, [0, 1]), [Shard(1)], run_check=False)
     last._spec.placements = (Shard(-1),)
-    layout = layout_of(last)
+    layout = mesh_share(last).layout
     assert layout is not None
     assert layout.boxes_of(1, (2, 4)) == (Box((0, 2), (2, 2)),)
     assert [piece.box for piece in pieces_of(last, "last")] == [Box((0, 2), (2, 2))]
@@ -178,7 +176,7 @@ def test_the_boxes_are_those_of_torch(split: tuple[tuple[int, ...], list[Any]], 
                 )
                 local = torch.cat([chunks(block, grid[dim], placement.dim)[at] for block in blocks], placement.dim)
         tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-        layout = layout_of(tensor)
+        layout = mesh_share(tensor).layout
         assert layout is not None
         boxes = layout.boxes_of(rank, shape)
         found = [full[tuple(map(slice, box.offsets, np.add(box.offsets, box.sizes)))] for box in boxes]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptstore.state.tensors.boxes import whole
-from ckptstore.state.tensors.cuts import REPLICATED, Cut
+from ckptstore.state.tensors.boxes import REPLICATED, Cut, whole
 from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 
 

@@ -30,7 +30,7 @@ from ckptstore.interchange.exporting import export
 from ckptstore.state.index.packed_values import MAX_LEVELS, pack, plain_size, unpack
 from ckptstore.state.live import values
 from ckptstore.state.live.values import Decoder, Encoder
-from ckptstore.state.write.memo import SaveMemo
+from ckptstore.state.write.assignment import SaveMemo
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import independent_reader as reader

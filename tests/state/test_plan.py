@@ -12,9 +12,9 @@ from ckptstore.errors import InvalidState
 from ckptstore.state.index.items import Item, Mode
 from ckptstore.state.index.part import BESIDE_VALUE, PER_RANK
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.write.agree import Negotiator, agreement_of_one
-from ckptstore.state.write.assignment import plan_rank
-from ckptstore.state.write.deal import MAX_CHUNK_BYTES, Dealt, chunks_of, deal
+from ckptstore.state.write.agree import Agreement, Negotiator
+from ckptstore.state.write.assignment import MAX_CHUNK_BYTES, Dealt, chunks_of, deal, plan_rank
+from ckptstore.state.write.describe import Described
 
 MIB = 1 << 20
 
@@ -29,7 +29,7 @@ class Exchanges:
     def agree(self, states):
         """The agreements of all ranks."""
         for rank, (negotiator, state) in enumerate(zip(self.negotiators, states, strict=True)):
-            negotiator.begin(state, rank)
+            negotiator.begin(Described(items=state), rank)
         while True:
             posts = [negotiator.describe() for negotiator in self.negotiators]
             self.sizes.append(max(map(len, posts)))
@@ -235,7 +235,7 @@ def test_a_tie_that_not_all_ranks_have_is_no_tie():
 
 def test_a_rank_alone_needs_nobody():
     items = [plain("a", Mode.SPLIT), plain("b", Mode.COMPARE), value("v"), plain("none", Mode.LOWEST, shape=(0, 3))]
-    plan = plan_rank(by_key(items), agreement_of_one(), 0)
+    plan = plan_rank(by_key(items), Agreement(1), 0)
     assert {write.item for write in plan.writes} == {0, 1}
     assert (plan.common, plan.empty) == (("v",), (2,))
 

@@ -20,8 +20,8 @@ from ckptstore.format.layout import Attempt
 from ckptstore.group import find_group
 from ckptstore.state.live.flatten import FlatState, TensorEntry, TensorRef
 from ckptstore.state.tensors.placement import pieces_of
+from ckptstore.state.write.assignment import SaveMemo
 from ckptstore.state.write.describe import describe
-from ckptstore.state.write.memo import SaveMemo
 from ckptstore.storage.disk.local import LocalStorage
 
 ATTEMPTS = {4: Attempt(4, 1, "44444444"), 2: Attempt(2, 1, "22222222")}

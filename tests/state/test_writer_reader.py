@@ -100,7 +100,7 @@ def test_several_files_share_the_bytes(tmp_path, monkeypatch, num_files):
 
 @pytest.mark.parametrize(("on_disk", "num_files"), [(True, 4), (False, 1)])
 def test_files_are_smaller_on_a_disk(monkeypatch, on_disk, num_files):
-    from ckptstore.state.write.agree import agreement_of_one
+    from ckptstore.state.write.agree import Agreement
     from ckptstore.state.write.assignment import plan_rank
     from ckptstore.state.write.shard_files import ShardFiles, Striping
 
@@ -108,12 +108,12 @@ def test_files_are_smaller_on_a_disk(monkeypatch, on_disk, num_files):
     monkeypatch.setattr("ckptstore.state.write.shard_files.SHARED_FILE_BYTES", 8 * MIB)
     tensors = {f"t{number}": torch.zeros(2 * MIB, dtype=torch.uint8) for number in range(5)}
     described = describe(plain_state(tensors), compare=False)
-    plan = plan_rank(described.items, agreement_of_one(), 0)
+    plan = plan_rank(described.items, Agreement(1), 0)
     assert len(ShardFiles(described, plan, rank=0, striping=Striping(4, on_disk=on_disk)).files) == num_files
 
 
 def test_chunks_above_the_limit_are_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptstore.state.write.deal.MAX_CHUNK_BYTES", 3 * MIB)
+    monkeypatch.setattr("ckptstore.state.write.assignment.MAX_CHUNK_BYTES", 3 * MIB)
     state = {"rows": torch.randn(2000, 1000), "flat": torch.randn(5, 500_000), "wide": torch.randn(1, 3_000_000)}
     save_plain(tmp_path, state)
     index = open_index(tmp_path)
@@ -303,12 +303,12 @@ def test_any_box_of_any_boxes_is_read(boxed):
     from ckptstore.state.index.part import Part
     from ckptstore.state.index.tensor_index import TensorIndex
     from ckptstore.state.write.assignment import RankPlan, Write
-    from ckptstore.state.write.shard_files import ShardFiles
+    from ckptstore.state.write.shard_files import ShardFiles, Striping
     from ckptstore.transfer.moves import PlannedFile
 
     _, transfer, whole, described, boxes = boxed
     plan = RankPlan(tuple(Write(0, 0, box) for box in boxes))
-    files = ShardFiles(described, plan, rank=0)
+    files = ShardFiles(described, plan, rank=0, striping=Striping())
     stored = transfer.upload([PlannedFile(name, source) for name, source in files.sources()])
     index = TensorIndex([Part.decode(files.index_part([one.block_digests for one in stored]), rank=0, file="f")])
     index.check_complete()
@@ -347,9 +347,9 @@ def test_sources_give_the_same_bytes_in_any_ranges(data):
 
     base = torch.arange(6000, dtype=torch.float32).reshape(60, 100)
     tensors = [base[:7], base.t(), base[:, 5:9], base[3:3], torch.tensor(3, dtype=torch.uint8), base.bfloat16()[:, ::3]]
-    segments = [Slab.of([template(one.dtype, tuple(one.shape)) for one in tensors], tensors)]
+    segments = [Slab([template(one.dtype, tuple(one.shape)) for one in tensors], tensors)]
     segments += [payload_segment(tensor) for tensor in tensors if tensor.numel()]
-    source = SegmentSource.of(segments, ())
+    source = SegmentSource(segments, ())
     expected = b"".join(
         made.header + bits(tensor) + made.trailer for made, tensor in zip(segments[0].templates, tensors, strict=True)
     ) + b"".join(bits(tensor) for tensor in tensors)

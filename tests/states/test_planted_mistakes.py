@@ -12,7 +12,7 @@ import torch
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.live import flatten, matching, module_load, values
 from ckptstore.state.tensors import segments
-from ckptstore.state.write import copy_check, incremental
+from ckptstore.state.write import shard_files
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.states import StateOutcome, run
 
@@ -29,7 +29,7 @@ def staging_writes_over_the_payload(patch: pytest.MonkeyPatch) -> None:
         target[: min(4096, len(target))] = bytes(min(4096, len(target)))
 
     patch.setattr(segments.Copied, "fill", fill)
-    patch.setattr(copy_check.CopyCheck, "compare", lambda self, copies: None)
+    patch.setattr(shard_files.CopyCheck, "compare", lambda self, copies: None)
 
 
 def identity_forgets_conj_and_neg(patch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def tuples_come_back_as_lists(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_has_changed_is_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(incremental, "digest_of", lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}")
+    patch.setattr(shard_files, "digest_of", lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}")
 
 
 def _after_load(patch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:

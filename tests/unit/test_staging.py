@@ -42,7 +42,7 @@ class Recorder:
 
 
 def files(*contents: bytes) -> list[SegmentSource]:
-    return [SegmentSource.of([Bytes(memoryview(bytearray(data)))], payloads=[(0, len(data))]) for data in contents]
+    return [SegmentSource([Bytes(memoryview(bytearray(data)))], payloads=[(0, len(data))]) for data in contents]
 
 
 def test_copies_are_the_files_and_buffers_are_kept() -> None:

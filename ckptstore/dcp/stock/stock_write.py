@@ -18,7 +18,7 @@ from ckptstore.state.live.flatten import FlatState, join_path, stock_leaves
 from ckptstore.state.tensors.boxes import Box, Sizes
 from ckptstore.state.tensors.frames import MAX_PAYLOAD_BYTES, pickle_frame, template, value_frame
 from ckptstore.state.write.agree import Agreement
-from ckptstore.state.write.memo import SaveMemo
+from ckptstore.state.write.assignment import SaveMemo
 from ckptstore.state.write.shard_files import ShardFiles
 
 logger = logging.getLogger("ckptstore")

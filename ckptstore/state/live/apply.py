@@ -12,31 +12,22 @@ Loading has two phases, so that bytes are read straight into the memory where th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.live.contents import StatefulLoad, ValueLoad
-from ckptstore.state.live.flatten import FlatState
+from ckptstore.state.live.contents import load_stateful, load_value
+from ckptstore.state.live.flatten import FlatState, Kind, Unit, units_of
 from ckptstore.state.live.matching import Matching, Saved, Target
-from ckptstore.state.live.meta import Materialised
-from ckptstore.state.live.module_load import ModuleLoad
+from ckptstore.state.live.module_load import Materialised, load_module
 from ckptstore.state.live.modules import collect_module, same_on_all_ranks, uses_fsdp1
 from ckptstore.state.live.optimizer_load import OptimizerLoad
 from ckptstore.state.live.optimizers import collect_optimizer, scope_of
-from ckptstore.state.live.units import Kind, Unit, units_of
-from ckptstore.state.tensors.conflicts import Conflict
+from ckptstore.state.tensors.overlap import Conflict
 from ckptstore.state.tensors.placement import PLAIN_TYPES
 from ckptstore.state.tensors.tensor_memory import outside_inference
-
-
-class _Part(Protocol):
-    def finish(self) -> None: ...
-
-    def abandon(self) -> None: ...
 
 
 @collector_paused()
@@ -77,46 +68,51 @@ class Loading:
 
     `targets` has the memory to be filled, each once: the state's own, except under FSDP1 and for tensors that the state
     does not have yet. `conflicts` has the pairs of stored tensors that are for the same memory, and must be found equal
-    before. `mismatch` has everything that does not fit.
+    before. `mismatch` has everything that does not fit. `materialised` has the results for modules that were on the
+    meta device.
     """
 
-    def __init__(self, matching: Matching, parts: Sequence[_Part]) -> None:
+    def __init__(self, matching: Matching) -> None:
         self.targets: Mapping[str, Target] = matching.targets
-        self.conflicts: Sequence[Conflict] = matching.conflicts
+        self.conflicts: Sequence[Conflict] = ()
         self.mismatch = matching.mismatch
-        self._parts = parts
+        self.materialised: list[Materialised] = []
+        self._casts = matching.casts
+        self._finishes: list[Callable[[], None]] = []
+
+    def begin(self, units: Sequence[Unit], matching: Matching, device: torch.device | None) -> None:
+        """Match the units of a state, and those that are there already with what the checkpoint has for them."""
+        modules = _modules(units)
+        for unit in sorted(units, key=lambda unit: unit.kind):  # stable: the caller's order within a kind
+            if unit.kind is Kind.MODULE:
+                materialised, finish = load_module(unit, matching, device=device)
+                self.materialised.append(materialised)
+                self._finishes.append(finish)
+            elif unit.kind is Kind.OPTIMIZER and unit.key not in matching.saved.values:
+                self._finishes.append(_optimizer_load(unit, modules, matching))
+            elif type(unit.item) in PLAIN_TYPES and not unit.item.is_meta:
+                matching.take_tensor([unit.key], unit.item)  # once it is filled there is nothing to finish
+            elif unit.kind is Kind.VALUE:
+                self._finishes.append(load_value(unit, matching, device=device))
+            else:  # also an optimizer whose state dict was not torch's, and was saved as a whole
+                self._finishes.append(load_stateful(unit, matching, device=device))
 
     @outside_inference()
     def finish(self) -> None:
         """Set everything that is not a tensor, and pass modules, optimizers, schedulers and other objects their state,
         in this order; plain values last. Call it once all targets are filled. Collective under FSDP1."""
-        for part in self._parts:
-            part.finish()
-
-    def materialised(self) -> list[Materialised]:
-        """Return the results for modules that were on the meta device."""
-        return [part.materialised for part in self._parts if isinstance(part, ModuleLoad)]
+        with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
+            for tensor, filled in self._casts:
+                tensor.copy_(filled)
+        self._casts.clear()
+        for finish in self._finishes:
+            finish()
 
     def abandon(self) -> None:
         """Restore the state as it was before `begin_load`, for a load that is not carried out."""
-        for part in reversed(self._parts):
-            part.abandon()
-
-
-@dataclass(frozen=True, slots=True)
-class _Casts:
-    """The part that copies tensors saved in another dtype into the state, before anything else is finished."""
-
-    matching: Matching
-
-    def finish(self) -> None:
-        with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
-            for tensor, filled in self.matching.casts:
-                tensor.copy_(filled)
-        self.matching.casts.clear()
-
-    def abandon(self) -> None:
-        self.matching.casts.clear()
+        self._casts.clear()
+        for materialised in reversed(self.materialised):
+            materialised.release()
 
 
 @collector_paused()
@@ -142,40 +138,28 @@ def begin_load(
     its state; the state is then as it was.
     """
     units = units_of(state)
-    where = None if device is None else torch.device(device)
     matching = Matching(saved, include=include, casts=casts)
-    modules = _modules(units)
-    parts: list[_Part] = [_Casts(matching)]
+    loading = Loading(matching)
     try:
-        for unit in sorted(units, key=lambda unit: unit.kind):  # stable: the caller's order within a kind
-            if unit.kind is Kind.MODULE:
-                parts.append(ModuleLoad(unit, matching, device=where))
-            elif unit.kind is Kind.OPTIMIZER:
-                parts.append(_optimizer_load(unit, modules, matching, device=where))
-            elif type(unit.item) in PLAIN_TYPES and not unit.item.is_meta:
-                matching.take_tensor([unit.key], unit.item)  # once it is filled there is nothing to finish
-            elif unit.kind is Kind.VALUE:
-                parts.append(ValueLoad(unit, matching, device=where))
-            else:
-                parts.append(StatefulLoad(unit, matching, device=where))
+        loading.begin(units, matching, None if device is None else torch.device(device))
     except BaseException:
-        Loading(matching, parts).abandon()
+        loading.abandon()
         raise
-    matching.close(state)
-    return Loading(matching, parts)
+    loading.conflicts = matching.close(state)
+    return loading
 
 
 def _optimizer_load(
-    unit: Unit, modules: Sequence[tuple[str, torch.nn.Module]], matching: Matching, *, device: torch.device | None
-) -> _Part:
-    if unit.key in matching.saved.values:  # its state dict was not torch's, and was saved as a whole
-        return StatefulLoad(unit, matching, device=device)
+    unit: Unit, modules: Sequence[tuple[str, torch.nn.Module]], matching: Matching
+) -> Callable[[], None]:
     scope = scope_of(unit.key, unit.item, modules)
+    if not matching.includes_below(unit.key):
+        return lambda: None
     if not uses_fsdp1(scope.root):
-        return OptimizerLoad(unit, scope, matching)
+        return OptimizerLoad(unit, scope, matching).finish
     from ckptstore.state.live.optimizer_fsdp1 import Fsdp1OptimizerLoad
 
-    return Fsdp1OptimizerLoad(unit, scope, matching)
+    return Fsdp1OptimizerLoad(unit, scope, matching).finish
 
 
 def _modules(units: Sequence[Unit]) -> list[tuple[str, torch.nn.Module]]:

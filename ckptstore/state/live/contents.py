@@ -6,31 +6,34 @@ Tensors that the state has in it are filled in place, and the checkpoint must ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ckptstore.errors import CkptstoreError, StateMismatch
+from ckptstore.errors import StateMismatch
 from ckptstore.state.live.flatten import (
     ATOMS,
     Path,
     Replicated,
     TensorRef,
+    Unit,
     children,
+    find_references,
     find_tensors,
     join_path,
     map_tensors,
+    marked_as,
     references_in,
     stock_leaves,
+    unmarked,
     with_items,
 )
 from ckptstore.state.live.matching import Matching
-from ckptstore.state.live.units import Unit
-from ckptstore.state.tensors.conflicts import local_memory
-from ckptstore.state.tensors.loaded import is_dtensor
-from ckptstore.state.tensors.overlap import overlaps_itself
+from ckptstore.state.live.modules import blaming
+from ckptstore.state.tensors.overlap import local_memory, overlaps_itself
+from ckptstore.state.tensors.placement import is_dtensor
 from ckptstore.state.tensors.tensor_memory import obstacle_of
 
 
@@ -72,28 +75,23 @@ class StoredContents:
 
     def result(self) -> Any:
         """Return the new value of the place, once the tensors have been filled."""
-        loaded = {key: self._moved(key, leaf) for key, leaf in self._loaded.items()}
+        moved = self._matching.moved
+        loaded = {key: marked_as(leaf, moved[key]) if key in moved else leaf for key, leaf in self._loaded.items()}
         if not self._is_whole:
             return _with_leaves(self._current, self._path, loaded)
         if self._key not in self._matching.saved.values:
             return loaded[self._key]
         return map_tensors(self._matching.saved.values[self._key], self._path, lambda key, leaf: loaded.get(key, leaf))
 
-    def _moved(self, key: str, leaf: Any) -> Any:
-        tensor = self._matching.moved.get(key)
-        if tensor is None:
-            return leaf
-        return Replicated(tensor) if isinstance(leaf, Replicated) else tensor
-
     def _skips(self) -> bool:
         """Return True if a part that only the checkpoint could provide is left out; then so is the whole."""
         saved = self._matching.saved
         if self._fixed and self._own:
             return False
-        return not saved.skipped.isdisjoint(_places_of_tensors(saved.values.get(self._key), self._path))
+        return not saved.skipped.isdisjoint(_places_of_references(saved.values.get(self._key), self._path))
 
     def _match_whole(self, saved: Any) -> None:
-        keys = _places_of_tensors(saved, self._path)
+        keys = _places_of_references(saved, self._path)
         self._matching.placed(self._key)
         free = not self._own or not self._fixed
         complete = True
@@ -112,15 +110,18 @@ class StoredContents:
     def _match_tensor(self, key: str, leaf: Any) -> None:
         """Fill the tensor at a place if it fits, else a new one."""
         if leaf is None or not self._fits(key, leaf) or not self._take(key, leaf):
-            where = self._device if leaf is None or leaf_tensor(leaf).is_meta else leaf_tensor(leaf).device
+            where = self._device if leaf is None or unmarked(leaf).is_meta else unmarked(leaf).device
             self._loaded[key] = self._matching.make_tensor(key, where)
 
     def _match_leaves(self, *, tensors: bool = True) -> None:
         """Fill everything that has a counterpart under its own key, as in checkpoints of stock DCP, and leave the
         rest."""
         values = self._matching.saved.values
-        inside = _leaves_by_key(values[self._key], self._path) if self._key in values else values
-        plain = map_tensors(self._current, self._path, lambda _, leaf: leaf_tensor(leaf))
+        inside: Mapping[str, Any] = values
+        if self._key in values:
+            leaves = stock_leaves(values[self._key], self._path)
+            inside = {join_path(path): leaf for path, leaf in leaves if not isinstance(leaf, TensorRef)}
+        plain = map_tensors(self._current, self._path, lambda _, leaf: unmarked(leaf))
         wanted = [join_path(path) for path, _ in stock_leaves(plain, self._path)]
         in_one_piece = _held_by(wanted, self._own)
         pieces = set(in_one_piece.values())
@@ -137,10 +138,10 @@ class StoredContents:
                 self._take(key, leaf)
 
     def _take(self, key: str, leaf: Any) -> bool:
-        tensor = leaf_tensor(leaf)
+        tensor = unmarked(leaf)
         if tensor.is_meta:
             tensor = torch.empty_like(tensor, device=self._device or default_device())
-            leaf = Replicated(tensor) if isinstance(leaf, Replicated) else tensor
+            leaf = marked_as(leaf, tensor)
         if not self._matching.take_tensor([key], tensor, may_move=not self._fixed):
             return False
         self._loaded[key] = leaf
@@ -149,7 +150,7 @@ class StoredContents:
     def _fits(self, key: str, leaf: Any) -> bool:
         """Return True if the state's tensor can take the checkpoint's. A distributed one must, since none can be
         made."""
-        tensor, source = leaf_tensor(leaf), self._matching.source_of(key)
+        tensor, source = unmarked(leaf), self._matching.source_of(key)
         if obstacle_of(tensor) is not None or any(map(overlaps_itself, local_memory(tensor))):
             return False
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or source is None:
@@ -158,62 +159,45 @@ class StoredContents:
         return (tensor.dtype, tuple(tensor.shape)) == (saved.torch_dtype, saved.shape)
 
 
-class ValueLoad:
-    """A tensor or plain value of the state itself."""
+def load_value(unit: Unit, matching: Matching, *, device: torch.device | None) -> Callable[[], None]:
+    """Match a tensor or plain value of the state itself. Return the function that puts the value into its place; dicts
+    and lists of the same type stay the same objects."""
+    contents = StoredContents(unit.path, unit.item, matching, fixed=True, device=device)
 
-    def __init__(self, unit: Unit, matching: Matching, *, device: torch.device | None) -> None:
-        self._unit = unit
-        self._contents = StoredContents(unit.path, unit.item, matching, fixed=True, device=device)
+    def finish() -> None:
+        if contents.changes:
+            result = contents.result()
+            if result is not unit.item and not _assigned(unit.item, result):
+                unit.replace(result)
 
-    def finish(self) -> None:
-        """Put the value into its place; dicts and lists of the same type stay the same objects."""
-        if not self._contents.changes:
+    return finish
+
+
+def load_stateful(unit: Unit, matching: Matching, *, device: torch.device | None) -> Callable[[], None]:
+    """Match an object with state_dict and load_state_dict, which is loaded as a whole or not at all. Return the
+    function that passes it its state, and raises StateMismatch when the object refuses it."""
+    if not matching.includes(unit.key):
+        return lambda: None
+    saved, below = matching.saved.values.get(unit.key), matching.below(unit.key)
+    matching.placed(*below)
+    if unit.key in matching.saved.skipped:
+        return lambda: None
+    if unit.key not in matching.saved.values and not below:
+        matching.miss(unit.key, "an object with a state_dict")
+        return lambda: None
+    # Asking some objects (data loaders) for their state starts them, so it is done only where it is needed.
+    needs_current = unit.key not in matching.saved.values or bool(references_in(saved))
+    with same_random_numbers():
+        current = unit.item.state_dict() if needs_current else None
+    contents = StoredContents(unit.path, current, matching, fixed=False, device=device)
+
+    def finish() -> None:
+        if contents.is_skipped:
             return
-        result = self._contents.result()
-        if result is not self._unit.item and not _assigned(self._unit.item, result):
-            self._unit.replace(result)
+        with blaming(f"the {type(unit.item).__name__} at {unit.key!r}", StateMismatch, did="refused its state"):
+            unit.item.load_state_dict(contents.result())
 
-    def abandon(self) -> None:
-        """Do nothing: nothing has changed yet."""
-
-
-class StatefulLoad:
-    """An object with state_dict and load_state_dict. It is loaded as a whole or not at all."""
-
-    def __init__(self, unit: Unit, matching: Matching, *, device: torch.device | None) -> None:
-        self._unit = unit
-        self._contents: StoredContents | None = None
-        if not matching.includes(unit.key):
-            return
-        saved, below = matching.saved.values.get(unit.key), matching.below(unit.key)
-        matching.placed(*below)
-        if unit.key in matching.saved.skipped:
-            return
-        if unit.key not in matching.saved.values and not below:
-            matching.miss(unit.key, "an object with a state_dict")
-            return
-        # Asking some objects (data loaders) for their state starts them, so it is done only where it is needed.
-        needs_current = unit.key not in matching.saved.values or any(True for _ in references_in(saved))
-        with same_random_numbers():
-            current = unit.item.state_dict() if needs_current else None
-        self._contents = StoredContents(unit.path, current, matching, fixed=False, device=device)
-
-    def finish(self) -> None:
-        """Pass the object its state. Raises StateMismatch when the object refuses it."""
-        if self._contents is None or self._contents.is_skipped:
-            return
-        try:
-            self._unit.item.load_state_dict(self._contents.result())
-        except CkptstoreError:
-            raise
-        except Exception as error:  # the object is the user's, and so are its errors
-            kind = type(self._unit.item).__name__
-            raise StateMismatch(
-                f"the {kind} at {self._unit.key!r} refused its state: {type(error).__name__}: {error}"
-            ) from error
-
-    def abandon(self) -> None:
-        """Do nothing: nothing has changed yet."""
+    return finish
 
 
 def default_device() -> torch.device:
@@ -234,22 +218,9 @@ def same_random_numbers() -> Iterator[None]:
             yield
 
 
-def leaf_tensor(leaf: Any) -> Any:
-    """Return the tensor in a leaf, marked or not."""
-    return leaf.tensor if isinstance(leaf, Replicated) else leaf
-
-
-def _places_of_tensors(value: Any, path: Path) -> set[str]:
+def _places_of_references(value: Any, path: Path) -> set[str]:
     """Return the keys of the places of references. A reference's own key may be that of another place."""
-    places: set[str] = set()
-
-    def note(key: str, leaf: Any) -> Any:
-        if isinstance(leaf, TensorRef):
-            places.add(key)
-        return leaf
-
-    map_tensors(value, path, note)
-    return places
+    return {join_path(inner) for inner, _ in find_references(value, path)}
 
 
 def _held_by(wholes: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
@@ -263,10 +234,6 @@ def _held_by(wholes: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
         if above:
             found[key] = above
     return found
-
-
-def _leaves_by_key(value: Any, path: Path) -> dict[str, Any]:
-    return {join_path(inner): leaf for inner, leaf in stock_leaves(value, path) if not isinstance(leaf, TensorRef)}
 
 
 def _with_leaves(value: Any, path: Path, loaded: dict[str, Any]) -> Any:

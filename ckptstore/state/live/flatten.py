@@ -8,16 +8,18 @@ from `{"a": {"b": 1}}`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.tensors.overlap import identity_of
-from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
 from ckptstore.state.tensors.tensor_memory import obstacle_of
 from ckptstore.state.tensors.wrapped import Wrapped
 
@@ -117,7 +119,7 @@ class FlatState:
         key = self._take(path)
         obstacle = obstacle_of(entry.tensor)
         if obstacle is not None:
-            raise InvalidState(f"{key} is {obstacle.what}, which cannot be stored", hint=obstacle.hint)
+            raise InvalidState(f"{key} is {obstacle[0]}, which cannot be stored", hint=obstacle[1])
         kept = entry.tensor if live is None else live
         if is_wrapped(entry.tensor):
             for name, value in wrapped_in(entry.tensor, key).items():
@@ -136,8 +138,7 @@ class FlatState:
 
     def _add_wrapped(self, path: Path, value: Wrapped, entry: TensorEntry, *, is_new: bool) -> None:
         for inner, leaf in find_tensors(value, path):
-            assert isinstance(leaf, torch.Tensor)
-            self.add_tensor(inner, entry._replace(tensor=leaf))
+            self.add_tensor(inner, entry._replace(tensor=unmarked(leaf)))
         self.values[self._take(path) if is_new else join_path(path)] = value
 
     def add_value(self, path: Path, value: Any) -> None:
@@ -149,10 +150,9 @@ class FlatState:
             self.values[self._take(path)] = value
             return
         for inner, leaf in find_tensors(value, path):
-            marked = isinstance(leaf, Replicated)
-            self.add_tensor(inner, TensorEntry(leaf.tensor if isinstance(leaf, Replicated) else leaf, marked))
+            self.add_tensor(inner, TensorEntry(unmarked(leaf), isinstance(leaf, Replicated)))
         if not isinstance(value, Replicated):
-            self.values[self._take(path)] = map_tensors(value, path, lambda key, leaf: _unmarked(leaf))
+            self.values[self._take(path)] = map_tensors(value, path, lambda _, leaf: unmarked(leaf))
 
     def key_of(self, tensor: torch.Tensor) -> str:
         """Return the key under which a tensor in a value is stored."""
@@ -170,7 +170,6 @@ class FlatState:
 
 
 def join_path(path: Path) -> str:
-    """Return the flat key of a path."""
     return ".".join(map(str, path))
 
 
@@ -186,13 +185,18 @@ def find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor | 
     """Yield every tensor in nested mappings, lists and tuples, with its path. Raises InvalidState for a value that
     contains itself."""
     try:
-        yield from _find_tensors(value, path)
+        yield from _find(value, path, (torch.Tensor, Replicated))
     except RecursionError:
         raise InvalidState(f"{join_path(path)} is nested too deeply, or contains itself") from None
 
 
-def _find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor | Replicated]]:
-    if isinstance(value, torch.Tensor | Replicated):
+def find_references(value: Any, path: Path = ()) -> Iterator[tuple[Path, TensorRef]]:
+    """Yield every reference in a value that was read from a checkpoint, with the path of its place."""
+    yield from _find(value, path, (TensorRef,))
+
+
+def _find(value: Any, path: Path, kinds: tuple[type, ...]) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, kinds):
         yield path, value
         return
     if is_plain(value):
@@ -200,7 +204,7 @@ def _find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor |
     is_mapping = isinstance(value, Mapping)
     for part, item in children(value):
         if type(item) not in ATOMS:
-            yield from _find_tensors(item, (*path, str(part) if is_mapping else part))
+            yield from _find(item, (*path, str(part) if is_mapping else part), kinds)
 
 
 def map_tensors(value: Any, path: Path, replace: Callable[[str, Any], Any]) -> Any:
@@ -233,15 +237,9 @@ def with_items(container: Any, changed: Mapping[Any, Any]) -> Any:
     return clone
 
 
-def references_in(value: Any) -> Iterator[str]:
-    """Yield the keys of all tensors that a value read from a checkpoint refers to."""
-    if isinstance(value, TensorRef):
-        yield value.key
-    if is_plain(value):
-        return
-    for _, item in children(value):
-        if type(item) not in ATOMS:
-            yield from references_in(item)
+def references_in(value: Any) -> list[str]:
+    """Return the keys of all tensors that a value read from a checkpoint refers to."""
+    return [reference.key for _, reference in find_references(value)]
 
 
 def stock_leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -271,5 +269,132 @@ def _is_stock_leaf(items: Sequence[Any]) -> bool:
     return True
 
 
-def _unmarked(leaf: Any) -> Any:
+def unmarked(leaf: torch.Tensor | Replicated) -> torch.Tensor:
     return leaf.tensor if isinstance(leaf, Replicated) else leaf
+
+
+def marked_as(leaf: torch.Tensor | Replicated, tensor: torch.Tensor) -> torch.Tensor | Replicated:
+    """Return a tensor marked as the one that it replaces."""
+    return Replicated(tensor) if isinstance(leaf, Replicated) else tensor
+
+
+_LEAVES = ATOMS | PLAIN_TYPES
+
+
+class Kind(IntEnum):
+    """The kind of a unit. The numbers are the order of loading: a scheduler reads its optimizer's learning rates, and
+    plain values depend on nothing."""
+
+    MODULE = 0
+    OPTIMIZER = 1
+    SCHEDULER = 2
+    STATEFUL = 3
+    VALUE = 4
+
+
+class Unit(NamedTuple):
+    """One part of the state: a live object, or a tensor or plain value with everything in it that is no live object.
+
+    `parent` is its container, `path[-1]` its place there. `is_own` is True if it was marked as the rank's own.
+    """
+
+    kind: Kind
+    path: Path
+    item: Any
+    parent: Any
+    is_own: bool = False
+
+    @property
+    def key(self) -> str:
+        """The flat key; the keys of its parts begin with this and a dot."""
+        return join_path(self.path)
+
+    def replace(self, item: Any) -> None:
+        """Put another item into its place. Raises InvalidState if the container cannot be changed."""
+        if not isinstance(self.parent, MutableMapping | list):
+            kind = type(self.parent).__name__
+            raise InvalidState(f"{self.key} cannot be loaded: it stands in a {kind}, which cannot be changed")
+        self.parent[self.path[-1]] = OwnOfRank(item) if self.is_own else item
+
+
+def kind_of(item: Any) -> Kind | None:
+    """Return the kind of live object that an item is, None for a tensor, a plain value or a container."""
+    if isinstance(item, type | torch.Tensor):
+        return None
+    if isinstance(item, torch.nn.Module):
+        return Kind.MODULE
+    if isinstance(item, torch.optim.Optimizer):
+        return Kind.OPTIMIZER
+    if isinstance(item, LRScheduler):
+        return Kind.SCHEDULER
+    methods = (getattr(item, name, None) for name in ("state_dict", "load_state_dict"))
+    return Kind.STATEFUL if all(map(callable, methods)) else None
+
+
+def units_of(state: Any) -> list[Unit]:
+    """Take a state apart, in its own order.
+
+    Raises InvalidState when it is not a mapping with text as keys, contains itself, or when a key begins with another
+    one and a dot, so that its owner would be ambiguous.
+    """
+    if not isinstance(state, Mapping) or kind_of(state) is not None:
+        raise InvalidState(f"a state is a dict, not a {type(state).__name__}", hint='Wrap it: {"model": model}')
+    for key in state:
+        if not isinstance(key, str) or not key:
+            raise InvalidState(f"the keys of a state are text, not {key!r}")
+    try:
+        units = [unit for key, item in state.items() for unit in _walk(item, (key,), state)]
+    except RecursionError:
+        raise InvalidState("the state is nested too deeply, or contains itself") from None
+    _refuse_overlap(sorted(unit.key for unit in units))
+    return units
+
+
+def _walk(item: Any, path: Path, parent: Any) -> Iterator[Unit]:
+    if type(item) in PLAIN_TYPES:
+        yield Unit(Kind.VALUE, path, item, parent)
+        return
+    if isinstance(item, OwnOfRank):
+        yield _own_unit(item.item, path, parent)
+        return
+    kind = kind_of(item)
+    if kind is None and _holds_objects(item):
+        for part, inner in children(item):
+            yield from _walk(inner, (*path, part), item)
+    else:
+        yield Unit(Kind.VALUE if kind is None else kind, path, item, parent)
+
+
+def _own_unit(item: Any, path: Path, parent: Any) -> Unit:
+    kind = kind_of(item)
+    if (kind is None and _holds_objects(item)) or isinstance(item, OwnOfRank):
+        raise InvalidState(
+            f"{join_path(path)} is marked as the rank's own, and is a {type(item).__name__} that holds objects",
+            hint="Mark modules, optimizers, data loaders, tensors and plain values one by one",
+        )
+    return Unit(Kind.VALUE if kind is None else kind, path, item, parent, is_own=True)
+
+
+def _holds_objects(item: Any) -> bool:
+    if isinstance(item, torch.Tensor | Replicated) or is_plain(item):
+        return False
+    return any(
+        isinstance(inner, OwnOfRank) or kind_of(inner) is not None or _holds_objects(inner)
+        for _, inner in children(item)
+        if type(inner) not in _LEAVES
+    )
+
+
+def _refuse_overlap(keys: Iterable[str]) -> None:
+    taken: set[str] = set()
+    for key in keys:
+        end = key.find(".")
+        while end >= 0 and key[:end] not in taken:
+            end = key.find(".", end + 1)
+        if end >= 0 or key in taken:
+            other = key[:end] if end >= 0 else key
+            raise InvalidState(
+                f"the state's keys {other!r} and {key!r} overlap: their parts cannot be told apart",
+                hint="Rename one of them",
+            )
+        taken.add(key)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -13,8 +14,7 @@ import torch
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.near import meant, nearest, nearest_key, shown
 from ckptstore.state.index.part import Tensor
-from ckptstore.state.tensors.conflicts import Conflict, PlacedTensor, conflicts_of, local_memory
-from ckptstore.state.tensors.overlap import overlaps_itself
+from ckptstore.state.tensors.overlap import Conflict, PlacedTensor, conflicts_of, local_memory, overlaps_itself
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, name_of, wrapped_in
 from ckptstore.state.tensors.tensor_memory import obstacle_of
 from ckptstore.state.tensors.wrapped import Wrapped, check_same
@@ -102,7 +102,7 @@ class Mismatch:
                 key
                 for keys in unplaced.values()
                 for key in keys
-                if all(key in others or not _is_below(key, names) for names, others in unplaced.items())
+                if all(key in others or not _parts_of(key, names) for names, others in unplaced.items())
             },
             differing={key: how for part in every for key, how in part.differing.items()},
             names=frozenset().union(*unplaced),
@@ -120,30 +120,14 @@ class Mismatch:
 
     def to_json(self) -> dict[str, Any]:
         """Return the mismatch as JSON for another rank."""
-        return {
-            "missing": sorted(self.missing),
-            "unexpected": sorted(self.unexpected),
-            "differing": dict(sorted(self.differing.items())),
-            "names": sorted(self.names),
-            "absent": sorted(self.absent),
-            "there": sorted(self.there),
-            "unused": self.unused,
-            "is_empty": self.is_empty,
-        }
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: sorted(value) if isinstance(value, Set) else value for name, value in values.items()}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Mismatch:
-        """Read the output of `to_json`."""
-        return Mismatch(
-            missing=set(value["missing"]),
-            unexpected=set(value["unexpected"]),
-            differing=dict(value["differing"]),
-            names=frozenset(value["names"]),
-            absent=frozenset(value["absent"]),
-            there=frozenset(value["there"]),
-            unused=dict(value["unused"]),
-            is_empty=value["is_empty"],
-        )
+        mutable = {name: set(value[name]) for name in ("missing", "unexpected")}
+        frozen = {name: frozenset(value[name]) for name in ("names", "absent", "there")}
+        return Mismatch(**{**value, **mutable, **frozen})
 
 
 class Matching:
@@ -157,8 +141,6 @@ class Matching:
         self.may_cast = casts
         """True if tensors that were saved in another floating-point dtype are cast."""
         self.targets: dict[str, Target] = {}
-        self.conflicts: list[Conflict] = []
-        """The pairs to compare before anything is filled. Complete after `close`."""
         self.moved: dict[str, torch.Tensor] = {}
         """New tensors for places whose memory is for something else too. Complete after `close`."""
         self.mismatch = Mismatch()
@@ -210,7 +192,7 @@ class Matching:
             return False
         obstacle = obstacle_of(tensor)
         if obstacle is not None:
-            self.mismatch.differing[keys[0]] = f"is {obstacle.what} in the state, which cannot be loaded into"
+            self.mismatch.differing[keys[0]] = f"is {obstacle[0]} in the state, which cannot be loaded into"
             return False
         if is_wrapped(tensor):
             return self._take_wrapped(keys, tensor)
@@ -321,12 +303,12 @@ class Matching:
             self.targets[key] = made
         return made.tensor
 
-    def _share_memory(self) -> None:
-        """Fill each memory once, and note the pairs that must agree because they are for the same memory."""
+    def _share_memory(self) -> list[Conflict]:
+        """Fill each memory once, and return the pairs that must agree because they are for the same memory."""
         places = self._places
         while True:
-            self.conflicts, copies = conflicts_of(places)
-            moving = {id(place): place for pair in self.conflicts if (place := _moving(pair)) is not None}
+            conflicts, copies = conflicts_of(places)
+            moving = {id(place): place for pair in conflicts if (place := _moving(pair)) is not None}
             if not moving:
                 break
             for place in moving.values():
@@ -336,6 +318,7 @@ class Matching:
         for place in copies:
             if place.key in self.targets and self.targets[place.key].tensor is place.tensor:
                 del self.targets[place.key]
+        return conflicts
 
     def miss(self, key: str, what: str) -> None:
         """Note that the state has something for which the checkpoint has nothing, or something of another kind."""
@@ -349,10 +332,10 @@ class Matching:
         else:
             self.mismatch.missing.add(key)
 
-    def close(self, names: Iterable[str]) -> None:
+    def close(self, names: Iterable[str]) -> list[Conflict]:
         """Note the keys below the state's top-level names that nothing took, and the names and patterns that stand for
-        nothing; and find the memory that several stored tensors would fill."""
-        self._share_memory()
+        nothing. Return the pairs of stored tensors for the same memory, to compare before anything is filled."""
+        conflicts = self._share_memory()
         mismatch, known = self.mismatch, {*self._keys, *self.saved.skipped}
         mismatch.names = frozenset(map(str, names))
         held = {key: parts for key in known if (parts := _parts_of(key, mismatch.names))}
@@ -368,9 +351,10 @@ class Matching:
         for pattern in self._include or ():
             if not any(fits(key, pattern) for key in (*held, *inside)):
                 near = nearest_key(pattern, known)
-                mismatch.unused[pattern] = near if near and _is_below(near, mismatch.names) else None
+                mismatch.unused[pattern] = near if near and _parts_of(near, mismatch.names) else None
         if mismatch.absent or mismatch.unused:
-            mismatch.there = frozenset(map(_top, known))
+            mismatch.there = frozenset(re.split("[.@]", key, maxsplit=1)[0] for key in known)
+        return conflicts
 
 
 def _moving(conflict: Conflict) -> PlacedTensor | None:
@@ -394,11 +378,6 @@ def _can_cast(present: Tensor, wanted: Tensor) -> bool:
     return both and present.dtype != wanted.dtype and present.shape == wanted.shape
 
 
-def _is_below(key: str, names: Collection[str]) -> bool:
-    """Return True if a key belongs to a part of the state with one of these names."""
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
 def fits(key: str, pattern: str) -> bool:
     """Return True if a pattern matches a key, or everything below it."""
     return fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern)
@@ -408,11 +387,6 @@ def above(key: str) -> set[str]:
     """Return the keys of everything that a key may be inside of."""
     parts = key.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts))}
-
-
-def _top(key: str) -> str:
-    """Return the first part of a key; "@" begins the part of a tensor that wraps others."""
-    return key.partition(".")[0].partition("@")[0]
 
 
 def _listed(what: str, which: Collection[str]) -> str:

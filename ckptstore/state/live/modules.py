@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptstore.errors import CkptstoreError, InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import canonical_names, state_dict_like
 from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
-from ckptstore.state.tensors.loaded import is_dtensor, is_fsdp1
 from ckptstore.state.tensors.overlap import identity_of
-from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, is_fsdp1, is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped
 
 
@@ -40,19 +39,6 @@ class ModuleContents:
     live: dict[str, torch.Tensor]
     raw: dict[str, str]
     given: Any
-
-
-@dataclass(slots=True)
-class Sameness:
-    """The live tensors, by id, that DDP keeps the same on all ranks, apart for parameters and buffers."""
-
-    parameters: set[int] = field(default_factory=set)
-    buffers: set[int] = field(default_factory=set)
-
-    def entry(self, tensor: torch.Tensor, live: torch.Tensor | None) -> TensorEntry:
-        """Return the entry of a tensor that shows `live`."""
-        is_buffer = id(live) in self.buffers
-        return TensorEntry(tensor, is_buffer or id(live) in self.parameters, lowest_rank_counts=is_buffer)
 
 
 def read_module(key: str, module: torch.nn.Module) -> ModuleContents:
@@ -160,29 +146,30 @@ def state_dict_type_kept(module: torch.nn.Module) -> Iterator[None]:
         )
 
 
-def collect_module(flat: FlatState, path: Path, module: torch.nn.Module, same: Sameness) -> None:
-    """Take a module into a flat state."""
+def collect_module(flat: FlatState, path: Path, module: torch.nn.Module, same: Mapping[int, bool]) -> None:
     contents = read_module(join_path(path), module)
     for name, item in contents.items.items():
         if isinstance(item, torch.Tensor):
             live = contents.live.get(name)
-            flat.add_tensor((*path, name), same.entry(item, live), live=live)
+            is_buffer = same.get(id(live))
+            entry = TensorEntry(item, is_buffer is not None, lowest_rank_counts=is_buffer is True)
+            flat.add_tensor((*path, name), entry, live=live)
         else:
             flat.add_value((*path, name), item)
 
 
-def same_on_all_ranks(modules: Iterable[torch.nn.Module]) -> Sameness:
-    """Return the tensors that DDP keeps equal on all ranks of the job: its parameters, and its buffers if it broadcasts
-    them."""
-    same = Sameness()
+def same_on_all_ranks(modules: Iterable[torch.nn.Module]) -> dict[int, bool]:
+    """Return the tensors, by id, that DDP keeps equal on all ranks of the job: its parameters, with False, and its
+    buffers if it broadcasts them, with True."""
+    parameters, buffers = set[int](), set[int]()
     for wrapper in (inner for module in modules for inner in module.modules()):
         if not isinstance(wrapper, DistributedDataParallel) or wrapper.process_group.size() != dist.get_world_size():
             continue
         ignored = set(wrapper.parameters_to_ignore)
-        same.parameters |= {id(item) for name, item in wrapper.module.named_parameters() if name not in ignored}
+        parameters |= {id(item) for name, item in wrapper.module.named_parameters() if name not in ignored}
         if wrapper.broadcast_buffers:
-            same.buffers |= {id(item) for name, item in wrapper.module.named_buffers() if name not in ignored}
-    return same
+            buffers |= {id(item) for name, item in wrapper.module.named_buffers() if name not in ignored}
+    return {**dict.fromkeys(parameters, False), **dict.fromkeys(buffers, True)}
 
 
 def uses_fsdp1(module: torch.nn.Module) -> bool:
@@ -200,14 +187,16 @@ def quiet_torch() -> Iterator[None]:
 
 
 @contextmanager
-def blaming(what: str, error_class: type[CkptstoreError] = InvalidState) -> Iterator[None]:
+def blaming(
+    what: str, error_class: type[CkptstoreError] = InvalidState, did: str = "cannot be saved or loaded"
+) -> Iterator[None]:
     """Name the object whose contents torch, or its own code, refused."""
     try:
         yield
     except CkptstoreError:
         raise
     except Exception as error:  # objects are the user's, and so are their errors
-        raise error_class(f"{what} cannot be saved or loaded: {type(error).__name__}: {error}") from error
+        raise error_class(f"{what} {did}: {type(error).__name__}: {error}") from error
 
 
 def _live_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ an optimizer unchanged, and a load adds the state that the checkpoint has.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,22 +22,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import canonical_names, fsdp1_names, is_tensor_parallel_fsdp1, is_wrapper
-from ckptstore.state.live.flatten import FlatState, Path, join_path, references_in
-from ckptstore.state.live.hyperparameters import Hyperparameters
+from ckptstore.state.live.flatten import FlatState, Path, Unit, join_path, references_in
 from ckptstore.state.live.matching import Matching
-from ckptstore.state.live.modules import Sameness, blaming, in_shards, quiet_torch, state_dict_type_kept
+from ckptstore.state.live.modules import blaming, in_shards, quiet_torch, state_dict_type_kept
 from ckptstore.state.live.optimizers import (
     EMPTY_GROUPS,
     GROUPS,
-    NOT_SETTINGS,
     STATE,
+    Hyperparameters,
     Scope,
     add_item,
     parameters_of,
     settings_of_empty,
     split_name,
 )
-from ckptstore.state.live.units import Unit
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 
@@ -78,10 +76,10 @@ def read_flat(key: str, optimizer: torch.optim.Optimizer, scope: Scope) -> dict[
 
 
 def collect_fsdp1_optimizer(
-    flat: FlatState, path: Path, optimizer: torch.optim.Optimizer, scope: Scope, same: Sameness
+    flat: FlatState, path: Path, optimizer: torch.optim.Optimizer, scope: Scope, same: Mapping[int, bool]
 ) -> None:
     """Take an optimizer into a flat state; see `optimizers.collect_optimizer`. Collective."""
-    equal = {name for item in parameters_of(optimizer) if id(item) in same.parameters for name in scope.of(item)}
+    equal = {name for item in parameters_of(optimizer) if same.get(id(item)) is False for name in scope.of(item)}
     for name, item in read_flat(join_path(path), optimizer, scope).items():
         split = split_name(name, equal)
         add_item(flat, (*path, name), item, is_equal=split is not None and split[0] == STATE)
@@ -95,32 +93,26 @@ class Fsdp1OptimizerLoad:
     def __init__(self, unit: Unit, scope: Scope, matching: Matching) -> None:
         self._unit = unit
         self._optimizer: torch.optim.Optimizer = unit.item
-        self._scope = scope = scope.fitting([name.removeprefix(f"{unit.key}.") for name in matching.below(unit.key)])
+        self._scope = scope = scope.fitting(unit.key, matching)
         self._matching = matching
         self._owners = {name: item for item in parameters_of(self._optimizer) for name in scope.of(item)}
         self._values: dict[str, Any] = {}
-        self._is_wanted = matching.includes_below(unit.key)
-        if self._is_wanted:
-            self._hyperparameters = Hyperparameters(unit, scope, matching)
-            self._fsdp1_names = fsdp1_names(scope.root)
-            self._flat = read_flat(unit.key, self._optimizer, scope)
-            self._add_missing()
-            self._match_state()
-            self._check_flat_parameters()
+        self._hyperparameters = Hyperparameters(unit, scope, matching)
+        self._fsdp1_names = fsdp1_names(scope.root)
+        self._flat = read_flat(unit.key, self._optimizer, scope)
+        self._add_missing()
+        self._match_state()
+        self._check_flat_parameters()
 
     def finish(self) -> None:
         """Put everything into its place, once the tensors have been filled."""
-        if not self._is_wanted:
-            return
         self._flat.update(self._values)
         before = dict(self._optimizer.state)
         state: dict[str, dict[str, Any]] = defaultdict(dict)
         owned: set[int] = set()
-        for flat_name, value in self._flat.items():
-            split = split_name(flat_name, self._owners)
-            if split is not None and split[0] == STATE:
-                state[self._private(split[1])][split[2]] = value
-                owned.add(id(self._owners[split[1]]))
+        for flat_name, parameter, item in self._state_items(self._flat):
+            state[self._private(parameter)][item] = self._flat[flat_name]
+            owned.add(id(self._owners[parameter]))
         stateless = [item for item in _all_parameters(self._optimizer, self._scope.root) if id(item) not in owned]
         if self._optimizer.param_groups:
             packed: Any = {STATE: dict(state), GROUPS: self._packed_groups()}
@@ -134,15 +126,19 @@ class Fsdp1OptimizerLoad:
                 # set_optimizer_state_dict calls the same two, and fails on the names of activation checkpointing
                 own = FullyShardedDataParallel.optim_state_dict_to_load(self._scope.root, self._optimizer, packed)
                 self._optimizer.load_state_dict(own)
-        for parameter in parameters_of(self._optimizer):
-            if parameter in self._optimizer.state and not self._optimizer.state[parameter]:
-                del self._optimizer.state[parameter]
-            if parameter not in self._optimizer.state and not parameter.numel() and before.get(parameter):
-                self._optimizer.state[parameter] = before[parameter]  # made before any step; the helper leaves it out
+        for owner in parameters_of(self._optimizer):
+            if owner in self._optimizer.state and not self._optimizer.state[owner]:
+                del self._optimizer.state[owner]
+            if owner not in self._optimizer.state and not owner.numel() and before.get(owner):
+                self._optimizer.state[owner] = before[owner]  # made before any step; the helper leaves it out
         self._hyperparameters.apply(self._optimizer)
 
-    def abandon(self) -> None:
-        """Do nothing: nothing has changed yet."""
+    def _state_items(self, flat_names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+        """Yield name, parameter and item of each flat name that is of the state of a parameter."""
+        for name in flat_names:
+            split = split_name(name, self._owners)
+            if split is not None and split[0] == STATE:
+                yield name, split[1], split[2]
 
     def _private(self, name: str) -> str:
         """Return FSDP1's name of a parameter of the checkpoint."""
@@ -152,11 +148,9 @@ class Fsdp1OptimizerLoad:
     def _packed_groups(self) -> list[dict[str, Any]]:
         """Return the groups that have parameters, by the names that torch's setter knows, with the loaded settings."""
         return [
-            {
-                **{item: value for item, value in group.items() if item not in NOT_SETTINGS},
-                **self._hyperparameters.loaded(number),
-                "params": [self._private(name) for item in group["params"] for name in self._scope.of(item)],
-            }
+            self._hyperparameters.packed(
+                number, group, [self._private(name) for item in group["params"] for name in self._scope.of(item)]
+            )
             for number, group in enumerate(self._optimizer.param_groups)
             if group["params"]
         ]
@@ -166,15 +160,12 @@ class Fsdp1OptimizerLoad:
         checkpoint lacks of parameters that it knows."""
         matching, prefix = self._matching, f"{self._unit.key}."
         saved: dict[str, dict[str, None]] = defaultdict(dict)  # ordered: torch's helper exchanges item after item
-        for key in matching.below(f"{prefix}{STATE}"):
-            split = split_name(key.removeprefix(prefix), self._owners)
-            if split is not None:
-                saved[split[1]][split[2]] = None
-        for name in list(self._flat):
-            split = split_name(name, self._owners)
-            if split is None or split[0] != STATE or not matching.includes(f"{prefix}{name}"):
-                continue
-            if split[2] not in saved[split[1]] and split[1] in self._hyperparameters.known:
+        stored = (key.removeprefix(prefix) for key in matching.below(f"{prefix}{STATE}"))
+        for _, parameter, item in self._state_items(stored):
+            saved[parameter][item] = None
+        for name, parameter, item in list(self._state_items(self._flat)):
+            is_known = parameter in self._hyperparameters.known and matching.includes(f"{prefix}{name}")
+            if is_known and item not in saved[parameter]:
                 del self._flat[name]
         root = self._scope.root
         with quiet_torch(), blaming(f"the optimizer at {self._unit.key!r}"), state_dict_type_kept(root):
@@ -190,7 +181,7 @@ class Fsdp1OptimizerLoad:
         """Add one item of the checkpoint, or note why FSDP1 cannot take it. `outer` is the outermost item that may
         contain it, and `like` is the parameter."""
         matching, key, whole = self._matching, f"{self._unit.key}.{name}", f"{self._unit.key}.{outer}"
-        if any(True for _ in references_in(matching.saved.values.get(whole))):
+        if references_in(matching.saved.values.get(whole)):
             matching.refuse(whole, StateMismatch("it holds tensors inside, and FSDP1 takes plain ones alone"))
             return
         source = matching.source_of(key)
@@ -226,12 +217,10 @@ class Fsdp1OptimizerLoad:
     def _check_flat_parameters(self) -> None:
         """Note parameters that lack an item of state that others of the same flat parameter have."""
         items: dict[str, set[str]] = {name: set() for name in self._owners}
-        for flat_name in self._flat:
-            split = split_name(flat_name, self._owners)
-            if split is not None and split[0] == STATE:
-                items[split[1]].add(split[2])
-        for parameter in parameters_of(self._optimizer):
-            names = self._scope.of(parameter)
+        for _, parameter, item in self._state_items(self._flat):
+            items[parameter].add(item)
+        for owner in parameters_of(self._optimizer):
+            names = self._scope.of(owner)
             for name in names:
                 lacking = set().union(*(items[other] for other in names)) - items[name]
                 if lacking:

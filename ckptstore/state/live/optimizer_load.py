@@ -6,35 +6,36 @@ is; `load_state_dict` takes it in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ckptstore.errors import CkptstoreError, StateMismatch
+from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import has_state_dict_hooks
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.contents import StoredContents
-from ckptstore.state.live.flatten import children, find_tensors, map_tensors
-from ckptstore.state.live.hyperparameters import Hyperparameters
+from ckptstore.state.live.flatten import Unit, children, find_tensors, map_tensors
 from ckptstore.state.live.matching import Matching
+from ckptstore.state.live.modules import blaming
 from ckptstore.state.live.optimizers import (
     GROUPS,
     MORE,
-    NOT_SETTINGS,
     STATE,
     STATE_OF_ALL,
+    Hyperparameters,
     Scope,
     numbered,
     parameters_of,
     partition_of,
     split_name,
 )
-from ckptstore.state.live.units import Unit
-from ckptstore.state.live.wrapper_load import made_wrapper
-from ckptstore.state.tensors.loaded import is_dtensor
-from ckptstore.state.tensors.placement import PLAIN_TYPES, name_of
-from ckptstore.state.tensors.wrapped import Wrapped
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, name_of, pieces_of
+from ckptstore.state.tensors.wrapped import Wrapped, key_of_part, unwrap
 
 WHOLE = ""
 """In place of the name of an item: the state of a parameter in one piece."""
@@ -51,55 +52,36 @@ class OptimizerLoad:
         self._unit = unit
         self._optimizer: torch.optim.Optimizer = unit.item
         self._matching = matching
-        self._is_wanted = matching.includes_below(unit.key)
-        if not self._is_wanted:
-            return
-        scope = scope.fitting([name.removeprefix(f"{unit.key}.") for name in matching.below(unit.key)])
+        scope = scope.fitting(unit.key, matching)
         self._part = partition_of(self._optimizer)
         self._hyperparameters = Hyperparameters(unit, scope, matching)
         self._names = {id(item): scope.of(item)[0] for item in parameters_of(self._optimizer)}
         owned = {self._names[id(item)] for item in parameters_of(self._part)}
         self._saved = self._saved_items(owned)
-        self._state = {
-            number: self._match_state(parameter) for number, parameter in numbered(self._part).items()
-        }  # in the order of numbers
+        self._state = {number: self._match_state(parameter) for number, parameter in numbered(self._part).items()}
         self._of_all = None if self._had_none_of_all() else self._contents_of(STATE_OF_ALL, self._global_state())
         self._more = self._contents_of(MORE, None) if self._takes_more() else None
 
     def finish(self) -> None:
         """Pass the optimizer its state, once the tensors have been filled. Raises StateMismatch when it refuses it."""
-        if not self._is_wanted:
-            return
         parameters = numbered(self._part)
         state = {
-            number: {item: self._as_made(parameters[number], _result(held)) for item, held in items.items()}
+            number: {
+                item: self._as_made(parameters[number], held.result() if isinstance(held, StoredContents) else held)
+                for item, held in items.items()
+            }
             for number, items in self._state.items()
         }
         wanted = {number: items.get(WHOLE, items) for number, items in state.items() if items}
-        more = self._more.result() if self._more is not None and self._more.changes else {}
-        of_all = {} if self._had_none_of_all() else self._global_state()
-        if self._of_all is not None and self._of_all.changes:
-            of_all = self._of_all.result()
+        more = _result(self._more, {})
+        of_all = _result(self._of_all, {} if self._had_none_of_all() else self._global_state())
         packed = {STATE: {**wanted, **of_all}, GROUPS: self._packed_groups(), **more}
-        before = _kept_groups(self._part)
-        try:
+        what = f"the {type(self._optimizer).__name__} at {self._unit.key!r}"
+        with _same_groups(self._part), blaming(what, StateMismatch, did="refused its state"):
             self._part.load_state_dict(packed)
-        except CkptstoreError:
-            raise
-        except Exception as error:  # optimizers are the user's, and so are their errors
-            raise StateMismatch(
-                f"the {type(self._optimizer).__name__} at {self._unit.key!r} refused its state: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        for held in before:
-            _put_back(*held)
         self._restore_exactly(wanted)
-        self._hyperparameters.apply(self._optimizer)
-        if self._part is not self._optimizer:
-            self._hyperparameters.apply(self._part)
-
-    def abandon(self) -> None:
-        """Do nothing: nothing has changed yet."""
+        for optimizer in {id(item): item for item in (self._optimizer, self._part)}.values():
+            self._hyperparameters.apply(optimizer)
 
     def _as_made(self, parameter: torch.Tensor, value: Any) -> Any:
         """Return the value with tensors as the optimizer makes them."""
@@ -166,14 +148,14 @@ class OptimizerLoad:
                 "of a whole one"
             )
         items = sorted(items, key=lambda item: item != "step")  # torch's order, for those who print it
-        stays = {item for item in {*live, *items} if self._stays(self._key(f"{STATE}.{name}.{item}"))}
+        keys = {item: self._key(f"{STATE}.{name}.{item}") for item in {*live, *items}}
+        stays = {
+            item for item, key in keys.items() if not matching.includes_below(key) or key in matching.saved.skipped
+        }
         return {
             **{item: value for item, value in live.items() if item in stays},
             **{item: self._match_item(parameter, name, item, live) for item in items if item not in stays},
         }
-
-    def _stays(self, key: str) -> bool:
-        return not self._matching.includes_below(key) or key in self._matching.saved.skipped
 
     def _match_item(self, parameter: torch.Tensor, name: str, item: str, live: Mapping[str, Any]) -> Any:
         """Return the new content of one item; the present one if the checkpoint's does not fit, which is noted."""
@@ -191,7 +173,7 @@ class OptimizerLoad:
                 made = _made(parameter, item, saved, self._steps_on_device(parameter))
             else:
                 try:
-                    made = made_wrapper(matching, key, parameter, type(self._part))
+                    made = _made_wrapper(matching, key, parameter, type(self._part))
                 except StateMismatch as error:
                     matching.refuse(key, error)
                     return current
@@ -254,14 +236,11 @@ class OptimizerLoad:
         return is_own or has_state_dict_hooks(self._part)
 
     def _packed_groups(self) -> list[dict[str, Any]]:
-        """Return the groups as `Optimizer.state_dict` packs them, with the loaded settings."""
         numbers = {id(parameter): number for number, parameter in numbered(self._part).items()}
-        packed = []
-        for number, group in enumerate(self._part.param_groups):
-            settings = {item: value for item, value in group.items() if item not in NOT_SETTINGS}
-            loaded = self._hyperparameters.loaded(number)
-            packed.append({**settings, **loaded, "params": [numbers[id(item)] for item in group["params"]]})
-        return packed
+        return [
+            self._hyperparameters.packed(number, group, [numbers[id(item)] for item in group["params"]])
+            for number, group in enumerate(self._part.param_groups)
+        ]
 
     def _restore_exactly(self, wanted: Mapping[int, Mapping[Any, Any]]) -> None:
         """Undo the changes of `load_state_dict` beyond setting: it casts state to its parameter's dtype, and moves
@@ -273,30 +252,27 @@ class OptimizerLoad:
                     present[item] = ours
 
 
-def _kept_groups(optimizer: Any) -> list[tuple[Any, Any, list[Any]]]:
-    """Return the groups of an optimizer, and of one that it wraps, which shares them."""
+@contextmanager
+def _same_groups(optimizer: Any) -> Iterator[None]:
+    """Keep the caller's own dicts as the groups of an optimizer, and of one that it wraps, which shares them, with the
+    loaded settings: `load_state_dict` makes new ones."""
     holders = [optimizer, getattr(optimizer, "optim", None), getattr(optimizer, "optimizer", None)]
-    return [
-        (holder, holder.param_groups, list(holder.param_groups))
-        for holder in holders
-        if isinstance(holder, torch.optim.Optimizer)
-    ]
+    every = [item for item in holders if isinstance(item, torch.optim.Optimizer)]
+    before = [(holder, holder.param_groups, list(holder.param_groups)) for holder in every]
+    yield
+    for holder, groups, held in before:
+        for own, new in zip(held, list(holder.param_groups), strict=True):
+            if own is not new:
+                contents = dict(new)
+                own.clear()
+                own.update(contents)
+        groups[:] = held
+        if holder.param_groups is not groups:
+            holder.param_groups = groups
 
 
-def _put_back(holder: Any, groups: Any, held: list[Any]) -> None:
-    """Make the caller's own dicts the groups again, with the loaded settings: `load_state_dict` makes new ones."""
-    for own, new in zip(held, list(holder.param_groups), strict=True):
-        if own is not new:
-            contents = dict(new)
-            own.clear()
-            own.update(contents)
-    groups[:] = held
-    if holder.param_groups is not groups:
-        holder.param_groups = groups
-
-
-def _result(held: Any) -> Any:
-    return held.result() if isinstance(held, StoredContents) else held
+def _result(contents: StoredContents | None, other: Any) -> Any:
+    return contents.result() if contents is not None and contents.changes else other
 
 
 def _made(parameter: torch.Tensor, item: str, saved: Tensor, steps_on_device: bool) -> torch.Tensor:
@@ -327,3 +303,89 @@ def _agrees(present: Any, ours: Any) -> bool:
         same = isinstance(present, torch.Tensor) and type(present) is type(ours)
         return same and (present.dtype, present.device) == (ours.dtype, ours.device)
     return not any(True for _ in find_tensors(ours, ()))
+
+
+def _made_wrapper(matching: Matching, key: str, parameter: torch.Tensor, optimizer: type) -> torch.Tensor:
+    """Return a wrapper tensor like the one that was saved under a key, for a parameter's state, to be filled.
+
+    Its class must be in the module of the optimizer's class, or of one that this inherits from: a checkpoint chooses
+    none. Raises StateMismatch when it is not, or cannot be made from the saved one.
+    """
+    if not is_dtensor(parameter):
+        return _made_as(matching, key, _saved(matching, key, key, parameter.shape), parameter.device, optimizer)
+    found = {}
+    for piece in pieces_of(parameter, key):
+        name = key_of_part(key, piece.box.offsets)
+        saved = _saved(matching, key, name, piece.box.sizes)
+        found[name] = _made_as(matching, name, saved, parameter.device, optimizer)
+    if len(found) != 1:
+        raise StateMismatch(f"{key} wraps tensors, and this rank has no one part of it", hint=_HINT)
+    from torch.distributed.tensor import DTensor
+
+    (local,) = found.values()
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+_HINT = "Let the optimizer step once before loading"
+_NAMED = ("torch.dtype", "torch.layout", "torch.memory_format")
+"""Kinds of plain values that are attributes of torch, by their names."""
+
+
+def _saved(matching: Matching, key: str, name: str, shape: Sequence[int]) -> Wrapped:
+    saved = matching.saved.values.get(name)
+    if not isinstance(saved, Wrapped) or saved.label.shape != tuple(shape):
+        raise StateMismatch(f"{key} was saved in other parts than those of the state", hint=_HINT)
+    return saved
+
+
+def _made_as(matching: Matching, key: str, saved: Wrapped, device: torch.device, optimizer: type) -> torch.Tensor:
+    label = saved.label
+    named = [
+        vars(sys.modules[kind.__module__]).values() for kind in optimizer.__mro__ if kind.__module__ in sys.modules
+    ]
+    classes = {f"{item.__module__}.{item.__qualname__}": item for items in named for item in items if _is_tensor(item)}
+    kind: Any = classes.get(label.kind)
+    if kind is None or not hasattr(kind, "__tensor_unflatten__"):
+        raise StateMismatch(f"{key} is a {label.kind}, and the optimizer has no state to load it into", hint=_HINT)
+    inner = {name: _inner(matching, f"{key}.{name}", item, device, optimizer) for name, item in saved.items()}
+    stride = torch.empty(label.shape, device="meta").stride()
+    try:
+        made: torch.Tensor = kind.__tensor_unflatten__(
+            inner, _decoded(json.loads(label.context)), torch.Size(label.shape), stride
+        )
+        same = replace(unwrap(made, key).label, part=label.part) == label
+    except Exception as error:  # the class is the user's, and so are its errors
+        raise StateMismatch(f"{key} cannot be made from what was saved: {error}", hint=_HINT) from error
+    if not same:
+        raise StateMismatch(f"{key} cannot be made from what was saved", hint=_HINT)
+    return made
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, type) and issubclass(item, torch.Tensor)
+
+
+def _inner(matching: Matching, key: str, saved: Any, device: torch.device, optimizer: type) -> torch.Tensor:
+    if isinstance(saved, Wrapped):
+        return _made_as(matching, key, saved, device, optimizer)
+    entry = matching.saved.tensors[matching.saved.aliases.get(saved.key, saved.key)]
+    return torch.empty(entry.shape, dtype=entry.torch_dtype, device=device)
+
+
+def _decoded(item: Any) -> Any:
+    """Return the argument of `__tensor_unflatten__` beside the inner tensors, from the JSON that describes it."""
+    if isinstance(item, list):
+        return tuple(map(_decoded, item))  # mostly shapes, which torch takes as tuples
+    if not isinstance(item, dict):
+        return item
+    if not any("." in name for name in item):
+        return {name: _decoded(value) for name, value in item.items()}
+    ((kind, value),) = item.items()
+    if kind == "builtins.float":
+        return float.fromhex(value)
+    named = getattr(torch, value.removeprefix("torch."), None) if kind in _NAMED else None
+    if named is None or f"torch.{type(named).__name__}" != kind:
+        raise InvalidState(f"it has a {kind} beside its tensors, which is no plain value")
+    return named

@@ -13,6 +13,7 @@ Under FSDP1, whose flat parameters have several names each, torch's helper reads
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,20 @@ import torch
 
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import canonical_names
-from ckptstore.state.live.flatten import FlatState, Path, Replicated, TensorEntry, join_path, map_tensors
-from ckptstore.state.live.modules import Sameness, blaming
+from ckptstore.state.live.contents import StoredContents
+from ckptstore.state.live.flatten import (
+    FlatState,
+    Path,
+    Replicated,
+    TensorEntry,
+    Unit,
+    find_tensors,
+    join_path,
+    map_tensors,
+    references_in,
+)
+from ckptstore.state.live.matching import Matching
+from ckptstore.state.live.modules import blaming
 
 STATE, GROUPS = "state", "param_groups"
 STATE_OF_ALL, EMPTY_GROUPS, MORE = "state_of_all", "settings_of_empty_groups", "more"
@@ -52,12 +65,12 @@ class Scope:
         return next((old + name.removeprefix(new) for old, new in self.prefixes if name.startswith(new)), name)
 
     def of(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of a parameter in the checkpoint."""
         return self.names[id(parameter)]
 
-    def fitting(self, flat_names: Sequence[str]) -> Scope:
-        """Return the scope itself; or the scope without the key of the only module, if these names of a checkpoint lack
-        it, as those of torch's own functions do."""
+    def fitting(self, key: str, matching: Matching) -> Scope:
+        """Return the scope itself; or the scope without the key of the only module, if the names that the checkpoint
+        has below the key of the optimizer lack it, as those of torch's own functions do."""
+        flat_names = [name.removeprefix(f"{key}.") for name in matching.below(key)]
         if len(self.prefixes) > 1 or self._names_any(flat_names):
             return self
         ((old, new),) = self.prefixes
@@ -106,16 +119,18 @@ def _named(root: torch.nn.Module, prefixes: tuple[tuple[str, str], ...], wanted:
 
 
 def collect_optimizer(
-    flat: FlatState, path: Path, optimizer: torch.optim.Optimizer, scope: Scope, same: Sameness
+    flat: FlatState, path: Path, optimizer: torch.optim.Optimizer, scope: Scope, same: Mapping[int, bool]
 ) -> None:
     """Take an optimizer into a flat state. The state of a parameter that DDP keeps equal is equal itself.
 
     Changes nothing. The tensors are the live ones. An optimizer whose `state_dict` is not torch's two entries for its
     own parameters is taken as one value. Raises InvalidState when its `state_dict` raises.
     """
-    equal: Collection[int] = () if partition_of(optimizer) is not optimizer else same.parameters
-    packed = packed_state(join_path(path), optimizer)
-    parameters = numbered(partition_of(optimizer))
+    with blaming(f"the optimizer at {join_path(path)!r}"):
+        part = partition_of(optimizer)
+        packed: Mapping[str, Any] = part.state_dict()
+    equal = same if part is optimizer else {}
+    parameters = numbered(part)
     if not _is_of(packed, parameters):
         flat.add_value(path, packed)
         return
@@ -124,26 +139,19 @@ def collect_optimizer(
     for number, items in packed[STATE].items():
         if number in parameters:
             (name,) = scope.of(parameters[number])
-            _add_state(flat, (*path, f"{STATE}.{name}"), items, is_equal=id(parameters[number]) in equal)
+            _add_state(flat, (*path, f"{STATE}.{name}"), items, is_equal=equal.get(id(parameters[number])) is False)
         else:
             of_all[number] = items
     for group in optimizer.param_groups:
-        settings = [(item, value) for item, value in group.items() if item not in NOT_SETTINGS]
+        settings = settings_of(group)
         for parameter in group["params"]:
             (name,) = scope.of(parameter)
-            for item, value in settings:
+            for item, value in settings.items():
                 add_item(flat, (*path, f"{GROUPS}.{name}.{item}"), value)
     empty = settings_of_empty(optimizer)
     for name, value in ((STATE_OF_ALL, of_all), (EMPTY_GROUPS, empty), (MORE, more)):
         if value:
             flat.add_value((*path, name), value)
-
-
-def packed_state(key: str, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return the `state_dict` of an optimizer, or of the part of it that this rank has. Raises InvalidState when that
-    raises."""
-    with blaming(f"the optimizer at {key!r}"):
-        return partition_of(optimizer).state_dict()
 
 
 def partition_of(optimizer: Any) -> torch.optim.Optimizer:
@@ -169,10 +177,14 @@ def numbered(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     return dict(enumerate({id(parameter): parameter for parameter in parameters_of(optimizer)}.values()))
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of a group that do not list its parameters."""
+    return {item: value for item, value in group.items() if item not in NOT_SETTINGS}
+
+
 def settings_of_empty(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the settings of the groups that have no parameter under whose name they could be stored."""
-    groups = [group for group in optimizer.param_groups if not group["params"]]
-    return [{item: value for item, value in group.items() if item not in NOT_SETTINGS} for group in groups]
+    return [settings_of(group) for group in optimizer.param_groups if not group["params"]]
 
 
 def split_name(flat_name: str, parameters: Collection[str]) -> tuple[str, str, str] | None:
@@ -186,7 +198,6 @@ def split_name(flat_name: str, parameters: Collection[str]) -> tuple[str, str, s
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return all parameters of an optimizer, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -231,3 +242,162 @@ def _not_owned(key: str, optimizer: torch.optim.Optimizer, missing: set[int], mo
         if module_count
         else "Put the module into the state as well: it names the parameters",
     )
+
+
+_ABSENT = object()
+
+
+class Hyperparameters:
+    """The settings that the checkpoint has for the groups of one optimizer.
+
+    A group gets all settings that were saved for its parameters, also those that it does not have now (a scheduler's
+    `initial_lr`). Settings that the optimizer's class fills in for checkpoints of older releases are filled in. All
+    parameters of a group that were saved must have been saved with the same values.
+    """
+
+    def __init__(self, unit: Unit, scope: Scope, matching: Matching) -> None:
+        self._unit = unit
+        self._optimizer: torch.optim.Optimizer = unit.item
+        self._matching = matching
+        self._names = [
+            [name for parameter in group["params"] for name in scope.of(parameter)]
+            for group in self._optimizer.param_groups
+        ]
+        self._saved = self._saved_by_parameter()
+        self.known = frozenset(self._saved)
+        """The parameters of which the checkpoint has settings, even if `include` leaves these out."""
+        self.foreign: set[str] = set()
+        """The parameters that were saved by another kind of optimizer: settings that this one needs are missing."""
+        self._loaded = [self._match(number) for number in range(len(self._names))]
+        self._empty = self._match_empty()
+
+    def loaded(self, number: int) -> dict[str, Any]:
+        """Return the settings that are loaded for one group, once the tensors have been filled."""
+        if not self._names[number]:
+            place = sum(not names for names in self._names[:number])
+            return {} if self._empty is None else dict(self._empty.result()[place])
+        found = self._loaded[number].items()
+        return {item: value.result() if isinstance(value, StoredContents) else value for item, value in found}
+
+    def packed(self, number: int, group: Mapping[str, Any], params: list[Any]) -> dict[str, Any]:
+        """Return a group as `Optimizer.state_dict` packs it, with the loaded settings."""
+        return {**settings_of(group), **self.loaded(number), "params": params}
+
+    def plain(self, number: int) -> dict[str, Any]:
+        """Return the settings loaded for one group that hold no tensors."""
+        return {item: value for item, value in self._loaded[number].items() if not isinstance(value, StoredContents)}
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the loaded settings: the same objects, where torch sets copies."""
+        for number, group in enumerate(optimizer.param_groups):
+            group.update(self.loaded(number))
+
+    def _match_empty(self) -> StoredContents | None:
+        """Match the settings of groups without parameters; leave them without a place if there are more or fewer of
+        them now."""
+        saved = self._matching.saved.values.get(f"{self._unit.key}.{EMPTY_GROUPS}")
+        present = settings_of_empty(self._optimizer)
+        if not isinstance(saved, list) or len(saved) != len(present):
+            return None
+        tensors = (item for _, item in find_tensors(present, ()) if isinstance(item, torch.Tensor))
+        device = next((tensor.device for tensor in tensors), None)
+        return StoredContents((*self._unit.path, EMPTY_GROUPS), None, self._matching, fixed=False, device=device)
+
+    def _saved_by_parameter(self) -> dict[str, dict[str, str]]:
+        """Return the key of each setting, for each parameter. A key of a tensor inside a value is not a setting."""
+        known = {name for names in self._names for name in names}
+        saved: dict[str, dict[str, str]] = defaultdict(dict)
+        values = self._matching.saved.values
+        for key in self._matching.below(f"{self._unit.key}.{GROUPS}"):
+            split = split_name(key.removeprefix(f"{self._unit.key}."), known)
+            if split is None:
+                continue
+            self._matching.placed(key)
+            _, name, item = split
+            whole = f"{self._unit.key}.{GROUPS}.{name}.{item.partition('.')[0]}"
+            if key == whole or whole not in values:
+                saved[name][item] = key
+        return dict(saved)
+
+    def _match(self, number: int) -> dict[str, Any]:
+        """Match the settings that are loaded for one group."""
+        group, names = self._optimizer.param_groups[number], self._names[number]
+        for name in names:
+            if name not in self._saved:
+                for item in group.keys() - NOT_SETTINGS:
+                    self._miss(name, item)
+        known = [name for name in names if name in self._saved]
+        if not known:
+            return {}
+        first = self._saved[known[0]]
+        found = {
+            item: self._value(key, item, group.get(item)) for item, key in first.items() if self._matching.includes(key)
+        }
+        for item in sorted((group.keys() | {item for name in known for item in self._saved[name]}) - NOT_SETTINGS):
+            self._compare(known, item, found, filled=_ABSENT if item in first else self._filled(number, item))
+        return found
+
+    def _compare(self, known: list[str], item: str, found: dict[str, Any], *, filled: Any) -> None:
+        """Note the parameters of one group that were not saved with the same value."""
+        if filled is not _ABSENT and not any(item in self._saved[name] for name in known):
+            found[item] = filled
+            return
+        first = self._saved[known[0]].get(item)
+        for name in known:
+            own = self._saved[name].get(item)
+            if own is None:
+                self._miss(name, item)
+                if item in self._optimizer.defaults:
+                    self.foreign.add(name)
+            elif not self._agree(own, first) and self._matching.includes(own):
+                self._matching.mismatch.differing[own] = (
+                    f"is {self._matching.saved.values.get(own)!r} in the checkpoint, and other parameters "
+                    f"of the same group have another {item}"
+                )
+
+    def _miss(self, name: str, item: str) -> None:
+        key = f"{self._unit.key}.{GROUPS}.{name}.{item}"
+        if self._matching.includes(key):
+            self._matching.miss(key, "a hyperparameter")
+
+    def _value(self, key: str, item: str, current: Any) -> Any:
+        """Return the saved value, or the tensor to be filled if a tensor was saved: the present one if it fits."""
+        source = self._matching.source_of(key)
+        if source is None:
+            value = self._matching.saved.values[key]
+            if not references_in(value):
+                return value
+            path = (*self._unit.path, key.removeprefix(f"{self._unit.key}."))
+            return StoredContents(path, current, self._matching, fixed=False, device=None)
+        saved = self._matching.saved.tensors[source]
+        form = saved.torch_dtype, saved.shape
+        if isinstance(current, torch.Tensor) and (current.dtype, tuple(current.shape)) == form:
+            self._matching.take_tensor([key], current)
+            return current
+        return self._matching.make_tensor(key, current.device if isinstance(current, torch.Tensor) else None)
+
+    def _agree(self, key: str, other: str | None) -> bool:
+        if other is None:
+            return False
+        values = self._matching.saved.values
+        if key not in values or other not in values:  # tensors: a copy for each parameter, or one for all
+            return key not in values and other not in values
+        return type(values[key]) is type(values[other]) and bool(values[key] == values[other])
+
+    def _filled(self, number: int, item: str) -> Any:
+        """Return the value that the optimizer's class sets in a group that lacks an item, as it does for checkpoints of
+        older releases."""
+        optimizer = self._optimizer
+        group = {name: value for name, value in optimizer.param_groups[number].items() if name not in (item, "params")}
+        probe = object.__new__(type(optimizer))
+        try:
+            probe.__setstate__(
+                {
+                    "defaults": dict(optimizer.defaults),
+                    "state": defaultdict(dict),
+                    "param_groups": [{**group, "params": []}],
+                }
+            )
+        except Exception:  # optimizers are the user's, and so are their errors: then nothing is filled in
+            return _ABSENT
+        return probe.param_groups[0].get(item, _ABSENT)

@@ -79,7 +79,11 @@ class Encoder:
         if value is None or kind is bool:
             return value
         if kind is str:
-            return value if _is_json(value) else _tagged("text", self._encode_bytes(_utf8(value)))
+            return (
+                value
+                if _is_json(value)
+                else _tagged("text", self._encode_bytes(value.encode("utf-8", "surrogatepass")))
+            )
         if kind is int:
             return value if value in _INT64 else _tagged("int", hex(value))
         if kind is float:
@@ -93,10 +97,8 @@ class Encoder:
             return _tagged(*simple(value))
         if kind is bytes or kind is bytearray:
             return _tagged(kind.__name__, self._encode_bytes(value))
-        foreign = self._encode_foreign(value, path)
-        if foreign is not None:
-            return foreign
-        return self._pickled(value, path)
+        foreign = self._encode_foreign(value)
+        return self._pickled(value, path) if foreign is None else foreign
 
     def _encode_plain(self, kind: type, value: Any, path: str) -> Any:
         size = len(value) if len(value) > INLINE_ITEMS else plain_size(value)
@@ -122,10 +124,7 @@ class Encoder:
     def _packed(self, value: Any) -> Any:
         """Pack a list, tuple or dict of plain values; return None for any other value."""
         packed = pack(value)
-        if packed is None:
-            return None
-        levels, data = packed
-        return _tagged("packed", [levels, self._encode_bytes(data)])
+        return None if packed is None else _tagged("packed", [packed[0], self._encode_bytes(packed[1])])
 
     def _encode_container(self, kind: type, value: Any, path: str) -> Any:
         if id(value) in self._open:
@@ -173,8 +172,8 @@ class Encoder:
                 "class": label.kind,
                 "context": label.context,
                 "dtype": label.dtype,
-                "shape": list(label.shape),
-                "part": None if label.part is None else list(map(_plain, label.part)),
+                "shape": label.shape,
+                "part": label.part,
                 "tensors": [[name, self._encode(item, f"{path}.{name}")] for name, item in value.items()],
             },
         )
@@ -195,7 +194,7 @@ class Encoder:
 
         return _tagged("tensor", self._store(numpy.frombuffer(value, numpy.uint8)))
 
-    def _encode_foreign(self, value: Any, path: str) -> Any:
+    def _encode_foreign(self, value: Any) -> Any:
         """Return the JSON of a value of torch or numpy, None when it is not one that is known."""
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None:
@@ -254,9 +253,7 @@ class Decoder:
             return {key: self._decode(item) for key, item in value.items()}
         kind, content = value[_TAG], value["v"]
         plain = DECODED.get(kind)
-        if plain is not None:
-            return plain(content)
-        return _DECODE_NESTED[kind](self, content)
+        return _DECODE_NESTED[kind](self, content) if plain is None else plain(content)
 
     def _items(self, content: Any) -> list[Any]:
         items = self._decode(content)
@@ -283,10 +280,6 @@ class Decoder:
         levels, data = content
         with collector_paused():
             return unpack(levels, self._bytes(data))
-
-    def _numbers(self, content: Any) -> list[Any]:
-        numbers: list[Any] = self._fetch(content).tolist()
-        return numbers
 
     def _defaultdict(self, content: Any) -> defaultdict[Any, Any]:
         factory, pairs = content
@@ -325,35 +318,26 @@ class Decoder:
 
 def references(value: Any) -> Iterator[str]:
     """Yield the keys of everything that a JSON value refers to; decoding fetches exactly those."""
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if type(item) is list:
-            stack.extend(item)
-        elif type(item) is dict:
-            kind, content = item.get(_TAG), item.get("v")
-            if kind in ("tensor", "ints", "floats") and type(content) is str:
-                yield content
-            else:
-                stack.extend(item.values())
+    for item in _dicts_in(value):
+        content = item.get("v")
+        if item.get(_TAG) in ("tensor", "ints", "floats") and type(content) is str:
+            yield content
 
 
 def needs_code(value: Any) -> bool:
     """Return True if a JSON value holds anything that `Decoder` refuses unless pickles are allowed."""
+    return any(item.get(_TAG) in ("pickle", "frame") for item in _dicts_in(value))
+
+
+def _dicts_in(value: Any) -> Iterator[dict[str, Any]]:
     stack = [value]
     while stack:
         item = stack.pop()
         if type(item) is list:
             stack.extend(item)
         elif type(item) is dict:
-            if item.get(_TAG) in ("pickle", "frame"):
-                return True
+            yield item
             stack.extend(item.values())
-    return False
-
-
-def _plain(item: Any) -> Any:
-    return list(item) if isinstance(item, tuple) else item
 
 
 def _tagged(kind: str, content: Any) -> dict[str, Any]:
@@ -363,10 +347,6 @@ def _tagged(kind: str, content: Any) -> dict[str, Any]:
 def _is_json(text: str) -> bool:
     """Return True if JSON preserves a text exactly. It makes one character of two surrogates that fit together."""
     return text.isascii() or _SURROGATE_PAIR.search(text) is None
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
 
 
 def _reference(content: Any) -> str:
@@ -440,8 +420,8 @@ _DECODE_NESTED: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "bytes": Decoder._bytes,
     "bytearray": lambda self, content: bytearray(self._bytes(content)),
     "packed": Decoder._packed,
-    "ints": Decoder._numbers,
-    "floats": Decoder._numbers,
+    "ints": lambda self, content: self._fetch(content).tolist(),
+    "floats": lambda self, content: self._fetch(content).tolist(),
     "tensor": lambda self, content: self._fetch(content),
     "numpy": Decoder._scalar,
     "ndarray": Decoder._array,

@@ -9,8 +9,7 @@ import torch
 
 from ckptstore.state.read.read_plan import halves
 from ckptstore.state.tensors.boxes import Box, whole, within
-from ckptstore.state.tensors.conflicts import Conflict, FilledBox, PlacedTensor
-from ckptstore.state.tensors.overlap import first_byte, place_bytes, reach_bytes
+from ckptstore.state.tensors.overlap import Conflict, FilledBox, PlacedTensor, first_byte, place_bytes, reach_bytes
 
 COMPARED_BYTES = 32 << 20
 """The most that is read at once of one of two tensors for the same memory."""

@@ -116,5 +116,4 @@ class LaunchedWork:
 
 @cache
 def _side_stream(index: int) -> Any:
-    """Return the stream of the copies from one device: the same one for as long as the process lives."""
     return torch.Stream(torch.device(str(kind_of_accelerator()), index))

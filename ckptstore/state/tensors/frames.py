@@ -35,7 +35,7 @@ _DEFLATED = 8
 _SHORT_BYTES, _SAMPLE_BYTES = 4096, 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Template:
     """The bytes before and after the payload of every tensor of one dtype and shape."""
 
@@ -43,10 +43,10 @@ class Template:
     payload_bytes: int
     trailer: bytes
     size_bytes: int = field(init=False)
-    """The size of the whole frame."""
+    """The size of the whole frame; computed once, since it is read with every tensor."""
 
-    def __post_init__(self) -> None:  # computed once, since it is read with every tensor
-        object.__setattr__(self, "size_bytes", len(self.header) + self.payload_bytes + len(self.trailer))
+    def __post_init__(self) -> None:
+        self.size_bytes = len(self.header) + self.payload_bytes + len(self.trailer)
 
 
 @lru_cache(maxsize=65_536)
@@ -55,15 +55,11 @@ def template(dtype: torch.dtype, sizes: tuple[int, ...]) -> Template:
     payload_bytes = prod(sizes) * dtype.itemsize
     if payload_bytes > MAX_PAYLOAD_BYTES:
         raise InvalidState(f"one chunk of {payload_bytes} bytes does not fit a frame of {MAX_PAYLOAD_BYTES}")
-    entries = ((b"t/data.pkl", _pickle_of(dtype, sizes)), (b"t/version", _VERSION))
-    header, directory = b"", b""
-    for name, content in entries:
-        local, central = _entry(name, zlib.crc32(content), (len(content), len(content)), len(header))
-        header, directory = header + local + content, directory + central
+    pickled = _pickle_of(dtype, sizes)
+    header, directory = _entries(pickled, pickled)
     local, central = _entry(b"t/data/0", 0, (payload_bytes, payload_bytes), len(header))
     header, directory = header + local, directory + central
-    end = _END.pack(b"PK\5\6", 0, 0, 3, 3, len(directory), len(header) + payload_bytes, 0)
-    return Template(header, payload_bytes, directory + end)
+    return Template(header, payload_bytes, directory + _end(3, directory, len(header) + payload_bytes))
 
 
 def value_frame(value: Any) -> bytes:
@@ -79,24 +75,30 @@ def pickle_frame(pickled: bytes) -> bytes:
     Takes a few microseconds, where `torch.save` takes more than a hundred. Compress a long pickle if that makes it
     shorter by a quarter, since the value is in the checkpoint a second time. At most `MAX_PAYLOAD_BYTES`.
     """
-    archive, directory = bytearray(), b""
-    entries = ((b"t/data.pkl", pickled), (b"t/version", _VERSION))
-    for name, content in entries:
-        kept = content
-        sample = content[:_SAMPLE_BYTES]
-        if len(content) > _SHORT_BYTES and len(_deflated(sample)) < len(sample) * 3 // 4:
-            kept = _deflated(content)
-        sizes = (len(kept), len(content))
-        local, central = _entry(name, zlib.crc32(content), sizes, len(archive), is_deflated=kept is not content)
-        archive += local + kept
-        directory += central
-    end = _END.pack(b"PK\5\6", 0, 0, len(entries), len(entries), len(directory), len(archive), 0)
-    return bytes(archive + directory + end)
+    kept, sample = pickled, pickled[:_SAMPLE_BYTES]
+    if len(pickled) > _SHORT_BYTES and len(_deflated(sample)) < len(sample) * 3 // 4:
+        kept = _deflated(pickled)
+    archive, directory = _entries(pickled, kept)
+    return archive + directory + _end(2, directory, len(archive))
 
 
 def _deflated(content: bytes) -> bytes:
     deflate = zlib.compressobj(1, wbits=-zlib.MAX_WBITS)
     return deflate.compress(content) + deflate.flush()
+
+
+def _entries(pickled: bytes, kept: bytes) -> tuple[bytes, bytes]:
+    """Return the entries of a pickle, of which `kept` is stored, and of the version, and their directory."""
+    sizes, is_deflated = (len(kept), len(pickled)), kept is not pickled
+    local, directory = _entry(b"t/data.pkl", zlib.crc32(pickled), sizes, 0, is_deflated=is_deflated)
+    archive = local + kept
+    sizes = (len(_VERSION), len(_VERSION))
+    local, central = _entry(b"t/version", zlib.crc32(_VERSION), sizes, len(archive))
+    return archive + local + _VERSION, directory + central
+
+
+def _end(count: int, directory: bytes, offset: int) -> bytes:
+    return _END.pack(b"PK\5\6", 0, 0, count, count, len(directory), offset, 0)
 
 
 def _entry(

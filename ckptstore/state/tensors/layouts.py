@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ckptstore.state.tensors.boxes import Box, Sizes
-from ckptstore.state.tensors.cuts import REPLICATED, Cut, runs_of
+from ckptstore.state.tensors.boxes import REPLICATED, Box, Cut, Sizes, runs_of
 
+_Array = np.ndarray[Any, Any]
 _MAX_RANKS = 1 << 20
 _MAX_DIMS = 32
 _MAX_RUNS = 1 << 22
@@ -33,8 +33,7 @@ class Mesh:
     """The ranks in row-major order, each once."""
 
     @cached_property
-    def grid(self) -> np.ndarray[Any, Any]:
-        """The ranks as an array."""
+    def grid(self) -> _Array:
         return np.array(self.ranks, np.int64).reshape(self.shape)
 
     @cached_property
@@ -87,14 +86,14 @@ class Mesh:
         return Mesh(shape, tuple(ranks))
 
 
-def _steps(grid: np.ndarray[Any, Any]) -> Iterator[Any]:
+def _steps(grid: _Array) -> Iterator[Any]:
     first = grid[(0,) * grid.ndim]
     for dim, size in enumerate(grid.shape):
         second = tuple(int(other == dim) for other in range(grid.ndim))
         yield max(0, grid[second] - first) if size > 1 else 0
 
 
-def _regular(first: int, shape: Sequence[int], steps: Sequence[int]) -> np.ndarray[Any, Any]:
+def _regular(first: int, shape: Sequence[int], steps: Sequence[int]) -> _Array:
     grid = np.full(tuple(shape), first, np.int64)
     for dim, (size, step) in enumerate(zip(shape, steps, strict=True)):
         along = np.arange(size) * step
@@ -112,7 +111,6 @@ class MeshLayout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have a part."""
         return self.mesh.ranks
 
     @property
@@ -123,7 +121,6 @@ class MeshLayout:
 
     @cached_property
     def num_copies(self) -> int:
-        """The number of ranks that have each box."""
         pairs = zip(self.mesh.shape, self.cuts, strict=True)
         return prod(size for size, cut in pairs if cut.dim == REPLICATED)
 
@@ -149,7 +146,7 @@ class MeshLayout:
         place = tuple(slice(None) if cut.dim == REPLICATED else at for cut, at in pairs)
         return tuple(self.mesh.grid[place].reshape(-1).tolist())
 
-    def ranks_meeting(self, shape: Sizes, wanted: Box) -> np.ndarray[Any, Any]:
+    def ranks_meeting(self, shape: Sizes, wanted: Box) -> _Array:
         """Return the ranks that have elements of a box."""
         meets = np.ones((1,) * len(self.cuts), bool)
         for dim, (size, low, extent) in enumerate(zip(shape, *wanted, strict=True)):
@@ -158,16 +155,16 @@ class MeshLayout:
                 return np.zeros(0, np.int64)
             axes, cutters = self._cutters(dim)
             if axes:
-                runs = _runs(size, cutters)
+                places, starts, stops = _runs(size, cutters)
                 here = np.zeros(prod(shares for shares, _ in cutters), bool)
-                here[runs.place[(runs.start < stop) & (runs.stop > first)]] = True
+                here[places[(starts < stop) & (stops > first)]] = True
                 meets = meets & here.reshape([size if axis in axes else 1 for axis, size in enumerate(self.mesh.shape)])
-        found: np.ndarray[Any, Any] = self.mesh.grid[np.broadcast_to(meets, self.mesh.shape)]
+        found: _Array = self.mesh.grid[np.broadcast_to(meets, self.mesh.shape)]
         return found
 
     def num_boxes(self, shape: Sizes) -> int:
         """Return the number of boxes that all ranks together have, counting those of copies once."""
-        return prod(len(_runs(size, self._cutters(dim)[1]).place) for dim, size in enumerate(shape))
+        return prod(len(_runs(size, self._cutters(dim)[1])[0]) for dim, size in enumerate(shape))
 
     def _cutters(self, dim: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
         """Return the mesh dimensions that cut a dimension of the tensor, and the size and the split factor of each."""
@@ -182,7 +179,6 @@ class MeshLayout:
         return self if ranks == self.ranks else MeshLayout(Mesh(self.mesh.shape, ranks), self.cuts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as JSON."""
         return {"mesh": self.mesh.to_json(), "cuts": [list(cut) for cut in self.cuts]}
 
     @staticmethod
@@ -199,20 +195,11 @@ class MeshLayout:
         return layout
 
 
-class _Runs(NamedTuple):
-    """The runs of all places of the mesh dimensions that cut a dimension, in the order of places; neighbours of one
-    place are joined."""
-
-    place: np.ndarray[Any, Any]
-    """The places, row-major in those mesh dimensions."""
-    start: np.ndarray[Any, Any]
-    stop: np.ndarray[Any, Any]
-
-
 @lru_cache(maxsize=512)
-def _runs(size: int, cutters: tuple[tuple[int, int], ...]) -> _Runs:
+def _runs(size: int, cutters: tuple[tuple[int, int], ...]) -> tuple[_Array, _Array, _Array]:
     """Return the runs of `runs_of` along one dimension for all places at once, from the (shares, split factor) of each
-    mesh dimension."""
+    mesh dimension: the place of each, row-major in those mesh dimensions, its start, and its stop. They are in the
+    order of places; neighbours of one place are joined."""
     place, start, stop = (np.array([number] if size else [], np.int64) for number in (0, 0, size))
     num_places = 1
     for shares, factor in cutters:
@@ -231,10 +218,10 @@ def _runs(size: int, cutters: tuple[tuple[int, int], ...]) -> _Runs:
         place, start, stop = place[order], start[order], (start + lasts - firsts)[order]
         num_places *= shares
     begins = np.append(True, (place[1:] != place[:-1]) | (start[1:] != stop[:-1]))[: len(place)]
-    return _Runs(place[begins], start[begins], stop[np.append(begins[1:], True)[: len(place)]])
+    return place[begins], start[begins], stop[np.append(begins[1:], True)[: len(place)]]
 
 
-def _chunk_starts(place: Any, ends: Any, num_places: int, shares: int, split_factor: int) -> np.ndarray[Any, Any]:
+def _chunk_starts(place: Any, ends: Any, num_places: int, shares: int, split_factor: int) -> _Array:
     """Return the start of each share of each chunk of each place, if the runs of all places are laid one after the
     other."""
     bounds = np.append(0, ends)[np.searchsorted(place, np.arange(num_places + 1))]
@@ -243,7 +230,7 @@ def _chunk_starts(place: Any, ends: Any, num_places: int, shares: int, split_fac
     outer = np.minimum(lengths, np.arange(split_factor + 1) * sizes)
     inner = np.diff(outer)[..., None]
     starts = np.minimum(inner, np.arange(shares) * -(-inner // shares))
-    flat: np.ndarray[Any, Any] = (bounds[:-1, None, None] + outer[:, :-1, None] + starts).reshape(-1)
+    flat: _Array = (bounds[:-1, None, None] + outer[:, :-1, None] + starts).reshape(-1)
     return flat
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from math import gcd
 from typing import Any, NamedTuple
@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ckptstore.state.tensors.placement import PLAIN_TYPES
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, pieces_of
 
-
-class Pair(NamedTuple):
-    """Two tensors, by their places in a list, the first one earlier, that have an element's memory in common."""
-
-    first: int
-    second: int
-    is_same: bool
-    """True if the two are one: `identity_of` is equal."""
+Pair = tuple[int, int, bool]
+"""The places of two tensors in a list, the earlier one first, and True if they are one: `identity_of` is equal."""
+_Extent = tuple[int, int, int]
+"""The address of a tensor's first byte, the one behind its last byte, and its place in a list."""
 
 
 def identity_of(tensor: torch.Tensor) -> Hashable:
@@ -78,17 +75,17 @@ def shared_memory(tensors: Sequence[torch.Tensor]) -> Iterator[Pair]:
     by_device: defaultdict[torch.device, list[_Extent]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
         if tensor.numel() and not tensor.is_meta and (address := first_byte(tensor)):
-            by_device[tensor.device].append(_Extent(address, address + reach_bytes(tensor), number))
+            by_device[tensor.device].append((address, address + reach_bytes(tensor), number))
     for extents in by_device.values():
         extents.sort()
         cluster: list[_Extent] = []
         stop = 0
         for extent in extents:
-            if cluster and extent.start >= stop:
+            if cluster and extent[0] >= stop:
                 yield from _within(cluster, tensors)
                 cluster = []
             cluster.append(extent)
-            stop = max(stop, extent.stop)
+            stop = max(stop, extent[1])
         yield from _within(cluster, tensors)
 
 
@@ -112,65 +109,51 @@ def place_bytes(memory: np.ndarray[Any, Any], start: int, tensor: torch.Tensor) 
     return _units(memory, first_byte(tensor) - start, tensor, 1)
 
 
-class _Extent(NamedTuple):
-    start: int
-    stop: int
-    """The address behind the last byte."""
-    number: int
-
-
 def _within(cluster: list[_Extent], tensors: Sequence[torch.Tensor]) -> Iterator[Pair]:
     """Yield the pairs among tensors whose extents form one stretch."""
     if len(cluster) < 2:
         return
     firsts: dict[Hashable, int] = {}
     distinct = []
-    for extent in sorted(cluster, key=lambda extent: extent.number):
-        first = firsts.setdefault(identity_of(tensors[extent.number]), extent.number)
-        if first == extent.number:
+    for extent in sorted(cluster, key=lambda extent: extent[2]):
+        number = extent[2]
+        first = firsts.setdefault(identity_of(tensors[number]), number)
+        if first == number:
             distinct.append(extent)
         else:
-            yield Pair(first, extent.number, is_same=True)
+            yield first, number, True
     if len(distinct) < 2:
         return
-    if all(_is_dense(extent, tensors[extent.number]) for extent in distinct):
+    if all(stop - start == tensors[number].nbytes for start, stop, number in distinct):
         yield from _of_intervals(distinct)
     else:
         yield from _of_elements(distinct, tensors)
 
 
-def _is_dense(extent: _Extent, tensor: torch.Tensor) -> bool:
-    return extent.stop - extent.start == tensor.numel() * tensor.element_size()
-
-
 def _of_intervals(extents: list[_Extent]) -> Iterator[Pair]:
     """Yield the pairs of tensors without gaps: all those whose extents meet."""
-    open_ones: list[_Extent] = []
-    for extent in sorted(extents):
-        open_ones = [other for other in open_ones if other.stop > extent.start]
-        for other in open_ones:
-            first, second = sorted((other.number, extent.number))
-            yield Pair(first, second, is_same=False)
-        open_ones.append(extent)
+    open_ones: list[tuple[int, int]] = []
+    for start, stop, number in sorted(extents):
+        open_ones = [other for other in open_ones if other[0] > start]
+        for _, other in open_ones:
+            yield min(other, number), max(other, number), False
+        open_ones.append((stop, number))
 
 
 def _of_elements(extents: list[_Extent], tensors: Sequence[torch.Tensor]) -> Iterator[Pair]:
     """Yield the pairs of tensors that may lie in each other's gaps: each writes its number to a map of the memory."""
-    start, stop = min(extent.start for extent in extents), max(extent.stop for extent in extents)
-    unit = gcd(*(length for extent in extents for length in _lengths(extent.start - start, tensors[extent.number])))
-    owners = np.zeros((stop - start) // unit, np.int32)
-    for place, extent in enumerate(extents, 1):
-        view = _units(owners, extent.start - start, tensors[extent.number], unit)
+    low, high = min(start for start, _, _ in extents), max(stop for _, stop, _ in extents)
+    unit = 0  # the greatest common divisor of all lengths in bytes that the places of elements are made of
+    for start, _, number in extents:
+        size = tensors[number].element_size()
+        unit = gcd(unit, start - low, size, *(step * size for step in tensors[number].stride()))
+    owners = np.zeros((high - low) // unit, np.int32)
+    for place, (start, _, number) in enumerate(extents, 1):
+        view = _units(owners, start - low, tensors[number], unit)
         for other in np.unique(view):
             if other:
-                yield Pair(extents[other - 1].number, extent.number, is_same=False)
+                yield extents[other - 1][2], number, False
         view[...] = place
-
-
-def _lengths(offset_bytes: int, tensor: torch.Tensor) -> list[int]:
-    """Return all lengths in bytes that the places of a tensor's elements are made of."""
-    size = tensor.element_size()
-    return [offset_bytes, size, *(step * size for step in tensor.stride())]
 
 
 def _units(memory: np.ndarray[Any, Any], offset_bytes: int, tensor: torch.Tensor, unit: int) -> np.ndarray[Any, Any]:
@@ -180,3 +163,78 @@ def _units(memory: np.ndarray[Any, Any], offset_bytes: int, tensor: torch.Tensor
     return np.lib.stride_tricks.as_strided(
         memory[offset_bytes // unit :], (*tensor.shape, size // unit), (*strides, memory.itemsize)
     )
+
+
+class PlacedTensor(NamedTuple):
+    """A tensor of the state, plain or distributed, that a stored tensor fills."""
+
+    key: str
+    """The key in the state."""
+    tensor: torch.Tensor
+    source: str
+    """The key of the stored tensor."""
+    saved_dtype: torch.dtype
+    live: torch.Tensor | None = None
+    """The parameter or buffer whose memory it is in the end, where `tensor` is a copy of it."""
+    may_move: bool = False
+    """True if a new tensor may be filled in its place."""
+
+
+class FilledBox(NamedTuple):
+    """A box of a stored tensor, and the memory that it fills."""
+
+    place: PlacedTensor
+    box: Box
+    memory: torch.Tensor
+    """The memory, in the shape of the box and the dtype of the state; the whole `live` if there is one."""
+
+
+class Conflict(NamedTuple):
+    """Two stored boxes for the same memory, which can hold both only if they agree."""
+
+    first: FilledBox
+    second: FilledBox
+    is_same: bool
+    """True if both are for all of the memory, element by element; else they have some elements in common."""
+
+
+def local_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in which this process has its part of a plain or distributed tensor. Yield none for other
+    subclasses, whose memory is unknown."""
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    shards = getattr(local, "local_shards", None) if type(local) not in PLAIN_TYPES else None
+    parts = [local] if shards is None else [getattr(shard, "tensor", shard) for shard in shards()]
+    yield from (part for part in parts if type(part) in PLAIN_TYPES)
+
+
+def conflicts_of(places: Sequence[PlacedTensor]) -> tuple[list[Conflict], list[PlacedTensor]]:
+    """Return the boxes to compare before anything is filled, and the places that are filled when others are, because
+    all of their memory is the memory of earlier ones. No place may overlap itself.
+
+    Sort all places, and look closer only at those that share memory.
+    """
+    owners, memory = [], []
+    for number, place in enumerate(places):
+        for part in local_memory(place.tensor if place.live is None else place.live):
+            owners.append(number)
+            memory.append(part)
+    involved = {owners[number] for pair in shared_memory(memory) for number in pair[:2]}
+    if not involved:
+        return [], []
+    held = [item for number in sorted(involved) for item in _filled(places[number])]
+    conflicts, copied = [], Counter[int]()
+    for earlier, later, is_same in shared_memory([item.memory for item in held]):
+        first, second = held[earlier], held[later]
+        if not is_same or (first.place.source, first.box) != (second.place.source, second.box):
+            conflicts.append(Conflict(first, second, is_same))
+        if is_same and first.place.live is None:
+            copied[id(second.place)] += 1
+    parts = Counter(id(item.place) for item in held)
+    return conflicts, [place for place in places if place.live is None and 0 < parts[id(place)] == copied[id(place)]]
+
+
+def _filled(place: PlacedTensor) -> Iterator[FilledBox]:
+    for box, memory in pieces_of(place.tensor, place.key):
+        kept = memory if place.live is None else place.live
+        if type(kept) in PLAIN_TYPES:
+            yield FilledBox(place, box, kept)

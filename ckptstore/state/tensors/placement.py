@@ -3,23 +3,23 @@ alike."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from itertools import accumulate, product
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import is_wrapper
-from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.tensors.cuts import REPLICATED, Cut, runs_of
-from ckptstore.state.tensors.loaded import is_dtensor
+from ckptstore.state.tensors.boxes import REPLICATED, Box, Cut, runs_of, whole
+from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
 
@@ -34,15 +34,23 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
 
 
-class Sharers(NamedTuple):
-    """The ranks that have the same pieces of a DTensor by its mesh, and the position of this one among them. No ranks
-    for one outside of the mesh."""
+class MeshShare(NamedTuple):
+    """This rank's share of a DTensor, in torch's numbers of the ranks."""
 
-    num_ranks: int
-    ranks: tuple[int, ...]
+    layout: MeshLayout | None
+    """The layout by which the mesh cuts it; None if its parts say themselves which boxes they are, or are too many for
+    arithmetic."""
+    num_copies: int
+    """The number of ranks of the mesh that have each box."""
+    sharers: tuple[int, ...]
+    """Those that have the pieces of this rank, itself with them; not all of them need have the tensor. Empty outside of
+    the mesh."""
     position: int
+    """The place of this rank among them."""
+    group: int
+    """The lowest rank of the mesh."""
     member: int
-    """Torch's number of this rank; -1 outside of the mesh."""
+    """This rank; -1 outside of the mesh."""
 
 
 def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
@@ -97,41 +105,33 @@ def wrapped_in(tensor: torch.Tensor, key: str) -> dict[str, Wrapped]:
     return found
 
 
-def sharers_of(tensor: DTensor) -> Sharers:
-    """Return the ranks that have the same pieces of a DTensor. Its mesh names the candidates; not all of them need have
-    the tensor."""
+def mesh_share(tensor: DTensor) -> MeshShare:
     coordinate = tensor.device_mesh.get_coordinate()
-    dims = tuple(dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
-    return _sharers(tensor.device_mesh, None if coordinate is None else tuple(coordinate), dims)
+    place = None if coordinate is None else tuple(coordinate)
+    share = _mesh_share(tensor.device_mesh, tuple(tensor.placements), tensor.ndim, place)
+    return share._replace(layout=None) if hasattr(tensor._local_tensor, "local_shards") else share
 
 
 @lru_cache(maxsize=256)
-def _sharers(mesh: DeviceMesh, coordinate: tuple[int, ...] | None, dims: tuple[int, ...]) -> Sharers:
-    count = prod(mesh.size(dim) for dim in dims)
-    if coordinate is None:
-        return Sharers(count, (), 0, -1)
-    place = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
-    ranks = tuple(mesh.mesh[place].reshape(-1).tolist())
-    member = int(mesh.mesh[coordinate])
-    return Sharers(count, ranks, ranks.index(member), member)
+def _mesh_share(
+    mesh: DeviceMesh, placements: tuple[Any, ...], num_dims: int, coordinate: tuple[int, ...] | None
+) -> MeshShare:
+    ranks = Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.reshape(-1).tolist()))
+    layout = MeshLayout(ranks, tuple(_cut_of(placement, num_dims) for placement in placements))
+    member = -1 if coordinate is None else int(mesh.mesh[coordinate])
+    sharers = layout.sharers_of(member)
+    position = sharers.index(member) if sharers else 0
+    held = None if layout.is_fine else layout
+    return MeshShare(held, layout.num_copies, sharers, position, min(ranks.ranks), member)
 
 
-def group_of(tensor: torch.Tensor) -> int:
-    """Return the lowest of the ranks over which a distributed tensor is distributed."""
-    if is_dtensor(tensor):
-        return _lowest_rank(tensor.device_mesh)
-    metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
-    ranks = [shard.placement.rank() for shard in metadata.shards_metadata if shard.placement is not None]
+def lowest_shard_rank(tensor: Any) -> int:
+    """Return the lowest of the ranks over which a ShardedTensor is distributed."""
+    ranks = [shard.placement.rank() for shard in tensor.metadata().shards_metadata if shard.placement is not None]
     return min((rank for rank in ranks if rank is not None), default=0)
 
 
-@lru_cache(maxsize=64)
-def _lowest_rank(mesh: DeviceMesh) -> int:
-    return int(mesh.mesh.min())
-
-
 def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and the shape of the whole tensor."""
     # Any attribute of a ShardedTensor but its metadata warns.
     if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "local_shards"):
         metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
@@ -150,8 +150,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return type(tensor) not in PLAIN_TYPES and (is_dtensor(tensor) or hasattr(tensor, "local_shards"))
 
 
-def cut_of(placement: Any, num_dims: int) -> Cut:
-    """Return the cut that a placement makes in a tensor of `num_dims` dimensions."""
+def _cut_of(placement: Any, num_dims: int) -> Cut:
     if placement.is_replicate():
         return Cut(REPLICATED)
     return Cut(placement.dim % num_dims, getattr(placement, "split_factor", 1))
@@ -166,11 +165,8 @@ def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
         return
     with torch.no_grad():
         local = tensor.to_local().detach()
-    mesh_shape, cuts = (
-        tuple(tensor.device_mesh.mesh.shape),
-        [cut_of(placement, tensor.ndim) for placement in tensor.placements],
-    )
-    runs = runs_of(tuple(tensor.shape), mesh_shape, cuts, coordinate)
+    cuts = [_cut_of(placement, tensor.ndim) for placement in tensor.placements]
+    runs = runs_of(tuple(tensor.shape), tuple(tensor.device_mesh.mesh.shape), cuts, coordinate)
     sizes = tuple(sum(size for _, size in each) for each in runs)
     if hasattr(local, "local_shards"):  # several boxes, each with memory of its own and its place in the whole
         shards: Any = local
@@ -190,3 +186,16 @@ def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
         )
         slices = tuple(slice(start[index], start[index + 1]) for start, index in zip(starts, place, strict=True))
         yield Piece(box, local[slices])
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    return _is_of("torch.distributed.tensor", "DTensor", value)
+
+
+def is_fsdp1(value: object) -> TypeGuard[FullyShardedDataParallel]:
+    return _is_of("torch.distributed.fsdp", "FullyShardedDataParallel", value)
+
+
+def _is_of(module: str, name: str, value: object) -> bool:
+    found = getattr(sys.modules.get(module), name, None)
+    return found is not None and isinstance(value, found)

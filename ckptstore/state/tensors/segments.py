@@ -13,29 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 
 from ckptstore.state.tensors.boxes import Box, boxes_of_range
 from ckptstore.state.tensors.frames import Template
-from ckptstore.state.tensors.tensor_memory import is_plain_memory, view_of
+from ckptstore.state.tensors.tensor_memory import as_bytes, is_plain_memory, view_of
 from ckptstore.transfer.sources import Read
-
-
-class Segment(Protocol):
-    """A stretch of a file."""
-
-    @property
-    def size_bytes(self) -> int:
-        """The number of bytes."""
-
-    @property
-    def memory(self) -> memoryview | None:
-        """The bytes themselves, if they lie in host memory as they are to be stored; else None."""
-
-    def fill(self, offset: int, target: memoryview) -> None:
-        """Write the bytes from `offset` on over all of `target`, and over nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +32,10 @@ class Bytes:
 
     @property
     def size_bytes(self) -> int:
-        """The number of bytes."""
         return len(self.memory)
 
     def fill(self, offset: int, target: memoryview) -> None:
-        """Copy memory. The interpreter lock is free meanwhile, except for read-only memory: headers, which are
-        short."""
+        """Copy memory; the interpreter lock is free meanwhile, except for headers, which are read-only and short."""
         source = self.memory[offset : offset + len(target)]
         if source.readonly or not source:
             target[:] = source
@@ -70,7 +52,6 @@ class Copied:
 
     @property
     def size_bytes(self) -> int:
-        """The number of bytes of the contiguous tensor."""
         return self.tensor.numel() * self.tensor.element_size()
 
     def fill(self, offset: int, target: memoryview) -> None:
@@ -91,23 +72,20 @@ class Copied:
             done += box.volume
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slab:
     """Many small tensors in their frames, joined when they are read."""
 
     templates: Sequence[Template]
     tensors: Sequence[torch.Tensor]
-    ends: Sequence[int] = field(default=(), repr=False)
+    ends: Sequence[int] = field(init=False, repr=False)
     memory: None = None
 
-    @staticmethod
-    def of(templates: Sequence[Template], tensors: Sequence[torch.Tensor]) -> Slab:
-        """Return the frames of these tensors, one after another."""
-        return Slab(templates, tensors, list(accumulate(template.size_bytes for template in templates)))
+    def __post_init__(self) -> None:
+        self.ends = list(accumulate([template.size_bytes for template in self.templates]))
 
     @property
     def size_bytes(self) -> int:
-        """The size of all frames."""
         return self.ends[-1]
 
     def fill(self, offset: int, target: memoryview) -> None:
@@ -119,6 +97,11 @@ class Slab:
             parts += (template.header, payload, template.trailer)
         start = offset - (self.ends[first - 1] if first else 0)
         target[:] = memoryview(b"".join(parts))[start : start + len(target)]
+
+
+Segment = Bytes | Copied | Slab
+"""A stretch of a file. `memory` has its bytes if they lie in host memory as they are to be stored; `fill` writes those
+from an offset on over all of a target, and over nothing else."""
 
 
 def _payloads(tensors: Sequence[torch.Tensor]) -> list[bytes]:
@@ -140,21 +123,13 @@ def _payloads(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     return found
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor as one row: its own memory if they lie there in one row, else a copy."""
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element is contiguous with any stride
-
-
 def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the part of a tensor that a box covers."""
     if box.sizes == tuple(tensor.shape):
         return tensor
     return tensor[tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))]
 
 
 def payload_segment(tensor: torch.Tensor) -> Segment:
-    """Return the segment of one tensor's payload."""
     return Bytes(view_of(tensor), keeps=tensor) if is_plain_memory(tensor) else Copied(tensor)
 
 
@@ -173,24 +148,22 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SegmentSource:
     """A file made of segments. The tensors stay unchanged until it has been written."""
 
     segments: Sequence[Segment]
     payloads: Sequence[tuple[int, int]]
-    ends: Sequence[int]
-    in_memory: bool
+    """The (offset, size) of the regions with digests."""
+    ends: Sequence[int] = field(init=False)
+    in_memory: bool = field(init=False)
 
-    @staticmethod
-    def of(segments: Sequence[Segment], payloads: Sequence[tuple[int, int]]) -> SegmentSource:
-        """Return the file of these segments; `payloads` are the (offset, size) of the regions with digests."""
-        ends = list(accumulate(segment.size_bytes for segment in segments))
-        return SegmentSource(segments, payloads, ends, all(segment.memory is not None for segment in segments))
+    def __post_init__(self) -> None:
+        self.ends = list(accumulate(segment.size_bytes for segment in self.segments))
+        self.in_memory = all(segment.memory is not None for segment in self.segments)
 
     @property
     def size_bytes(self) -> int:
-        """The size of the whole file."""
         return self.ends[-1] if self.ends else 0
 
     @contextmanager

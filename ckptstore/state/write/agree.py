@@ -16,8 +16,8 @@ import logging
 import struct
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +25,9 @@ from ckptstore.errors import InvalidState
 from ckptstore.format.digest import fingerprint, fingerprinter
 from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure
 from ckptstore.state.index.part import total_bytes
-from ckptstore.state.write.coverage import Expected
+from ckptstore.state.write.describe import Described
 from ckptstore.state.write.outlining import RankStructures
-from ckptstore.state.write.replicas import Answer, Question, apart, check_details, differing, unshared
+from ckptstore.state.write.replicas import Question, answer, check_details, differing, unshared
 
 logger = logging.getLogger("ckptstore")
 
@@ -37,20 +37,22 @@ FULL_POST_HEAD = struct.Struct("<iII")
 """The fields behind the identity in a full post: the member, and the sizes of the deflated structure and of the answer
 on replicas."""
 _NOBODY = -1
+_LARGE_ELEMENTS = 1024
+_NEARLY_ALL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The leader's reply to all ranks."""
+    """The leader's reply to all ranks; the defaults are those of a rank alone."""
 
     world_size: int
-    classes: tuple[int, ...]
+    classes: tuple[int, ...] = ()
     """The number of each rank's structure; empty if all have the same."""
-    partial: Mapping[str, tuple[int, ...]]
+    partial: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The structures that have a key, if not all have it."""
-    differs: frozenset[str]
+    differs: frozenset[str] = frozenset()
     """The keys that each rank keeps for itself."""
-    untied: frozenset[str]
+    untied: frozenset[str] = frozenset()
     """Tied keys that are not tied on all ranks."""
     copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The sets of ranks, by their lowest rank, that have a copy each of a distributed tensor."""
@@ -90,46 +92,10 @@ def is_settled(reply: bytes) -> bool:
     return not reply.startswith(_AGAIN) and not Agreement.decode(reply).copies
 
 
-def agreement_of_one(own: frozenset[str] = frozenset()) -> Agreement:
-    """Return the agreement of a rank alone, with its own keys."""
-    return Agreement(1, (), {}, own, frozenset())
-
-
-class _Asked(NamedTuple):
-    """The leader's second request."""
-
-    examples: frozenset[int] | None = None
-    """The ranks that send their structures, while all send their digests; None if no rank sends either."""
-    question: Question | None = None
-
-    def encode(self) -> bytes:
-        examples = None if self.examples is None else sorted(self.examples)
-        return _AGAIN + json.dumps([examples, self.question]).encode()
-
-    @staticmethod
-    def decode(reply: bytes) -> _Asked:
-        examples, question = json.loads(reply.removeprefix(_AGAIN))
-        return _Asked(
-            None if examples is None else frozenset(examples),
-            None if question is None else Question(question[0], tuple(question[1])),
-        )
-
-
-def _without_replicas(_question: Question) -> bytes:
-    return b""
-
-
-@dataclass(slots=True)
-class _Mine:
-    """The content of this rank's posts in one agreement."""
-
-    structure: bytes
-    identity: bytes
-    digests: Mapping[str, bytes]
-    member: int
-    rank: int
-    replicas: Answer
-    own: frozenset[str]
+def _request(examples: Collection[int] | None, question: Question | None) -> bytes:
+    """Return the leader's second request. `examples` are the ranks that send their structures, while all send their
+    digests; None if no rank sends either."""
+    return _AGAIN + json.dumps([None if examples is None else sorted(examples), question]).encode()
 
 
 @dataclass(slots=True)
@@ -140,20 +106,22 @@ class Negotiator:
     passes its reply to `hear`, until that returns the agreement.
     """
 
+    _found: Described = field(default_factory=Described)
+    _rank: int = 0
+    _structure: bytes = b""
+    _own_identity: bytes = b""
+    _digests: Mapping[str, bytes] = field(default_factory=dict)
     _differed: frozenset[str] = frozenset()
+    _asked: tuple[Collection[int] | None, Question | None] | None = None
+    """The leader's second request, if it made one."""
     _identity: bytes = b""
     """On the leader: the structure that all ranks had last, empty if there were several."""
     _compared: list[str] = field(default_factory=list)
     _members: tuple[int, ...] = ()
-    expected: Expected = field(default_factory=Expected)
-    """On the leader: the keys of all ranks, from the last agreement."""
     size_bytes: int = 0
     """On the leader: the size of the tensors that all ranks together have to write."""
-    structures: RankStructures | None = None
+    structures: RankStructures = field(default_factory=lambda: RankStructures.of((), (), ()))
     """On the leader: those of the last agreement."""
-    _mine: _Mine = field(default_factory=lambda: _Mine(b"", b"", {}, _NOBODY, 0, _without_replicas, frozenset()))
-    _asked: _Asked | None = None
-    """The leader's second request, if it made one."""
     _pending: bytes = b""
     """On the leader: the agreement that holds if the replicas are alike."""
     _unshared: frozenset[bytes] = frozenset()
@@ -164,36 +132,27 @@ class Negotiator:
     """On the leader: the `_posted` of the save that compared the replicas last, and the number of saves since."""
     _has_warned: bool = False
 
-    def begin(
-        self,
-        items: Sequence[Item],
-        rank: int,
-        *,
-        replicas: Answer = _without_replicas,
-        own: frozenset[str] = frozenset(),
-    ) -> None:
-        """Begin an agreement on the items of this rank, sorted by key. `replicas` answers the questions on tensors that
-        ranks should have alike; `own` are the keys that were marked as each rank's own."""
-        structure = Structure.of(items).encode()
-        digests = {item.key: item.digest for item in items if item.mode in (Mode.COMPARE, Mode.VALUE)}
-        member = next((item.member for item in items if item.member != _NOBODY), _NOBODY)
-        self._mine = _Mine(structure, fingerprint(structure), digests, member, rank, replicas, own)
-        self._asked = None
+    def begin(self, found: Described, rank: int) -> None:
+        """Begin an agreement on the state of this rank."""
+        self._found, self._rank, self._asked = found, rank, None
+        self._structure = Structure.of(found.items).encode()
+        self._own_identity = fingerprint(self._structure)
+        self._digests = {item.key: item.digest for item in found.items if item.mode in (Mode.COMPARE, Mode.VALUE)}
 
     def describe(self) -> bytes:
         """Return this rank's post: digests, and whatever else the leader requested from this rank."""
-        mine = self._mine
+        digests = self._digests
         if self._asked is not None:
             examples, question = self._asked
-            answer = b"" if question is None else mine.replicas(question)
+            replicas = b"" if question is None else answer(self._found, question)
             if examples is None:
-                return answer
-            deflated = zlib.compress(mine.structure, 1) if mine.rank in examples else b""
-            head = FULL_POST_HEAD.pack(mine.member, len(deflated), len(answer))
-            return b"".join([mine.identity, head, deflated, answer, *mine.digests.values()])
-        stable = fingerprinter(b"".join(mine.digests[key] for key in mine.digests if key not in self._differed))
-        apart = [mine.digests[key] for key in mine.digests if key in self._differed]
-        return b"".join([mine.identity, stable.digest(), *apart])
+                return replicas
+            deflated = zlib.compress(self._structure, 1) if self._rank in examples else b""
+            head = FULL_POST_HEAD.pack(member_of(self._found.items), len(deflated), len(replicas))
+            return b"".join([self._own_identity, head, deflated, replicas, *digests.values()])
+        stable = fingerprinter(b"".join(digests[key] for key in digests if key not in self._differed))
+        apart = [digests[key] for key in digests if key in self._differed]
+        return b"".join([self._own_identity, stable.digest(), *apart])
 
     def join(self, posts: Sequence[bytes], *, may_spread: bool = False, compare_every: int = 0) -> bytes:
         """Leader: return the reply to the posts of all ranks. Compare replicas whenever the structures are new and at
@@ -203,9 +162,9 @@ class Negotiator:
         """
         if self._asked is None:
             return self._compare_roughly(posts, may_spread, compare_every)
-        question = self._asked.question
+        examples, question = self._asked
         answers = posts
-        if self._asked.examples is not None:
+        if examples is not None:
             self._pending = self._compare(posts, may_spread)
             answers = [_full_post(post)[2] for post in posts]
         if question is None:
@@ -213,7 +172,7 @@ class Negotiator:
         if question.names:
             check_details(answers)
         elif wrong := [name.hex() for name in differing(answers) if name not in self._unshared]:
-            return _Asked(question=question._replace(names=tuple(wrong))).encode()
+            return _request(None, question._replace(names=tuple(wrong)))
         return self._agreed(is_compared=True)
 
     def _agreed(self, *, is_compared: bool) -> bytes:
@@ -224,7 +183,8 @@ class Negotiator:
     def hear(self, reply: bytes) -> Agreement | None:
         """Return the agreement of all ranks; None when the leader makes a second request."""
         if reply.startswith(_AGAIN):
-            self._asked = _Asked.decode(reply)
+            examples, question = json.loads(reply.removeprefix(_AGAIN))
+            self._asked = examples, None if question is None else Question(question[0], tuple(question[1]))
             return None
         agreement = Agreement.decode(reply)
         self._differed = agreement.differs
@@ -240,16 +200,14 @@ class Negotiator:
         question = Question(one_by_one=len(set(identities)) > 1) if is_due else None
         if len({(len(post), post[:_HEAD_BYTES]) for post in posts}) > 1 or identities[0] != self._identity:
             first = {identity: rank for rank, identity in reversed(list(enumerate(identities)))}
-            return _Asked(frozenset(first.values()), question).encode()
+            return _request(first.values(), question)
         apart = [key for key in self._compared if key in self._differed]
         differs = frozenset(apart[index] for index in _differing([post[_HEAD_BYTES:] for post in posts]))
-        assert self.structures is not None  # of the last save
         is_packed = not (may_spread and self.structures.can_spread)
         self._unshared = frozenset()
-        self._pending = Agreement(
-            len(posts), (), {}, differs, frozenset(), members=self._members, is_packed=is_packed
-        ).encode()  # fmt: skip
-        return self._agreed(is_compared=False) if question is None else _Asked(question=question).encode()
+        agreement = Agreement(len(posts), differs=differs, members=self._members, is_packed=is_packed)
+        self._pending = agreement.encode()
+        return self._agreed(is_compared=False) if question is None else _request(None, question)
 
     def _compare(self, posts: Sequence[bytes], may_spread: bool) -> bytes:
         numbers: dict[bytes, int] = {}
@@ -271,43 +229,48 @@ class Negotiator:
         self._identity = posts[0][:DIGEST_BYTES] if is_one else b""
         self._compared = structures[0].compared() if is_one else []
         self._members = members if max(members) > _NOBODY else ()
-        self.expected = Expected.of(structures, classes)
-        self.size_bytes = _size_bytes(structures, classes, differs)
-        shared = (() if is_one else classes), _partial(structures)
-        untied, copies = frozenset(_untied(structures)), _copies(structures)
         self._unshared = unshared(structures, differs)
         if is_one:
             self._warn(structures[0], differs)
         self.structures = RankStructures.of(structures, classes, members)
-        is_packed = not (may_spread and self.structures.can_spread)
-        return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members, is_packed).encode()
+        self.size_bytes = self.structures.size_bytes(differs)
+        agreement = Agreement(
+            len(posts),
+            differs=frozenset(differs),
+            members=self._members,
+            is_packed=not (may_spread and self.structures.can_spread),
+        )
+        if not is_one:
+            partial, untied, copies = _partial(structures), frozenset(_untied(structures)), _copies(structures)
+            agreement = replace(agreement, classes=classes, partial=partial, untied=untied, copies=copies)
+        return agreement.encode()
 
     def _warn(self, structure: Structure, differs: Collection[str]) -> None:
-        """Warn once for a store if ranks each seem to train a separate model."""
-        keys, num_large = apart(structure, differs, self._mine.own)
-        if keys and not self._has_warned:
+        """Warn once for a store if ranks each seem to train a separate model: nearly all large tensors differ between
+        them and were not marked as each rank's own, and nothing large is distributed or kept alike by a wrapper."""
+        large = [
+            row
+            for row in structure.rows
+            if row.dtype.startswith(("float", "bfloat"))
+            and not row.tied_to
+            and total_bytes("uint8", row.shape) >= _LARGE_ELEMENTS
+        ]
+        keys = [row.key for row in large if row.key in differs and row.key not in self._found.own]
+        is_whole = all(row.mode == Mode.COMPARE for row in large)
+        if is_whole and len(keys) > 1 and len(keys) >= _NEARLY_ALL * len(large) and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%d of %d large tensors differ between ranks (%s, ...), and each rank's own is stored. Did you forget "
                 "DistributedDataParallel? If not, mark what belongs to its rank with ckptstore.state.per_rank",
                 len(keys),
-                num_large,
+                len(large),
                 ", ".join(keys[:3]),
             )
 
 
-def _size_bytes(structures: Sequence[Structure], classes: Sequence[int], differs: Collection[str]) -> int:
-    """Return the size of all tensors: each once, or once for each rank that keeps its own."""
-    apart, once = 0, dict[str, int]()
-    for number, structure in enumerate(structures):
-        for row in structure.rows:
-            if row.dtype and not row.tied_to:
-                size_bytes = total_bytes(row.dtype, row.shape)
-                if row.key in differs or row.owner in differs:
-                    apart += size_bytes * classes.count(number)
-                else:
-                    once[row.key] = size_bytes
-    return apart + sum(once.values())
+def member_of(items: Sequence[Item]) -> int:
+    """Return torch's number of this rank, if a mesh has it; else -1."""
+    return next((item.member for item in items if item.member != _NOBODY), _NOBODY)
 
 
 def _full_post(post: bytes) -> tuple[bytes, bytes, bytes]:
@@ -357,8 +320,6 @@ def _words(signature: Any) -> str:
 
 def _partial(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
     """Return the structures that have a key, for keys that not all have, if that decides who writes the key."""
-    if len(structures) == 1:
-        return {}
     found: dict[str, list[int]] = {}
     for number, structure in enumerate(structures):
         for row in structure.rows:
@@ -369,8 +330,6 @@ def _partial(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
 
 def _copies(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
     """Return the distributed tensors that several sets of ranks have, each the whole of it."""
-    if len(structures) == 1:
-        return {}
     found: dict[str, set[int]] = {}
     for structure in structures:
         for row in structure.rows:
@@ -381,8 +340,6 @@ def _copies(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
 
 def _untied(structures: list[Structure]) -> set[str]:
     """Return the keys that are tied to another one on some ranks only."""
-    if len(structures) == 1:
-        return set()
     held = [{row.key: row.tied_to for row in structure.rows} for structure in structures]
     ties = {(key, other) for rows in held for key, other in rows.items() if other}
     return {

@@ -1,17 +1,26 @@
-"""The writes of a rank, from its items and the agreement of all ranks. Pure, and cheap to repeat."""
+"""The writes of a rank, from its items and the agreement of all ranks, and the dealing of tensors that several ranks
+have alike, so that each writes its share. Pure, and the same on every rank.
+
+A training job saves the same structure again and again, so a memo keeps what follows from keys, dtypes, shapes and
+places alone. It is used only if these are equal, and holds no tensor of the state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
+from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.items import Item, Mode
+from ckptstore.state.index.items import Item, Mode, Structure, without_digests
 from ckptstore.state.index.part import BESIDE_VALUE, DTYPES, PER_RANK
-from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.write.agree import Agreement
-from ckptstore.state.write.deal import Dealt, chunks_of, deal
+from ckptstore.state.tensors.boxes import Box, Sizes, boxes_of_range, granule, within
+from ckptstore.state.write.agree import Agreement, Negotiator, member_of
+from ckptstore.state.write.outlining import Outliner, RankStructures
+from ckptstore.state.write.replicas import is_stored_elsewhere
 
 
 class Write(NamedTuple):
@@ -56,11 +65,6 @@ def plan_rank(items: Sequence[Item], agreement: Agreement, rank: int) -> RankPla
     return planner.finish()
 
 
-def is_stored_elsewhere(item: Item, agreement: Agreement) -> bool:
-    """Return True if other ranks have their own copy of the whole tensor, and that copy is stored."""
-    return item.group != agreement.copies.get(item.key, (item.group,))[0]
-
-
 class _Group(NamedTuple):
     """The ranks that share a tensor out, and the share of this one. Tensors of one group are dealt together."""
 
@@ -86,7 +90,6 @@ class _Planner:
         self._groups: dict[tuple[tuple[int, ...], tuple[int, ...] | None], _Group] = {}
 
     def take(self, number: int, item: Item) -> None:
-        """Take in one item; items that are shared out wait for `finish`."""
         key = item.key
         if item.tied_to and key not in self._agreement.untied:
             self._ties.setdefault(item.tied_to, []).append(key)
@@ -98,7 +101,7 @@ class _Planner:
             else:
                 self._flags[key] = PER_RANK
                 self._write_all(number, item)
-        elif is_stored_elsewhere(item, self._agreement):
+        elif is_stored_elsewhere(item, self._agreement.copies):
             return
         elif item.mode is Mode.SHARD:
             if item.layout is None:
@@ -131,7 +134,6 @@ class _Planner:
                 self._write_all(number, item)
 
     def finish(self) -> RankPlan:
-        """Deal the items that are shared out, and return the plan."""
         for group, numbers in self._lists.items():
             self._deal(numbers, group.shares, group.share)
         return RankPlan(
@@ -201,3 +203,127 @@ class _Planner:
             self._writes += [Write(number, held, chunk) for chunk in chunks]
         if dealt_numbers:
             self._spans.add((dealt_numbers[0], dealt_numbers[-1]))
+
+
+MAX_CHUNK_BYTES = 1 << 30
+"""The most bytes of a chunk. A larger box is cut, so that several files and threads share it and frames stay below 4
+GiB."""
+_MAX_IMBALANCE = 0.01
+
+
+class Dealt(NamedTuple):
+    """A tensor, or the box of one, that is shared out."""
+
+    sizes: Sizes
+    element_bytes: int
+    is_whole: bool = False
+    """True if it may not be cut, however large it is."""
+
+    @property
+    def size_bytes(self) -> int:
+        volume = self.element_bytes
+        for size in self.sizes:
+            volume *= size
+        return volume
+
+
+def deal(items: Sequence[Dealt], shares: int, share: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (index, first element, last element + 1) of each item in one of the shares, in order.
+
+    The items lie on a line that is cut into stretches of equal bytes. A cut inside an item below 1 MiB moves to its
+    nearer end, one inside a larger item to a row, so that no share is off by more than that or by 1 %. There are no
+    shares below 1 MiB: the last ones stay empty instead, so that small tensors that all ranks need are on few ranks.
+    """
+    sizes = [item.size_bytes for item in items]
+    ends = list(accumulate(sizes))
+    total = ends[-1] if ends else 0
+    shares = min(shares, max(1, total // BLOCK_BYTES))
+    if share >= shares:
+        return
+    low = _cut(items, sizes, ends, total * share // shares, total // shares)
+    high = _cut(items, sizes, ends, total * (share + 1) // shares, total // shares)
+    start, first = low
+    stop, last = high
+    for index in range(start, min(stop + 1, len(items))):
+        begin = first if index == start else 0
+        end = last if index == stop else sizes[index] // items[index].element_bytes
+        if begin < end:
+            yield index, begin, end
+
+
+def _cut(items: Sequence[Dealt], sizes: list[int], ends: list[int], at_bytes: int, share_bytes: int) -> tuple[int, int]:
+    """Return the item and element before which the line is cut near a place."""
+    index = bisect_right(ends, at_bytes)
+    if index == len(items):
+        return index, 0
+    item, into_bytes = items[index], at_bytes - (ends[index] - sizes[index])
+    if sizes[index] < BLOCK_BYTES or item.is_whole:
+        return (index, 0) if into_bytes * 2 < sizes[index] else (index + 1, 0)
+    most = max(1, int(share_bytes * _MAX_IMBALANCE) // item.element_bytes)
+    rows = granule(item.sizes, most)
+    element = (into_bytes // item.element_bytes + rows // 2) // rows * rows
+    volume = sizes[index] // item.element_bytes
+    return (index, element) if element < volume else (index + 1, 0)
+
+
+def chunks_of(box: Box, element_bytes: int, start: int = 0, stop: int | None = None) -> list[Box]:
+    """Return the boxes, counted as `box` is, that hold its elements from `start` to `stop`, none above 1 GiB."""
+    volume = box.volume
+    stop = volume if stop is None else stop
+    if start == 0 and stop == volume and volume * element_bytes <= MAX_CHUNK_BYTES:
+        return [box] if volume else []
+    most = MAX_CHUNK_BYTES // element_bytes
+    rows = granule(box.sizes, most)
+    step = most // rows * rows
+    found = []
+    for first in range(start, stop, step):
+        found += [within(inner, box) for inner in boxes_of_range(box.sizes, first, min(first + step, stop))]
+    return found
+
+
+Made = TypeVar("Made")
+
+
+@dataclass(slots=True)
+class SaveMemo:
+    """The results that a save of a store would compute again though nothing has changed; for one save at a time."""
+
+    negotiator: Negotiator = field(default_factory=Negotiator)
+    _cache: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    _turn: int = 0
+
+    def next_turn(self) -> int:
+        """Return another number for each save of this process; it selects the copies to check."""
+        self._turn += 1
+        return self._turn
+
+    @collector_paused()
+    def cached(self, name: str, made_for: object, make: Callable[[], Made]) -> Made:
+        """Return the last result of `make` under that name, if it was made for an equal object; else call `make`."""
+        last = self._cache.get(name)
+        if last is None or last[0] != made_for:
+            last = self._cache[name] = made_for, make()  # one assignment, so that no error comes between the two
+        made: Made = last[1]
+        return made
+
+    @collector_paused()
+    def plan(self, items: Sequence[Item], agreement: Agreement, rank: int) -> RankPlan:
+        """Return the result of `plan_rank`; the last plan itself, if the agreement and the items are equal but for the
+        digests of items: the writes of a rank depend on digests only through the agreement."""
+
+        def make() -> RankPlan:
+            if agreement.world_size == 1:  # else the leader has received them
+                self.negotiator.structures = RankStructures.of([Structure.of(items)], (0,), (member_of(items),))
+            return plan_rank(items, agreement, rank)
+
+        return self.cached("plan", (without_digests(items), agreement, rank), make)
+
+    def outliner(self, agreement: Agreement) -> Outliner:
+        """Return the outliner of the leader, once it has a plan; the last one itself, if the structures of all ranks
+        and the agreement are equal."""
+        structures = self.negotiator.structures
+
+        def make() -> Outliner:
+            return Outliner(structures, differs=agreement.differs, untied=agreement.untied, copies=agreement.copies)
+
+        return self.cached("outliner", (id(structures), agreement), make)  # which the cached outliner keeps alive

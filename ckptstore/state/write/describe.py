@@ -17,17 +17,16 @@ from ckptstore.state.index.part import DTYPES
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.live.values import Encoder
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.tensors.dtensor_layouts import layout_of
-from ckptstore.state.tensors.loaded import is_dtensor
 from ckptstore.state.tensors.placement import (
     PLAIN_TYPES,
     Piece,
     dtype_and_shape,
-    group_of,
     is_distributed,
+    is_dtensor,
+    lowest_shard_rank,
+    mesh_share,
     name_of,
     pieces_of,
-    sharers_of,
 )
 from ckptstore.state.tensors.tensor_memory import bytes_of, check_memory
 from ckptstore.state.tensors.wrapped import Wrapped
@@ -48,7 +47,6 @@ class Described:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all tensors that this rank holds."""
         return sum(item.size_bytes for item in self.items if not item.tied_to)
 
 
@@ -70,13 +68,7 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
     for key, first in flat.aliases.items():
         if first not in by_key:
             raise InvalidState(f"{key} is tied to {first}, which is not in the state")
-        one = by_key[first]
-        found.items.append(
-            Item(
-                key, one.mode, one.dtype, one.shape, one.boxes, one.sharers, one.position, one.group,
-                tied_to=first, layout=one.layout, member=one.member, digest=one.digest,
-            )
-        )  # fmt: skip
+        found.items.append(by_key[first]._replace(key=key, tied_to=first))
         found.memory[key] = found.memory[first]
     if marked:
         kinds = (Mode.COMPARE, Mode.VALUE)
@@ -98,7 +90,7 @@ def _take_value(found: Described, flat: FlatState, key: str, value: Any, *, allo
             raise InvalidState(f"the key {name!r} is needed for a part of {key!r}, and is taken", hint="Rename it")
         beside.append(name)
         tensor = torch.from_numpy(kept if kept.flags.writeable else kept.copy())
-        dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
+        dtype, shape = dtype_name(tensor.dtype, name), tuple(tensor.shape)
         found.items.append(Item(name, Mode.BESIDE, dtype, shape, (whole(shape),) if tensor.numel() else (), owner=key))
         found.memory[name] = (tensor,)
         return name
@@ -128,19 +120,20 @@ def _unlike_any() -> bytes:
 
 def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: bool, is_own: bool) -> None:
     tensor = entry.tensor
-    pieces = pieces_of(_checked(tensor, key), key)
+    if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
+        raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
+    pieces = pieces_of(tensor, key)
     for piece in pieces:
         check_memory(piece.tensor, key)
     torch_dtype, shape = dtype_and_shape(tensor)
-    dtype = _known_name(torch_dtype, key)
+    dtype = dtype_name(torch_dtype, key)
     boxes = tuple([piece.box for piece in pieces])
+    found.memory[key] = tuple([piece.tensor for piece in pieces])
     if is_distributed(tensor):
         if is_own:
             raise _own_part(key)
-        found.memory[key] = tuple(piece.tensor for piece in pieces)
         found.items.append(_distributed(key, tensor, dtype, shape, boxes))
         return
-    found.memory[key] = tuple([piece.tensor for piece in pieces])
     mode, digest = Mode.LOWEST, b""
     if is_own:
         mode, digest = Mode.COMPARE, _unlike_any() if compare else b""
@@ -161,14 +154,10 @@ def _own_part(key: str) -> InvalidState:
 
 def _distributed(key: str, tensor: Any, dtype: str, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Item:
     if not is_dtensor(tensor):
-        return Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor))
-    count, sharers, position, member = sharers_of(tensor)
-    layout = layout_of(tensor)
-    if count == 1:
-        return Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor), layout=layout, member=member)
-    return Item(
-        key, Mode.MESH, dtype, shape, boxes, sharers, position, group_of(tensor), layout=layout, member=member
-    )  # fmt: skip
+        return Item(key, Mode.SHARD, dtype, shape, boxes, group=lowest_shard_rank(tensor))
+    layout, num_copies, sharers, position, group, member = mesh_share(tensor)
+    mode, sharers = (Mode.SHARD, ()) if num_copies == 1 else (Mode.MESH, sharers)
+    return Item(key, mode, dtype, shape, boxes, sharers, position, group, layout=layout, member=member)
 
 
 def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -178,19 +167,8 @@ def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:
     return digest.digest()
 
 
-def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    """Return the tensor, unless its numbers are not in memory: raise InvalidState then."""
-    if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
-        raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
-    return tensor
-
-
-def dtype_name(tensor: torch.Tensor, key: str) -> str:
+def dtype_name(dtype: torch.dtype, key: str) -> str:
     """Return torch's name of a dtype, without the module; raise InvalidState for one that the format does not know."""
-    return _known_name(dtype_and_shape(tensor)[0], key)
-
-
-def _known_name(dtype: torch.dtype, key: str) -> str:
     name = name_of(dtype)
     if name not in DTYPES:
         raise InvalidState(f"{key} has the dtype {name}, which the format does not know")

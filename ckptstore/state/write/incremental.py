@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.encoding import FORMAT_VERSION, load_object, shortened
 from ckptstore.format.manifest import Receipt
 from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.tensors.tensor_memory import digest_of
 
 LEAST_CURRENT = 0.75
 """The least share of a file that is still current for it to be taken over; below, the current chunks are written
@@ -30,8 +27,7 @@ Place = tuple[str, Box]
 """A tensor's key and a box of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptChunk:
+class KeptChunk(NamedTuple):
     """A frame in a file that may be taken over."""
 
     key: str
@@ -45,8 +41,7 @@ class KeptChunk:
     """The digests of a payload that is a separate region; empty in a slab."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptFile:
+class KeptFile(NamedTuple):
     """A file of the checkpoint before."""
 
     receipt: Receipt
@@ -61,20 +56,6 @@ class KeptFile:
         slab = [self.slab_digests] if self.slab_bytes else []
         return [*slab, *(chunk.block_digests for chunk in self.chunks if chunk.block_digests)]
 
-    def current(self, digests: dict[Place, str]) -> KeptFile:
-        """Return the same file with the chunks that are still current."""
-        chunks = tuple(chunk for chunk in self.chunks if digests.get((chunk.key, chunk.box)) == chunk.digest)
-        return replace(self, chunks=chunks)
-
-    def moved_to(self, attempt: str) -> KeptFile:
-        """Return the same file, linked or copied into another directory."""
-        return replace(self, receipt=self.receipt._replace(attempt=attempt))
-
-    @property
-    def is_worth_keeping(self) -> bool:
-        """True if most of it is referred to."""
-        return sum(chunk.size_bytes for chunk in self.chunks) >= LEAST_CURRENT * self.receipt.size_bytes > 0
-
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -84,14 +65,19 @@ class Kept:
     """The directory of that checkpoint."""
     files: tuple[KeptFile, ...]
 
-    def still_good(self, digests: dict[Place, str], *, algorithm: str) -> list[KeptFile]:
-        """Return the files to take over; no chunk is in two of them. All digests of an index are by one algorithm."""
+    def still_good(self, digests: Mapping[Place, str], *, algorithm: str) -> list[KeptFile]:
+        """Return the files to take over, with the chunks that are still current; no chunk is in two of them. All
+        digests of an index are by one algorithm."""
         found, taken = [], set[Place]()
-        for file in (file.current(digests) for file in self.files):
+        for file in self.files:
+            chunks = tuple(chunk for chunk in file.chunks if digests.get((chunk.key, chunk.box)) == chunk.digest)
+            places = {(chunk.key, chunk.box) for chunk in chunks}
             is_alike = file.receipt.digest is not None and file.receipt.digest.algorithm == algorithm
-            if is_alike and file.is_worth_keeping and not any((chunk.key, chunk.box) in taken for chunk in file.chunks):
-                found.append(file)
-                taken |= {(chunk.key, chunk.box) for chunk in file.chunks}
+            current_bytes = sum(chunk.size_bytes for chunk in chunks)
+            is_worth_it = current_bytes >= LEAST_CURRENT * file.receipt.size_bytes > 0
+            if is_alike and is_worth_it and taken.isdisjoint(places):
+                found.append(file._replace(chunks=chunks))
+                taken |= places
         return found
 
     def encode(self) -> bytes:
@@ -152,23 +138,6 @@ def _number(value: Any) -> int:
     return value
 
 
-def digests_of(chunks: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[Place, str]:
-    """Return the fingerprint of each chunk's bytes, dtype and whole shape of the box."""
-    return {(key, box): digest_of(tensor) for key, box, tensor in chunks}
-
-
 def kept_file_name(rank: int) -> str:
     """Return the file that stores a rank's `Kept`; it is listed in the manifest like any other."""
     return f"digests-rank={rank:05d}.json"
-
-
-def free_names(rank: int, taken: Sequence[str], count: int, *, directory: str = "") -> list[str]:
-    """Return `count` names of state files that are not taken."""
-    found: list[str] = []
-    number = 0
-    while len(found) < count:
-        name = f"{directory}state-rank={rank:05d}-{number:02d}.distcp"
-        if name not in taken:
-            found.append(name)
-        number += 1
-    return found

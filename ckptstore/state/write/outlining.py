@@ -1,4 +1,5 @@
-"""The outline that the leader writes, and the choice to pack the parts of ranks behind it. Pure."""
+"""The leader's outline of a checkpoint, its choice to pack the parts of ranks behind it, and its checks that the files
+hold everything that any rank has. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import prod
 from typing import NamedTuple
+
+import numpy as np
 
 from ckptstore.errors import InvalidState
 from ckptstore.format.digest import Digest
@@ -15,10 +19,12 @@ from ckptstore.group.base import spoken
 from ckptstore.state.index.items import Mode, Row, Structure
 from ckptstore.state.index.outline import Outline, PartFile, Span, encode_table
 from ckptstore.state.index.part import Tensor, total_bytes
+from ckptstore.state.index.tensor_index import TensorIndex, are_apart
 from ckptstore.state.tensors.layouts import MeshLayout
 
 MANY_CHUNKS = 200_000
 """The most chunks of an index whose parts are packed, if each rank can write its own part instead."""
+_SHOWN = 5
 
 
 class RankTold(NamedTuple):
@@ -36,9 +42,9 @@ class RankTold(NamedTuple):
     """The size and the digest of its part of the index."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankStructures:
-    """The structures of all ranks, as an outline needs them."""
+    """The structures of all ranks."""
 
     structures: Sequence[Structure]
     classes: Sequence[int]
@@ -53,22 +59,71 @@ class RankStructures:
         """Return the structures of all ranks; `members` has torch's number of each rank."""
         rank_of = {member: rank for rank, member in enumerate(members) if member >= 0}
         layouts = [[layout.renumbered(rank_of) for layout in structure.layouts] for structure in structures]
-        rows = [row for structure in structures for row in structure.rows]
         is_seen = any(layout is None for found in layouts for layout in found) or any(
-            _is_part(row) or (_is_distributed(row) and not row.layout) for row in rows
+            _is_seen(row) for structure in structures for row in structure.rows
         )
         can_spread = not is_seen and _num_chunks(structures, layouts) > MANY_CHUNKS
         return RankStructures(structures, classes, layouts, can_spread)
+
+    @cached_property
+    def _keys(self) -> Mapping[str, tuple[int, ...]]:
+        """The structures that have a key, for each key."""
+        found: dict[str, list[int]] = {}
+        for number, structure in enumerate(self.structures):
+            for row in structure.rows:
+                found.setdefault(row.key, []).append(number)
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # most keys are in the same structures
+        return {key: known.setdefault(tuple(numbers), tuple(numbers)) for key, numbers in found.items()}
+
+    def size_bytes(self, differs: Collection[str]) -> int:
+        """Return the size of all tensors: each once, or once for each rank that keeps its own."""
+        apart, once = 0, dict[str, int]()
+        for number, structure in enumerate(self.structures):
+            for row in structure.rows:
+                if row.dtype and not row.tied_to:
+                    size_bytes = total_bytes(row.dtype, row.shape)
+                    if row.key in differs or row.owner in differs:
+                        apart += size_bytes * self.classes.count(number)
+                    else:
+                        once[row.key] = size_bytes
+        return apart + sum(once.values())
+
+    def ranks_of(self, key: str) -> list[int]:
+        """Return the ranks that have a key, or parts of it."""
+        parts = (numbers for name, numbers in self._keys.items() if name.startswith(f"{key}@"))
+        numbers = self._keys.get(key) or {number for part in parts for number in part}
+        return [rank for rank, number in enumerate(self.classes) if number in numbers]
+
+    def check(self, index: TensorIndex) -> None:
+        """Raise InvalidState, with keys and ranks, unless every key exists for each rank that has it, and every tensor
+        with all its elements, once."""
+        holes = [*index.incomplete(), *_torn(index)]
+        if holes:
+            raise _refusal(f"the chunks of {self._words(holes)} do not cover the tensor exactly once")
+        lost = self._lost(index)
+        if lost:
+            raise _refusal(f"{self._words(lost)} would be in no file of the checkpoint")
+
+    def _lost(self, index: TensorIndex) -> list[str]:
+        apart = self._keys.keys() - index.common_keys
+        if not apart:
+            return []
+        own = {part.rank: index.own_keys(part.rank) for part in index.parts}
+        return sorted(key for key in apart if any(key not in own[rank] for rank in self.ranks_of(key)))
+
+    def _words(self, keys: Sequence[str]) -> str:
+        shown = [f"{key} ({spoken(ranks)})" if (ranks := self.ranks_of(key)) else key for key in keys[:_SHOWN]]
+        return ", ".join(shown) + (f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
 
 
 def _is_distributed(row: Row) -> bool:
     return row.mode in (Mode.SHARD, Mode.MESH)
 
 
-def _is_part(row: Row) -> bool:
-    """Return True if it may be the value of a wrapped part of a distributed tensor: each rank has one under its own
-    key, and only the index shows that they cover the tensor."""
-    return row.mode == Mode.VALUE and "@" in row.key
+def _is_seen(row: Row) -> bool:
+    """Return True if only the index shows who has what: of distributed tensors without a rule, and of the value of what
+    may be a wrapped part of one, of which each rank has one under its own key."""
+    return (row.mode == Mode.VALUE and "@" in row.key) or (_is_distributed(row) and not row.layout)
 
 
 def _num_chunks(structures: Sequence[Structure], layouts: Sequence[Sequence[MeshLayout | None]]) -> int:
@@ -107,8 +162,8 @@ class Outliner:
 
     def _is_own(self, row: Row) -> bool:
         """Return True if each rank keeps its own."""
-        others = [row.owner, row.tied_to if row.key not in self._untied else ""]
-        return row.key in self._differs or any(other and other in self._differs for other in others)
+        others = {row.key, row.owner, row.tied_to if row.key not in self._untied else ""}
+        return not others.isdisjoint(self._differs)
 
     def _layout_of(self, row: Row, number: int) -> MeshLayout | None:
         return self._described.layouts[number][row.layout - 1] if row.layout else None
@@ -185,8 +240,9 @@ class Outliner:
             if (layout := self._layout_of(row, number)) is not None:
                 self._check_layout(key, row, layout)
         size_bytes = sum(one.size_bytes for one in told)
-        if size_bytes != self._expected_bytes() and not self._untied:  # those that are tied differently count twice
-            raise _refusal(f"The ranks wrote {size_bytes} bytes of tensors that have {self._expected_bytes()}")
+        expected_bytes = self._described.size_bytes(self._differs)
+        if size_bytes != expected_bytes and not self._untied:  # those that are tied differently count twice
+            raise _refusal(f"The ranks wrote {size_bytes} bytes of tensors that have {expected_bytes}")
         values = [row for row, _ in self._first.values() if row.mode == Mode.VALUE]
         own = [row.key for row in values if row.key in self._differs]
         num_own = sum(self._sizes[number] for key in own for number, rows in enumerate(self._rows) if key in rows)
@@ -218,24 +274,27 @@ class Outliner:
             return False
         return found.shape == row.shape and self._layout_of(found, number) == layout
 
-    def _expected_bytes(self) -> int:
-        """Return the size of all tensors: each once, or once for each rank that keeps its own."""
-        once = sum(
-            total_bytes(row.dtype, row.shape) for row, _ in self._first.values() if self._is_written(row, own=False)
-        )
-        return once + sum(
-            total_bytes(row.dtype, row.shape) * self._sizes[number]
-            for number, rows in enumerate(self._rows)
-            for row in rows.values()
-            if self._is_written(row, own=True)
-        )
-
-    def _is_written(self, row: Row, *, own: bool) -> bool:
-        return bool(row.dtype) and not row.tied_to and self._is_own(row) == own
-
 
 def _refusal(what: str) -> InvalidState:
     return InvalidState(
         f"{what}: the ranks differ in what they have of it",
         hint="All ranks must give the same structure for what they share",
     )
+
+
+def _torn(index: TensorIndex) -> list[str]:
+    """Return the distributed tensors whose wrapped parts do not cover them exactly once."""
+    parts: dict[str, list[tuple[list[int], list[int]]]] = {}
+    shapes: dict[str, list[int]] = {}
+    for value in index.common_values().values():
+        if isinstance(value, dict) and value.get("$t") == "wrapper" and value["v"]["part"]:
+            key, offsets, shape = value["v"]["part"]
+            parts.setdefault(key, []).append((offsets, value["v"]["shape"]))
+            shapes[key] = shape
+    return [key for key, boxes in parts.items() if not _is_covered(shapes[key], boxes)]
+
+
+def _is_covered(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> bool:
+    places = np.array(boxes, np.int64)
+    is_full = int(places[:, 1].prod(axis=1).sum()) == prod(shape)
+    return is_full and (len(boxes) == 1 or are_apart(np.array(shape, np.int64), places[:, 0], places[:, 1]))

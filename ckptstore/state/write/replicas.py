@@ -1,5 +1,5 @@
-"""Comparison of tensors that several ranks should have alike. They are dealt out between the ranks, so that a
-difference would not show otherwise.
+"""Comparison of tensors that several ranks should have alike. They are dealt out between the ranks, or one copy of
+them is stored, so that a difference would not show otherwise.
 
 Each rank makes a digest of all its bytes of each such tensor, and the leader compares them. If all ranks have one
 structure, the tensors that the same ranks share have one digest together, so that the posts stay small; only those that
@@ -9,7 +9,7 @@ do not agree are compared one by one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +19,13 @@ from ckptstore.format.digest import fingerprint
 from ckptstore.group.base import spoken
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode, Structure
-from ckptstore.state.index.part import total_bytes
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.tensors.fingerprints import digest_of_host, fingerprints_of
+from ckptstore.state.tensors.tensor_memory import digest_of, digest_of_host, fingerprints_of
+from ckptstore.state.write.describe import Described
 
 _DEALT = frozenset({Mode.SPLIT, Mode.MESH})
 _CLAIM_BYTES = 2 * DIGEST_BYTES
 _SHOWN = 5
-_LARGE_ELEMENTS = 1024
-_NEARLY_ALL = 0.9
 
 
 class Question(NamedTuple):
@@ -40,47 +38,34 @@ class Question(NamedTuple):
     brief."""
 
 
-class Replicas:
-    """One rank's tensors that are dealt out between ranks. Reads their bytes only for an answer."""
-
-    def __init__(self, items: Sequence[Item], memory: Mapping[str, tuple[torch.Tensor, ...]]) -> None:
-        self._dealt = [item for item in items if item.mode in _DEALT and item.boxes]
-        self._memory = memory
-
-    @collector_paused()
-    def answer(self, question: Question) -> bytes:
-        """Return for each claim its name and digest, or a JSON list of key, mode, name and digest for each tensor in
-        those that the question names."""
-        groups = self._groups(question.one_by_one)
-        names = {
-            name: [name_of(item.key, item.mode, item.group, item.boxes) for item in groups[name]] for name in groups
-        }
-        claims = {fingerprint(b"".join(names[name])): name for name in groups}
-        if question.names:
-            wanted = [claims[name] for text in question.names if (name := bytes.fromhex(text)) in claims]
-            return json.dumps([self._detail(item) for name in wanted for item in groups[name]]).encode()
-        digests = fingerprints_of({_memory_of(item): self._memory[item.key] for item in self._dealt})
-        parts = []
-        for claim, name in claims.items():
-            parts += [claim, fingerprint(b"".join([digests[_memory_of(item)] for item in groups[name]]))]
-        return b"".join(parts)
-
-    def _groups(self, one_by_one: bool) -> dict[Any, list[Item]]:
-        """Return the tensors by the ranks that have them. One whose ranks are unknown is a separate group."""
-        groups: dict[Any, list[Item]] = {}
-        for item in self._dealt:
-            is_alone = one_by_one or (item.mode is Mode.MESH and item.layout is None)
-            groups.setdefault(item.key if is_alone else (item.mode, item.group, item.sharers), []).append(item)
-        return groups
-
-    def _detail(self, item: Item) -> list[Any]:
-        digests = b"".join([digest_of_host(tensor) for tensor in self._memory[item.key]])
-        name = name_of(item.key, item.mode, item.group, item.boxes)
-        return [item.key, int(item.mode), name.hex(), fingerprint(digests).hex()]
+@collector_paused()
+def answer(found: Described, question: Question) -> bytes:
+    """Return, of the tensors that are dealt out between ranks, for each claim its name and digest, or a JSON list of
+    key, mode, name and digest for each tensor in those that the question names."""
+    dealt = [item for item in found.items if item.mode in _DEALT and item.boxes]
+    groups: dict[Any, list[Item]] = {}
+    """The tensors by the ranks that have them. One whose ranks are unknown is a separate group."""
+    for item in dealt:
+        is_alone = question.one_by_one or (item.mode is Mode.MESH and item.layout is None)
+        groups.setdefault(item.key if is_alone else (item.mode, item.group, item.sharers), []).append(item)
+    claims = {
+        fingerprint(b"".join([name_of(item.key, item.mode, item.group, item.boxes) for item in group])): group
+        for group in groups.values()
+    }
+    if question.names:
+        wanted = [claims[name] for text in question.names if (name := bytes.fromhex(text)) in claims]
+        return json.dumps([_detail(item, found.memory[item.key]) for group in wanted for item in group]).encode()
+    digests = fingerprints_of({_memory_of(item): found.memory[item.key] for item in dealt})
+    parts = []
+    for claim, group in claims.items():
+        parts += [claim, fingerprint(b"".join([digests[_memory_of(item)] for item in group]))]
+    return b"".join(parts)
 
 
-Answer = Callable[[Question], bytes]
-"""The type of `Replicas.answer`."""
+def _detail(item: Item, memory: Sequence[torch.Tensor]) -> list[Any]:
+    digests = b"".join([digest_of_host(tensor) for tensor in memory])
+    name = name_of(item.key, item.mode, item.group, item.boxes)
+    return [item.key, int(item.mode), name.hex(), fingerprint(digests).hex()]
 
 
 def _memory_of(item: Item) -> str:
@@ -154,18 +139,59 @@ _MESH_HINT = (
 )
 
 
-def apart(structure: Structure, differs: Collection[str], own: Collection[str]) -> tuple[list[str], int]:
-    """Return the large tensors that differ between ranks, if these are nearly all and were not marked as each rank's
-    own, and the number of all large ones. Return none of them if anything large is distributed or kept alike by a
-    wrapper."""
-    large = [
-        row
-        for row in structure.rows
-        if row.dtype.startswith(("float", "bfloat"))
-        and not row.tied_to
-        and total_bytes("uint8", row.shape) >= _LARGE_ELEMENTS
+def is_stored_elsewhere(item: Item, copies: Mapping[str, Sequence[int]]) -> bool:
+    """Return True if other ranks have their own copy of the whole tensor, and that copy is stored; `copies` are those
+    of the `Agreement`."""
+    return item.group != copies.get(item.key, (item.group,))[0]
+
+
+def digests_of_copies(found: Described, copies: Mapping[str, Sequence[int]]) -> bytes:
+    """Return the digests of all bytes that this rank has of distributed tensors of which several sets of ranks have
+    copies.
+
+    Training waits for it, because nothing can be compared later with a copy that is not stored. Takes a copy in host
+    memory of each tensor on a device.
+    """
+    told = {}
+    for item in found.items:
+        if item.key in copies and not item.tied_to:
+            boxes = {
+                json.dumps([box.offsets, box.sizes]): digest_of(tensor)
+                for box, tensor in zip(item.boxes, found.memory[item.key], strict=True)
+            }
+            told[item.key] = [is_stored_elsewhere(item, copies), boxes]
+    return json.dumps(told).encode()
+
+
+def check_copies(posts: Sequence[bytes]) -> None:
+    """Leader: raise InvalidState, with keys and ranks, for a copy that differs from the stored one, or that lies in
+    other boxes, so that they cannot be compared."""
+    told = [
+        (rank, key, box, digest, is_elsewhere)
+        for rank, post in enumerate(posts)
+        for key, (is_elsewhere, boxes) in json.loads(post).items()
+        for box, digest in boxes.items()
     ]
-    found = [row.key for row in large if row.mode == Mode.COMPARE and row.key in differs and row.key not in own]
-    is_whole = all(row.mode == Mode.COMPARE for row in large)
-    is_nearly_all = len(found) > 1 and len(found) >= _NEARLY_ALL * len(large)
-    return (found if is_whole and is_nearly_all else []), len(large)
+    stored: dict[tuple[str, str], tuple[int, str]] = {}
+    for rank, key, box, digest, is_elsewhere in told:
+        if not is_elsewhere:
+            stored.setdefault((key, box), (rank, digest))
+    for rank, key, box, digest, is_elsewhere in told:
+        first, known = stored.get((key, box), (None, ""))
+        if not is_elsewhere or known == digest:
+            continue
+        if first is None:
+            raise InvalidState(
+                f"{key} is on several meshes, on rank {rank}'s in other parts than on the first, so that no one can "
+                f"tell whether they are the same",
+                ranks=(rank,),
+                hint=_COPIES_HINT,
+            )
+        raise InvalidState(
+            f"{key} is on several meshes with other numbers: those of rank {rank} are not those of rank {first}",
+            ranks=(first, rank),
+            hint=_COPIES_HINT,
+        )
+
+
+_COPIES_HINT = "One copy is stored: give what differs keys of its own, or distribute it over one mesh of all its ranks"

@@ -117,7 +117,7 @@ class RunOfRay:
     def _state(self, group: Group, index: int, action: Action) -> Shard:
         from ckptstore.saving.state_shard import StateShard
         from ckptstore.state.live.apply import collect
-        from ckptstore.state.write.memo import SaveMemo
+        from ckptstore.state.write.assignment import SaveMemo
         from ckptstore.testing.simulation.states import state_of
 
         state = state_of((self._member.actor.name, index), self._member.rank)

@@ -30,7 +30,7 @@ from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.shard import Shard
 
 if TYPE_CHECKING:
-    from ckptstore.state.write.memo import SaveMemo
+    from ckptstore.state.write.assignment import SaveMemo
 
 logger = logging.getLogger("ckptstore.ray")
 
@@ -204,7 +204,7 @@ class _Reporter:
     def _state(self, group: Group, brought: _Brought) -> Shard:
         from ckptstore.saving.state_shard import StateOptions, StateShard
         from ckptstore.state.live.apply import collect
-        from ckptstore.state.write.memo import SaveMemo
+        from ckptstore.state.write.assignment import SaveMemo
 
         if self._memo is None:
             self._memo = SaveMemo()

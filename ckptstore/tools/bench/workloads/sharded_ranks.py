@@ -33,11 +33,11 @@ from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode
 from ckptstore.state.index.outline import INDEX_NAME, part_name
 from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.live.flatten import FlatState
-from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.tensors.cuts import Cut
+from ckptstore.state.tensors.boxes import Box, Cut
 from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 from ckptstore.state.write.agree import FULL_POST_HEAD, Agreement, Negotiator
-from ckptstore.state.write.memo import SaveMemo
+from ckptstore.state.write.assignment import SaveMemo
+from ckptstore.state.write.describe import Described
 from ckptstore.tools.bench.measure import Meter
 from ckptstore.transfer import RangeRead
 
@@ -67,9 +67,8 @@ class _Case:
     def agree(self, leader: Negotiator) -> tuple[Agreement, int]:
         """Return the leader's agreement in a first save, and the bytes that it receives from all ranks."""
         boxes = (self.box(0),)
-        leader.begin(
-            [Item(key, Mode.SHARD, "float32", self.shape, boxes, layout=self.layout, member=0) for key in self.keys], 0
-        )
+        items = [Item(key, Mode.SHARD, "float32", self.shape, boxes, layout=self.layout, member=0) for key in self.keys]
+        leader.begin(Described(items), 0)
         roughly = [leader.describe()] * self.num_ranks
         leader.hear(leader.join(roughly, may_spread=True))
         identity = roughly[0][:DIGEST_BYTES]
