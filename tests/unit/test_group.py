@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bare_storage import BareStorage
 from exchanging import exchange
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,16 +74,6 @@ def joined(answers: list[bytes], beat: Beat) -> bytes:
     return b", ".join(answers)
 
 
-class PlainStorage(Storage):
-    """Only the seven verbs: a storage without create-if-absent."""
-
-    uri = ""
-
-    def __init__(self, inner: Storage) -> None:
-        self.uri, self.write, self.read, self.read_into = inner.uri, inner.write, inner.read, inner.read_into
-        self.stat, self.list, self.delete, self.close = inner.stat, inner.list, inner.delete, inner.close
-
-
 @pytest.fixture(params=["local", "memory", "plain"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "local":
@@ -90,7 +81,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     memory = MemoryStorage(f"memory://{tmp_path.name}")
     if request.param == "memory":
         return memory
-    plain = PlainStorage(memory)
+    plain = BareStorage(memory)
     assert not isinstance(plain, CreatesExclusively)
     return plain
 
@@ -408,7 +399,7 @@ def test_requests_are_tried_again_and_a_lost_reply_is_settled(memory: MemoryStor
 
 
 def test_a_message_that_is_seen_half_written_is_read_again(tmp_path: Path) -> None:
-    plain = PlainStorage(MemoryStorage(f"memory://{tmp_path.name}"))
+    plain = BareStorage(MemoryStorage(f"memory://{tmp_path.name}"))
     half = Message(tag="save", rank=1, world_size=2, by="rank 1's process", payload=pack(b"rank 1")).encode()
     plain.write("group/start/00000001.00001", [memoryview(half[: len(half) // 2])])
     leader: list[Any] = []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from bare_storage import BareStorage
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import (
@@ -35,7 +36,7 @@ from ckptstore.log.identity import (
     write_identity,
 )
 from ckptstore.log.reader import Hint
-from ckptstore.storage.base import Storage, StoredFile
+from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import Call, CountCalls, FailAt, TearAt, combine, wrap
@@ -43,25 +44,6 @@ from ckptstore.testing.faults import Call, CountCalls, FailAt, TearAt, combine, 
 ONCE = RetryConfig(retry_attempts=1)
 QUICK = RetryConfig(retry_attempts=5, retry_wait_initial_seconds=1e-6)
 CLAIM = Claim("token", 1)
-
-
-class BareStorage(Storage):
-    """A storage with the seven verbs and no power, over another one."""
-
-    uri = ""
-
-    def __init__(self, inner: Storage) -> None:
-        self.inner = inner
-        self.uri = inner.uri
-        self.write = inner.write
-        self.read = inner.read
-        self.read_into = inner.read_into
-        self.stat = inner.stat
-        self.delete = inner.delete
-        self.close = inner.close
-
-    def list(self, prefix: str) -> Iterator[StoredFile]:
-        return self.inner.list(prefix)
 
 
 def new_storage() -> MemoryStorage:
