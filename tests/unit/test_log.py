@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from bare_storage import BareStorage
+from log_entries import entry
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import (
@@ -23,7 +24,7 @@ from ckptstore.errors import (
     StoreForked,
     UnsupportedVersion,
 )
-from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Noop, Pin, Remove
+from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove
 from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
 from ckptstore.format.record import Record, sealed
 from ckptstore.log import Log
@@ -51,19 +52,7 @@ def new_storage() -> MemoryStorage:
 
 
 def commit(step: int, epoch: int = 1) -> Commit:
-    return Commit(
-        CheckpointEntry(
-            step=step,
-            epoch=epoch,
-            attempt=f"step-{step:010d}-e{epoch:04d}-0123abcd",
-            manifest_sha256="ab" * 32,
-            kind="directory",
-            world_size=1,
-            size_bytes=1,
-            num_files=1,
-            created_at=1.0,
-        )
-    )
+    return Commit(entry(step, epoch))
 
 
 def fill(storage: Storage, count: int) -> Log:
