@@ -14,12 +14,11 @@ from uuid import uuid4
 
 import pytest
 import torch
-from trees import make_tree, read_tree
+from trees import Once, directories, make_tree, read_tree, save_tree, settle, steps
 
 from ckptstore import (
     Checkpoint,
     CheckpointGone,
-    CheckpointStore,
     KeepEvery,
     KeepLatest,
     KeepSince,
@@ -36,43 +35,11 @@ from ckptstore.interchange import copying
 from ckptstore.interchange.copying import CopyReport, copy_store
 from ckptstore.interchange.exporting import export
 from ckptstore.log.reader import Hint
-from ckptstore.testing import Call, with_faults
+from ckptstore.testing import with_faults
 from ckptstore.transfer.opened import open_place
 from ckptstore.upkeep.retain import retain
 
 YEAR_SECONDS = 365 * 86400.0
-
-
-def save(store: CheckpointStore, tmp_path: Path, step: int, data: bytes = b"x") -> Checkpoint:
-    return store.save_directory(step, make_tree(tmp_path / uuid4().hex, {"f": data, "deep/g": data}))
-
-
-def settle(store: CheckpointStore) -> None:
-    """Wait for the prune that a save began."""
-    if store._job._pruning is not None:
-        store._job._pruning.join()
-
-
-def directories(root: Path) -> list[str]:
-    return sorted(path.name for path in (root / "checkpoints").iterdir())
-
-
-def steps(store: CheckpointStore) -> list[int]:
-    return [checkpoint.step for checkpoint in store]
-
-
-class Once:
-    """A hook that does something at the first call that matches."""
-
-    def __init__(self, verb: str, start: str, action: Callable[[], object], *, phase: str = "before") -> None:
-        self.verb, self.start, self.phase = verb, start, phase
-        self.action: Callable[[], object] | None = action
-
-    def __call__(self, call: Call) -> None:
-        is_it = call.verb == self.verb and call.key.startswith(self.start) and call.phase == self.phase
-        if is_it and self.action is not None:
-            action, self.action = self.action, None
-            action()
 
 
 # Who reads is seen
@@ -114,8 +81,8 @@ def test_nothing_is_pruned_while_it_is_read(tmp_path: Path, reader: str) -> None
 def test_a_reader_who_comes_before_the_record_keeps_the_files_and_a_later_prune_finds_them(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:
-        first = save(store, tmp_path, 1)
-        save(store, tmp_path, 2)
+        first = save_tree(store, tmp_path, 1)
+        save_tree(store, tmp_path, 2)
         retain(store._job.log, KeepLatest(1))
         reading = first.as_directory()
         events: list[Event] = []
@@ -141,8 +108,8 @@ def test_a_reader_who_comes_before_the_record_keeps_the_files_and_a_later_prune_
 def test_what_a_prune_left_to_a_reader_is_garbage_after_the_next_claim_too(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:
-        first = save(store, tmp_path, 1)
-        save(store, tmp_path, 2)
+        first = save_tree(store, tmp_path, 1)
+        save_tree(store, tmp_path, 2)
         retain(store._job.log, KeepLatest(1))
         reading = first.as_directory()
         with with_faults(open_store(root, grace_seconds=0), Once("create", "log/", reading.__enter__)) as pruner:
@@ -157,7 +124,7 @@ def test_what_a_prune_left_to_a_reader_is_garbage_after_the_next_claim_too(tmp_p
 
 def test_what_is_in_flight_is_not_taken_for_left_over(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", grace_seconds=0) as store:
-        save(store, tmp_path, 1)
+        save_tree(store, tmp_path, 1)
         own = make_tree(tmp_path / "store/checkpoints/step-0000000005-e0001-0123abcd", {"f": b"torn"})
         store.prune()
         assert own.exists()
@@ -184,7 +151,7 @@ with open_store(sys.argv[1]) as store:
 def test_a_forked_child_takes_a_lease_of_its_own(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:
-        save(store, tmp_path, 1)
+        save_tree(store, tmp_path, 1)
     done = subprocess.run([sys.executable, "-c", FORKING, root], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (left,) = (root / "leases").iterdir()  # the child was killed: its lease ends by its age
@@ -210,7 +177,7 @@ def everything(path: Path) -> list[str]:
 def test_gc_leaves_what_is_linked_in(tmp_path: Path, linked: str) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:
-        save(store, tmp_path, 1)
+        save_tree(store, tmp_path, 1)
         old = make_tree(root / "checkpoints/step-0000000005-e0000-0123abcd", {"f": b"torn", "sub/g": b"torn"})
         path = {"attempt": old, "inside": old / "sub", "checkpoints": root / "checkpoints"}[linked]
         elsewhere = moved_away(path, tmp_path / "elsewhere")
@@ -227,8 +194,8 @@ def test_gc_leaves_what_is_linked_in(tmp_path: Path, linked: str) -> None:
 def test_a_prune_leaves_what_is_linked_in_and_deletes_the_others(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with open_store(root, grace_seconds=0) as store:
-        linked, plain = save(store, tmp_path, 1), save(store, tmp_path, 2)
-        save(store, tmp_path, 3)
+        linked, plain = save_tree(store, tmp_path, 1), save_tree(store, tmp_path, 2)
+        save_tree(store, tmp_path, 3)
         elsewhere = moved_away(Path(linked.uri), tmp_path / "elsewhere")
         before = everything(elsewhere)
         retain(store._job.log, KeepLatest(1))
@@ -247,11 +214,11 @@ def test_a_prune_leaves_what_is_linked_in_and_deletes_the_others(tmp_path: Path)
 def test_nothing_is_saved_through_a_link(tmp_path: Path, name: str) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:
-        save(store, tmp_path, 1)
+        save_tree(store, tmp_path, 1)
         elsewhere = moved_away(root / name, tmp_path / "elsewhere")
         before = everything(elsewhere)
         with pytest.raises(StorageError, match="symbolic link"):
-            save(store, tmp_path, 2)
+            save_tree(store, tmp_path, 2)
         assert everything(elsewhere) == before
         assert store[1].verify().ok, "what is read may lie behind a link"
 
@@ -261,7 +228,7 @@ def test_the_root_may_lie_below_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with open_store(tmp_path / "link/store", retention=KeepLatest(1), grace_seconds=0) as store:
         for step in (1, 2):
-            save(store, tmp_path, step)
+            save_tree(store, tmp_path, step)
         settle(store)
         assert len(directories(tmp_path / "real/store")) == 1
 
@@ -296,7 +263,7 @@ def source(tmp_path: Path) -> Path:
     root = tmp_path / "source"
     for step in (1, 2, 3):
         with open_store(root) as store:
-            save(store, tmp_path, step, data=b"%d" % step * 1000)
+            save_tree(store, tmp_path, step, data=b"%d" % step * 1000)
     return root
 
 
@@ -311,7 +278,7 @@ def test_what_a_running_copy_has_written_is_no_garbage(tmp_path: Path, source: P
         assert copy(source, target).steps == (1, 2, 3)
     with open_store(target) as store:
         assert [checkpoint.step for checkpoint in store if checkpoint.verify().ok] == [1, 2, 3]
-        save(store, tmp_path, 4)
+        save_tree(store, tmp_path, 4)
         assert [checkpoint.step for checkpoint in store if checkpoint.verify().ok] == [1, 2, 3, 4]
 
 
@@ -391,9 +358,9 @@ def replaced_epoch(entry: object, newest: Record) -> object:
 def test_gc_believes_the_log_and_no_hint(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:
-        save(store, tmp_path, 1)
+        save_tree(store, tmp_path, 1)
         newest = store._job.log.newest()
-        save(store, tmp_path, 2)
+        save_tree(store, tmp_path, 2)
         for change in (Claim("a", 1), Claim("b", 1), Claim("c", 1)):
             newest = Record.following(newest, change, write_id=uuid4().hex, created_at=0.0)
         live = newest.state.latest
@@ -419,7 +386,7 @@ def test_messages_go_when_their_job_was_superseded_and_not_by_a_clock(tmp_path: 
     with open_store(root) as store:
         for token in ("job-1", "job-10", "job-2"):
             store._job.log.append(lambda _newest, token=token: Claim(token, 2))  # type: ignore[misc]
-        save(store, tmp_path, 1)
+        save_tree(store, tmp_path, 1)
         store._job.log.append(lambda _newest: Claim("job-3", 2))
         old, live, reader = marks(root, "job-1"), marks(root, "job-3"), marks(root, "eval-1")
         young = make_tree(root / "group/job-10", {"member.00000": b"1"})
@@ -438,7 +405,7 @@ def test_messages_go_when_their_job_was_superseded_and_not_by_a_clock(tmp_path: 
 def test_gc_removes_what_a_killed_writer_left_and_nothing_of_a_living_one(tmp_path: Path, directory: str) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:
-        save(store, tmp_path, 1)
+        save_tree(store, tmp_path, 1)
     names = {age: root / directory / f".ckptstore-tmp-{age}-0123456789abcdef" for age in (60, 7200)}
     (root / directory).mkdir(parents=True, exist_ok=True)
     for age, path in names.items():
@@ -456,7 +423,7 @@ def test_gc_removes_what_a_killed_writer_left_and_nothing_of_a_living_one(tmp_pa
 def test_gc_removes_the_lease_of_a_reader_that_was_killed(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:
-        save(store, tmp_path, 1)
+        save_tree(store, tmp_path, 1)
         make_tree(root / "leases", {"0000000002-here-1-00000000.json": b"{}", "0000000002-here-2-00000000.json": b"{}"})
         os.utime(root / "leases/0000000002-here-1-00000000.json", (0, 0))
         store.collect_garbage()
@@ -466,7 +433,7 @@ def test_gc_removes_the_lease_of_a_reader_that_was_killed(tmp_path: Path) -> Non
 def test_gc_removes_an_empty_directory_of_a_superseded_group(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:
-        save(store, tmp_path, 1)
+        save_tree(store, tmp_path, 1)
     (root / "group" / "gone").mkdir(parents=True)
     os.utime(root / "group" / "gone", (0, 0))
     with open_store(root) as store:
@@ -480,10 +447,10 @@ def test_a_wrong_clock_drops_nothing(tmp_path: Path, wrong_seconds: float) -> No
     now = time.time
     with open_store(tmp_path / "store", retention=KeepSince(3600)) as store:
         for step in (1, 2):
-            save(store, tmp_path, step)
+            save_tree(store, tmp_path, step)
         with patch("time.time", lambda: now() + wrong_seconds):
-            save(store, tmp_path, 3)
-        save(store, tmp_path, 4)
+            save_tree(store, tmp_path, 3)
+        save_tree(store, tmp_path, 4)
         assert steps(store) == [1, 2, 3, 4]
 
 
@@ -491,13 +458,13 @@ def test_ages_are_those_of_the_records_in_a_copy_too(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     with open_store(source) as store:
         for age_hours, step in ((5, 1), (3, 2), (0, 3)):
-            number = save(store, tmp_path, step).number
+            number = save_tree(store, tmp_path, step).number
             assert number is not None
             os.utime(source / record_key(number), (0, time.time() - age_hours * 3600))
     copy(source, target)
     with open_store(target, retention=KeepEvery(seconds=3600)) as store:
-        save(store, tmp_path, 4)
+        save_tree(store, tmp_path, 4)
         assert steps(store) == [1, 2, 3, 4]
     with open_store(target, retention=KeepSince(4 * 3600)) as store:
-        save(store, tmp_path, 5)
+        save_tree(store, tmp_path, 5)
         assert steps(store) == [2, 3, 4, 5]

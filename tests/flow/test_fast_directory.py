@@ -8,21 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_fast_tier import Jobs, small_disk
+from test_fast_tier import Jobs
 
 from ckptstore import CheckpointStore, InvalidInput, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.events import CheckpointSkipped, FastBypassed, listening
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import start_shard
-
-__all__ = ["small_disk"]
-
-
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
-    return Jobs(tmp_path)
 
 
 def written(root: Path, step: int, rank: int) -> Path:

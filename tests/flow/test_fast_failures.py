@@ -20,6 +20,7 @@ import forked_ranks
 import pytest
 import torch
 from small_disks import mounted
+from trees import flip
 
 from ckptstore import CheckpointStore, FastTier, KeepEvery, StorageGroup, open_store
 from ckptstore.config import RetryConfig
@@ -145,13 +146,6 @@ def lose(*nodes: str) -> Row:
 def attempt(root: Path, node: str, step: int = NEWEST) -> Path:
     (found,) = (root / f"disk-{node}").glob(f"*/checkpoints/step-{step:010d}-*")
     return found
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.unlink()
-    path.write_bytes(data)
 
 
 def tear(path: Path) -> None:

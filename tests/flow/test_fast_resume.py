@@ -18,6 +18,7 @@ import torch
 from small_disks import mounted
 from test_fast_tier import Jobs, of, resume, save, state_of
 from thread_ranks import in_threads
+from trees import flip
 
 from ckptstore import CheckpointStore, FastTier, StorageError, StorageGroup, open_store
 from ckptstore.catalogue import job_of
@@ -33,20 +34,6 @@ from ckptstore.testing import FailAt, with_faults
 from ckptstore.testing.hooked import Call, wrap
 from ckptstore.testing.s3_server import s3_server
 from ckptstore.transfer import Transfer
-
-
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
-    return Jobs(tmp_path)
-
-
-def flip(path: Path) -> None:
-    """Change one bit of a file that is read-only."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.unlink()
-    path.write_bytes(data)
 
 
 def steps(jobs: Jobs, node: str) -> list[int]:

@@ -10,7 +10,7 @@ import pickle
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from uuid import uuid4
 
 import pytest
 import torch
-from small_disks import mounted
 from thread_ranks import in_threads
 
 from ckptstore import (
@@ -88,11 +87,6 @@ class Jobs:
                 return flow(store, number)
 
         return in_threads(len(nodes), rank)
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Jobs:
-    return Jobs(tmp_path)
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, Any]:
@@ -370,12 +364,6 @@ def test_a_save_that_fails_leaves_nothing(jobs: Jobs) -> None:
 
     assert jobs.run("ab", flow) == [("InvalidState", 1)] * 2
     assert jobs.run("ab", resume) == of(3, 0, 1)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted(tmp_path / "disk-a", "2m") as place:
-        yield place
 
 
 def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk: Path) -> None:

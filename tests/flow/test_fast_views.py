@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +23,6 @@ from ckptstore import (
     StorageError,
     open_store,
 )
-
-
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
-    return Jobs(tmp_path)
-
 
 BIG = 4_000_000
 """Elements of a tensor that is split over ranks."""

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 import torch
-from trees import make_tree
+from trees import Once, save_tree, steps
 
 from ckptstore import (
-    Checkpoint,
     CheckpointDamaged,
     CheckpointGone,
-    CheckpointStore,
     InvalidInput,
     KeepLatest,
     StoreFenced,
@@ -25,16 +21,8 @@ from ckptstore import (
 )
 from ckptstore.log.identity import KEPT_BY_RAY, read_or_create_store_json
 from ckptstore.storage.open import open_storage
-from ckptstore.testing import Call, with_faults
+from ckptstore.testing import with_faults
 from ckptstore.upkeep.retain import retain
-
-
-def save(store: CheckpointStore, tmp_path: Path, step: int, data: bytes = b"x") -> Checkpoint:
-    return store.save_directory(step, make_tree(tmp_path / uuid4().hex, {"f": data, "deep/g": data}))
-
-
-def steps(store: CheckpointStore) -> list[int]:
-    return [checkpoint.step for checkpoint in store]
 
 
 @pytest.fixture
@@ -42,7 +30,7 @@ def root(tmp_path: Path) -> Path:
     """Step 3 is live, steps 1 and 2 are in the trash."""
     with open_store(tmp_path / "store", retention=KeepLatest(1)) as store:
         for step in (1, 2, 3):
-            save(store, tmp_path, step, b"%d" % step * 1000)
+            save_tree(store, tmp_path, step, b"%d" % step * 1000)
         assert [item.step for item in store.trash()] == [1, 2]
     return tmp_path / "store"
 
@@ -56,7 +44,7 @@ def test_a_restored_checkpoint_is_pinned_and_stays(root: Path, tmp_path: Path) -
             (2, True, False),
             (3, False, True),
         ]
-        save(store, tmp_path, 4)
+        save_tree(store, tmp_path, 4)
         store.prune()
         assert steps(store)[0] == 2
         assert store.trash() == []
@@ -70,7 +58,7 @@ def test_without_a_pin_the_next_save_drops_it_for_a_whole_grace_period(root: Pat
         assert max(item.due_in_seconds for item in store.trash()) < 700
         store.restore(2, pin=False)
         store.resume()
-        save(store, tmp_path, 4)
+        save_tree(store, tmp_path, 4)
         (left,) = (item for item in store.trash() if item.step == 2)
         assert left.due_in_seconds > 3500
 
@@ -78,7 +66,7 @@ def test_without_a_pin_the_next_save_drops_it_for_a_whole_grace_period(root: Pat
 def test_a_roll_back_is_undone(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store:
         for step in (1, 2, 3):
-            save(store, tmp_path, step)
+            save_tree(store, tmp_path, step)
         store.roll_back(1)
         assert store.restore(3, pin=False) == store.latest()
         assert store.restore(2, pin=False).step == 2
@@ -88,8 +76,8 @@ def test_a_roll_back_is_undone(tmp_path: Path) -> None:
 
 def test_of_several_of_a_step_the_last_comes_back_or_the_one_with_the_number(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store:
-        save(store, tmp_path, 1)
-        older, newer = (save(store, tmp_path, 2, data) for data in (b"old", b"new"))
+        save_tree(store, tmp_path, 1)
+        older, newer = (save_tree(store, tmp_path, 2, data) for data in (b"old", b"new"))
         with pytest.raises(InvalidInput, match=r"Step 2 is live, so nothing was restored\. .* roll back"):
             store.restore(2, number=older.number)
         store.roll_back(1)
@@ -164,20 +152,6 @@ def test_where_there_is_no_trash(tmp_path: Path) -> None:
     with open_store(tmp_path / "run") as store, pytest.raises(InvalidInput, match="kept by Ray, which has no trash"):
         store.restore(1)
     assert not (tmp_path / "run/log").exists()
-
-
-class Once:
-    """A hook that does something at the first call that matches."""
-
-    def __init__(self, verb: str, key: str, action: Callable[[], object]) -> None:
-        self.verb, self.key = verb, key
-        self.action: Callable[[], object] | None = action
-
-    def __call__(self, call: Call) -> None:
-        is_it = call.verb == self.verb and self.key in call.key and call.phase == "before"
-        if is_it and self.action is not None:
-            action, self.action = self.action, None
-            action()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 from small_disks import mounted
 from thread_ranks import run_threads
-from trees import make_tree, read_tree
+from trees import directories, make_tree, read_tree, settle, steps
 
 from ckptstore import (
     Checkpoint,
@@ -37,21 +37,6 @@ from ckptstore.transfer.opened import open_place
 
 def save(store: CheckpointStore, tmp_path: Path, step: int, loss: float = 1.0, data: bytes = b"x") -> Checkpoint:
     return store.save_directory(step, make_tree(tmp_path / uuid4().hex, {"f": data}), metrics={"loss": loss})
-
-
-def steps(store: CheckpointStore) -> list[int]:
-    return [checkpoint.step for checkpoint in store]
-
-
-def directories(root: Path) -> list[str]:
-    return sorted(path.name for path in (root / "checkpoints").iterdir())
-
-
-def settle(store: CheckpointStore) -> None:
-    """Wait for the prune that a save began."""
-    pruning = store._job._pruning
-    if pruning is not None:
-        pruning.join()
 
 
 def test_retention_drops_in_the_commit_and_prune_deletes_after_the_grace(tmp_path: Path) -> None:

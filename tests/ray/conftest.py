@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers find training function
 
 from cluster import RayCluster, started_cluster
 
+from ckptstore.testing.s3_server import S3Server, s3_server
+
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[RayCluster]:
@@ -27,3 +29,10 @@ def cluster(nodes: RayCluster) -> Iterator[RayCluster]:
     """A connection for this module. What it leaves running ends with it; modules without one are outside of Ray."""
     with nodes.connected():
         yield nodes
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    """A server that the whole cluster reaches."""
+    with s3_server(buckets=["test"]) as server:
+        yield server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,9 @@ from ckptstore import CheckpointGone, InvalidInput
 from ckptstore.config import RetryConfig
 from ckptstore.integrations.ray.context import require_worker
 from ckptstore.integrations.ray.pointer import read_pointer
-from ckptstore.testing.s3_server import Fault, S3Server, s3_server
+from ckptstore.testing.s3_server import Fault, S3Server
 
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    """A server that the whole cluster reaches."""
-    with s3_server(buckets=["test"]) as server:
-        yield server
 
 
 def test_directories_on_s3_are_downloaded_once_per_node(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:

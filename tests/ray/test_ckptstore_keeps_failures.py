@@ -21,7 +21,7 @@ from cluster import RayCluster, fit, ray_cluster
 from keeping import notes
 
 import ckptstore
-from ckptstore.testing.s3_server import S3Server, s3_server
+from ckptstore.testing.s3_server import S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -41,12 +41,6 @@ def released(cluster: RayCluster) -> Iterator[None]:
     """Each test begins with all resources."""
     yield
     cluster.release()
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with s3_server(buckets=["test"]) as server:
-        yield server
 
 
 def when(is_so: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:

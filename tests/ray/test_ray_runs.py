@@ -18,15 +18,9 @@ from keeping import notes
 from storing import arrow_s3
 
 import ckptstore
-from ckptstore.testing.s3_server import Fault, S3Server, s3_server
+from ckptstore.testing.s3_server import Fault, S3Server
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with s3_server(buckets=["test"]) as server:
-        yield server
 
 
 def kept_by(result: Any) -> list[tuple[int, dict[str, Any]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,11 @@ from storing import arrow_s3, make_run, stored
 
 import ckptstore
 from ckptstore import InvalidInput, NoUsableCheckpoint
-from ckptstore.testing.s3_server import S3Server, s3_server
+from ckptstore.testing.s3_server import S3Server
 from ckptstore.tools.doctor.examination import examine
 from ckptstore.tools.doctor.finding import Finding
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with s3_server(buckets=["test"]) as server:
-        yield server
 
 
 def told_by_doctor(uri: str, **options: Any) -> Finding:

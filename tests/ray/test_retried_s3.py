@@ -27,23 +27,18 @@ from ckptstore.config import RetryConfig
 from ckptstore.errors import StorageUnavailable
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.retried_s3 import Retried
-from ckptstore.testing.s3_server import Fault, S3Server, s3_server
+from ckptstore.testing.s3_server import Fault, S3Server
 
 QUICK = RetryConfig(retry_attempts=4, retry_wait_initial_seconds=0.001)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server(buckets=["test"]) as running:
-        yield running
-
-
-@pytest.fixture
-def s3(server: S3Server) -> Iterator[S3Server]:
-    yield server
-    server.faults.clear()
-    server.log.clear()
-    server.empty()
+@pytest.fixture(autouse=True)
+def anew(s3: S3Server) -> Iterator[None]:
+    """Each test finds the server empty."""
+    yield
+    s3.faults.clear()
+    s3.log.clear()
+    s3.empty()
 
 
 def wrapped(s3: S3Server, retry: RetryConfig = QUICK) -> PyFileSystem:

@@ -7,7 +7,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,10 @@ from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.integrations.ray.tasks import RayExecutor, ray_executor
 from ckptstore.runtime.beat import beating
 from ckptstore.storage.open import open_storage
-from ckptstore.testing.s3_server import S3Server, s3_server
+from ckptstore.testing.s3_server import S3Server
 from ckptstore.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server(buckets=["test"]) as running:
-        yield running
 
 
 @pytest.fixture
@@ -106,14 +99,14 @@ def test_verify_finds_what_is_damaged(store: str) -> None:
     assert [(problem["file"], problem["fault"]) for problem in report["problems"]] == [(damaged.name, "flipped")]
 
 
-def test_a_store_is_copied_to_a_bucket_and_back(store: str, server: S3Server, tmp_path: Path) -> None:
+def test_a_store_is_copied_to_a_bucket_and_back(store: str, s3: S3Server, tmp_path: Path) -> None:
     names = ("key", "secret", "endpoint_url")
-    flags = [part for name in names for part in ("--target-option", f"{name}={server.storage_options[name]}")]
+    flags = [part for name in names for part in ("--target-option", f"{name}={s3.storage_options[name]}")]
     there = run("cp", store, "s3://test/copy", *flags)
     assert there["copied_steps"] == [1, 2]
     again = run("cp", store, "s3://test/copy", *flags)
     assert (again["copied_steps"], again["present_steps"], again["num_copied"]) == ([], [1, 2], 0)
-    with ckptstore.open_store("s3://test/copy", storage_options=server.storage_options) as copied:
+    with ckptstore.open_store("s3://test/copy", storage_options=s3.storage_options) as copied:
         assert all(checkpoint.verify().ok for checkpoint in copied)
         copied[2].to_directory(tmp_path / "back")
     back = filecmp.dircmp(tmp_path / "source", tmp_path / "back")
@@ -145,14 +138,14 @@ def test_safetensors_are_the_same_files(store: str, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "ray")) == sorted(os.listdir(tmp_path / "local"))
 
 
-def test_nodes_write_their_shares_to_a_bucket(store: str, server: S3Server, tmp_path: Path) -> None:
+def test_nodes_write_their_shares_to_a_bucket(store: str, s3: S3Server, tmp_path: Path) -> None:
     names = ("key", "secret", "endpoint_url")
-    flags = [part for name in names for part in ("--storage-option", f"{name}={server.storage_options[name]}")]
+    flags = [part for name in names for part in ("--storage-option", f"{name}={s3.storage_options[name]}")]
     asked = ["--shard-size", "500KB", "--strip-prefix", "model."]
     there = run("export", f"{store}@1", "s3://test/hub", *asked, *flags)
     local = CliRunner().invoke(main, ["export", f"{store}@1", str(tmp_path / "local"), *asked])
     assert local.exit_code == 0
-    storage = open_storage("s3://test/hub", storage_options=server.storage_options)
+    storage = open_storage("s3://test/hub", storage_options=s3.storage_options)
     found = {file.key: storage.read(file.key) for file in storage.list("")}
     storage.close()
     assert found.keys() == set(there["files"])

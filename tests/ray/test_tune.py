@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,7 @@ from cluster import RayCluster
 from keeping import notes
 
 import ckptstore
-from ckptstore.testing.s3_server import S3Server, s3_server
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with s3_server(buckets=["test"]) as server:
-        yield server
+from ckptstore.testing.s3_server import S3Server
 
 
 def tuned(

@@ -6,9 +6,10 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from log_entries import entry
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin
+from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.tools.report.history import History
@@ -49,7 +50,12 @@ def change(kind: str, at: int, flag: bool, newest: Record | None) -> Change | No
         case "commit" | "replace" if state is not None and state.epoch:
             same = [number for number in live if number % 3 == at % 3] if kind == "replace" else []
             dropped = [number for number in some if number not in same] if flag else []
-            return Commit(entry(at, state.epoch), tuple(same), tuple(dropped), dict.fromkeys(dropped[:1], "old"))
+            return Commit(
+                entry(at, state.epoch, size_bytes=at + 1),
+                tuple(same),
+                tuple(dropped),
+                dict.fromkeys(dropped[:1], "old"),
+            )
         case "remove" if some:
             return Remove(trash=tuple(some), reason="by hand")
         case "rollback" if len(live) > 1:
@@ -65,20 +71,6 @@ def change(kind: str, at: int, flag: bool, newest: Record | None) -> Change | No
         case "noop":
             return Noop()
     return None
-
-
-def entry(step: int, epoch: int) -> CheckpointEntry:
-    return CheckpointEntry(
-        step=step,
-        epoch=epoch,
-        attempt=f"step-{step:010d}-e{epoch:04d}-0123abcd",
-        manifest_sha256="0" * 64,
-        kind="state",
-        world_size=1,
-        size_bytes=step + 1,
-        num_files=1,
-        created_at=1.0,
-    )
 
 
 def log_of(choices: list[tuple[str, int, bool]]) -> list[Record]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import free_port
 from tls_front import make_certificates
 
 from ckptstore.testing.s3_server import S3Server, s3_server
@@ -46,6 +47,13 @@ def _no_cloud_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent/config")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent/credentials")
+
+
+@pytest.fixture
+def two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many of each request, soon after one another."""
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
+    monkeypatch.setenv("CKPTSTORE_RETRY_WAIT_MAX_SECONDS", "0.01")
 
 
 @pytest.fixture(autouse=True)
@@ -198,12 +206,6 @@ def need(program: Path, *, how: str = "make servers") -> None:
     if os.environ.get("CI"):
         pytest.fail(message)
     pytest.skip(message)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

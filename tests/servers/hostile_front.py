@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from loopback import answering
@@ -348,3 +348,16 @@ def _body(file: BinaryIO, headers: Headers) -> bytes:
 
 def _head(line: str, headers: Headers) -> bytes:
     return "".join([f"{line}\r\n", *(f"{name}: {value}\r\n" for name, value in headers), "\r\n"]).encode("latin-1")
+
+
+@contextmanager
+def options_behind(server: Any) -> Iterator[tuple[dict[str, Any], Front]]:
+    """The options of a server, as they lead there through a front, and the front."""
+    url = server.endpoint_url if hasattr(server, "endpoint_url") else server.url
+    with hostile_front(url) as (front_url, front):
+        host, front_host = (each.partition("://")[2].rstrip("/").partition("/")[0] for each in (url, front_url))
+        options = {
+            name: value.replace(host, front_host) if isinstance(value, str) else value
+            for name, value in server.storage_options.items()
+        }
+        yield options, front

@@ -8,8 +8,6 @@ import pytest
 from test_contract_s3 import S3Contract
 
 from ckptstore.errors import StorageError
-from ckptstore.storage.open import open_storage
-from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.testing.storage_contract import ODD_NAMES
 
 pytestmark = pytest.mark.ceph
@@ -37,10 +35,3 @@ class TestObstoreOnCeph(OnCeph, S3Contract):
 
 class TestFsspecOnCeph(OnCeph, S3Contract):
     engine = "fsspec"
-
-
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
-def test_it_has_create_if_absent(ceph: Any, engine: str) -> None:
-    storage = open_storage("s3://test/probe", storage_options=ceph.storage_options, engine=engine)
-    assert has_exclusive_create(storage)
-    storage.close()

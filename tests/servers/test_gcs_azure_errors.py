@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from outcomes import error_of
 
 from ckptstore.errors import (
     AccessDenied,
@@ -111,14 +112,6 @@ def storage(request: pytest.FixtureRequest, refusing: Refusing) -> Iterator[Any]
     storage = open_storage(f"{scheme}://test/run", storage_options=options[scheme], engine=engine)
     yield storage
     storage.close()
-
-
-def error_of(call: Callable[[], object]) -> CkptstoreError | None:
-    try:
-        call()
-    except CkptstoreError as error:
-        return error
-    return None
 
 
 @pytest.mark.parametrize(("status", "code", "expected"), ANSWERS, ids=[str(answer[0]) for answer in ANSWERS])

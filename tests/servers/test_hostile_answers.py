@@ -21,9 +21,9 @@ from hostile_front import (
     compresses,
     ends_early,
     flips_a_bit,
-    hostile_front,
     ignores_the_range,
     is_gone,
+    options_behind,
     says_another_length,
     says_no_range,
 )
@@ -31,6 +31,8 @@ from hostile_front import (
 import ckptstore
 from ckptstore.errors import CheckpointDamaged, FileMissing, StorageUnavailable
 from ckptstore.storage.open import open_storage
+
+pytestmark = pytest.mark.usefixtures("two_tries")
 
 CLOUDS = {"s3": "fast_s3", "gs": "fake_gcs", "az": "azurite"}
 ENGINES = [
@@ -54,24 +56,11 @@ DATA = os.urandom(9 << 20)
 RANGES = {"a small range": (1 << 20, 1000), "a large range": (1 << 20, 6 << 20), "the end": (len(DATA) - 1000, 1000)}
 
 
-@pytest.fixture(autouse=True)
-def _two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
-    monkeypatch.setenv("CKPTSTORE_RETRY_WAIT_MAX_SECONDS", "0.01")
-
-
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any], Front]]:
     """A bucket behind a front: its URI, options and the front."""
     cloud: str = request.param
-    server: Any = request.getfixturevalue(CLOUDS[cloud])
-    url = server.endpoint_url if cloud == "s3" else server.url
-    with hostile_front(url) as (front_url, front):
-        host, front_host = (each.partition("://")[2].rstrip("/").partition("/")[0] for each in (url, front_url))
-        options = {
-            name: value.replace(host, front_host) if isinstance(value, str) else value
-            for name, value in server.storage_options.items()
-        }
+    with options_behind(request.getfixturevalue(CLOUDS[cloud])) as (options, front):
         yield f"{cloud}://test/hostile/{os.urandom(4).hex()}", options, front
 
 

@@ -23,6 +23,7 @@ from hostile_front import (
     has_a_head_without_end,
     hints_first,
     hostile_front,
+    options_behind,
     resets_in_the_body,
     says_an_impossible_status,
     says_length_and_chunks,
@@ -61,13 +62,8 @@ MANNERS: list[OnWire] = [
     answers_to_a_condition,
     has_a_head_without_end,
 ]
+pytestmark = pytest.mark.usefixtures("two_tries")
 ENGINES = ("obstore", "fsspec")
-
-
-@pytest.fixture(autouse=True)
-def _two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
-    monkeypatch.setenv("CKPTSTORE_RETRY_WAIT_MAX_SECONDS", "0.01")
 
 
 CLOUDS = {"gs": "fake_gcs", "az": "azurite"}
@@ -77,13 +73,7 @@ CLOUDS = {"gs": "fake_gcs", "az": "azurite"}
 def other(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any], Front]]:
     """A bucket or container behind a front: its URI, options and the front."""
     cloud: str = request.param
-    server: Any = request.getfixturevalue(CLOUDS[cloud])
-    with hostile_front(server.url) as (url, front):
-        host, front_host = (each.partition("://")[2].rstrip("/").partition("/")[0] for each in (server.url, url))
-        options = {
-            name: value.replace(host, front_host) if isinstance(value, str) else value
-            for name, value in server.storage_options.items()
-        }
+    with options_behind(request.getfixturevalue(CLOUDS[cloud])) as (options, front):
         times = {"timeout": 2} if cloud == "gs" else {"read_timeout": 2, "connection_timeout": 2}
         yield f"{cloud}://test/{os.urandom(4).hex()}", {**options, **times}, front
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import answering
+from loopback import answering, free_port
 
 from ckptstore import open_store
 from ckptstore.config import RetryConfig
@@ -62,12 +62,6 @@ class Program:
     def close(self) -> None:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -12,24 +12,23 @@ from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.testing.s3_server import Fault, S3Server
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
-def test_s3_has_it(fast_s3: S3Server, engine: str) -> None:
-    storage = open_storage("s3://test/probe", storage_options=fast_s3.storage_options, engine=engine)
+@pytest.mark.parametrize(
+    ("server", "scheme", "engine"),
+    [
+        ("fast_s3", "s3", "obstore"),
+        ("fast_s3", "s3", "fsspec"),
+        ("fake_gcs", "gs", "fsspec"),
+        ("azurite", "az", "obstore"),
+        ("azurite", "az", "fsspec"),
+        pytest.param("ceph", "s3", "obstore", marks=pytest.mark.ceph),
+        pytest.param("ceph", "s3", "fsspec", marks=pytest.mark.ceph),
+    ],
+)
+def test_real_stores_have_it(request: pytest.FixtureRequest, server: str, scheme: str, engine: str) -> None:
+    options = request.getfixturevalue(server).storage_options
+    storage = open_storage(f"{scheme}://test/probe", storage_options=options, engine=engine)
     assert has_exclusive_create(storage)
     assert list(storage.list("")) == []
-    storage.close()
-
-
-def test_gcs_has_it(fake_gcs: Any) -> None:
-    storage = open_storage("gs://test/probe", storage_options=fake_gcs.storage_options, engine="fsspec")
-    assert has_exclusive_create(storage)
-    storage.close()
-
-
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
-def test_azure_has_it(azurite: Any, engine: str) -> None:
-    storage = open_storage("az://test/probe", storage_options=azurite.storage_options, engine=engine)
-    assert has_exclusive_create(storage)
     storage.close()
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import SERVERS, free_port, need, running
+from conftest import SERVERS, need, running
+from loopback import free_port
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, start_http_server

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from outcomes import error_of
 
 from ckptstore.errors import (
     AccessDenied,
@@ -69,14 +70,6 @@ def storage(request: pytest.FixtureRequest, fast_s3: S3Server) -> Iterator[Any]:
 @pytest.fixture
 def fault(fast_s3: S3Server) -> Callable[..., None]:
     return lambda *args, **fields: fast_s3.faults.replace([*args, *([Fault(**fields)] if fields else [])])
-
-
-def error_of(call: Callable[[], object]) -> CkptstoreError | None:
-    try:
-        call()
-    except CkptstoreError as error:
-        return error
-    return None
 
 
 @pytest.mark.parametrize(("status", "code", "expected"), ANSWERS, ids=[f"{item[0]}-{item[1]}" for item in ANSWERS])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from carrier import Carried, bits, training, unchanged_by
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, SequentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptstore.errors import InvalidState, StateMismatch
@@ -67,9 +67,10 @@ def resumed(make: Callable[[Any], torch.optim.Optimizer], carried: Carried, **ke
     return run
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_resumed_training_is_the_uninterrupted_one_and_saving_changes_nothing(name: str, steps: int) -> None:
+def test_a_resumed_training_is_the_uninterrupted_one_and_saving_changes_nothing(steps: int) -> None:
+    """With the one optimizer that the drawn states do not have."""
+    name = "adam-fused"
     run, undisturbed = Run(OPTIMIZERS[name]), Run(OPTIMIZERS[name])
     torch.manual_seed(5)
     run.steps(steps)
@@ -105,7 +106,6 @@ def states(optimizer: torch.optim.Optimizer) -> Any:
 
 
 SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
-    "one-cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, 50),
     "multi-step": lambda optimizer: MultiStepLR(optimizer, [1, 3]),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),
     "sequential": lambda optimizer: SequentialLR(optimizer, [StepLR(optimizer, 1), StepLR(optimizer, 2)], [2]),
@@ -304,19 +304,6 @@ def test_the_state_of_another_kind_of_optimizer_stays_out(steps: int) -> None:
     adam.steps(1)
 
 
-class NeedsClosure(torch.optim.SGD):
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        return super().step(closure)
-
-
-def test_an_optimizer_whose_step_wants_a_closure_gets_its_state() -> None:
-    run = Run(OPTIMIZERS["sgd-momentum"])
-    run.steps(1)
-    other = Run(lambda items: NeedsClosure(items, lr=0.1, momentum=0.9))
-    Carried(run.state).load(other.state)
-    assert states(other.optimizer) == states(run.optimizer)
-
-
 def test_an_optimizer_over_two_modules_has_their_keys_in_its_names() -> None:
     def make() -> dict[str, Any]:
         first, second = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1), nn.Linear(2, 2))
@@ -442,23 +429,6 @@ def test_a_state_dict_of_its_own_form_is_taken_whole() -> None:
     run, other = Run(Apart), Run(Apart)
     Carried(run.state).load(other.state)
     assert bits(other.optimizer.given) == bits(run.optimizer.state_dict())
-
-
-def test_a_new_first_layer_lists_itself_and_no_more() -> None:
-    def make(*names: str) -> dict[str, Any]:
-        model = nn.Sequential()
-        for name in names:
-            model.add_module(name, nn.Linear(3, 3))
-        return {"model": model, "optim": torch.optim.AdamW(model.parameters())}
-
-    state, other = make("a", "b"), make("pre", "a", "b")
-    state["model"](torch.ones(3)).sum().backward()
-    state["optim"].step()
-    found = Carried(state).load(other, strict=False)
-    assert all(".pre." in key for key in found.missing)
-    assert not found.unexpected
-    assert not found.differing
-    assert len(other["optim"].state) == 4
 
 
 def test_names_of_parameters_are_those_of_the_modules_now() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bare_storage import BareStorage
 from exchanging import exchange
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,19 +75,14 @@ def joined(answers: list[bytes]) -> bytes:
     return b", ".join(answers)
 
 
-class PlainStorage(MemoryStorage):
-    """Only the seven verbs: a storage without create-if-absent."""
-
-    create = part_bytes = open_parts = copy = None  # type: ignore[assignment]
-
-
 @pytest.fixture(params=["local", "memory", "plain"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "local":
         return LocalStorage(tmp_path / "store")
+    memory = MemoryStorage(f"memory://{tmp_path.name}")
     if request.param == "memory":
-        return MemoryStorage(f"memory://{tmp_path.name}")
-    plain = PlainStorage(f"memory://{tmp_path.name}")
+        return memory
+    plain = BareStorage(memory)
     assert not isinstance(plain, CreatesExclusively)
     return plain
 
@@ -427,7 +423,7 @@ def test_requests_are_tried_again_and_a_lost_reply_is_settled(memory: MemoryStor
 
 
 def test_a_message_that_is_seen_half_written_is_read_again(tmp_path: Path) -> None:
-    plain = PlainStorage(f"memory://{tmp_path.name}")
+    plain = BareStorage(MemoryStorage(f"memory://{tmp_path.name}"))
     half = Message(tag="save", rank=1, world_size=2, by="rank 1's process", payload=pack(b"rank 1")).encode()
     plain.write("group/start/00000001.00001", [memoryview(half[: len(half) // 2])])
     leader: list[Any] = []

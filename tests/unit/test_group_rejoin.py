@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exchanging import exchange
+from outcomes import error_of
 from test_group import RETRY, joined, opened, together
 from thread_ranks import in_threads
 
@@ -25,14 +25,6 @@ STORY = ("state", "save")
 @pytest.fixture
 def memory(tmp_path: Path) -> MemoryStorage:
     return MemoryStorage(f"memory://{tmp_path.name}")
-
-
-def error_of(call: Callable[[], Any]) -> CkptstoreError | None:
-    try:
-        call()
-    except CkptstoreError as error:
-        return error
-    return None
 
 
 def told(group: BoardGroup, tag: str, what: str) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from bare_storage import BareStorage
+from log_entries import entry
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import (
@@ -22,7 +24,7 @@ from ckptstore.errors import (
     StoreForked,
     UnsupportedVersion,
 )
-from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Noop, Pin, Remove
+from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove
 from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
 from ckptstore.format.record import Record, sealed
 from ckptstore.log import Log
@@ -45,30 +47,12 @@ QUICK = RetryConfig(retry_attempts=5, retry_wait_initial_seconds=1e-6)
 CLAIM = Claim("token", 1)
 
 
-class BareStorage(MemoryStorage):
-    """A storage with the seven verbs and no power."""
-
-    create = part_bytes = open_parts = copy = None  # type: ignore[assignment]
-
-
 def new_storage() -> MemoryStorage:
     return MemoryStorage(f"memory://{uuid.uuid4().hex}")
 
 
 def commit(step: int, epoch: int = 1) -> Commit:
-    return Commit(
-        CheckpointEntry(
-            step=step,
-            epoch=epoch,
-            attempt=f"step-{step:010d}-e{epoch:04d}-0123abcd",
-            manifest_sha256="ab" * 32,
-            kind="directory",
-            world_size=1,
-            size_bytes=1,
-            num_files=1,
-            created_at=1.0,
-        )
-    )
+    return Commit(entry(step, epoch))
 
 
 def fill(storage: Storage, count: int) -> Log:
@@ -77,6 +61,25 @@ def fill(storage: Storage, count: int) -> Log:
     for number in range(1, count + 1):
         log.append(lambda _, number=number: CLAIM if number == 1 else commit(number))  # type: ignore[misc]
     return log
+
+
+def filled(count: int) -> MemoryStorage:
+    """A storage with such a log."""
+    storage = new_storage()
+    fill(storage, count)
+    return storage
+
+
+def newest_in(storage: Storage) -> Record:
+    newest = Log(storage, retry=ONCE).newest()
+    assert newest
+    return newest
+
+
+def append(log: Log, change: Change) -> Record:
+    record = log.append(lambda _: change)
+    assert record
+    return record
 
 
 def numbers_in(storage: Storage) -> list[int]:
@@ -93,12 +96,9 @@ def counted(storage: Storage) -> tuple[Storage, CountCalls]:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 63, 64, 65, 500])
 def test_a_fresh_hint_costs_two_requests(count: int) -> None:
-    storage = new_storage()
-    fill(storage, count)
+    storage = filled(count)
     reading, counts = counted(storage)
-    newest = Log(reading, retry=ONCE).newest()
-    assert newest
-    assert newest.number == count
+    assert newest_in(reading).number == count
     assert counts.total == 2
     counts.clear()
     latest = Log(reading, retry=ONCE).latest()
@@ -119,8 +119,7 @@ def test_latest_costs_two_requests_when_other_records_came_after_it() -> None:
 
 
 def test_a_second_look_costs_one_request() -> None:
-    storage = new_storage()
-    fill(storage, 9)
+    storage = filled(9)
     reading, counts = counted(storage)
     log = Log(reading, retry=ONCE)
     log.append(lambda _: None)
@@ -133,8 +132,7 @@ def test_a_second_look_costs_one_request() -> None:
 @pytest.mark.parametrize("count", [*range(12), 100, 129, 1000])
 @pytest.mark.parametrize("behind", [None, 1, 7])
 def test_galloping_finds_the_newest_in_few_requests(count: int, behind: int | None) -> None:
-    storage = new_storage()
-    fill(storage, count)
+    storage = filled(count)
     if behind is None:
         storage.delete([HINT_KEY])
     elif count > behind:
@@ -165,8 +163,7 @@ def hint_of(storage: Storage, number: int) -> Hint:
     ],
 )
 def test_a_hint_that_is_none_is_passed_over(hint: bytes) -> None:
-    storage = new_storage()
-    fill(storage, 6)
+    storage = filled(6)
     storage.write(HINT_KEY, [memoryview(hint)])
     latest = Log(storage, retry=ONCE).latest()
     assert latest
@@ -174,29 +171,22 @@ def test_a_hint_that_is_none_is_passed_over(hint: bytes) -> None:
 
 
 def test_a_torn_hint_is_passed_over() -> None:
-    storage = new_storage()
-    fill(storage, 6)
+    storage = filled(6)
     data = storage.read(HINT_KEY)
     for cut in range(0, len(data), 50):
         storage.write(HINT_KEY, [memoryview(data[:cut])])
-        newest = Log(storage, retry=ONCE).newest()
-        assert newest
-        assert newest.number == 6
+        assert newest_in(storage).number == 6
 
 
 def test_a_hint_ahead_of_the_log_deceives_no_writer_and_is_mended() -> None:
-    storage = new_storage()
-    fill(storage, 9)
+    storage = filled(9)
     storage.delete([record_key(number) for number in (6, 7, 8, 9)])  # a copy that is not complete
     believed = Log(storage, retry=ONCE).newest()
     assert believed
     assert believed.number == 9
-    record = Log(storage, retry=ONCE).append(lambda _: Pin((2,)))
-    assert record
+    record = append(Log(storage, retry=ONCE), Pin((2,)))
     assert record.number == 6
-    newest = Log(storage, retry=ONCE).newest()
-    assert newest
-    assert newest.write_id == record.write_id
+    assert newest_in(storage).write_id == record.write_id
 
 
 def test_a_hint_of_another_log_deceives_no_writer() -> None:
@@ -204,8 +194,7 @@ def test_a_hint_of_another_log_deceives_no_writer() -> None:
     fill(storage, 4)
     fill(other, 4)
     storage.write(HINT_KEY, [memoryview(other.read(HINT_KEY))])
-    record = Log(storage, retry=ONCE).append(lambda _: Noop())
-    assert record
+    append(Log(storage, retry=ONCE), Noop())
     assert Log(storage, retry=ONCE).verify_chain() == []
 
 
@@ -214,9 +203,7 @@ def test_a_hint_that_cannot_be_written_fails_nothing() -> None:
     log = Log(wrap(storage, FailAt(f"write {HINT_KEY}", AccessDenied("no"), times=None)), retry=ONCE)
     assert log.append(lambda _: CLAIM)
     assert log.append(lambda _: commit(1))
-    newest = Log(storage, retry=ONCE).newest()
-    assert newest
-    assert newest.number == 2
+    assert newest_in(storage).number == 2
 
 
 def test_an_empty_log() -> None:
@@ -228,8 +215,7 @@ def test_an_empty_log() -> None:
 
 
 def test_nothing_live_has_no_latest() -> None:
-    storage = new_storage()
-    fill(storage, 1)
+    storage = filled(1)
     assert Log(storage, retry=ONCE).latest() is None
 
 
@@ -255,8 +241,7 @@ class Lying(MemoryStorage):
 def test_a_record_that_is_read_wrongly_once_forks_nothing(
     number: int, before: bytes, after: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage = new_storage()
-    fill(storage, 3)
+    storage = filled(3)
     lying = Lying(storage, f"log/{number:010d}.json", before, after)
     assert before in storage.read(f"log/{number:010d}.json")
     log = Log(lying, retry=ONCE)
@@ -286,8 +271,7 @@ def test_a_denied_probe_says_that_the_permission_to_list_may_be_missing() -> Non
 
 
 def test_records_are_read_once_and_in_the_order_asked_for() -> None:
-    storage = new_storage()
-    fill(storage, 50)
+    storage = filled(50)
     reading, counts = counted(storage)
     log = Log(reading, retry=ONCE)
     assert [record.number for record in log.records([9, 3, 3, 40])] == [9, 3, 3, 40]
@@ -297,8 +281,7 @@ def test_records_are_read_once_and_in_the_order_asked_for() -> None:
 
 
 def test_a_record_that_is_missing_or_garbage_is_damaged() -> None:
-    storage = new_storage()
-    fill(storage, 5)
+    storage = filled(5)
     storage.delete([record_key(2)])
     storage.write(record_key(3), [memoryview(b"garbage")])
     log = Log(storage, retry=ONCE)
@@ -312,8 +295,7 @@ def test_a_record_that_is_missing_or_garbage_is_damaged() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16])
 def test_a_damaged_newest_record_is_never_passed_over(count: int) -> None:
-    storage = new_storage()
-    fill(storage, count)
+    storage = filled(count)
     data = storage.read(record_key(count))
     storage.write(record_key(count), [memoryview(data[: len(data) // 2])])
     storage.delete([HINT_KEY])
@@ -325,8 +307,7 @@ def test_a_damaged_newest_record_is_never_passed_over(count: int) -> None:
 
 
 def test_a_newest_record_of_a_newer_version_is_refused() -> None:
-    storage = new_storage()
-    fill(storage, 3)
+    storage = filled(3)
     value = json.loads(storage.read(record_key(3)))
     storage.write(record_key(3), [memoryview(sealed(json.dumps({**value, "version": 2}).encode()))])
     storage.delete([HINT_KEY])
@@ -336,8 +317,7 @@ def test_a_newest_record_of_a_newer_version_is_refused() -> None:
 
 
 def test_reads_are_tried_again() -> None:
-    storage = new_storage()
-    fill(storage, 3)
+    storage = filled(3)
     flaky = FailAt(lambda call: call.verb == "read", times=3)
     newest = Log(wrap(storage, flaky), retry=QUICK).newest()
     assert newest
@@ -359,8 +339,7 @@ def test_the_clock_is_the_storages() -> None:
 
 
 def test_the_clock_of_a_reader_is_never_ahead() -> None:
-    storage = new_storage()
-    fill(storage, 2)
+    storage = filled(2)
     storage.advance_clock(5000.0)
     reading = Log(wrap(storage, FailAt("write *", AccessDenied("read only"), times=None)), retry=ONCE)
     assert reading.store_now_seconds() == reading.record_time(2)
@@ -377,8 +356,7 @@ def test_a_decision_of_none_writes_nothing() -> None:
 
 
 def test_what_a_decision_raises_passes_through() -> None:
-    storage = new_storage()
-    fill(storage, 2)
+    storage = filled(2)
 
     def decide(newest: Record | None) -> Change:
         raise KeyError(newest.number if newest else 0)
@@ -457,42 +435,34 @@ def test_threads_of_one_log_and_of_many_write_one_chain() -> None:
         thread.join()
     assert sorted(found) == list(range(2, 102))
     assert shared.verify_chain() == []
-    newest = Log(storage, retry=ONCE).newest()
-    assert newest
+    newest = newest_in(storage)
     assert newest.state.live == set(range(2, 102))
 
 
 # Creates that go wrong
 
 
-def appended(storage: Storage, hook: Callable[[Call], None], retry: RetryConfig = QUICK) -> Record | None:
-    return Log(wrap(storage, hook), retry=retry).append(lambda _: commit(7))
+def appended(storage: Storage, hook: Callable[[Call], None], retry: RetryConfig = QUICK) -> Record:
+    return append(Log(wrap(storage, hook), retry=retry), commit(7))
 
 
 @pytest.mark.parametrize("retry", [ONCE, QUICK], ids=["once", "quick"])
 @pytest.mark.parametrize("error", [StorageUnavailable("reset"), StorageError("odd"), StorageFull("full")], ids=str)
 def test_a_lost_reply_is_settled_by_reading_back(retry: RetryConfig, error: StorageError) -> None:
-    storage = new_storage()
-    fill(storage, 2)
-    record = appended(storage, FailAt("create log/*", error, effect="after"), retry)
-    assert record
-    assert record.number == 3
+    storage = filled(2)
+    assert appended(storage, FailAt("create log/*", error, effect="after"), retry).number == 3
     assert numbers_in(storage) == [1, 2, 3]
     assert Log(storage, retry=ONCE).verify_chain() == []
 
 
 def test_a_create_that_had_no_effect_is_replaced_by_a_noop_and_tried_again() -> None:
-    storage = new_storage()
-    fill(storage, 2)
-    record = appended(storage, FailAt("create log/*"))
-    assert record
-    assert record.number == 4
+    storage = filled(2)
+    assert appended(storage, FailAt("create log/*")).number == 4
     assert isinstance(Log(storage, retry=ONCE).records([3])[0].change, Noop)
 
 
 def test_without_retries_a_settled_failure_is_final() -> None:
-    storage = new_storage()
-    fill(storage, 2)
+    storage = filled(2)
     with pytest.raises(StorageUnavailable) as caught:
         appended(storage, FailAt("create log/*"), ONCE)
     assert caught.value.committed is False
@@ -509,8 +479,7 @@ class OnlyNoops(MemoryStorage):
 
 
 def test_failures_that_are_settled_each_time_end_after_the_tries() -> None:
-    storage = new_storage()
-    fill(storage, 2)
+    storage = filled(2)
     with pytest.raises(StorageUnavailable, match="timed out") as caught:
         Log(OnlyNoops(storage.uri), retry=QUICK).append(lambda _: commit(7))
     assert caught.value.committed is False
@@ -520,8 +489,7 @@ def test_failures_that_are_settled_each_time_end_after_the_tries() -> None:
 
 @pytest.mark.parametrize("error", [AccessDenied("read only"), StorageFull("no space")], ids=str)
 def test_a_storage_that_refuses_has_answered(error: StorageError) -> None:
-    storage = new_storage()
-    fill(storage, 2)
+    storage = filled(2)
     with pytest.raises(type(error), match=str(error)) as caught:
         appended(storage, FailAt("create log/*", error, times=None))
     assert caught.value.committed is False
@@ -530,8 +498,7 @@ def test_a_storage_that_refuses_has_answered(error: StorageError) -> None:
 
 @pytest.mark.parametrize("effect", ["before", "after"])
 def test_what_cannot_be_settled_is_unknown(effect: str) -> None:
-    storage = new_storage()
-    fill(storage, 2)
+    storage = filled(2)
     down = combine(FailAt("create *", effect=effect, times=None), FailAt("read log/*03.json", skip=1, times=None))  # type: ignore[arg-type]
     with pytest.raises(StorageUnavailable, match=r"not known whether log/0000000003.json was written") as caught:
         appended(storage, down)
@@ -540,12 +507,10 @@ def test_what_cannot_be_settled_is_unknown(effect: str) -> None:
 
 
 def test_a_noop_whose_own_reply_is_lost_settles_too() -> None:
-    storage = new_storage()
-    fill(storage, 2)
+    storage = filled(2)
     record = appended(
         storage, combine(FailAt("create log/*", times=1), FailAt("create log/*", effect="after", times=1))
     )
-    assert record
     assert record.number == 4
     assert Log(storage, retry=ONCE).verify_chain() == []
 
@@ -574,11 +539,8 @@ class Late(MemoryStorage):
 
 @pytest.mark.parametrize(("arrives", "number"), [("before", 3), ("after", 4)])
 def test_a_create_that_arrives_late_is_in_the_log_once_or_never(arrives: str, number: int) -> None:
-    storage = new_storage()
-    fill(storage, 2)
-    record = Log(Late(storage.uri, arrives=arrives), retry=QUICK).append(lambda _: commit(7))
-    assert record
-    assert record.number == number
+    storage = filled(2)
+    assert append(Log(Late(storage.uri, arrives=arrives), retry=QUICK), commit(7)).number == number
     log = Log(storage, retry=ONCE)
     assert log.verify_chain() == []
     changes = [type(found.change) for found in log.records(numbers_in(storage))]
@@ -597,15 +559,12 @@ def test_a_conflict_with_oneself_is_no_conflict() -> None:
     storage = RepeatsCreates(new_storage().uri)
     log = Log(storage, retry=ONCE)
     assert log.append(lambda _: CLAIM)
-    record = log.append(lambda _: commit(1))
-    assert record
-    assert record.number == 2
+    assert append(log, commit(1)).number == 2
     assert numbers_in(storage) == [1, 2]
 
 
 def test_an_interrupt_leaves_the_log_usable() -> None:
-    storage = new_storage()
-    fill(storage, 2)
+    storage = filled(2)
     for effect in ("before", "after"):
         interrupt = FailAt("create log/*", KeyboardInterrupt(), effect=effect)  # type: ignore[arg-type]
         log = Log(wrap(storage, interrupt), retry=ONCE)
@@ -658,8 +617,7 @@ def change_record(storage: Storage, number: int) -> None:
 
 @pytest.mark.parametrize("number", [1, 4, 8])
 def test_a_broken_chain_can_be_read_and_not_written(number: int) -> None:
-    storage = new_storage()
-    fill(storage, 9)
+    storage = filled(9)
     change_record(storage, number)
     log = Log(storage, retry=ONCE)
     newest = log.newest()
@@ -676,8 +634,7 @@ def test_a_broken_chain_can_be_read_and_not_written(number: int) -> None:
 
 
 def test_the_newest_64_links_are_checked_before_the_first_write() -> None:
-    storage = new_storage()
-    fill(storage, 100)
+    storage = filled(100)
     change_record(storage, 36)
     with pytest.raises(StoreForked):
         Log(storage, retry=ONCE).append(lambda _: Noop())
@@ -691,8 +648,7 @@ def test_the_newest_64_links_are_checked_before_the_first_write() -> None:
 
 @pytest.mark.parametrize("broken", ["removed", "garbage"])
 def test_a_hole_in_the_chain_is_a_fork_to_a_writer(broken: str) -> None:
-    storage = new_storage()
-    fill(storage, 9)
+    storage = filled(9)
     if broken == "removed":
         storage.delete([record_key(5)])
     else:
@@ -747,14 +703,14 @@ def test_the_chain_check_also_follows_the_rules() -> None:
 def test_without_create_if_absent_a_promise_is_needed() -> None:
     storage = new_storage()
     with pytest.raises(InvalidInput, match="single_writer=True"):
-        Log(BareStorage(storage.uri), retry=ONCE).append(lambda _: CLAIM)
+        Log(BareStorage(storage), retry=ONCE).append(lambda _: CLAIM)
     assert list(storage.list("")) == []
-    assert Log(BareStorage(storage.uri), retry=ONCE).newest() is None
+    assert Log(BareStorage(storage), retry=ONCE).newest() is None
 
 
 def test_a_single_writer_writes_and_reads_back() -> None:
     storage = new_storage()
-    log = Log(BareStorage(storage.uri), retry=ONCE, single_writer=True)
+    log = Log(BareStorage(storage), retry=ONCE, single_writer=True)
     for number in range(1, 8):
         assert log.append(lambda _, number=number: CLAIM if number == 1 else commit(number))  # type: ignore[misc]
     assert log.verify_chain() == []
@@ -763,54 +719,46 @@ def test_a_single_writer_writes_and_reads_back() -> None:
 
 @pytest.mark.parametrize("effect", ["before", "after"])
 def test_a_single_writer_repeats_the_same_bytes(effect: str) -> None:
-    storage = new_storage()
-    fill(storage, 2)
+    storage = filled(2)
     counts = CountCalls()
     flaky = combine(counts, FailAt("write log/*", effect=effect, times=2))  # type: ignore[arg-type]
-    log = Log(wrap(BareStorage(storage.uri), flaky), retry=QUICK, single_writer=True)
-    record = log.append(lambda _: commit(7))
-    assert record
-    assert record.number == 3
+    log = Log(wrap(BareStorage(storage), flaky), retry=QUICK, single_writer=True)
+    assert append(log, commit(7)).number == 3
     assert Log(storage, retry=ONCE).verify_chain() == []
     written = [call for call in counts.calls if call.verb == "write" and call.key.startswith("log/")]
     assert len(written) == (3 if effect == "before" else 1)
 
 
 def test_a_torn_write_of_a_single_writer_counts_as_not_there() -> None:
-    storage = new_storage()
-    fill(storage, 4)
+    storage = filled(4)
     crash = TearAt("write log/*", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        Log(wrap(BareStorage(storage.uri), crash), retry=ONCE, single_writer=True).append(lambda _: commit(7))
+        Log(wrap(BareStorage(storage), crash), retry=ONCE, single_writer=True).append(lambda _: commit(7))
     assert numbers_in(storage) == [1, 2, 3, 4, 5]
     for hint in (True, False):
         if not hint:
             storage.delete([HINT_KEY])
-        newest = Log(BareStorage(storage.uri), retry=ONCE).newest()
+        newest = Log(BareStorage(storage), retry=ONCE).newest()
         assert newest
         assert newest.number == 4
-    record = Log(BareStorage(storage.uri), retry=ONCE, single_writer=True).append(lambda _: commit(8))
-    assert record
-    assert record.number == 5
+    assert append(Log(BareStorage(storage), retry=ONCE, single_writer=True), commit(8)).number == 5
     assert Log(storage, retry=ONCE).verify_chain() == []
 
 
 @pytest.mark.parametrize("error", [AccessDenied("read only"), StorageFull("no space")], ids=str)
 def test_a_single_writer_that_is_refused_has_written_nothing(error: StorageError) -> None:
-    storage = new_storage()
-    fill(storage, 2)
-    refused = wrap(BareStorage(storage.uri), FailAt("write log/*", error, times=None))
+    storage = filled(2)
+    refused = wrap(BareStorage(storage), FailAt("write log/*", error, times=None))
     with pytest.raises(type(error)) as caught:
         Log(refused, retry=QUICK, single_writer=True).append(lambda _: commit(7))
     assert caught.value.committed is False
 
 
 def test_a_single_writer_that_cannot_read_back_does_not_know() -> None:
-    storage = new_storage()
-    fill(storage, 2)
+    storage = filled(2)
     down = combine(FailAt("write log/*", effect="after", times=None), FailAt("read log/*03.json", skip=2, times=None))
     with pytest.raises(StorageUnavailable) as caught:
-        Log(wrap(BareStorage(storage.uri), down), retry=QUICK, single_writer=True).append(lambda _: commit(7))
+        Log(wrap(BareStorage(storage), down), retry=QUICK, single_writer=True).append(lambda _: commit(7))
     assert caught.value.committed is None
 
 
@@ -847,7 +795,7 @@ def test_an_identity_is_created_once() -> None:
 @pytest.mark.parametrize("effect", ["before", "after"])
 def test_an_identity_survives_lost_replies(bare: bool, effect: str) -> None:
     storage = new_storage()
-    inner: Storage = BareStorage(storage.uri) if bare else storage
+    inner: Storage = BareStorage(storage) if bare else storage
     flaky = FailAt(lambda call: call.verb in ("create", "write"), effect=effect, times=2)  # type: ignore[arg-type]
     found = read_or_create_store_json(wrap(inner, flaky), retry=QUICK)
     stored = read_store_json(storage)

@@ -9,6 +9,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from log_entries import entry
 
 from ckptstore.errors import (
     CheckpointDamaged,
@@ -22,7 +23,6 @@ from ckptstore.errors import (
 from ckptstore.format.changes import (
     EMPTY,
     Change,
-    CheckpointEntry,
     Claim,
     Commit,
     Noop,
@@ -41,20 +41,9 @@ from ckptstore.format.record import Record, sealed
 CLAIM = Claim("token", 2)
 
 
-def entry(step: int = 1, epoch: int = 1, **fields: object) -> CheckpointEntry:
-    values: dict[str, object] = {
-        "step": step,
-        "epoch": epoch,
-        "attempt": f"step-{step:010d}-e{epoch:04d}-0123abcd",
-        "manifest_sha256": "ab" * 32,
-        "kind": "directory",
-        "world_size": 2,
-        "size_bytes": 10,
-        "num_files": 1,
-        "created_at": 1.5,
-        **fields,
-    }
-    return CheckpointEntry(**values)  # type: ignore[arg-type]
+def first() -> Record:
+    """The first record of a log."""
+    return Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0)
 
 
 def states(*changes: Change) -> StoreState:
@@ -469,7 +458,7 @@ def test_the_oldest_voids_are_joined_when_there_are_many() -> None:
     ],
 )
 def test_a_state_whose_voids_make_no_sense_is_damage(fields: dict[str, object]) -> None:
-    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    value = json.loads(first().encode())
     value["state"].update(fields)
     with pytest.raises(CheckpointDamaged, match="not a record of the log"):
         _ = Record.decode(sealed(json.dumps(value).encode()), 1).state
@@ -572,7 +561,7 @@ def test_a_record_keeps_its_exact_bytes() -> None:
 
 
 def test_unknown_fields_are_kept_and_carried_on() -> None:
-    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    value = json.loads(first().encode())
     value["later"] = {"a": 1}
     value["state"]["quota"] = 5
     record = Record.decode(sealed(json.dumps(value).encode()), 1)
@@ -582,7 +571,7 @@ def test_unknown_fields_are_kept_and_carried_on() -> None:
 
 
 def test_newer_versions_and_unknown_kinds_are_refused_with_a_hint() -> None:
-    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    value = json.loads(first().encode())
     for change in ({"version": 2}, {"kind": "merge"}):
         with pytest.raises(UnsupportedVersion, match="Upgrade"):
             Record.decode(sealed(json.dumps({**value, **change}).encode()), 1)
@@ -607,7 +596,7 @@ def test_newer_versions_and_unknown_kinds_are_refused_with_a_hint() -> None:
     ],
 )
 def test_a_record_that_is_not_one_is_damaged(change: dict[str, object]) -> None:
-    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    value = json.loads(first().encode())
     with pytest.raises(CheckpointDamaged, match=r"log/0000000001\.json"):
         Record.decode(sealed(json.dumps({**value, **change}).encode()), 1)
 
@@ -627,7 +616,7 @@ def test_a_record_that_is_not_one_is_damaged(change: dict[str, object]) -> None:
     ],
 )
 def test_a_state_that_is_not_one_is_damaged(state: dict[str, object]) -> None:
-    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    value = json.loads(first().encode())
     record = Record.decode(sealed(json.dumps({**value, "state": state}).encode()), 1)
     with pytest.raises(CheckpointDamaged, match=r"log/0000000001\.json"):
         _ = record.state
@@ -641,15 +630,14 @@ def test_garbage_is_damaged(data: bytes) -> None:
 
 @given(st.integers(0, 400))
 def test_a_torn_record_is_damaged(cut: int) -> None:
-    data = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode()
+    data = first().encode()
     if cut < len(data):
         with pytest.raises(CheckpointDamaged):
             Record.decode(data[:cut], 1)
 
 
 def test_every_flipped_bit_of_a_record_is_damage() -> None:
-    first = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0)
-    data = Record.following(first, Commit(entry(metrics={"loss": 0.5})), write_id="01" * 16, created_at=2.0).encode()
+    data = Record.following(first(), Commit(entry(metrics={"loss": 0.5})), write_id="01" * 16, created_at=2.0).encode()
     for place in range(len(data)):
         for bit in range(8):
             flipped = bytearray(data)
@@ -662,7 +650,7 @@ def test_every_flipped_bit_of_a_record_is_damage() -> None:
 
 @pytest.mark.parametrize("more", [b"", b" ", b"x"])
 def test_a_record_without_its_digest_and_one_with_more_behind_it_are_damaged(more: bytes) -> None:
-    data = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode()
+    data = first().encode()
     value = {name: field for name, field in json.loads(data).items() if name != "body_sha256"}
     for changed in (json.dumps(value).encode() + more, data + (more or b"}"), b" " + data, json.dumps(value, indent=1)):
         with pytest.raises(CheckpointDamaged):
@@ -679,8 +667,7 @@ def test_a_record_of_a_development_version_says_so() -> None:
 
 def test_metrics_that_are_not_finite_survive() -> None:
     change = Commit(entry(metrics={"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5}))
-    first = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0)
-    data = Record.following(first, change, write_id="00" * 16, created_at=1.0).encode()
+    data = Record.following(first(), change, write_id="00" * 16, created_at=1.0).encode()
     found = Record.decode(data, 2).entry.metrics
     assert math.isnan(found["a"])
     assert (found["b"], found["c"], found["d"]) == (math.inf, -math.inf, 0.5)
@@ -688,4 +675,4 @@ def test_metrics_that_are_not_finite_survive() -> None:
 
 def test_only_a_commit_has_an_entry() -> None:
     with pytest.raises(CheckpointDamaged, match="commits no checkpoint"):
-        _ = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).entry
+        _ = first().entry
