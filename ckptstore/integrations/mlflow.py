@@ -33,7 +33,7 @@ TAG = "ckptstore.reference"
 """The reference as JSON. A longer one continues in tags with the suffixes ".1", ".2"."""
 
 _PARAMS = ("uri", "step", "number", "manifest_sha256", "size_bytes", "world_size")
-"""What people see and search by. A reference is read from the tag alone."""
+"""Shown to people, who search by it. A reference is read from the tag alone."""
 _IS_EXTERNAL = {"mlflow.model.isExternal": "true"}
 _MAX_TAG_LENGTH = 5000
 _MAX_NAME_LENGTH = 250
