@@ -82,7 +82,7 @@ def open_fast(
     return (FastGcs if config.location.kind == "gcs" else FastAzure)(config, options, opened_as)
 
 
-class FastFiles(CloudFiles):
+class ObstoreFiles(CloudFiles):
     """Files below a prefix of a bucket or container, by obstore where it has a call, else by the SDK of the cloud."""
 
     def __init__(self, config: ObstoreConfig, settings: Any, opened_as: OpenedAs) -> None:
@@ -303,7 +303,7 @@ def _unanswered(text: str, what: str, key: str) -> CkptstoreError:
     return StorageUnavailable(f"{what}: {words or 'no answer'}", file=key)
 
 
-class FastS3(FastFiles, S3Files):
+class FastS3(ObstoreFiles, S3Files):
     """S3. Over plain HTTP the SDK does large reads."""
 
     def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
@@ -312,7 +312,7 @@ class FastS3(FastFiles, S3Files):
         return super()._fill(key, filling, offset, version)
 
 
-class FastGcs(FastFiles, GcsFiles):
+class FastGcs(ObstoreFiles, GcsFiles):
     """GCS, with uploads and listings over the JSON API, where an upload has a checksum and a listing has versions.
     obstore uses the XML API, which has neither."""
 
@@ -320,5 +320,5 @@ class FastGcs(FastFiles, GcsFiles):
     list = GcsFiles.list
 
 
-class FastAzure(FastFiles, AzureFiles):
+class FastAzure(ObstoreFiles, AzureFiles):
     """Azure."""
