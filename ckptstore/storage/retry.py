@@ -52,8 +52,7 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def retrying(config: RetryConfig, what: str, request: Callable[[], T], *, check: Beat = no_beat) -> T:
-    """Call `request` until it returns, and return its result. `check` is called before each try; its errors pass
-    through.
+    """Call `request` until it returns, and return its result. Each try begins with `check`.
 
     Raises the error of the last try; errors that are not retryable are raised at once.
     """

@@ -8,17 +8,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pyarrow.fs import S3FileSystem
 from ray.train import Checkpoint
 from storing import make_run, stored, worker_at
 
 import ckptstore
 from ckptstore import CheckpointDamaged, CheckpointGone, InvalidSource, NoUsableCheckpoint
 from ckptstore.config import RetryConfig
-from ckptstore.integrations.ray import ray_store
+from ckptstore.integrations.ray import handed, ray_store
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
 from ckptstore.integrations.ray.kept_by_ray.reporting import _Brought, _Reporter
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
@@ -221,3 +223,15 @@ def test_run_names_are_taken_literally(tmp_path: Path, monkeypatch: pytest.Monke
     assert found is not None
     assert found.uri == handed.path
     assert [item.name for item in (tmp_path / "runs").iterdir()] == [name]
+
+
+def test_a_store_in_the_run_is_recognized_whatever_credentials_ray_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store was opened with `storage_options`, because ckptstore cannot take a role from Ray's file system."""
+    pointer = Pointer(root="_ckptstore", step=3, number=7)
+    monkeypatch.setattr(handed, "read_pointer", lambda *_, **__: pointer)
+    filesystem = S3FileSystem(role_arn="arn:aws:iam::1:role/train", session_name="run", region="us-east-1")
+    newest = SimpleNamespace(state=SimpleNamespace(live=[7]))
+    job: Any = SimpleNamespace(
+        log=SimpleNamespace(newest=lambda: newest), storage=SimpleNamespace(uri="s3://bucket/run/_ckptstore")
+    )
+    assert handed.look(Checkpoint("bucket/run/step-3", filesystem), job, prefers_ray=True) == (7, "")
