@@ -47,7 +47,8 @@ def look(
         return _look_at_files(ray_checkpoint, job, live, prefers_ray, storage_options)
     except (CheckpointDamaged, FileMissing) as error:
         return _lost(ray_checkpoint, job, live, str(error))
-    root = parse_uri(pointed_place(ray_checkpoint, pointer).uri).uri
+    place = pointed_place(ray_checkpoint, pointer, storage_options={})  # the job has the options that count
+    root = parse_uri(place.uri).uri
     if pointer.number is None:
         logger.warning("what Ray hands back is passed over: the save of step %d failed", pointer.step)
         return None, ""
