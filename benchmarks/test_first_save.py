@@ -17,7 +17,7 @@ from ckptstore.testing import run_ranks
 from ckptstore.tools.bench.case import Case, process_group
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import Sample, Workload, WorkloadOutcome
-from ckptstore.tools.bench.gpu.first_saves import FirstDefaultStaged, FirstSave, FirstSaveWarmed, Footprint
+from ckptstore.tools.bench.gpu.first_saves import FirstDefaultStaged, FirstSave, FirstSaveWarmed, footprint
 from ckptstore.tools.bench.peers.base import Contender
 from ckptstore.tools.bench.peers.limits import Memcpy
 from ckptstore.tools.bench.peers.own import Ckptstore
@@ -35,8 +35,8 @@ class ResumedAtOnce(FirstSave):
     between_seconds: ClassVar[float] = 0.0
 
     def prepare(self, place: str) -> None:
-        self._footprint = Footprint(self)
-        self.store = self.opened(place)
+        self._note = footprint(self)
+        self._store = self.opened(place)
         self.store.resume(self.case.state)
         time.sleep(self.between_seconds)
 

@@ -18,7 +18,7 @@ from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import Sample, Workload, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter
 from ckptstore.tools.bench.peers.base import Contender
-from ckptstore.tools.bench.peers.dcp_async import AsyncDcp, AsyncDcpProcess
+from ckptstore.tools.bench.peers.dcp import AsyncDcp, AsyncDcpProcess
 from ckptstore.tools.bench.peers.own import AsyncCkptstore
 from ckptstore.tools.bench.turns import Contest
 

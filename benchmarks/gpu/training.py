@@ -16,7 +16,7 @@ from torch import nn
 
 import ckptstore
 from ckptstore.tools.bench.figures.report import Sample
-from ckptstore.tools.bench.gpu.llama import SHAPES, parallel_model
+from ckptstore.tools.bench.gpu.training import SHAPES, parallel_model
 from ckptstore.tools.bench.measure import Meter
 
 

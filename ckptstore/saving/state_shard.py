@@ -319,7 +319,11 @@ class StatePlan:
                     )
             index = TensorIndex([Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)])
             compared = index.layout_digest(), outline.table, outline.tied, outline.own
-            self.memo.cached("compared index", compared, lambda: TensorIndex(index.parts, outline))
+
+            def compare() -> None:
+                TensorIndex(index.parts, outline)
+
+            self.memo.cached("compared index", compared, compare)  # once is enough, and its result is large
             index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
             self.memo.negotiator.structures.check(index)
             if self._stock is not None:

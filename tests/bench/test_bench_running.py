@@ -118,6 +118,12 @@ def test_benchmarks_for_developers_have_floors_too(tmp_path: Path) -> None:
     assert {"ckptstore", "DCP FileSystemWriter", "safetensors"} <= set(measured(told)[case])
 
 
+def test_benchmarks_for_developers_can_be_imported() -> None:
+    for command in (["-m", "pytest", "--collect-only", "-q", "benchmarks"], ["benchmarks/gpu/ray_train.py", "--help"]):
+        done = subprocess.run([sys.executable, *command], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_finding_checkpoints_takes_two_requests_at_any_size(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("stays")

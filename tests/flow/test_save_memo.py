@@ -19,6 +19,7 @@ from ckptstore.dcp.stock import stock_write
 from ckptstore.errors import InvalidState
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.state.index.items import Item, Mode, without_digests
+from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.write import assignment
 
 _TENSORS = {
@@ -125,6 +126,17 @@ def test_no_tensor_is_held(tmp_path: Path) -> None:
         del tensor
         gc.collect()
         assert held() is None
+
+
+def test_no_index_is_held(tmp_path: Path) -> None:
+    def num_indexes() -> int:
+        gc.collect()
+        return sum(type(item) is TensorIndex for item in gc.get_objects())
+
+    before = num_indexes()
+    with open_store(tmp_path / "store") as store:
+        store.save(1, {"w": torch.rand(10), "x": torch.rand(10)})
+        assert num_indexes() == before
 
 
 def test_items_are_compared_by_all_but_what_they_hold() -> None:

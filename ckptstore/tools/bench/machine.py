@@ -50,7 +50,7 @@ def gpus() -> dict[str, Any]:
     }
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
+def versions(packages: Iterable[str] = ()) -> dict[str, str]:
     """Return the versions of these packages and of ckptstore's own, if they are installed."""
     found = {}
     for name in (*_PACKAGES, *sorted({*packages} - {*_PACKAGES})):

@@ -187,7 +187,7 @@ def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
     facts: dict[str, Any] = {}
     timeline = aligned([one["phases"] for one in watched])
     if watched:
-        calls = sum((Counter(one["calls"]) for one in watched), Counter())
+        calls = dict(sum((Counter(one["calls"]) for one in watched), Counter()))  # `asdict` cannot copy a Counter
         outcomes = [replace(one, calls=calls) if one.name == OURS else one for one in outcomes]
         late = straggler(timeline)
         facts["straggler"] = {"rank": late[0], "seconds": round(late[1], 6)} if late else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,27 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
 
 
+def parallel_model(
+    shape: Shape, device: torch.device, parallel: Literal["ddp", "fsdp"] | None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Create a model and its AdamW on this rank's device, over all ranks by DDP or FSDP2; in 16 bits on a GPU.
+
+    With FSDP no rank ever holds the whole of it.
+    """
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        llama = Llama(shape).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if parallel == "fsdp":
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for part in (*llama.blocks, llama):
+            fully_shard(part, mesh=mesh)
+    llama.to_empty(device=device)
+    for parameter in llama.parameters():
+        nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
+    model = nn.parallel.DistributedDataParallel(llama) if parallel == "ddp" else llama
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
 def shape_within(size_bytes: int, itemsize: int) -> Shape:
     """Return the shape of the largest model whose state has at most so many bytes, or of the smallest model."""
     found = next(iter(SHAPES.values()))
@@ -123,17 +144,7 @@ class Training:
         self._case = case
         self._device = torch.device(case.device)
         self._shape = shape_within(case.size_bytes, 2 if case.is_cuda else 4)
-        torch.manual_seed(0)
-        with torch.device("meta"):
-            self._model = Llama(self._shape).to(torch.bfloat16 if case.is_cuda else torch.float32)
-        if not case.alone:  # no rank ever holds the whole of it
-            mesh = init_device_mesh(self._device.type, (case.world_size,))
-            for part in (*self._model.blocks, self._model):
-                fully_shard(part, mesh=mesh)
-        self._model.to_empty(device=self._device)
-        for parameter in self._model.parameters():
-            nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        self._model, self._optimizer = parallel_model(self._shape, self._device, None if case.alone else "fsdp")
         self._before: Any = None
         self._step(lambda: None)  # the optimizer makes its moments
 
