@@ -28,6 +28,7 @@ from ckptstore.integrations import mlflow, trackers, wandb
 from ckptstore.tools.cli import COMMANDS, main
 from ckptstore.tools.report import document
 from ckptstore.tools.run import notices
+from ckptstore.tools.run.folders.shape import Shape, known_shapes
 
 DOCS = Path(__file__).parent
 SCHEMA = json.loads((DOCS / "reference/cli-schema.json").read_text())
@@ -75,6 +76,30 @@ def error_table() -> str:
         for cls in sorted(all_errors().values(), key=lambda cls: (cls.exit_code, cls.code))
     ]
     return table(["code", "exit code", "class", "meaning"], rows)
+
+
+def shape_table() -> str:
+    """What a user of each project writes."""
+    rows = [[it.project, it.write, it.resume, it.tested or "not run"] for it in known_shapes()]
+    return table(["project", "`--folder`", "how it goes on", "run with"], rows)
+
+
+def shape_rules() -> str:
+    """How each shape is known, where its step is, and what shows its end."""
+    rows = []
+    for it in known_shapes():
+        known = f"{'directory' if it.directory else 'file'} `{it.directory or it.file}`"
+        step = ", ".join(f"`{text}`" for text in it.step) or "`step` in the name"
+        ends = [f"`{name}`" for name in (it.marker, it.tracker, it.each_rank) if name]
+        quiet = "its own format" if it.file else "the quiet time"
+        more = [f"`{name}`" for name in (it.tracker, *it.same, *it.beside) if name]
+        rows.append([f"`{it.name}`", it.project, known, step, " and ".join(ends) or quiet, ", ".join(more)])
+    return table(["shape", "project", "known by", "step", "its end is shown by", "stored besides"], rows)
+
+
+def shape_fields() -> str:
+    """The fields of an entry."""
+    return table(["field", "meaning"], [[f"`{name}`", text] for name, text in field_docs(Shape).items()])
 
 
 def error_tree() -> str:
@@ -407,6 +432,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "config": config_tables,
     "error tree": error_tree,
     "error codes": error_table,
+    "shapes": shape_table,
+    "shape rules": shape_rules,
+    "shape fields": shape_fields,
     "events": event_table,
     "api": lambda: api(ckptstore),
     "ray": lambda: api(ckptstore.ray),

@@ -147,7 +147,7 @@ WIDE_SIGNATURES |= {"import_state", "export"}
 """The public surface, where each keyword has a default and a line in the reference."""
 
 READS_ENVIRONMENT = {"config", "group.find", "tools.run.nodes", "storage", "testing", "tools.demo"}
-READS_ENVIRONMENT |= {"integrations"}
+READS_ENVIRONMENT |= {"integrations", "tools.run.folders.own_directory"}
 
 DIGESTS = re.compile("crc32c|xxh3", re.IGNORECASE)
 NAMES_OF_DIGESTS = {"format.digest", "storage.cloud.bodies", "testing.s3.checksums"}

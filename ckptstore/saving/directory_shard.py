@@ -128,7 +128,7 @@ class DirectoryShard:
 def directory_of(
     job: Job,
     step: Any,
-    path: str | os.PathLike[str] | None,
+    path: str | os.PathLike[str] | Callable[[], Directory] | None,
     *,
     metrics: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -138,7 +138,8 @@ def directory_of(
     link: bool = False,
 ) -> tuple[Request, DirectoryShard]:
     """Return the checked request of a `save_directory`, and the shard of this rank. Collective if the request is bad,
-    so that its error is raised on all ranks."""
+    so that its error is raised on all ranks. In place of a path there may be a function that lists this rank's files.
+    """
     rank, storage, transfer = job.group.rank, job.storage, job.transfer
     request = checked(
         job.group,
@@ -151,7 +152,6 @@ def directory_of(
         shared=sorted(shared),
         link=link,
     )
-    shard = DirectoryShard(
-        lambda: scan(path), rank=rank, storage=storage, transfer=transfer, suffix=suffix, shared=shared, link=link
-    )
+    find = path if callable(path) else lambda: scan(path)
+    shard = DirectoryShard(find, rank=rank, storage=storage, transfer=transfer, suffix=suffix, shared=shared, link=link)
     return request, shard

@@ -55,7 +55,7 @@ def test_disks_of_their_own(start: Start, tmp_path: Path) -> None:
             seen.look(JobSeen(frozenset(), None, is_alive=False, ended_well=True))
     said = nodes(start, "three", store, [first, second], *own)
     assert all("begins at 7" in output for output in said), said
-    assert list((second / ".ckptstore/aside").glob("*/checkpoint-8")) or "checkpoint-8 →" in said[1]
+    assert list((tmp_path / ".ckptstore-node1/aside").glob("*/checkpoint-8")) or "checkpoint-8 →" in said[1]
     with open_store(store) as opened:
         assert [checkpoint.step for checkpoint in opened] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 

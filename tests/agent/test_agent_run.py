@@ -164,7 +164,7 @@ def test_what_the_trainer_deletes_is_no_error(start: Start, tmp_path: Path) -> N
     assert agent.committed == sorted(set(agent.committed))
     assert agent.events("CheckpointsLeft") == []
     live(store)
-    assert not any((out / ".ckptstore/held").iterdir())
+    assert not any((tmp_path / ".ckptstore-out/held").iterdir())
 
 
 def test_a_checkpoint_that_is_written_anew_is_replaced(start: Start, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_only_what_is_committed_is_deleted_from_the_folder(start: Start, tmp_pat
     assert agent.code() == 0
     assert set(live(store)) == {1, 2, 3, 4, 5}
     assert {path.name for path in out.iterdir()} == {
-        *("notes-7", "checkpoint-4", "checkpoint-5", "checkpoint-99", ".ckptstore"),
+        *("notes-7", "checkpoint-4", "checkpoint-5", "checkpoint-99"),
     }
 
 

@@ -10,7 +10,7 @@ import struct
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from ckptstore.tools.run.folders.candidate import MarkerReader, Rules, Sight, fingerprint
 from ckptstore.tools.run.folders.finished import Finisher
-from ckptstore.tools.run.folders.folder import candidates_in
 from ckptstore.tools.run.folders.job_seen import open_for_writing
-from ckptstore.tools.run.folders.snapshot import take
+from ckptstore.tools.run.folders.shapes import candidates_in
+from ckptstore.tools.run.folders.snapshot import FolderSnapshot, take
 
 QUIET_SECONDS = 10.0
 RULES = Rules(patterns=("mine_*", "quiet_*.bin"), marker=None, quiet_seconds=QUIET_SECONDS)
@@ -186,7 +186,9 @@ class Agent:
         folder = self.world.folder
         opened = open_for_writing(folder, frozenset([os.getpid()]))
         ranks = frozenset(range(world_size)) if world_size > 1 else frozenset[int]()
-        sight = Sight(take(folder), self.contents, self.rules, ranks)
+        seen = take(folder)  # the clock of its disk is the world's
+        files = {name: replace(sign, ctime_ns=sign.mtime_ns) for name, sign in seen.files.items()}
+        sight = Sight(FolderSnapshot(files, seen.directories), self.contents, self.rules, ranks)
         told = self.finisher.judge(
             candidates_in(sight)[0], open_files=opened, job_lives=job_lives, now_seconds=self.world.now_seconds
         )

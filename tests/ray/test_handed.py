@@ -19,7 +19,6 @@ from storing import make_run, stored, worker_at
 
 import ckptstore
 from ckptstore import CheckpointDamaged, CheckpointGone, InvalidSource, NoUsableCheckpoint
-from ckptstore.catalogue import job_of
 from ckptstore.config import RetryConfig
 from ckptstore.integrations.ray import handed, ray_store
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
@@ -160,16 +159,6 @@ def test_a_pointer_to_another_store(run: Path, start: Start, tmp_path: Path, pre
     found = start(handed, far).resume(prefer=prefer)
     assert found is not None
     assert found.step == 3
-
-
-def test_a_file_system_that_only_ray_can_open(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    role = S3FileSystem(role_arn="arn:aws:iam::1:role/r", region="eu-west-1")
-    monkeypatch.setattr(handed, "read_pointer", lambda *_args, **_options: Pointer(root="_ckptstore", step=3, number=1))
-    with (
-        ckptstore.open_store(run / "_ckptstore") as store,
-        pytest.raises(NoUsableCheckpoint, match="step 3 of another store, s3://bucket/runs/a/_ckptstore"),
-    ):
-        handed.look(Checkpoint("bucket/runs/a/pointer", role), job_of(store), prefers_ray=False)
 
 
 @pytest.mark.parametrize("prefer", ["newest", "ray"])

@@ -20,9 +20,11 @@ from ckptstore.format.encoding import dump_json
 from ckptstore.runtime.shown import printable
 from ckptstore.tools.cli.kinds import DURATION
 from ckptstore.tools.cli.options import keep_option, storage_option
-from ckptstore.tools.run.folders import Rules
+from ckptstore.tools.cli.output import print_json
+from ckptstore.tools.run.explain import explained, pattern_for
+from ckptstore.tools.run.folders import Folder, JobSeen, Rules, read_shapes
 from ckptstore.tools.run.nodes import find_nodes
-from ckptstore.tools.run.story import AgentPlan
+from ckptstore.tools.run.story import NOTHING_FOUND, AgentPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,7 +39,29 @@ _OPTIONS = (
         "patterns",
         multiple=True,
         metavar="GLOB",
-        help="Names of the checkpoints of an unknown framework; repeatable.",
+        help="Names of the checkpoints of an unknown project, {step} for the step; repeatable.",
+    ),
+    click.option(
+        "--step-from",
+        metavar="REGEX",
+        help="With --pattern: the step is the group of this regular expression in the name, as in 'ba(\\d+)'.",
+    ),
+    click.option(
+        "--shapes", "shapes_file", metavar="FILE", help="Shapes of your own, as TOML, tried before the known ones."
+    ),
+    click.option(
+        "--beside",
+        multiple=True,
+        metavar="GLOB",
+        help="Small text files beside a checkpoint that are stored and restored with it; repeatable.",
+    ),
+    click.option(
+        "--no-follow",
+        "follows",
+        is_flag=True,
+        default=True,
+        flag_value=False,
+        help="Do not take links to directories outside of the folder for checkpoints.",
     ),
     click.option("--marker", metavar="NAME", help="With --pattern: the file of a checkpoint that is written last."),
     click.option(
@@ -92,20 +116,33 @@ def agent_options(function: F) -> F:
     return function
 
 
-def plan_of(store: str, folder: str, options: Mapping[str, Any]) -> AgentPlan:
+def rules_of(options: Mapping[str, Any]) -> Rules:
+    """Return the rules for the folder that the options describe. Raises InvalidInput."""
+    if options["marker"] is not None and not options["patterns"]:
+        raise InvalidInput("--marker means nothing without --pattern", hint="Known shapes have their own rules")
+    quiet = {} if options["quiet_seconds"] is None else {"quiet_seconds": options["quiet_seconds"]}
+    return Rules(
+        patterns=options["patterns"],
+        step_from=options["step_from"],
+        marker=options["marker"],
+        metrics_file=options["metrics_file"],
+        shapes=() if options["shapes_file"] is None else read_shapes(Path(options["shapes_file"])),
+        beside=options["beside"],
+        follows=options["follows"],
+        **quiet,
+    )
+
+
+def plan_of(store: str, folder: str | None, options: Mapping[str, Any]) -> AgentPlan:
     """Return the plan that the options describe. Raises InvalidInput."""
     if options["interval"] < _SHORTEST_SECONDS:
         raise InvalidInput(f"--interval is {options['interval']:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
     if options["grace"] is not None and options["grace"] < 0:
         raise InvalidInput(f"--grace is {options['grace']:g} s, it must be at least 0")
-    if options["marker"] is not None and not options["patterns"]:
-        raise InvalidInput("--marker means nothing without --pattern", hint="Known shapes have their own rules")
-    quiet = {} if options["quiet_seconds"] is None else {"quiet_seconds": options["quiet_seconds"]}
-    rules = Rules(patterns=options["patterns"], marker=options["marker"], metrics_file=options["metrics_file"], **quiet)
     return AgentPlan(
         store=store,
-        folder=Path(folder),
-        rules=rules,
+        folder=None if folder is None else Path(folder),
+        rules=rules_of(options),
         retention=options["keep"],
         nodes=find_nodes(options["nodes"], options["node_rank"], options["run_id"]),
         interval_seconds=options["interval"],
@@ -114,6 +151,27 @@ def plan_of(store: str, folder: str, options: Mapping[str, Any]) -> AgentPlan:
         require_commit=options["require_commit"],
         storage_options=options["storage_options"],
     )
+
+
+def print_explained(directory: str, rules: Rules, *, as_json: bool) -> int:
+    """Print what would be taken of a folder, after two looks; return the exit code, that of nothing found if nothing
+    is."""
+    folder = Folder(directory, rules)
+    if not folder.path.is_dir():
+        raise InvalidInput(f"There is no folder {directory}")
+    folder.look(JobSeen(), notes=False)
+    look = folder.look(JobSeen(), notes=False)
+    rows = explained(look)
+    if as_json:
+        print_json(found=rows, unknown=list(look.unknown))
+    else:
+        for row in rows:
+            click.echo(f"{row['name']}  {row['shape']}  {row['step']}  {row['verdict']}")
+        for name in look.unknown:
+            click.echo(f"{name}  no known shape: --pattern {pattern_for(name)!r} takes it")
+        if not rows and not look.unknown:
+            click.echo(f"nothing in {directory} has the shape of a checkpoint; --pattern GLOB says what one is called")
+    return 0 if rows else NOTHING_FOUND
 
 
 @contextmanager

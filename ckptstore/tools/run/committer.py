@@ -1,4 +1,7 @@
-"""The loop that commits: a thread that looks into the folder now and then, and never holds up the trainer."""
+"""The loop that commits: a thread that looks into the folder now and then, and never holds up the trainer.
+
+look → judge (`Folder.look`) → offer → all nodes agree on one (`choose`, `Steps`) → hold → save → tell
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +20,8 @@ from ckptstore.errors import CkptstoreError, InvalidInput, SourceChanged, StoreF
 from ckptstore.events import emit
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import CheckpointStore, save_shard
-from ckptstore.tools.run.folders import Folder, Found, Held, JobSeen, Look, same, save_found
+from ckptstore.tools.run.explain import pattern_for, rule_of
+from ckptstore.tools.run.folders import Folder, Found, Held, JobSeen, Look, Prospect, same, save_found
 from ckptstore.tools.run.folders.division import divide
 from ckptstore.tools.run.notices import (
     CheckpointsPassedOver,
@@ -26,8 +31,10 @@ from ckptstore.tools.run.notices import (
     FolderNotice,
     LocalDeleted,
     OlderFound,
+    ShapeFound,
 )
 from ckptstore.tools.run.rounds import NodeOffer, NodeView, choose
+from ckptstore.tools.run.steps import Steps, grows
 
 _NICE = 10
 _LONGEST_WAIT_SECONDS = 60.0
@@ -35,16 +42,53 @@ _FINAL = (StoreFenced, StoreForked, UnsupportedVersion)
 """Errors that no later try mends."""
 _LAST_LOOKS = 3
 """The number of tries of a checkpoint that changes after the trainer's end."""
+_OWN_TRIES = 3
+"""The number of tries of a checkpoint that itself is at fault."""
 _LOCAL_COPIES = 2
 """The number of newest checkpoints that `delete_local` leaves in the folder."""
+_TOO_OLD = "step {} went first, and an older one must not become the latest"
 
 
 @dataclass(slots=True)
-class _Tries:
-    """Failed commits in a row."""
+class _Failures:
+    """The failed commits in a row."""
 
+    error: CkptstoreError | None = None
+    """The last one; None after a commit that went well."""
     count: int = 0
     not_before: float = 0.0
+    changes: int = 0
+    """The number of times in a row that a checkpoint was no longer what it was."""
+    is_final: bool = False
+    """True if nothing more is committed."""
+    own: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The number of those that were a checkpoint's own fault, by name and fingerprint."""
+
+
+@dataclass(slots=True)
+class _Settled:
+    """A checkpoint that needs no commit, as long as it is what it is now."""
+
+    fingerprint: str
+    passed: str = ""
+    """The reason why it is passed over; "" if it is in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The state of the folder and the store at the end."""
+
+    committed: int
+    """The number of checkpoints that were committed."""
+    passed: dict[str, str]
+    """The names that were passed over, with the reasons."""
+    left: list[Found]
+    """The checkpoints that are finished, and neither in the store nor passed over."""
+    unfinished: dict[str, str]
+    had_any: bool
+    """True if there was anything that had the name of a checkpoint."""
+    has_last: bool
+    """True if the newest of them is in the store."""
 
 
 @dataclass(kw_only=True)
@@ -65,38 +109,34 @@ class Committer:
     delete_local: bool = False
     is_shared: bool = False
     """True if the folder is one and the same for all nodes."""
-    _committed: dict[str, str] = field(default_factory=dict)
-    """The fingerprints of what is in the store, by name."""
-    _passed: dict[str, str] = field(default_factory=dict)
-    """The same of what is passed over."""
-    _last: tuple[int, float] | None = None
-    """The step of the last commit, and when its files were written."""
+    failures: _Failures = field(default_factory=_Failures)
+    is_hurried: bool = False
+    """True if only the newest counts."""
+    is_through: bool = False
+    """True when the loop is over."""
+    _settled: dict[str, _Settled] = field(default_factory=dict)
+    _committed: int = 0
+    _rounds: int = 0
+    _last: Found | None = None
+    """The checkpoint that was committed last."""
+    _last_step: int = -1
     _seen_at: dict[tuple[str, str], float] = field(default_factory=dict)
     """The time when each of those that are not in the store was seen finished first, by name and fingerprint."""
-    _noted_ahead: tuple[str, str] | None = None
-    """The newest of them that an event has named."""
     _noted: set[str] = field(default_factory=set)
-    _tries: _Tries = field(default_factory=_Tries)
+    """The things that were said once."""
     _all_ranks: frozenset[int] | None = None
-    _seen: Look = field(default_factory=lambda: Look((), {}, ()))
+    _seen: Look = field(default_factory=Look)
     """The last look of a round."""
     _suspects: set[str] | None = None
     """Names of what may be in the store, and is compared before it is offered; None before the first look."""
     _has_compared: bool = False
     """True once what was there before the first look was compared with the store."""
-    _changes: int = 0
-    """The number of times in a row that a checkpoint was no longer what it was."""
-    stopped: CkptstoreError | None = None
-    """Why nothing more is committed."""
-    failed: CkptstoreError | None = None
-    """The last failure, None after a commit that went well."""
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
-    is_hurried: bool = False
-    """True if only the newest counts."""
-    is_through: bool = False
-    """True when the loop is over."""
     _has_ended: bool = False
+
+    def __post_init__(self) -> None:
+        self._steps = Steps(self.store)
 
     def run(self) -> None:
         """Run until `finish` is called and what is finished is committed, or cannot be."""
@@ -123,18 +163,34 @@ class Committer:
         self._has_ended = True
         self._wake.set()
 
-    def left(self) -> tuple[list[Found], Mapping[str, str]]:
-        """Return what is finished and neither in the store nor passed over, as the folder is now, and what is
-        unfinished, with the reasons. From any thread."""
+    def settling(self) -> frozenset[str] | None:
+        """Return the names of what needs nothing but time, as the last round saw it; None before the second round."""
+        return self._seen.settling if self._rounds > 1 else None
+
+    def outcome(self) -> Outcome:
+        """Look once more, and return what has become of everything in the folder. From any thread."""
         self._look()
         look = self._look()
-        return self._open(look), {name: why for name, why in look.unfinished.items() if name not in self._committed}
+        passed = {name: it.passed for name, it in self._settled.items() if it.passed}
+        left, unfinished = self._open(look), {n: why for n, why in look.unfinished.items() if not self._is_in(n)}
+        newest = max(look.candidates, key=_written_at, default=None)
+        return Outcome(
+            committed=self._committed,
+            passed={**passed, **look.refused},
+            left=left,
+            unfinished=unfinished,
+            had_any=bool(look.candidates or self._settled),
+            has_last=newest is None or self._is_in(newest.name),
+        )
+
+    def _is_in(self, name: str) -> bool:
+        """Return True if the checkpoint of that name is in the store, in its present or an earlier state."""
+        return name in self._settled and not self._settled[name].passed
 
     def _pause_seconds(self) -> float:
-        waits = self._tries.not_before - time.monotonic()
         if self._has_ended or self.is_hurried:
             return min(1.0, self.interval_seconds)
-        return max(self.interval_seconds, waits)
+        return max(self.interval_seconds, self.failures.not_before - time.monotonic())
 
     def _look(self) -> Look:
         seen = self.job()
@@ -147,31 +203,32 @@ class Committer:
         return [
             found
             for found in look.finished
-            if found.fingerprint not in (self._committed.get(found.name), self._passed.get(found.name))
+            if found.name not in self._settled or self._settled[found.name].fingerprint != found.fingerprint
         ]
 
     def _round(self) -> bool:
         """Look once, and commit one after another until none is left. Return True when the loop is over."""
-        while self.stopped is None:
+        while not self.failures.is_final:
             had_ended = self._has_ended
+            offer: NodeOffer | None = None
             try:
-                chosen, is_over = self._meet(had_ended)
-                if chosen is None:
-                    if self._tries.count == 0:
+                offer, is_over = self._meet(had_ended)
+                if offer is None:
+                    if self.failures.count == 0:
                         self._delete_committed()
                     return is_over
-                self._commit(chosen)
+                self._commit(offer)
             except (CkptstoreError, OSError) as error:
-                self._fail(error if isinstance(error, CkptstoreError) else InvalidInput(str(error)))
-                return had_ended and self._changes in (0, _LAST_LOOKS)
+                self._fail(error if isinstance(error, CkptstoreError) else InvalidInput(str(error)), offer)
+                return had_ended and self.failures.changes in (0, _LAST_LOOKS) and not self.failures.own
         return True
 
     def _meet(self, had_ended: bool) -> tuple[NodeOffer | None, bool]:
         look = self._seen = self._look()
+        self._rounds += 1
         if had_ended:  # nothing changes any more: what looks the same twice is whole
             look = self._seen = self._look()
-        self._tell_unknown(look)
-        self._tell_ahead(look)
+        self._tell(look)
         self._compare(look)
         self._pass_over_late(look)
         view = self._view(look, had_ended)
@@ -179,34 +236,42 @@ class Committer:
         def join() -> Any:
             views = [NodeView.from_json(item) for item in brought]
             chosen = None if self._must_wait(views) else choose(views)
-            ranks = (
-                None if any(item.ranks is None for item in views) else sorted({r for v in views for r in v.ranks or ()})
-            )
+            passed = ""
+            if chosen is not None:
+                step, passed = self._steps.choose(chosen)
+                chosen = replace(chosen, step=step)
+            known = [item.ranks for item in views]
+            ranks = None if None in known else sorted({rank for of_node in known for rank in of_node or ()})
             offer = None if chosen is None else NodeView(offers=(chosen,)).to_json()["offers"][0]
-            return {"offer": offer, "ranks": ranks, "is_over": all(item.has_ended for item in views)}
+            return {"offer": offer, "passed": passed, "ranks": ranks, "is_over": all(it.has_ended for it in views)}
 
         with job_of(self.store).group.meeting("agent") as meeting:
             brought = meeting.gather(view.to_json())
-            told = meeting.tell(join)
-        return (None if told["offer"] is None else NodeOffer(**told["offer"])), bool(told["is_over"])
+            reply = meeting.tell(join)
+        if reply["passed"]:
+            self._pass_over([it for it in self._open(look) if it.name == reply["offer"]["name"]], reply["passed"])
+            return self._meet(had_ended)
+        return (None if reply["offer"] is None else NodeOffer(**reply["offer"])), bool(reply["is_over"])
 
     def _must_wait(self, views: Iterable[NodeView]) -> bool:
         """Return True if a failure is too recent for another try (leader only). At the end there is one try more at
         once."""
         is_pressed = any(view.is_hurried or view.has_ended for view in views)
-        return not is_pressed and time.monotonic() < self._tries.not_before
+        return not is_pressed and time.monotonic() < self.failures.not_before
 
     def _view(self, look: Look, had_ended: bool) -> NodeView:
         now, is_open = time.monotonic(), self._open(look)
         self._note_seen(is_open)
-        names = {found.name for found in is_open}
+        names, may_guess = {found.name for found in is_open}, grows(look.finished)
         return NodeView(
             offers=tuple(
                 NodeOffer(
                     name=found.name,
-                    step=found.step,
+                    step=found.step if found.is_exact or may_guess or found.is_rewritten else None,
+                    is_exact=found.is_exact,
+                    written_at_seconds=found.written_at_seconds,
                     metrics=dict(found.metrics),
-                    metadata=found.metadata(),
+                    metadata=found.metadata(self.folder.path),
                     tells_all=found.tells_all,
                     waits_seconds=now - self._seen_at[found.name, found.fingerprint],
                 )
@@ -221,27 +286,8 @@ class Committer:
 
     def _note_seen(self, is_open: Sequence[Found]) -> None:
         now = time.monotonic()
-        self._seen_at = {
-            key: self._seen_at.get(key, now) for key in [(found.name, found.fingerprint) for found in is_open]
-        }
-
-    def _tell_ahead(self, look: Look) -> None:
-        """Say what the folder has and the store has not, unless it is one alone that comes there now. What was there
-        before the agent may be in the store: nothing is said before that was compared."""
-        is_open = self._open(look)
-        if not self._has_compared or not is_open or (len(is_open) == 1 and self._tries.count == 0):
-            return
-        self._note_seen(is_open)
-        newest = is_open[-1].name, is_open[-1].fingerprint
-        if newest != self._noted_ahead:
-            self._noted_ahead = newest
-            emit(
-                FolderAhead(
-                    steps=tuple(found.step for found in is_open),
-                    names=tuple(found.name for found in is_open),
-                    not_durable_seconds=time.monotonic() - min(self._seen_at.values()),
-                )
-            )
+        keys = [(found.name, found.fingerprint) for found in is_open]
+        self._seen_at = {key: self._seen_at.get(key, now) for key in keys}
 
     def _commit(self, offer: NodeOffer) -> None:
         """Save what the nodes have agreed on. Collective."""
@@ -251,15 +297,24 @@ class Committer:
         with ExitStack() as stack:
             held = self._hold(found, stack)
             if found is not None and held is not None:
-                save_found(self.store, found, held, **options)
+                save_found(self.store, found, held, step=offer.step, **options)
             else:
                 save_shard(self.store, lambda job: directory_of(job, offer.step, None, **options))
-        self.failed, self._tries, self._changes = None, _Tries(), 0
+        self.failures = _Failures(own=self.failures.own)
+        self._committed, self._last_step = self._committed + 1, offer.step or 0
         if found is not None:
-            self._committed[found.name] = found.fingerprint
-            self._last = (found.step, _written_at(found))
-        older = [item for item in self._open(look) if item.step < offer.step]
-        self._pass_over(older, f"step {offer.step} went first, and an older one must not become the latest")
+            self.failures.own.pop((found.name, found.fingerprint), None)
+            self._settled[found.name], self._last = _Settled(found.fingerprint), found
+        self._pass_over([it for it in self._open(look) if self._is_older(it)], _TOO_OLD.format(offer.step))
+
+    def _is_older(self, found: Found) -> bool:
+        """Return True if it comes before the checkpoint that was committed last."""
+        last = self._last
+        if last is None:
+            return found.is_exact and found.step is not None and found.step < self._last_step
+        if found.is_exact and last.is_exact and found.step is not None:
+            return found.step < self._last_step
+        return found.written_at_seconds < last.written_at_seconds
 
     def _hold(self, found: Found | None, stack: ExitStack) -> Held | None:
         """Keep this node's share of the files from being deleted. What fails on one node fails on all."""
@@ -279,23 +334,37 @@ class Committer:
                     self._pass_over([found], "the trainer has deleted it")
                 raise
 
-    def _fail(self, error: CkptstoreError) -> None:
-        self.failed = error
+    def _fail(self, error: CkptstoreError, offer: NodeOffer | None) -> None:
+        failures = self.failures
+        failures.error = error
         if isinstance(error, SourceChanged):  # the next look says what is there now
-            self._changes += 1
+            failures.changes += 1
             return
-        self._changes = 0
+        failures.changes = 0
         if isinstance(error, _FINAL):
-            self.stopped = error
+            failures.is_final = True
             emit(CommitsStopped(reason=str(error)))
             return
-        tries = self._tries
-        tries.count += 1
-        wait_seconds = min(_LONGEST_WAIT_SECONDS, self.interval_seconds * 2 ** (tries.count - 1))
-        tries.not_before = time.monotonic() + wait_seconds
+        found = next((it for it in self._open(self._seen) if offer is not None and it.name == offer.name), None)
+        if isinstance(error, InvalidInput) and offer is not None:
+            self._blame(found, error)
+            return
+        failures.count += 1
+        wait_seconds = min(_LONGEST_WAIT_SECONDS, self.interval_seconds * 2 ** (failures.count - 1))
+        failures.not_before = time.monotonic() + wait_seconds
         if error.committed is not False and self._suspects is not None:
             self._suspects |= {found.name for found in self._open(self._seen)}
         emit(CommitsDelayed(wait_seconds=wait_seconds, error=str(error)))
+
+    def _blame(self, found: Found | None, error: CkptstoreError) -> None:
+        """Count a failure that is the checkpoint's own. After some it is passed over, and keeps no other one out."""
+        if found is None:
+            return
+        own = self.failures.own
+        own[found.name, found.fingerprint] += 1
+        if own[found.name, found.fingerprint] >= _OWN_TRIES:
+            del own[found.name, found.fingerprint]
+            self._pass_over([found], str(error))
 
     def _compare(self, look: Look) -> None:
         """Find what of the folder is in the store already: of what was there before the agent, and of what a failed
@@ -307,22 +376,29 @@ class Committer:
             self._has_compared = True
             return
         entries = self.store.entries()
-        live = {entry.checkpoint.step: entry.checkpoint for entry in entries}
         latest = next((entry.checkpoint for entry in entries if entry.is_latest), None)
         for found in due:
-            if found.step in live and same(self.folder, found, live[found.step]):
-                self._committed[found.name] = found.fingerprint
+            alike = [it for it in entries if it.checkpoint.step == found.step or not found.is_exact]
+            for entry in reversed(alike):
+                if self._steps.name_of(entry.checkpoint) == found.name and same(self.folder, found, entry.checkpoint):
+                    self._settled[found.name] = _Settled(found.fingerprint)
+                    break
         if latest is not None:
-            has_latest = any(found.step == latest.step and found.name in self._committed for found in look.finished)
+            has_latest = any(self._steps.name_of(it.checkpoint) in self._settled for it in entries if it.is_latest)
             known_at = max(latest.created_at, self.began_at if has_latest else 0.0)
+            home = self._steps.home_of(latest)
+            written_at = (home and home.written_at_seconds) or latest.created_at
             older = [
                 found
                 for found in self._open(look)
-                if found.name in self._suspects and found.step < latest.step and _written_at(found) <= known_at
+                if found.name in self._suspects
+                and (not found.is_exact or (found.step or 0) < latest.step)
+                and found.written_at_seconds <= (known_at if found.is_exact else written_at)
             ]
             if older:
-                steps, names = self._forget(older)
-                emit(OlderFound(steps=steps, names=names, latest_step=latest.step))
+                reason = f"the store has the newer step {latest.step}"
+                names = self._settle(older, reason)
+                emit(OlderFound(steps=_steps(older), names=names, latest_step=latest.step))
         self._suspects -= {found.name for found in due}
         self._has_compared = True
 
@@ -330,34 +406,66 @@ class Committer:
         """Pass over what is found finished only after a newer one was committed. What is rewritten after it is not
         older."""
         if self._last is not None:
-            step, written_at = self._last
-            late = [found for found in self._open(look) if found.step < step and _written_at(found) <= written_at]
-            self._pass_over(late, f"step {step} went first, and an older one must not become the latest")
+            written_at = self._last.written_at_seconds
+            late = [it for it in self._open(look) if self._is_older(it) and it.written_at_seconds <= written_at]
+            self._pass_over(late, _TOO_OLD.format(self._last_step))
 
     def _pass_over(self, passed: Sequence[Found], reason: str) -> None:
         if passed:
-            steps, names = self._forget(passed)
-            emit(CheckpointsPassedOver(steps=steps, names=names, reason=reason))
+            emit(CheckpointsPassedOver(steps=_steps(passed), names=self._settle(passed, reason), reason=reason))
 
-    def _forget(self, passed: Sequence[Found]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Commit these never, as long as they are what they are now; their steps and names."""
-        self._passed |= {found.name: found.fingerprint for found in passed}
-        return tuple(found.step for found in passed), tuple(found.name for found in passed)
+    def _settle(self, passed: Sequence[Found], reason: str) -> tuple[str, ...]:
+        """Commit these never, as long as they are what they are now; return their names."""
+        for found in passed:
+            self._settled[found.name] = _Settled(found.fingerprint, reason)
+        return tuple(found.name for found in passed)
 
-    def _tell_unknown(self, look: Look) -> None:
-        for name in sorted(set(look.unknown) - self._noted):
-            emit(FolderNotice(text=f"{name} fits no known shape and is not committed. Name it with --pattern"))
-        self._noted |= set(look.unknown)
+    def _once(self, what: str) -> bool:
+        """Return True the first time."""
+        is_new = what not in self._noted
+        self._noted.add(what)
+        return is_new
+
+    def _tell(self, look: Look) -> None:
+        """Say what is taken for what, what is not, and what the folder has and the store has not."""
+        for candidate in look.candidates:
+            if candidate.name not in look.refused and self._once(f"{candidate.shape} {candidate.parent}"):
+                emit(
+                    ShapeFound(name=candidate.name, shape=candidate.shape, step=candidate.step, rule=rule_of(candidate))
+                )
+        for name in look.unknown:
+            if self._once(name):
+                text = f"{name} may be a checkpoint, fits no known shape and is not committed"
+                emit(FolderNotice(text=f"{text}. To take it write --pattern {pattern_for(name)!r}"))
+        for name, why in look.refused.items():
+            if self._once(f"{name} {why}"):
+                emit(CheckpointsPassedOver(steps=(), names=(name,), reason=why))
+        is_open = self._open(look)
+        if not self._has_compared or not is_open or (len(is_open) == 1 and self.failures.count == 0):
+            return  # one alone comes there now, and what was there before may be in the store
+        self._note_seen(is_open)
+        if self._once(f"{is_open[-1].name} {is_open[-1].fingerprint}"):
+            emit(
+                FolderAhead(
+                    steps=_steps(is_open),
+                    names=tuple(found.name for found in is_open),
+                    not_durable_seconds=time.monotonic() - min(self._seen_at.values()),
+                )
+            )
 
     def _delete_committed(self) -> None:
         """Remove from the folder what is in the store, but for the newest."""
         if not self.delete_local or (self.is_shared and not job_of(self.store).is_leader):
             return
         for found in self._seen.finished[:-_LOCAL_COPIES]:
-            if self._committed.get(found.name) == found.fingerprint and self.folder.delete(found):
-                emit(LocalDeleted(step=found.step, name=found.name))
+            settled = self._settled.get(found.name)
+            if settled == _Settled(found.fingerprint) and not found.is_rewritten and self.folder.delete(found):
+                emit(LocalDeleted(step=found.step or 0, name=found.name))
 
 
-def _written_at(found: Found) -> float:
-    """Return the time of the last change of its files, in seconds since the epoch by the clock of its file system."""
-    return max((sign.mtime_ns for sign in found.files.values()), default=0) / 1e9
+def _written_at(candidate: Prospect) -> int:
+    return max((sign.mtime_ns for sign in candidate.files.values()), default=0)
+
+
+def _steps(found: Iterable[Found]) -> tuple[int, ...]:
+    return tuple(it.step for it in found if it.step is not None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptstore.errors import InvalidInput
 from ckptstore.runtime.file_locks import lock_open_file
-from ckptstore.tools.run.folders.snapshot import OWN_NAME
+from ckptstore.tools.run.folders.own_directory import own_directory
 from ckptstore.tools.run.trainer import ORPHAN_SECONDS
 
 _PATIENCE_SECONDS = ORPHAN_SECONDS + 10
@@ -30,8 +30,8 @@ def locked(folder: Path, *, node_rank: int, waits: Callable[[str], object]) -> I
     Raises InvalidInput when another agent is at work in the folder.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
-    path = folder / OWN_NAME / f"agent-{host}-{node_rank}.lock"
-    path.parent.mkdir(exist_ok=True)
+    path = own_directory(Path(os.path.realpath(folder))) / f"agent-{host}-{node_rank}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _acquire(descriptor, folder, waits)

@@ -14,25 +14,27 @@ from ckptstore.errors import InvalidInput
 from ckptstore.events import emit
 from ckptstore.store import CheckpointStore
 from ckptstore.tools.run.folders import Folder, newest_first, restore_folder, set_aside_unfinished, whole_in
-from ckptstore.tools.run.folders.snapshot import OWN_NAME
+from ckptstore.tools.run.folders.own_directory import is_on_one_disk
 from ckptstore.tools.run.notices import FolderNotice, FolderRestored
 
 _SEEN_LATE_SECONDS = 3.0
 """A network file system may show a new file a moment later."""
 
 
-def is_shared(store: CheckpointStore, folder: Path) -> bool:
+def is_shared(store: CheckpointStore, folder: Folder) -> bool:
     """Return True if all nodes see one and the same folder. Collective; False for one node.
 
-    Raises InvalidInput where some do and others do not.
+    The leader leaves a file beside the folder for a moment, or in it if it is a mount point. Raises InvalidInput where
+    some nodes see that and others do not.
     """
     job = job_of(store)
     if job.group.world_size == 1:
         return False
-    token = folder / OWN_NAME / f"shared-{secrets.token_hex(8)}"
+    place = folder.own if is_on_one_disk(folder.path, folder.path.parent) else folder.path
+    token = place / f"shared-{secrets.token_hex(8)}"
 
     def leave() -> str:
-        token.parent.mkdir(exist_ok=True)
+        token.parent.mkdir(parents=True, exist_ok=True)
         token.touch()
         return token.name
 
@@ -40,7 +42,7 @@ def is_shared(store: CheckpointStore, folder: Path) -> bool:
         with job.group.meeting("folder") as meeting:
             name = meeting.tell(leave)
         with job.group.meeting("shared") as meeting:
-            brought = meeting.gather(_sees(folder / OWN_NAME / name))
+            brought = meeting.gather(_sees(place / name))
             seen = meeting.tell(lambda: brought)
     finally:
         if job.is_leader:
@@ -49,7 +51,7 @@ def is_shared(store: CheckpointStore, folder: Path) -> bool:
     if any(seen[1:]) and not all(seen):
         blind = [rank for rank, sees in enumerate(seen) if not sees]
         raise InvalidInput(
-            f"The folder {folder} is shared by some nodes, and not by {blind}",
+            f"The folder {folder.path} is shared by some nodes, and not by {blind}",
             hint="Give a folder that all nodes share, or one on a disk of each node",
         )
     return all(seen)

@@ -8,6 +8,8 @@ from ckptstore.events import Event
 from ckptstore.events.listeners import event
 from ckptstore.runtime.shown import show_seconds, show_size
 
+_SHOWN = 5
+
 
 @event()
 class TrainerStarted(Event):
@@ -37,6 +39,37 @@ class FolderWatched(Event):
     """The agent looks into a folder from now on; somebody else starts the trainer."""
 
     folder: str
+
+
+@event(line="{name} is taken for a checkpoint of the shape {shape}: {rule}")
+class ShapeFound(Event):
+    """The folder has a first checkpoint of a shape. Those that follow are taken in the same way."""
+
+    name: str
+    shape: str
+    step: int | None
+    rule: str
+
+
+@event()
+class RunSummary(Event):
+    """The agent ends: what has become of everything that it saw in the folder."""
+
+    committed: int
+    passed_over: dict[str, str]
+    """The names that were passed over, with the reasons."""
+    left: tuple[str, ...]
+    """The names of finished ones that are not in the store."""
+    unfinished: tuple[str, ...]
+
+    def line(self) -> str:
+        counts = (("passed over", self.passed_over), ("left", self.left), ("unfinished", self.unfinished))
+        named = "".join(f"; {len(names)} {what}: {_some(tuple(names))}" for what, names in counts if names)
+        return f"{self.committed} committed{named}"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 @event(line="{name} goes to the trainer")

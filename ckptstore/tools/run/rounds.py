@@ -3,8 +3,8 @@
 Each agent says what its folder has. A checkpoint is taken when every node whose folder has it says that it is finished,
 and every node whose folder ever had one has this one too. Where a framework writes its marker after all ranks, one node
 that has it knows the end for all. A node whose folder never had any is waited for a while, then
-it counts as one that writes none. The oldest comes first, since the checkpoint that is committed last is the latest of
-the store. When the end is near only the newest counts.
+it counts as one that writes none. The oldest comes first, by step or, where steps are guesses, by time, since the
+checkpoint that is committed last is the latest of the store. When the end is near only the newest counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ class NodeOffer:
     """A finished checkpoint that is not committed."""
 
     name: str
-    step: int
+    step: int | None
+    is_exact: bool = True
+    """False if the step is a guess: then the store may count."""
+    written_at_seconds: float = 0.0
+    """The time of the last change of its files, since the epoch."""
     metrics: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     waits_seconds: float = 0.0
@@ -78,8 +82,9 @@ def choose(views: Sequence[NodeView]) -> NodeOffer | None:
     same = {name: [it for view in views for it in view.offers if it.name == name] for name in offers}
     known = {name: any(it.tells_all for it in same[name]) for name in offers}
     waited = {name: any(it.waits_seconds >= LONELY_SECONDS for it in same[name]) for name in offers}
+    is_exact = all(offer.is_exact for offer in offers.values())
     ready = sorted(
-        (offer.step, name)
+        (float(offer.step or 0) if is_exact else offer.written_at_seconds, name)
         for name, offer in offers.items()
         if not any(view.blocks(name, patience_is_over=waited[name], is_known=known[name]) for view in views)
     )

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +20,9 @@ from ckptstore.group import StorageGroup
 from ckptstore.opening import open_store
 from ckptstore.retention import Policy
 from ckptstore.store import CheckpointStore
-from ckptstore.tools.run.committer import Committer
+from ckptstore.tools.run.committer import Committer, Outcome
 from ckptstore.tools.run.folders import Folder, JobSeen, Rules
+from ckptstore.tools.run.guess import folder_in_command, folder_in_store, folder_written
 from ckptstore.tools.run.lock import locked
 from ckptstore.tools.run.meeting import is_shared, restore
 from ckptstore.tools.run.nodes import Nodes
@@ -29,6 +30,7 @@ from ckptstore.tools.run.notices import (
     CheckpointsLeft,
     FolderNotice,
     FolderWatched,
+    RunSummary,
     SignalHandedOn,
     TrainerEnded,
     TrainerStarted,
@@ -50,6 +52,12 @@ class _Happened:
 _WAKE_SECONDS = 0.25
 _CLOSE_SECONDS = 10.0
 """The longest time in which a loop that is over closes its store."""
+_LAST_LOOK_SECONDS = 20.0
+"""The longest time for the last look into the folder."""
+_KILL_SECONDS = 10.0
+"""The time that a trainer has to end after a second signal that ends it."""
+NOTHING_FOUND = 40
+"""The exit code for a folder in which nothing was recognised."""
 
 Happenings = queue.SimpleQueue[_Happened]
 
@@ -59,7 +67,8 @@ class AgentPlan:
     """The task of an agent."""
 
     store: str
-    folder: Path
+    folder: Path | None
+    """None to look for it."""
     rules: Rules
     retention: Policy | None = None
     nodes: Nodes = field(default_factory=Nodes)
@@ -81,46 +90,108 @@ class AgentPlan:
             self.store, retention=self.retention, missing="worst", storage_options=self.storage_options, group=group
         )
 
-    def committer(self, store: CheckpointStore, folder: Folder, **options: Any) -> Committer:
+    def committer(self, prepared: _Prepared, **options: Any) -> Committer:
         """Return the loop over this folder."""
         return Committer(
-            store=store,
-            folder=folder,
+            store=prepared.store,
+            folder=prepared.folder,
+            is_shared=prepared.is_shared,
             interval_seconds=self.interval_seconds,
             delete_local=self.delete_local,
             **options,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A folder that is locked, without leftovers, and its store."""
+
+    lock: int
+    store: CheckpointStore
+    folder: Folder
+    is_shared: bool
+
+
 def run(plan: AgentPlan, command: Sequence[str]) -> int:
     """Restore the newest checkpoint, run the command and commit what it writes; returns the exit code.
 
     The code is the command's, 128 + N after signal N. With `require_commit` it is that of the error where the command
-    ended well and something finished is not in the store. What is wrong with the store, the folder or the command is
-    raised before the command is started; afterwards nothing is raised.
+    ended well and something is not in the store. Without a folder it is looked for: in the command, in the metadata of
+    the store, and then in what the command writes below the working directory. What is wrong with the store, the folder
+    or the command is raised before the command is started; afterwards nothing is raised.
     """
     check_command(command)
-    with _prepared(plan) as (signals, lock, store, folder):
-        shared = is_shared(store, plan.folder)
-        restore(store, folder, shared=shared)
-        happened: Happenings = queue.SimpleQueue()
+    plan = _located(plan, command)
+    happened: Happenings = queue.SimpleQueue()
+    with Signals() as signals, ExitStack() as stack:
+        prepared = None if plan.folder is None else stack.enter_context(_prepared(plan))
+        if prepared is not None:
+            restore(prepared.store, prepared.folder, shared=prepared.is_shared)
         signals.taken = lambda number: happened.put(_Happened("signal", number))
         began, began_at = time.monotonic(), time.time()
-        trainer = TrainerProcess(command, ended=lambda code: happened.put(_Happened("ended", code)), lock=lock)
-        emit(TrainerStarted(pid=trainer.pid, command=tuple(command)))
-        committer = plan.committer(
-            store,
-            folder,
-            job=trainer.seen,
-            is_shared=shared,
-            began_at=began_at,
+        trainer = TrainerProcess(
+            command,
+            ended=lambda code: happened.put(_Happened("ended", code)),
+            lock=prepared.lock if prepared else None,
         )
-        thread = _start(committer, store, happened)
+        emit(TrainerStarted(pid=trainer.pid, command=tuple(command)))
+        if prepared is None:
+            plan = _written(plan, trainer, happened, since_seconds=began_at)
+            if plan.folder is None:
+                trainer.release()
+                emit(FolderNotice(text=f"nothing below {Path.cwd()} has the shape of a checkpoint; give --folder"))
+                code = trainer.code or 0
+                return NOTHING_FOUND if plan.require_commit and code == 0 else code
+            prepared = stack.enter_context(_prepared(plan))
+            prepared.store.resume()
+        committer = plan.committer(prepared, job=trainer.seen, began_at=began_at)
+        thread = _start(committer, prepared.store, happened)
         code = _follow(trainer, committer, happened)
         emit(TrainerEnded(code=code, seconds=time.monotonic() - began))
         trainer.release()
-        failure = _end(committer, happened, plan.grace_seconds)
+        failure = _end(plan, committer, happened)
         return _leave(failure if plan.require_commit and code == 0 else code, thread, committer)
+
+
+def _located(plan: AgentPlan, command: Sequence[str]) -> AgentPlan:
+    """Return the plan with the folder that the command or the store names. Raises InvalidInput if it is needed before
+    the start and nothing says it."""
+    if plan.folder is not None:
+        return plan
+    if plan.nodes.count > 1:
+        raise InvalidInput("Several nodes need --folder", hint="Give the folder that the trainer writes to")
+    folder, says = folder_in_command(command), "the command"
+    if folder is None:
+        with open_store(plan.store, storage_options=plan.storage_options, group="solo") as store:
+            folder, says = folder_in_store(store), "the store"
+            if folder is None and store.exists() and store.latest() is not None:
+                raise InvalidInput(
+                    "The store has checkpoints, and nothing says to which folder they belong",
+                    hint="Give --folder: without it the trainer would begin anew",
+                )
+    if folder is not None:
+        emit(FolderNotice(text=f"--folder is {folder}, by {says}"))
+    return replace(plan, folder=folder)
+
+
+def _written(plan: AgentPlan, trainer: TrainerProcess, happened: Happenings, *, since_seconds: float) -> AgentPlan:
+    """Wait for a first checkpoint below the working directory, and return the plan with its folder. If the trainer ends
+    before there is one, there is one more look. What happens meanwhile is left to be handled."""
+    later: list[_Happened] = []
+    while not later:
+        came = _next(happened, time.monotonic() + plan.interval_seconds)
+        if came is not None and came.what == "ended":
+            later.append(came)
+        elif came is not None:
+            trainer.hand_on(came.number)
+        folder = folder_written(Path.cwd(), plan.rules, since_seconds=since_seconds)
+        if folder is not None:
+            emit(FolderNotice(text=f"--folder is {folder}, by what the trainer writes"))
+            plan = replace(plan, folder=folder)
+            break
+    for one in later:
+        happened.put(one)
+    return plan
 
 
 def watch(plan: AgentPlan, *, once: bool) -> int:
@@ -129,42 +200,49 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
     Returns 128 + N after signal N; with `once` or `require_commit` the code of the error of what could not be
     committed, 0 if all is well.
     """
-    with _prepared(plan) as (signals, _lock, store, folder):
-        happened: Happenings = queue.SimpleQueue()
+    happened: Happenings = queue.SimpleQueue()
+    if plan.folder is not None and once and not plan.folder.is_dir():
+        raise InvalidInput(f"There is no folder {plan.folder}", hint="Give the folder that the trainer has written to")
+    with Signals() as signals, _prepared(plan) as prepared:
         signals.taken = lambda number: happened.put(_Happened("signal", number))
-        committer = plan.committer(
-            store, folder, job=JobSeen, began_at=time.time(), is_shared=is_shared(store, plan.folder)
-        )
-        if once:
-            folder.look(JobSeen())  # what is known by standing still takes two looks
-            time.sleep(plan.interval_seconds)
-        else:
-            emit(FolderWatched(folder=str(folder.path)))
-        thread = _start(committer, store, happened)
+        committer = plan.committer(prepared, job=JobSeen, began_at=time.time())
+        emit(FolderWatched(folder=str(prepared.folder.path)))
+        thread = _start(committer, prepared.store, happened)
+        waited_for: frozenset[str] = frozenset()
         code = 0
-        while not once and code == 0:
-            came = _next(happened)
-            if came is None or came.what == "through":
+        while code == 0:
+            came = _next(happened, time.monotonic() + plan.interval_seconds if once else None)
+            if came is not None:
+                if came.what == "through":
+                    break
+                code = 128 + came.number if came.number in ENDING else 0
+            elif (settling := committer.settling()) is None:
+                continue
+            elif settling:
+                if settling != waited_for:
+                    emit(FolderNotice(text=f"waiting for what may not be finished yet: {', '.join(sorted(settling))}"))
+                waited_for = settling
+            else:
                 break
-            code = 128 + came.number if came.number in ENDING else 0
         if code:
             committer.hurry()
-        failure = _end(committer, happened, plan.grace_seconds)
+        failure = _end(plan, committer, happened)
         return _leave(failure or code if once or plan.require_commit else code, thread, committer)
 
 
 @contextmanager
-def _prepared(plan: AgentPlan) -> Iterator[tuple[Signals, int, CheckpointStore, Folder]]:
-    """Yield the folder, locked and without leftovers, and the store. Raises what is wrong with either."""
+def _prepared(plan: AgentPlan) -> Iterator[_Prepared]:
+    """Yield the folder and the store. Collective. Raises what is wrong with either."""
+    assert plan.folder is not None  # it was located
     _check_folder(plan.folder)
 
     def waits(text: str) -> None:
         emit(FolderNotice(text=text))
 
-    with Signals() as signals, locked(plan.folder, node_rank=plan.nodes.rank, waits=waits) as lock:
-        folder = Folder(plan.folder, plan.rules)
+    with locked(plan.folder, node_rank=plan.nodes.rank, waits=waits) as lock:
+        folder, store = Folder(plan.folder, plan.rules), plan.opened()
         folder.sweep()
-        yield signals, lock, plan.opened(), folder
+        yield _Prepared(lock, store, folder, is_shared(store, folder))
 
 
 def _check_folder(folder: Path) -> None:
@@ -195,27 +273,35 @@ def _start(committer: Committer, store: CheckpointStore, happened: Happenings) -
 
 
 def _follow(trainer: TrainerProcess, committer: Committer, happened: Happenings) -> int:
-    """Hand signals on until the trainer ends; returns its exit code."""
+    """Hand signals on until the trainer ends; returns its exit code. After the second one that ends it, it is killed if
+    it does not end by itself."""
+    kill_at: float | None = None
     while True:
-        came = _next(happened)
-        assert came is not None  # there is no end to this wait
-        if came.what == "ended":
+        came = _next(happened, kill_at)
+        if came is None:
+            emit(FolderNotice(text=f"the trainer has not ended {_KILL_SECONDS:g} s after a second signal: killed"))
+            trainer.hand_on(signal.SIGKILL)
+            kill_at = None
+        elif came.what == "ended":
             return came.number
-        if came.what == "signal":
+        elif came.what == "signal":
             trainer.hand_on(came.number)
             emit(SignalHandedOn(name=signal.Signals(came.number).name))
             if came.number in ENDING:
+                if committer.is_hurried and kill_at is None:
+                    kill_at = time.monotonic() + _KILL_SECONDS
                 committer.hurry()
             else:
                 committer.look_now()
 
 
-def _end(committer: Committer, happened: Happenings, grace_seconds: float | None) -> int:
+def _end(plan: AgentPlan, committer: Committer, happened: Happenings) -> int:
     """Wait for the last commits, and say what is left; the exit code of that, 0 when all is well.
 
     A signal makes the newest checkpoint the only one that is waited for, another one ends the wait.
     """
     committer.finish()
+    grace_seconds = plan.grace_seconds
     until = None if grace_seconds is None else time.monotonic() + grace_seconds
     reason = ""
     while not reason and not committer.is_through:
@@ -229,7 +315,7 @@ def _end(committer: Committer, happened: Happenings, grace_seconds: float | None
             if committer.is_hurried:
                 reason = f"a second {signal.Signals(came.number).name} came"
             committer.hurry()
-    return _tell_left(committer, reason)
+    return _tell_left(plan, committer, reason)
 
 
 def _next(happened: Happenings, until: float | None = None) -> _Happened | None:
@@ -244,21 +330,56 @@ def _next(happened: Happenings, until: float | None = None) -> _Happened | None:
                 return None
 
 
-def _tell_left(committer: Committer, reason: str) -> int:
-    left, unfinished = committer.left()
-    failed = committer.stopped or committer.failed
-    if unfinished:
-        emit(UnfinishedLeft(names=tuple(unfinished), reasons=tuple(unfinished.values())))
-    if not left:
-        return 0
+def _tell_left(plan: AgentPlan, committer: Committer, reason: str) -> int:
+    """Say what has become of everything; return the exit code of that, 0 if all is well."""
+    outcome = _outcome(committer)
+    if outcome is None:
+        emit(FolderNotice(text=f"the folder {plan.folder} did not answer, so what is left in it is not known"))
+        return CkptstoreError.exit_code
+    failed, left = committer.failures.error, outcome.left
+    if outcome.unfinished:
+        emit(UnfinishedLeft(names=tuple(outcome.unfinished), reasons=tuple(outcome.unfinished.values())))
+    if left:
+        emit(
+            CheckpointsLeft(
+                steps=tuple(found.step for found in left if found.step is not None),
+                names=tuple(found.name for found in left),
+                reason=reason or (str(failed) if failed else "the agent ended before they could be"),
+            )
+        )
     emit(
-        CheckpointsLeft(
-            steps=tuple(found.step for found in left),
-            names=tuple(found.name for found in left),
-            reason=reason or (str(failed) if failed else "the agent ended before they could be"),
+        RunSummary(
+            committed=outcome.committed,
+            passed_over=outcome.passed,
+            left=tuple(found.name for found in left),
+            unfinished=tuple(outcome.unfinished),
         )
     )
-    return failed.exit_code if failed else CkptstoreError.exit_code
+    if not outcome.had_any:
+        emit(FolderNotice(text=_nothing_in(plan)))
+        return NOTHING_FOUND
+    if left or not outcome.has_last:
+        return failed.exit_code if failed else CkptstoreError.exit_code
+    return 0
+
+
+def _outcome(committer: Committer) -> Outcome | None:
+    """Return the outcome; None if the folder does not answer, as a network file system that is away."""
+    found: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    threading.Thread(target=lambda: found.put(committer.outcome()), daemon=True).start()
+    try:
+        return found.get(timeout=_LAST_LOOK_SECONDS)
+    except queue.Empty:
+        return None
+
+
+def _nothing_in(plan: AgentPlan) -> str:
+    """Say that nothing was recognised, and what to write."""
+    if plan.folder is None or not plan.folder.is_dir():
+        return f"there is no folder {plan.folder}; --folder is the one that the trainer writes its checkpoints to"
+    if plan.rules.patterns:
+        return f"nothing in {plan.folder} fits {' or '.join(plan.rules.patterns)}, and nothing has a known shape"
+    return f"nothing in {plan.folder} has the shape of a checkpoint; --pattern GLOB says what a checkpoint is called"
 
 
 def _leave(code: int, thread: threading.Thread, committer: Committer) -> int:

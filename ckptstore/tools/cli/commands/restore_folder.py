@@ -34,7 +34,7 @@ def command(
     """Put the newest checkpoint of STORE that verifies back into FOLDER, where `run` or `watch-folder` found it.
 
     Nothing is restored where FOLDER has a newer one that is finished, unless --step is used: then what is newer is
-    moved to FOLDER/.ckptstore/aside. What is there already is not fetched again. No trainer may write into FOLDER
+    moved aside, out of FOLDER. What is there already is not fetched again. No trainer may write into FOLDER
     meanwhile.
     """
     rules = Rules(patterns=patterns, marker=marker)

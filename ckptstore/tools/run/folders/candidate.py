@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, InvalidName
+from ckptstore.format.layout import RESERVED_NAMES, check_name
+from ckptstore.tools.run.folders.shape import Shape
 from ckptstore.tools.run.folders.snapshot import FolderSnapshot, Sign
-from ckptstore.tools.run.folders.whole import number_in, torn
+from ckptstore.tools.run.folders.whole import ends, number_in
 
 T = TypeVar("T")
 
@@ -24,18 +26,31 @@ _MAX_MARKER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A small file next to a checkpoint that leads to it: its text, or where it leads as a symbolic link."""
+    """A file next to a checkpoint that leads to it or belongs to it."""
 
     text: str | None = None
+    """The text of a small file."""
     link: str | None = None
+    """The target of a symbolic link."""
+    copy: str | None = None
+    """The file of the checkpoint that it is another name or a copy of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The rules of the caller for checkpoints that no known framework writes. Raises InvalidInput."""
+    """The rules of the caller, above all for checkpoints that no known project writes. Raises InvalidInput."""
 
     patterns: tuple[str, ...] = ()
-    """Names relative to the folder, with "*" and "?" in a part: "step_*", "ckpts/*.pt". The last number is the step."""
+    """Names relative to the folder, with "*" and "?" in a part: "step_*", "ckpts/*.pt". "{step}" is the step; without
+    it the number that may be the step is a guess."""
+    step_from: str | None = None
+    """A regular expression for the name; its group is the step."""
+    shapes: tuple[Shape, ...] = ()
+    """Shapes of the caller's, before those that are known."""
+    beside: tuple[str, ...] = ()
+    """Names of small files beside a checkpoint that come along, with "*" and "?"."""
+    follows: bool = True
+    """True if a link to a directory outside of the folder counts as that directory."""
     marker: str | None = None
     """The file that is written last: inside of a directory, and beside a file with its name before it."""
     quiet_seconds: float = 30.0
@@ -54,6 +69,30 @@ class Rules:
             raise InvalidInput(f"The marker {self.marker!r} belongs to no pattern", hint="Give a pattern too")
         if not self.quiet_seconds > 0:
             raise InvalidInput(f"A quiet time of {self.quiet_seconds} s is none", hint="Give a number above 0")
+        if self.step_from is not None and not self.patterns:
+            raise InvalidInput("--step-from belongs to no pattern", hint="Give a pattern too")
+        try:
+            groups = 1 if self.step_from is None else re.compile(self.step_from).groups
+        except re.error as error:
+            raise InvalidInput(f"--step-from {self.step_from!r} is no regular expression: {error}") from None
+        if groups != 1:
+            raise InvalidInput(
+                f"--step-from {self.step_from!r} has {groups} groups", hint="Put the step in the one pair of brackets"
+            )
+        if any(pattern.count("{step}") > 1 for pattern in self.patterns):
+            raise InvalidInput("A pattern has {step} twice")
+
+    def step_of(self, name: str, pattern: str) -> tuple[int | None, bool]:
+        """Return the step of a name that fits a pattern, and True if the caller has said where it is."""
+        if self.step_from is not None:
+            found = re.search(self.step_from, name)
+            return (int(found[1]), True) if found and (found[1] or "").isdecimal() else (None, False)
+        if "{step}" in pattern:
+            before, after = (re.escape(part) for part in pattern.split("{step}"))
+            wild = [part.replace(r"\*", "[^/]*").replace(r"\?", "[^/]") for part in (before, after)]
+            found = re.fullmatch(rf"{wild[0]}(\d+){wild[1]}", name)
+            return (int(found[1]), True) if found else (None, False)
+        return guessed_step(name.rpartition("/")[2]), False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +103,11 @@ class Prospect:
     """Relative to the folder."""
     shape: str
     step: int | None
+    """The step; None if nothing says it."""
+    is_exact: bool = True
+    """False if the step is a guess."""
+    is_rewritten: bool = False
+    """True if one name gets one state after the other, so that each of them is a checkpoint."""
     is_directory: bool
     files: Mapping[str, Sign]
     """The files of a directory relative to it, others relative to their parent."""
@@ -75,6 +119,22 @@ class Prospect:
     """True if the shape shows the end; else it takes a quiet time."""
     tells_all: bool = False
     """True if what shows the end was written after all ranks had written, those on other nodes too."""
+    metrics: str | None = None
+    """The place of its metrics; see `Shape.metrics`."""
+
+    @property
+    def fault(self) -> str:
+        """The reason why it can never be stored, "" if it can."""
+        for name in (self.name, *(self.files if self.is_directory else ())):
+            try:
+                check_name(name)
+            except InvalidName as error:
+                return error.message
+        bad = next(((file, sign.fault) for file, sign in sorted(self.files.items()) if sign.fault), None)
+        if bad is not None:
+            return f"{bad[0]} {bad[1]}"
+        reserved = sorted(RESERVED_NAMES & set(self.files))
+        return f"{reserved[0]} is a name of ckptstore" if reserved else ""
 
     @property
     def parent(self) -> str:
@@ -111,9 +171,9 @@ class MarkerReader:
         """Return the text of a small file; None for one that is not text, or has gone."""
         return self._once("text", name, sign, self._read)
 
-    def torn(self, name: str, sign: Sign) -> str | None:
-        """See `ckptstore.tools.run.folders.whole.torn`; a file that has gone is torn."""
-        return self._once("torn", name, sign, _torn_or_gone)
+    def ends(self, name: str, sign: Sign) -> tuple[str | None, bool]:
+        """See `ckptstore.tools.run.folders.whole.ends`; a file that has gone is torn."""
+        return self._once("ends", name, sign, _ends_or_gone)
 
     def number(self, name: str, sign: Sign, key: str) -> int | None:
         """See `ckptstore.tools.run.folders.whole.number_in`."""
@@ -140,11 +200,11 @@ class MarkerReader:
             return None
 
 
-def _torn_or_gone(path: Path) -> str | None:
+def _ends_or_gone(path: Path) -> tuple[str | None, bool]:
     try:
-        return torn(path)
+        return ends(path)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return f"cannot be read: {error.strerror}", False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,21 +219,37 @@ class Sight:
 
     def text(self, name: str) -> str | None:
         """Return the text of a file, None where there is none."""
-        sign = self.snapshot.files.get(name)
+        sign = self._readable(name)
         return None if sign is None else self.contents.text(name, sign)
 
     def number(self, name: str, key: str) -> int | None:
         """Return the integer under a key of what torch.save wrote."""
-        sign = self.snapshot.files.get(name)
+        sign = self._readable(name)
         return None if sign is None else self.contents.number(name, sign, key)
 
-    def torn_among(self, candidate_files: Mapping[str, str]) -> str | None:
-        """Return the first file without its end, in words. By the names to be shown, those in the folder."""
+    def _readable(self, name: str) -> Sign | None:
+        """Return the sign of a regular file; None for anything else, which is never opened."""
+        sign = self.snapshot.files.get(name)
+        return None if sign is None or sign.fault else sign
+
+    def ends_among(self, candidate_files: Mapping[str, str]) -> tuple[str | None, bool]:
+        """Return the first file without its end, in words, None if there is none; and True if all files show that they
+        have theirs. By the names to be shown, those in the folder."""
+        is_evident = bool(candidate_files)
         for shown, name in candidate_files.items():
-            sign = self.snapshot.files[name]
-            if sign.link is None and (why := self.contents.torn(name, sign)) is not None:
-                return f"{shown} {why}"
-        return None
+            sign = self._readable(name)
+            if sign is None or sign.link is not None:
+                is_evident = False
+                continue
+            why, is_shown = self.contents.ends(name, sign)
+            if why is not None:
+                return f"{shown} {why}", False
+            is_evident = is_evident and is_shown
+        return None, is_evident
+
+    def torn_among(self, candidate_files: Mapping[str, str]) -> str | None:
+        """Return the first file without its end, in words."""
+        return self.ends_among(candidate_files)[0]
 
     @property
     def has_leader(self) -> bool:
@@ -183,14 +259,31 @@ class Sight:
 
 def outdated(marker: str, sign: Sign | None, files: Mapping[str, Sign]) -> str | None:
     """Return a fault if files that are written before the marker are newer than it: then it is of an earlier save under
-    the same name, which is being replaced, or was when its job died. In words; None without a marker."""
+    the same name, which is being replaced, or was when its job died. In words; None without a marker.
+
+    A time that a copying program has set says nothing.
+    """
     if sign is None:
         return None
-    late = [file for file, it in files.items() if it.mtime_ns > sign.mtime_ns + _CLOCKS_DIFFER_NS and it.link is None]
+    late = [file for file, it in files.items() if it.mtime_ns > sign.mtime_ns + _CLOCKS_DIFFER_NS and it.is_original]
     return f"{min(late)} is newer than {marker}, which is written last" if late else None
 
 
+_NAMED_STEP = re.compile(r"(?i)(?:step|iter(?:ation)?|batch|ba|update|checkpoint|ckpt|epoch|ep)[-_=]?(\d+)(?![.\d])")
+_INTEGER = re.compile(r"(?<!\d)(?<!\d\.)(\d+)(?!\d)(?!\.\d)")
+
+
+def guessed_step(name: str) -> int | None:
+    """Return the number in a name that is its step, as far as one can tell; None without one. A decimal is none."""
+    for word in ("step", "iter", "batch", "ba", "update", "checkpoint", "ckpt", "epoch", "ep"):
+        for match in _NAMED_STEP.finditer(name):
+            if match[0].lower().startswith(word):
+                return int(match[1])
+    found = _INTEGER.findall(name)
+    return int(found[-1]) if found else None
+
+
 def last_number(name: str) -> int | None:
-    """Return the last number in a name, which is its step; None without one."""
+    """Return the last number in a name; None without one."""
     found = re.findall(r"\d+", name)
     return int(found[-1]) if found else None

@@ -2,8 +2,8 @@
 
 A candidate is finished when its shape says that nothing is missing, no process has a file of it open for writing, and
 it looks as it did at the look before. Where the shape does not tell the end, it must have stayed so for the quiet
-time, and its job must have lived on meanwhile: what a job left behind when it died may be half of something. What is
-finished stays so until it changes.
+time, and its job must have lived on meanwhile: what a job left behind when it died may be half of something. A job of
+one process has finished what it wrote before it began the next one. What is finished stays so until it changes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Verdicts:
     """Why each of the others is not finished."""
     uncertain: list[Prospect] = field(default_factory=list)
     """Those of them that lack nothing, stand still and are not open, but nothing on this node shows their end."""
+    settling: set[str] = field(default_factory=set)
+    """Names of those that need nothing but time."""
 
 
 class Finisher:
@@ -54,10 +56,12 @@ class Finisher:
         now_seconds: float,
         ended_well: bool = False,
         began_after: bool = True,
+        is_one_process: bool = False,
     ) -> Verdicts:
         """Judge all candidates of a look. A job that `ended_well` left nothing half-written. One that `began_after` the
-        first look did not write what was there then."""
-        verdicts = Verdicts()
+        first look did not write what was there then. A job that `is_one_process` writes one after the other."""
+        verdicts, candidates = Verdicts(), list(candidates)
+        first_written = {it.name: min((sign.mtime_ns for sign in it.files.values()), default=0) for it in candidates}
         seen: dict[str, _Seen] = {}
         may_be_left_over = began_after and self._is_first and self._known is not None
         for candidate in candidates:
@@ -69,11 +73,22 @@ class Finisher:
             else:
                 now, why = before, ""
             seen[candidate.name] = now
+            is_settling = bool(why) and not candidate.lacks
             why = self._open(candidate, open_files) or candidate.lacks or why
             if not why and not self._is_sure(candidate, now, ended_well):
                 why = self._uncertain(now, now_seconds, job_lives)
+                if (
+                    why
+                    and is_one_process
+                    and not now.is_left_over
+                    and _is_followed(candidate, candidates, first_written)
+                ):
+                    why = ""
                 if why:
                     verdicts.uncertain.append(candidate)
+                    is_settling = job_lives and not now.is_left_over
+            if is_settling or (why and self._open(candidate, open_files)):
+                verdicts.settling.add(candidate.name)
             now.is_left_over = now.is_left_over or bool(why and not job_lives and not ended_well)
             now.was_finished = not why
             if why:
@@ -105,3 +120,12 @@ class Finisher:
         if quiet_seconds >= self._quiet_seconds:
             return ""
         return f"it has been quiet for {quiet_seconds:.0f} of {self._quiet_seconds:.0f} seconds"
+
+
+def _is_followed(candidate: Prospect, others: Iterable[Prospect], first_written: Mapping[str, int]) -> bool:
+    """Return True if all of it was written before another one of its kind was begun."""
+    last = max((sign.mtime_ns for sign in candidate.files.values()), default=0)
+    return any(
+        other.shape == candidate.shape and other.parent == candidate.parent and first_written[other.name] > last
+        for other in others
+    )

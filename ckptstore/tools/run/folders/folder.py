@@ -8,42 +8,50 @@ import shutil
 import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckptstore.errors import InvalidName, InvalidSource, SourceChanged
-from ckptstore.format.layout import check_user_name
+from ckptstore.errors import InvalidSource, SourceChanged
+from ckptstore.format.digest import Digest, Hasher
+from ckptstore.saving.directories import Directory
 from ckptstore.tools.run.folders.candidate import MarkerReader, Prospect, Rules, Sight, fingerprint
 from ckptstore.tools.run.folders.finished import Finisher
 from ckptstore.tools.run.folders.found import Found, found_of
 from ckptstore.tools.run.folders.job_seen import JobSeen, open_at_all, open_for_writing
-from ckptstore.tools.run.folders.known_shapes import Shape, lightning, of_no_shape, patterns, transformers
-from ckptstore.tools.run.folders.sharded import dcp, deepspeed, tracked
-from ckptstore.tools.run.folders.snapshot import OWN_NAME, Sign, take
+from ckptstore.tools.run.folders.own_directory import is_on_one_disk, own_directory
+from ckptstore.tools.run.folders.shapes import candidates_in
+from ckptstore.tools.run.folders.snapshot import RESTORING_NAME, Sign, take
+from ckptstore.transfer.sources import FileSource
 
-SHAPES: tuple[Shape, ...] = (patterns, transformers, lightning, deepspeed, tracked, dcp)
-"""In the order of their turns: what one claims is not offered to the next."""
 _FINISHED_NAME = "finished.json"
 _SINCE_NAME = "since"
 _RESTORED_NAME = "restored.json"
+_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FolderLook:
     """The contents of a folder."""
 
-    finished: tuple[Found, ...]
-    """Oldest first, by step; what was restored or saved before too."""
-    unfinished: Mapping[str, str]
+    finished: tuple[Found, ...] = ()
+    """Oldest first, by step and time; what was restored or saved before too."""
+    unfinished: Mapping[str, str] = field(default_factory=dict)
     """Why each of the others is not finished, for people."""
-    unknown: tuple[str, ...]
-    """Names that look like a checkpoint and have no shape."""
+    unknown: tuple[str, ...] = ()
+    """Names of what holds weights and has no shape."""
     uncertain: tuple[Found, ...] = ()
     """Those of `unfinished` that lack nothing, stand still and are not open, but nothing on this node tells their end.
 
     They are finished where another node has finished the same name, and that one `tells_all`."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why each of those that can never be stored cannot."""
+    settling: frozenset[str] = frozenset()
+    """Names of those of `unfinished` that need nothing but time."""
+    candidates: tuple[Prospect, ...] = ()
+    """All of them, finished or not."""
 
 
 class Folder:
@@ -55,49 +63,64 @@ class Folder:
         self.rules = rules or Rules()
         if self.path.exists() and not self.path.is_dir():
             raise InvalidSource(f"{path} is no directory", hint="Give the folder that the trainer writes to")
-        self.own = self.path / OWN_NAME
+        self.own = own_directory(self.path)
+        """Our own directory, beside the folder or below the user's state directory."""
+        self.is_near = is_on_one_disk(self.own, self.path)
+        """True if a name can move from the folder to our directory."""
         self._contents = MarkerReader(self.path)
         self._finisher = Finisher(self.rules.quiet_seconds, self._recorded())
         self._ranks: frozenset[int] | None = None
         self._recorded_finished: dict[str, str] | None = None
 
-    def look(self, job: JobSeen) -> FolderLook:
+    def look(self, job: JobSeen, *, notes: bool = True) -> FolderLook:
         """Look at the folder. What is finished must look the same in two looks: call it every few seconds.
 
         If the processes of the job are known, the first look comes before the job begins: what it finds was left by
         others. Open files are read before the directory, so that what is closed between the two has its last size.
+        Without `notes` nothing is remembered for the next process.
         """
         if job.ranks:
             self._ranks = job.ranks
         ranks = None if job.ranks is None else self._ranks or frozenset()
-        open_files = open_for_writing(self.path, job.pids)
-        snapshot = take(self.path)
+        # What the job began in a session of its own may have outlived it.
+        open_files = open_for_writing(self.path, job.pids if job.is_alive else None)
+        snapshot = take(self.path, follows=self.rules.follows)
         candidates, unknown = candidates_in(Sight(snapshot, self._contents, self.rules, ranks))
-        told = self._finisher.judge(
-            candidates,
+        refused = {it.name: it.fault for it in candidates if it.fault}
+        verdicts = self._finisher.judge(
+            [it for it in candidates if it.name not in refused],
             open_files=open_files,
             job_lives=job.is_alive,
             ended_well=job.ended_well and not job.is_alive,
             began_after=job.pids is not None,
+            is_one_process=ranks is not None and len(ranks) < 2,
             now_seconds=time.monotonic(),
         )
-        for it in (*told.finished, *told.uncertain):
-            if not _is_storable(it.name):
-                told.unfinished[it.name] = "its name cannot be stored"
-        found = self._found(told.finished)
+        finished = self._found(verdicts.finished)
         self._contents.forget(snapshot.files)
-        self._record({it.name: it.fingerprint for it in found})
-        return FolderLook(found, told.unfinished, unknown, self._found(told.uncertain))
+        if notes:
+            self._record({it.name: it.fingerprint for it in finished})
+        return FolderLook(
+            finished=finished,
+            unfinished=verdicts.unfinished,
+            unknown=unknown,
+            uncertain=self._found(verdicts.uncertain),
+            refused=refused,
+            settling=frozenset(verdicts.settling),
+            candidates=tuple(candidates),
+        )
 
     def _found(self, candidates: Iterable[Prospect]) -> tuple[Found, ...]:
-        found = [found_of(it, self._contents, self.rules.metrics_file) for it in candidates if _is_storable(it.name)]
-        return tuple(sorted(found, key=lambda it: (it.step, it.name)))
+        found = [found_of(it, self._contents, self.rules.metrics_file) for it in candidates]
+        if all(it.is_exact for it in found):
+            return tuple(sorted(found, key=lambda it: (it.step or 0, it.name)))
+        return tuple(sorted(found, key=lambda it: (it.written_at_seconds, it.name)))
 
     def hold(self, found: Found, names: Collection[str] | None = None) -> Held:
-        """Give the files of a checkpoint, or some of them, second names: the trainer may remove its own during a save.
+        """Hold the files of a checkpoint, or some of them: the trainer may remove them during a save.
 
-        Raises SourceChanged if it is no longer what was looked at, or has more files, InvalidSource on a disk without
-        hard links.
+        Raises SourceChanged if it is no longer what was looked at, or has more files, InvalidSource for a file that
+        cannot be read.
         """
         if found.is_directory and (others := self._signs(found).items() ^ found.files.items()):
             raise _changed(found, min(file for file, _ in others))
@@ -110,6 +133,8 @@ class Folder:
         It is renamed first: nobody meets half of it. Raises InvalidSource where a directory above it is a link.
         """
         refuse_links(self.path, found.parent)
+        if (self.path / found.name).is_symlink():
+            return False
         own = found.name.rpartition("/")[2]
         wanted = dict(found.files) if found.is_directory else {own: found.files[own]}
         signs = self._signs(found)
@@ -119,28 +144,39 @@ class Folder:
             return False
         if open_at_all(self.path) & {found.path_of(file) for file in wanted}:
             return False
-        aside = self.new("removed")
-        aside.mkdir()
-        (self.path / found.name).rename(aside / own)
-        shutil.rmtree(aside)
+        if self.is_near:
+            gone = self.new("removed")
+            (self.path / found.name).rename(gone)
+        else:
+            gone = self.path / found.name
+        shutil.rmtree(gone) if found.is_directory else gone.unlink()
         return True
 
-    def sweep(self) -> None:
-        """Remove what a process that was killed left in our directory of the folder."""
-        for name in ("held", "removed", "restoring", "written"):
+    def sweep(self, *names: str) -> None:
+        """Remove what a process that was killed has left, or what a restore has."""
+        for name in names or ("held", "removed", "written", "restoring"):
             shutil.rmtree(self.own / name, ignore_errors=True)
+        shutil.rmtree(self.path / RESTORING_NAME, ignore_errors=True)
 
     def new(self, what: str) -> Path:
-        """Return a name in our directory of the folder that nothing has."""
-        directory = self.own / what
-        directory.mkdir(parents=True, exist_ok=True)
-        return directory / uuid.uuid4().hex[:12]
+        """Return a name in our own directory that nothing has."""
+        return _new_in(self.own / what)
+
+    def new_near(self, what: str) -> Path:
+        """Return a name that nothing has, from which a rename leads into the folder. Of a restore alone: if the folder
+        is a mount point it lies in the folder, until `sweep`."""
+        return _new_in((self.own if self.is_near else self.path / RESTORING_NAME) / what)
+
+    def move_aside(self, name: str, aside: Path) -> None:
+        """Move a file or directory of the folder below our directory `aside`."""
+        (aside / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(self.path / name, aside / name)
 
     def _signs(self, found: Found) -> dict[str, Sign]:
         """Return the signs of the files of a checkpoint now."""
         above = found.name if found.is_directory else found.parent
         if found.is_directory:
-            return take(self.path / above).below("")
+            return take((self.path / above).resolve(), follows=False).below("")
         return {file: sign for file in found.files if (sign := _sign_of(self.path / found.path_of(file))) is not None}
 
     def restored(self) -> dict[str, str]:
@@ -154,7 +190,7 @@ class Folder:
         try:
             return path.stat().st_mtime_ns
         except FileNotFoundError:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             return None
 
@@ -182,67 +218,89 @@ class Folder:
     def _read(self, name: str) -> dict[str, str] | None:
         """Read a file of ours; nothing where it is torn, None where there is none."""
         try:
-            told = json.loads((self.own / name).read_text())
+            fields = json.loads((self.own / name).read_text())
         except FileNotFoundError:
             return None
         except (OSError, ValueError):
             return {}
-        return {name: text for name, text in told.items() if isinstance(text, str)} if isinstance(told, dict) else {}
+        return (
+            {name: text for name, text in fields.items() if isinstance(text, str)} if isinstance(fields, dict) else {}
+        )
 
-    def _write(self, name: str, told: Mapping[str, str]) -> None:
+    def _write(self, name: str, fields: Mapping[str, str]) -> None:
         partial = self.new("written")  # another node may write into a folder that both share
-        partial.write_text(json.dumps(told))
+        partial.write_text(json.dumps(fields))
         partial.replace(self.own / name)
 
 
 class Held:
-    """Second names for the files of a checkpoint, below our directory of the folder, until the end of `with`.
+    """The files of a checkpoint, kept from being deleted until the end of `with`.
 
-    `path` is a directory with these files alone. No byte is copied.
+    They get second names in our own directory. On another disk than the folder's, or without hard links, they are held
+    open. No byte is copied.
     """
 
     def __init__(self, folder: Folder, found: Found, names: Collection[str]) -> None:
+        self.folder = folder.path
         self._found = found
-        self._signs = {file: found.files[file] for file in names}
-        self.path = folder.new("held")
+        self._stack = ExitStack()
+        self._held: dict[str, tuple[Path, Sign]] = {}
+        place = folder.new("held")
+        self._stack.callback(shutil.rmtree, place, ignore_errors=True)
+        with ExitStack() as failed:
+            failed.callback(self.remove)
+            place.mkdir()
+            for number, file in enumerate(names):
+                self._held[file] = self._hold(folder.path / found.path_of(file), place / str(number), file)
+            failed.pop_all()
+
+    def _hold(self, path: Path, second: Path, file: str) -> tuple[Path, Sign]:
+        """Hold one file. Return the path to read, and its sign from now on."""
+        seen = self._found.files[file]
         try:
-            self.path.mkdir()
-            for file, sign in self._signs.items():
-                target = self.path / file
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.link(folder.path / found.path_of(file), target, follow_symlinks=False)
-                if _sign_of(target) != sign:
-                    raise _changed(found, file)
-        except FileNotFoundError as error:
-            self.remove()
-            raise _changed(found, str(error.filename)) from error
-        except OSError as error:
-            self.remove()
-            if isinstance(error, SourceChanged):
+            if _sign_of(path) != seen or os.lstat(path).st_ctime_ns != seen.ctime_ns:
+                raise _changed(self._found, file)
+            real = path.resolve()  # of a link, what it leads to
+            try:
+                os.link(real, second, follow_symlinks=False)
+            except FileNotFoundError:
                 raise
-            raise InvalidSource(
-                f"{error.filename} cannot get a second name: {error.strerror}",
-                step=found.step,
-                hint="Put the folder on a disk with hard links",
-            ) from error
-        except SourceChanged:
-            self.remove()
-            raise
+            except OSError:
+                descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+                self._stack.callback(os.close, descriptor)
+                second = Path(f"/proc/self/fd/{descriptor}")
+            sign = Sign.of(os.stat(second))
+        except FileNotFoundError as error:
+            raise _changed(self._found, file) from error
+        except OSError as error:
+            raise InvalidSource(f"{path} cannot be read: {error.strerror}", step=self._found.step, file=file) from error
+        if seen.link is None and sign != seen:
+            raise _changed(self._found, file)
+        return second, sign
 
     @property
     def names(self) -> Collection[str]:
-        """The files that it has names for."""
-        return self._signs
+        """The files that are held."""
+        return self._held
 
-    def check(self) -> None:
-        """Raise SourceChanged if somebody wrote into a file since it was looked at."""
-        for file, sign in self._signs.items():
-            if _sign_of(self.path / file) != sign:
+    def files(self) -> Directory:
+        """Return the files as the source of a save."""
+        return Directory({file: FileSource.of(path) for file, (path, _) in self._held.items()})
+
+    def check(self, digests: Mapping[str, Digest | None]) -> None:
+        """Raise SourceChanged if somebody wrote into a file since it was looked at. `digests` are those of what was
+        stored: a file whose status alone has changed is read again, for its own name may just have been removed."""
+        for file, (path, sign) in self._held.items():
+            now = os.stat(path)
+            if Sign.of(now) != sign:
+                raise _changed(self._found, file)
+            digest = digests.get(file)
+            if now.st_ctime_ns != sign.ctime_ns and (digest is None or not has_digest(path, digest)):
                 raise _changed(self._found, file)
 
     def remove(self) -> None:
-        """Remove the names."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Let go of the files."""
+        self._stack.close()
 
     def __enter__(self) -> Self:
         return self
@@ -253,29 +311,25 @@ class Held:
         self.remove()
 
 
-def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
-    """Return all candidates that are in sight, and what looks like a checkpoint and has no shape."""
-    claimed: frozenset[str] = frozenset()
-    found: list[Prospect] = []
-    for shape in SHAPES:
-        new = list(shape(sight, claimed))
-        found += new
-        claimed |= {it.name for it in new}
-        claimed |= {it.path_of(file) for it in new if not it.is_directory for file in it.files}
-    return found, of_no_shape(sight, claimed)
+def has_digest(path: Path, digest: Digest) -> bool:
+    """Return True if a file has the bytes of a digest."""
+    hasher = Hasher(digest.algorithm)
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            hasher.update(block)
+    return hasher.digest() == digest
 
 
 def candidates_of(folder: Folder, ranks: frozenset[int] | None = None) -> list[Prospect]:
     """Return the candidates of a folder by one look, when no job writes into it."""
-    return candidates_in(Sight(take(folder.path), MarkerReader(folder.path), folder.rules, ranks))[0]
+    return candidates_in(
+        Sight(take(folder.path, follows=folder.rules.follows), MarkerReader(folder.path), folder.rules, ranks)
+    )[0]
 
 
-def _is_storable(name: str) -> bool:
-    try:
-        check_user_name(name)
-    except InvalidName:
-        return False
-    return True
+def _new_in(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory / uuid.uuid4().hex[:12]
 
 
 def refuse_links(folder: Path, name: str) -> None:
@@ -293,7 +347,7 @@ def _sign_of(path: Path) -> Sign | None:
         link = os.readlink(path) if path.is_symlink() else None
     except FileNotFoundError:
         return None
-    return Sign(status.st_size, status.st_mtime_ns, status.st_ino, link)
+    return Sign.of(status, link)
 
 
 def _changed(found: Found, file: str) -> SourceChanged:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.encoding import check_seconds
 from ckptstore.format.layout import check_user_name
 from ckptstore.tools.run.folders.candidate import Beside, MarkerReader, Prospect, fingerprint
-from ckptstore.tools.run.folders.known_shapes import TRAINER_STATE
-from ckptstore.tools.run.folders.snapshot import OWN_NAME, Sign
+from ckptstore.tools.run.folders.snapshot import Sign
 
 METADATA_KEY = "folder"
+TRAINER_STATE = "trainer_state.json"
 _NAMED_NUMBER = re.compile(r"([A-Za-z][\w./]*)=(-?\d+(?:\.\d+)?(?:e-?\d+)?)")
 
 
@@ -24,7 +26,8 @@ class Found:
 
     name: str
     """Relative to the folder, "/" between the parts."""
-    step: int
+    step: int | None
+    """The step; None if nothing says it."""
     shape: str
     is_directory: bool
     files: Mapping[str, Sign]
@@ -36,24 +39,35 @@ class Found:
     """The same text for as long as nothing of it changes."""
     tells_all: bool = False
     """True if it is finished on the other nodes too, where nothing may show that."""
+    is_exact: bool = True
+    """False if the step is a guess."""
+    is_rewritten: bool = False
+    """True if one name gets one state after the other."""
 
     @property
     def parent(self) -> str:
         """The directory that it lies in, "" for the folder itself."""
         return self.name.rpartition("/")[0]
 
+    @property
+    def written_at_seconds(self) -> float:
+        """The time of the last change of its files, since the epoch by the clock of its file system."""
+        return max((sign.mtime_ns for sign in self.files.values()), default=0) / 1e9
+
     def path_of(self, file: str) -> str:
         """Return the path of a file of it, relative to the folder."""
         above = self.name if self.is_directory else self.parent
         return f"{above}/{file}" if above else file
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self, folder: Path) -> dict[str, Any]:
         """Return the metadata that a restore needs, for `save_directory(metadata=...)`."""
         beside = {
-            name: {"link": it.link} if it.link is not None else {"text": it.text} for name, it in self.beside.items()
+            name: {kind: text for kind, text in asdict(it).items() if text is not None}
+            for name, it in self.beside.items()
         }
         fields = {"name": self.name, "shape": self.shape, "is_directory": self.is_directory, "beside": beside}
-        return {METADATA_KEY: {**fields, "fingerprint": self.fingerprint}}
+        fields |= {"fingerprint": self.fingerprint, "path": str(folder), "written_at": self.written_at_seconds}
+        return {METADATA_KEY: fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,8 @@ class Home:
     is_directory: bool
     beside: Mapping[str, Beside]
     fingerprint: str
+    written_at_seconds: float | None
+    """The time of the last change of its files, since the epoch by the clock of their file system; None if unknown."""
 
     @property
     def parent(self) -> str:
@@ -72,9 +88,15 @@ class Home:
         return self.name.rpartition("/")[0]
 
 
+def folder_of(metadata: Mapping[str, Any]) -> Path | None:
+    """Return the folder in which a checkpoint lay, by its metadata; None if they do not say it."""
+    fields = metadata.get(METADATA_KEY)
+    path = fields.get("path") if isinstance(fields, dict) else None
+    return Path(path) if isinstance(path, str) and path.startswith("/") else None
+
+
 def found_of(candidate: Prospect, contents: MarkerReader, metrics_file: str | None) -> Found:
     """Make a `Found` of a candidate that is finished."""
-    assert candidate.step is not None  # one without a step lacks it
     return Found(
         candidate.name,
         candidate.step,
@@ -85,6 +107,8 @@ def found_of(candidate: Prospect, contents: MarkerReader, metrics_file: str | No
         _metrics(candidate, contents, metrics_file),
         fingerprint(candidate),
         candidate.tells_all,
+        candidate.is_exact and candidate.step is not None,
+        candidate.is_rewritten,
     )
 
 
@@ -96,16 +120,19 @@ def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
         return None
     try:
         items = fields["beside"].items()
-        beside = {check_user_name(name): Beside(it.get("text"), it.get("link")) for name, it in items}
+        beside = {check_user_name(name): Beside(it.get("text"), it.get("link"), it.get("copy")) for name, it in items}
         name, is_directory = check_user_name(fields["name"]), fields["is_directory"] is True
-        home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"])
-        texts = [home.shape, home.fingerprint, *(text for it in beside.values() for text in (it.text, it.link) if text)]
+        written_at = check_seconds(fields["written_at"]) if "written_at" in fields else None
+        home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"], written_at)
+        texts = [home.shape, home.fingerprint]
+        texts += [text for it in beside.values() for text in (it.text, it.link, it.copy) if text]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError
         for it in beside.values():
-            if it.link is not None:
-                check_user_name(it.link)
-        if name.partition("/")[0] == OWN_NAME or any("/" in it for it in beside):
+            for target in (it.link, it.copy):
+                if target is not None:
+                    check_user_name(target)
+        if any("/" in it for it in beside):
             raise ValueError
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointDamaged(
@@ -118,10 +145,10 @@ def _metrics(candidate: Prospect, contents: MarkerReader, metrics_file: str | No
     """Return the metrics of the file that the caller names, else what the framework has written down."""
     if metrics_file is not None:
         return _numbers(_loaded(candidate, contents, metrics_file))
-    if candidate.shape == "transformers":
+    if candidate.metrics == "trainer_state":
         return _logged(_loaded(candidate, contents, TRAINER_STATE), candidate.step)
-    if candidate.shape == "lightning":
-        named = _NAMED_NUMBER.findall(candidate.name.rpartition("/")[2].removesuffix(".ckpt"))
+    if candidate.metrics == "name":
+        named = _NAMED_NUMBER.findall(re.sub(r"\.[A-Za-z]\w*$", "", candidate.name.rpartition("/")[2]))
         return {name: float(number) for name, number in named if name not in ("epoch", "step")}
     return {}
 

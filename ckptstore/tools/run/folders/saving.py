@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
+from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
+from ckptstore.format.manifest import Receipt
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.shard import Plan, Shard
 from ckptstore.store import CheckpointStore, save_shard
@@ -21,10 +23,11 @@ def save_found(store: CheckpointStore, found: Found, held: Held, **options: Any)
     rewritten in place meanwhile raises SourceChanged on all nodes, and is never committed. No two nodes may hold the
     same name. Raises what `save_directory` raises.
     """
-    options = {"metrics": found.metrics, "metadata": found.metadata(), "suffix": "never", **options}
+    own = {"step": found.step, "metrics": found.metrics, "metadata": found.metadata(held.folder), "suffix": "never"}
+    options = {**own, **options}
 
     def make(job: Any) -> tuple[Any, Shard]:
-        request, shard = directory_of(job, found.step, held.path if held.names else None, **options)
+        request, shard = directory_of(job, options.pop("step"), held.files if held.names else None, **options)
         return request, _Looked(shard, held.check)
 
     return save_shard(store, make)
@@ -33,7 +36,7 @@ def save_found(store: CheckpointStore, found: Found, held: Held, **options: Any)
 class _Looked:
     """A shard whose files are looked at again when they are stored."""
 
-    def __init__(self, shard: Shard, check: Callable[[], None]) -> None:
+    def __init__(self, shard: Shard, check: Callable[[Mapping[str, Digest | None]], None]) -> None:
         self._shard, self._check = shard, check
         self.describe, self.decide, self.hear = shard.describe, shard.decide, shard.hear
 
@@ -44,11 +47,11 @@ class _Looked:
 class _LookedPlan:
     """See `_Looked`."""
 
-    def __init__(self, plan: Plan, check: Callable[[], None]) -> None:
+    def __init__(self, plan: Plan, check: Callable[[Mapping[str, Digest | None]], None]) -> None:
         self._plan, self._check = plan, check
         self.join = plan.join
 
     def store(self, attempt: Attempt) -> Any:
         stored = self._plan.store(attempt)
-        self._check()
+        self._check({receipt.name: receipt.digest for receipt in map(Receipt.from_json, stored)})
         return stored

@@ -10,8 +10,12 @@ from pathlib import Path
 
 from ckptstore.errors import InvalidSource
 
-OWN_NAME = ".ckptstore"
-"""The directory of ours in a folder. No framework looks at it, and no look lists it."""
+RESTORING_NAME = ".ckptstore"
+"""The directory of ours in a folder that is a mount point, while a restore works and no trainer does. No look lists it.
+"""
+
+_SET_NS = 2 * 10**9
+"""A difference between the times of a file from which on a program has set that of its last write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,20 @@ class Sign:
     inode: int
     link: str | None = None
     """The target of a symbolic link, as it is written in it; None for a file."""
+    ctime_ns: int = field(default=0, compare=False)
+    """The time of the last change of its contents or its names. It is not compared: a second name changes it too."""
+    fault: str = field(default="", compare=False)
+    """The reason why it can never be stored, "" if it can."""
+
+    @property
+    def is_original(self) -> bool:
+        """True if its time is that of its last write, and no program has set it."""
+        return self.link is None and abs(self.ctime_ns - self.mtime_ns) < _SET_NS
+
+    @staticmethod
+    def of(status: os.stat_result, link: str | None = None, *, fault: str = "") -> Sign:
+        """Return the sign of a file with this status."""
+        return Sign(status.st_size, status.st_mtime_ns, status.st_ino, link, status.st_ctime_ns, fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +56,12 @@ class FolderSnapshot:
         return {name[len(prefix) :]: sign for name, sign in self.files.items() if name.startswith(prefix)}
 
 
-def take(folder: Path) -> FolderSnapshot:
-    """Look at everything below a folder; an empty snapshot where there is none. Links are seen, and not followed.
+def take(folder: Path, *, follows: bool = True) -> FolderSnapshot:
+    """Look at everything below a folder; an empty snapshot where there is none.
 
-    What disappears meanwhile is left out. Raises InvalidSource for a folder that cannot be listed.
+    With `follows` a link to a directory outside of the folder counts as that directory. All other links are seen, and
+    not followed. What disappears meanwhile is left out. No file is opened. Raises InvalidSource for a folder that
+    cannot be listed.
     """
     files: dict[str, Sign] = {}
     directories: set[str] = set()
@@ -52,24 +72,42 @@ def take(folder: Path) -> FolderSnapshot:
         return FolderSnapshot({})
     except OSError as error:
         raise InvalidSource(f"The folder {folder} cannot be listed: {error.strerror}", file=str(folder)) from error
-    pending = [""]
+    root = os.path.realpath(folder)
+    pending = [("", root)]
     while pending:
-        prefix = pending.pop()
+        prefix, above = pending.pop()
         for entry in _entries(folder / prefix):
             name = prefix + entry.name
-            if name == OWN_NAME:
+            if name == RESTORING_NAME:
                 continue
             try:
                 status = entry.stat(follow_symlinks=False)
                 link = os.readlink(entry.path) if stat.S_ISLNK(status.st_mode) else None
+                real = os.path.realpath(entry.path) if link is not None else ""
+                is_followed = follows and link is not None and above == root and _is_directory_outside(real, root)
             except OSError:  # it has gone, or is another thing by now: the next look sees it
                 continue
-            if stat.S_ISDIR(status.st_mode):
+            if stat.S_ISDIR(status.st_mode) or is_followed:
                 directories.add(name)
-                pending.append(f"{name}/")
+                pending.append((f"{name}/", real if is_followed else above))
             else:
-                files[name] = Sign(status.st_size, status.st_mtime_ns, status.st_ino, link)
+                files[name] = Sign.of(status, link, fault=_fault(entry.path, status, real, above))
     return FolderSnapshot(files, frozenset(directories))
+
+
+def _is_directory_outside(real: str, root: str) -> bool:
+    return os.path.isdir(real) and os.path.commonpath([real, root]) not in (real, root)
+
+
+def _fault(path: str, status: os.stat_result, real: str, above: str) -> str:
+    """Return the reason why a file cannot be stored, "" if it can. `above` is what its links may lead to."""
+    if stat.S_ISLNK(status.st_mode):
+        if os.path.commonpath([real, above]) != above:
+            return "is a link that leads out of the folder"
+        return "" if os.path.isfile(real) or os.path.isdir(real) else "is a link to nothing"
+    if not stat.S_ISREG(status.st_mode):
+        return "is no regular file: a pipe, a socket or a device"
+    return "" if os.access(path, os.R_OK) else "cannot be read by this user"
 
 
 def _entries(path: Path) -> Iterable[os.DirEntry[str]]:

@@ -22,15 +22,14 @@ from ckptstore.errors import (
     StorageError,
     StorageFull,
 )
-from ckptstore.format.digest import Hasher
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import download_files
 from ckptstore.tools.run.folders.candidate import Beside, Prospect, fingerprint
-from ckptstore.tools.run.folders.folder import Folder, candidates_of, refuse_links
-from ckptstore.tools.run.folders.found import Found, Home, home_of
-from ckptstore.tools.run.folders.known_shapes import TRAINER_NAME, TRAINER_STATE
+from ckptstore.tools.run.folders.folder import Folder, candidates_of, has_digest, refuse_links
+from ckptstore.tools.run.folders.found import TRAINER_STATE, Found, Home, home_of
+from ckptstore.tools.run.folders.shape import shape_named
 
-_READ_BYTES = 4 << 20
+_TRAINER_NAME = re.compile(r"checkpoint-\d+")
 _OF_A_RANK = re.compile(r"(?:rng_state|(?:bf16_)?zero_pp_rank)_(\d+)(?:\.pth|_.*optim_states\.pt)$")
 
 
@@ -49,7 +48,7 @@ class RestoreReport:
     kept_bytes: int = 0
     """The size of files that were there already, with the right digests."""
     moved_aside: tuple[str, ...] = ()
-    """Names of what a framework would have taken for newer: it lies in .ckptstore/aside now."""
+    """Names of what a framework would have taken for newer: it lies in `aside` of our own directory now."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints of the store that are damaged or did not come from a folder, in words."""
     best: str | None = None
@@ -73,7 +72,7 @@ def restore_folder(
 
     What the folder has finished of its own at a later step stays, and nothing is restored, unless `keeps_newer` is
     False. What is unfinished there at the same or a later step would be taken for the newest: it is moved to
-    `.ckptstore/aside`, or replaced if it has the same name. No job may write into the folder meanwhile.
+    `aside` in our own directory, or replaced if it has the same name. No job may write into the folder meanwhile.
 
     Args:
         folder: on this node.
@@ -84,7 +83,16 @@ def restore_folder(
     Raises NoUsableCheckpoint when none of them can be used, InvalidSource for a link on the way, StorageFull and
     StorageError where the folder cannot be written to.
     """
-    shutil.rmtree(folder.own / "restoring", ignore_errors=True)  # of a restore that was killed
+    folder.sweep("restoring")  # of a restore that was killed
+    try:
+        return _restore_first(folder, checkpoints, keeps_newer, only_newer)
+    finally:
+        folder.sweep("restoring")
+
+
+def _restore_first(
+    folder: Folder, checkpoints: Sequence[Checkpoint], keeps_newer: bool, only_newer: str | None
+) -> RestoreReport | None:
     skipped: list[str] = []
     for checkpoint in checkpoints:
         try:
@@ -111,7 +119,7 @@ def set_aside_unfinished(folder: Folder, *, since_ns: int) -> tuple[str, ...]:
 
     For a folder that has the files of all ranks, and into which no job writes meanwhile.
     """
-    done, local = _Fetched(), [it for it in candidates_of(folder) if it.shape == "transformers" and it.step is not None]
+    done, local = _Fetched(), [it for it in candidates_of(folder) if _is_taken_by_name(it)]
     torn = [it for it in local if it.lacks is not None and not folder.is_whole(it)]
     newest = max((it.step or 0 for it in local if it not in torn), default=-1)
     for candidate in torn:
@@ -119,6 +127,11 @@ def set_aside_unfinished(folder: Folder, *, since_ns: int) -> tuple[str, ...]:
         if (candidate.step or 0) > newest and path.stat().st_mtime_ns >= since_ns:
             _move_aside(folder, candidate, done)
     return tuple(done.moved_aside)
+
+
+def _is_taken_by_name(candidate: Prospect) -> bool:
+    shape = shape_named(candidate.shape)
+    return shape is not None and shape.is_taken_by_name and candidate.step is not None
 
 
 def newest_first(store: Catalogue, step: int | None = None) -> list[Checkpoint]:
@@ -135,10 +148,10 @@ def whole_in(folder: Folder, like: Checkpoint) -> list[tuple[int, str]]:
 
 
 def same(folder: Folder, found: Found, checkpoint: Checkpoint) -> bool:
-    """Return True if a checkpoint of the store is this one of the folder: by fingerprint, else by the bytes of every
-    file."""
+    """Return True if a checkpoint of the store is this one of the folder: by name, and by fingerprint or else by the
+    bytes of every file."""
     home = _home(checkpoint)
-    if home is None or home.name != found.name or checkpoint.step != found.step:
+    if home is None or home.name != found.name or (found.is_exact and checkpoint.step != found.step):
         return False
     if found.fingerprint in (home.fingerprint, folder.restored().get(found.name)):
         return True
@@ -156,7 +169,7 @@ def _home(checkpoint: Checkpoint) -> Home | None:
 def _restore(
     folder: Folder, checkpoint: Checkpoint, home: Home, keeps: tuple[bool, str | None], skipped: tuple[str, ...]
 ) -> RestoreReport:
-    refuse_links(folder.path, home.name)
+    refuse_links(folder.path, home.parent)
     fields: dict[str, Any] = {"step": checkpoint.step, "name": home.name, "uri": checkpoint.uri, "skipped": skipped}
     done = _Fetched()
     local = candidates_of(folder, _ranks_of(checkpoint))
@@ -164,6 +177,10 @@ def _restore(
     may_stay = [it for it in local if keeps_newer and only_newer in (None, it.name)]
     stays, why_not = _staying(folder, may_stay, checkpoint, home)
     if stays is None:
+        if (folder.path / home.name).is_symlink():  # to a directory elsewhere, in which nothing is written
+            aside = folder.new("aside")
+            folder.move_aside(home.name, aside)
+            done.moved_aside.append(f"{home.name} → {aside}")
         _bring(folder, checkpoint, home, done)
     step, name = (stays.step or 0, stays.name) if stays else (checkpoint.step, home.name)
     for candidate in local:
@@ -208,7 +225,7 @@ def _best_in(folder: Folder, home: Home) -> str | None:
         name = fields.get("best_model_checkpoint")
     except (OSError, ValueError, AttributeError):
         return None
-    if not isinstance(name, str) or TRAINER_NAME.fullmatch(own := name.rstrip("/").rpartition("/")[2]) is None:
+    if not isinstance(name, str) or _TRAINER_NAME.fullmatch(own := name.rstrip("/").rpartition("/")[2]) is None:
         return None
     return f"{home.parent}/{own}" if home.parent else own
 
@@ -251,7 +268,7 @@ def _is_rewritten(folder: Folder, own: Prospect, checkpoint: Checkpoint, home: H
 
 def _bring(folder: Folder, checkpoint: Checkpoint, home: Home, done: _Fetched) -> None:
     """Make it whole in our directory of the folder, then put it in its place by a rename for each name."""
-    partial = folder.new("restoring")
+    partial = folder.new_near("restoring")
     partial.mkdir()
     above = folder.path / home.name if home.is_directory else folder.path / home.parent
     try:
@@ -266,9 +283,8 @@ def _bring(folder: Folder, checkpoint: Checkpoint, home: Home, done: _Fetched) -
             for file in sorted(checkpoint.files, key=lambda it: it.name == own):
                 if (above / file.name).is_dir():
                     aside = folder.new("aside")
-                    aside.mkdir(parents=True)
-                    (above / file.name).rename(aside / file.name)
-                    done.moved_aside.append(f"{file.name} → {aside.relative_to(folder.path)}")
+                    folder.move_aside(os.path.relpath(above / file.name, folder.path), aside)
+                    done.moved_aside.append(f"{file.name} → {aside}")
                 (partial / file.name).replace(above / file.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -308,17 +324,13 @@ def _has(path: Path, receipt: Receipt) -> bool:
     """Return True if a file has the bytes of a receipt: its size and its digest."""
     if receipt.digest is None or path.is_symlink() or not path.is_file() or path.stat().st_size != receipt.size_bytes:
         return False
-    hasher = Hasher(receipt.digest.algorithm)
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            hasher.update(block)
-    return hasher.digest() == receipt.digest
+    return has_digest(path, receipt.digest)
 
 
 def _replace(folder: Folder, partial: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
-        removed = folder.new("removed")
+        removed = folder.new_near("removed")
         removed.mkdir()
         target.rename(removed / target.name)
         partial.rename(target)
@@ -330,20 +342,18 @@ def _replace(folder: Folder, partial: Path, target: Path) -> None:
 def _move_aside(folder: Folder, candidate: Prospect, done: _Fetched) -> None:
     refuse_links(folder.path, candidate.parent)
     aside = folder.new("aside")
-    (aside / candidate.parent).mkdir(parents=True)
-    if candidate.is_directory:
-        (folder.path / candidate.name).rename(aside / candidate.name)
-    else:
-        for file in candidate.files:
-            (folder.path / candidate.path_of(file)).rename(aside / candidate.path_of(file))
-    done.moved_aside.append(f"{candidate.name} → {aside.relative_to(folder.path)}")
+    for name in [candidate.name] if candidate.is_directory else [candidate.path_of(file) for file in candidate.files]:
+        folder.move_aside(name, aside)
+    done.moved_aside.append(f"{candidate.name} → {aside}")
 
 
 def _point(folder: Folder, path: Path, beside: Beside) -> None:
     """Write a tracker, or make a link, at once."""
-    partial = folder.new("restoring")
+    partial = folder.new_near("restoring")
     if beside.link is not None:
         partial.symlink_to(beside.link)
+    elif beside.copy is not None:
+        _copied_or_linked(path.parent / beside.copy, partial)
     else:
         partial.write_text(beside.text or "", encoding="utf-8")
     partial.replace(path)

@@ -1,0 +1,137 @@
+"""The shapes of checkpoints that projects write: entries of a table, `shapes.toml`.
+
+The order of writes was read from the sources of transformers 5.23, accelerate 1.15, lightning 2.6, deepspeed 0.19,
+Megatron-LM and torch 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptstore.errors import InvalidInput
+
+_TABLE = Path(__file__).with_name("shapes.toml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One entry of the table. Names are regular expressions."""
+
+    name: str
+    project: str
+    """The projects that write it, for people."""
+    write: str = ""
+    """The folder to give, for people."""
+    tested: str = ""
+    """The versions of the project that were run under the agent, for people; empty if none was."""
+    resume: str = ""
+    """The way in which the project goes on from it, for people."""
+    directory: str | None = None
+    """The last parts of the path of a directory; the group `step` has the step."""
+    file: str | None = None
+    """The same of a file."""
+    has: str | None = None
+    """Some file in the directory begins like this."""
+    has_not: str | None = None
+    """None does."""
+    begins_with: tuple[str, ...] = ()
+    """The names of files that a directory may have alone when it has just been begun."""
+    if_beside: str | None = None
+    """The name of a file that must lie beside it."""
+    step: tuple[str, ...] = ()
+    """The places of the step, the first that has one counts: "name:REGEX", "key:KEY" in a file of torch.save,
+    "last number" of the name. Empty: the group `step`. If none has one, the store counts."""
+    is_rewritten: bool = False
+    """True if one name gets one state after the other, so that each of them is a checkpoint."""
+    marker: str | None = None
+    """The file in the directory that is written last."""
+    marker_key: str | None = None
+    """The key of the marker, a JSON object, whose value is the step."""
+    marker_if: str | None = None
+    """The marker is missing only where a file begins like this."""
+    before_marker: str | None = None
+    """The files that are there before the marker or the tracker is written; None: all."""
+    tracker: str | None = None
+    """The file beside it that leads to the newest one."""
+    tracker_has: Literal["name", "step"] = "name"
+    tells_all: bool = False
+    """True if the marker or tracker is written after all ranks of all nodes have written."""
+    each_rank: str | None = None
+    """The file that each rank writes last, with "{rank}"."""
+    one_rank: str | None = None
+    """The name of that of rank 0, where there is one rank."""
+    ranked_if: str | None = None
+    """Ranks write such files if a file begins like this."""
+    ranked_by: str | None = None
+    """The same files with the rank as a group."""
+    counted_by_rank: str | None = None
+    """The files of which each rank writes one, under names that do not have its number."""
+    duplicates: str | None = None
+    """Files that may be copies of the newest one, by the step in them."""
+    together: str | None = None
+    """Files beside it that belong to it if they have the same `step`."""
+    same: tuple[str, ...] = ()
+    """The names of files beside it that may be other names or copies of it."""
+    beside: tuple[str, ...] = ()
+    """The names of small files beside it that come along."""
+    metrics: Literal["trainer_state", "name"] | None = None
+    is_taken_by_name: bool = False
+    """True if the project takes the newest by its name alone, whole or not."""
+
+    @staticmethod
+    def of(entry: Mapping[str, Any], *, file: str) -> Shape:
+        """Read an entry. Raises InvalidInput."""
+        known = {item.name for item in fields(Shape)}
+        name = str(entry.get("name") or "?")
+        unknown = sorted(set(entry) - known)
+        if unknown or not entry.get("name") or (entry.get("directory") is None) == (entry.get("file") is None):
+            why = f"there is no field {unknown[0]}" if unknown else "it needs a name, and either directory or file"
+            raise InvalidInput(f"The shape {name} of {file} cannot be read: {why}")
+        values: dict[str, Any] = {"project": "", **entry}
+        for field_name, value in values.items():
+            values[field_name] = tuple(value) if isinstance(value, list) else value
+            regular = [value] if field_name in _REGULAR and value is not None else []
+            regular += [text[5:] for text in value if text.startswith("name:")] if field_name == "step" else []
+            for text in regular:
+                try:
+                    re.compile(text)
+                except re.error as error:
+                    raise InvalidInput(f"The shape {name} of {file} has a bad {field_name}: {error}") from None
+        return Shape(**values)
+
+
+_REGULAR = frozenset(
+    {
+        *("directory", "file", "has", "has_not", "marker_if", "before_marker", "ranked_if", "ranked_by"),
+        *("counted_by_rank", "duplicates", "together"),
+    }
+)
+
+
+def read_shapes(path: Path) -> tuple[Shape, ...]:
+    """Read a table of shapes. Raises InvalidInput."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"The shapes of {path} cannot be read: {error}") from None
+    entries = table.get("shape")
+    if set(table) != {"shape"} or not isinstance(entries, list) or not all(isinstance(it, dict) for it in entries):
+        raise InvalidInput(f"{path} is no table of shapes", hint="It has one [[shape]] after the other, and no more")
+    return tuple(Shape.of(entry, file=path.name) for entry in entries)
+
+
+@cache
+def known_shapes() -> tuple[Shape, ...]:
+    """Return the shapes that are known by name, in the order of their turns."""
+    return read_shapes(_TABLE)
+
+
+def shape_named(name: str) -> Shape | None:
+    """Return the first known shape with a name; None for one of the user's, or a pattern."""
+    return next((shape for shape in known_shapes() if shape.name == name), None)

@@ -1,0 +1,350 @@
+"""Find the checkpoints of all shapes in a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from ckptstore.tools.run.folders.candidate import Beside, Prospect, Sight, last_number, outdated
+from ckptstore.tools.run.folders.shape import Shape, known_shapes
+from ckptstore.tools.run.folders.snapshot import Sign
+
+_WEIGHTS = re.compile(
+    r".*\.(pt|pth|bin|ckpt|safetensors|distcp|pth\.tar|keras|h5|hdf5|npz|npy|pkl|pickle|joblib|ubj|msgpack|onnx|nemo)"
+)
+"""Names of files that may hold weights, for what has no shape."""
+
+
+def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
+    """Return all candidates that are in sight, and what may be a checkpoint and has no shape."""
+    claimed: set[str] = set()
+    found: list[Prospect] = []
+
+    def claim(new: Iterator[Prospect]) -> None:
+        for candidate in new:
+            found.append(candidate)
+            claimed.add(candidate.name)
+            if not candidate.is_directory:
+                claimed.update(candidate.path_of(file) for file in candidate.files)
+
+    claim(_patterns(sight, claimed))
+    for shape in (*sight.rules.shapes, *known_shapes()):
+        claim(_directories(shape, sight, claimed) if shape.directory is not None else _files(shape, sight, claimed))
+    return found, _of_no_shape(sight, claimed)
+
+
+def _within(name: str, claimed: set[str]) -> bool:
+    """Return True if a name, or a directory above it, is claimed."""
+    parts = name.split("/")
+    return any("/".join(parts[:end]) in claimed for end in range(1, len(parts) + 1))
+
+
+def _any(pattern: str, names: Iterator[str] | Sequence[str] | Mapping[str, Sign]) -> bool:
+    return any(re.match(pattern, name) for name in names)
+
+
+def _directories(shape: Shape, sight: Sight, claimed: set[str]) -> Iterator[Prospect]:
+    """Yield the directories of a shape, the outer ones first."""
+    path = re.compile(f"(?:.*/)?(?:{shape.directory})")
+    for name in sorted(sight.snapshot.directories):
+        match = path.fullmatch(name)
+        if match is None or _within(name, claimed):
+            continue
+        files = sight.snapshot.below(name)
+        if not _is_of(shape, files) or not _has_neighbour(shape, sight, name):
+            continue
+        yield _directory(shape, sight, name, files, _step_of(shape, match, sight, name))
+
+
+def _is_of(shape: Shape, files: Mapping[str, Sign]) -> bool:
+    if shape.has_not is not None and _any(shape.has_not, files):
+        return False
+    if shape.has is None:
+        return bool(files)
+    return _any(shape.has, files) or (bool(shape.begins_with) and set(shape.begins_with).issuperset(files))
+
+
+def _has_neighbour(shape: Shape, sight: Sight, name: str) -> bool:
+    return shape.if_beside is None or _next_to(name, shape.if_beside) in sight.snapshot.files
+
+
+def _next_to(name: str, other: str) -> str:
+    """Return the path of a file beside a name."""
+    parent = name.rpartition("/")[0]
+    return f"{parent}/{other}" if parent else other
+
+
+def _step_of(shape: Shape, match: re.Match[str] | None, sight: Sight, name: str) -> int | None:
+    own = name.rpartition("/")[2]
+    for source in shape.step:
+        kind, _, text = source.partition(":")
+        if kind == "key":
+            step = sight.number(name, text)
+        elif kind == "name":
+            found = re.search(text, own)
+            step = int(found[1]) if found else None
+        else:
+            step = last_number(own)
+        if step is not None:
+            return step
+    groups = match.groupdict() if match else {}
+    step_text = next((text for group, text in groups.items() if group.startswith("step") and text is not None), None)
+    return None if step_text is None else int(step_text)
+
+
+def _directory(shape: Shape, sight: Sight, name: str, files: Mapping[str, Sign], step: int | None) -> Prospect:
+    own = name.rpartition("/")[2]
+    beside, leads, says_exactly = _links_to(sight, name), None, False
+    before = files
+    if shape.before_marker is not None:
+        before = {file: sign for file, sign in files.items() if re.match(shape.before_marker, file)}
+    if shape.marker is not None and (text := _no_marker(shape, sight, name, files, step)):
+        leads = text
+    elif shape.marker is not None:
+        leads, says_exactly = outdated(shape.marker, files.get(shape.marker), before), shape.marker in files
+    if shape.tracker is not None:
+        named = (sight.text(_next_to(name, shape.tracker)) or "").strip()
+        says_exactly = named == own if shape.tracker_has == "name" else named == str(step)
+        leads = outdated(shape.tracker, sight.snapshot.files.get(_next_to(name, shape.tracker)), before)
+        if sight.has_leader and not says_exactly and not _is_behind(shape, named, step):
+            leads = f"{shape.tracker} does not name it yet"
+        beside[shape.tracker] = Beside(text=own if shape.tracker_has == "name" else str(step))
+    lacks = leads or _lacking_ranks(shape, sight, files) or _lacking_shards(sight, name, files)
+    return Prospect(
+        name=name,
+        shape=shape.name,
+        step=step,
+        is_directory=True,
+        files=files,
+        beside={**beside, **_small(shape, sight, name)},
+        lacks=lacks or sight.torn_among({file: f"{name}/{file}" for file in files}),
+        is_certain=says_exactly and _is_certain(shape, sight, files),
+        tells_all=shape.tells_all and says_exactly,
+        metrics=shape.metrics,
+        is_rewritten=shape.is_rewritten,
+    )
+
+
+def _is_certain(shape: Shape, sight: Sight, files: Mapping[str, Sign]) -> bool:
+    """Return True if a marker or tracker that names this one shows that all ranks of this node have written."""
+    if shape.tells_all:
+        return sight.has_leader or shape.tracker is None
+    if sight.ranks is None:
+        return False
+    if shape.counted_by_rank is not None:
+        count = sum(re.match(shape.counted_by_rank, file) is not None for file in files)
+        return count > 0 if len(sight.ranks) > 1 else count <= 1
+    numbered = {int(match[1]) for file in files if (match := re.match(shape.ranked_by or "$^", file))}
+    return numbered <= sight.ranks
+
+
+def _no_marker(shape: Shape, sight: Sight, name: str, files: Mapping[str, Sign], step: int | None) -> str | None:
+    """Return a fault of the marker, which only the node of rank 0 has for certain."""
+    if not sight.has_leader or shape.marker is None:
+        return None
+    if shape.marker not in files:
+        return None if shape.marker_if and not _any(shape.marker_if, files) else f"{shape.marker} is not there yet"
+    if shape.marker_key is None:
+        return None
+    try:
+        written = json.loads(sight.text(f"{name}/{shape.marker}") or "")
+    except ValueError:
+        return f"{shape.marker} is not whole yet"
+    if not isinstance(written, dict) or written.get(shape.marker_key) != step:
+        return f"{shape.marker} is of another step"
+    return None
+
+
+def _is_behind(shape: Shape, named: str, step: int | None) -> bool:
+    """Return True if the tracker names a later one."""
+    newest = (int(named) if named.isdigit() else None) if shape.tracker_has == "step" else last_number(named)
+    return newest is not None and step is not None and step < newest
+
+
+def _lacking_ranks(shape: Shape, sight: Sight, files: Mapping[str, Sign]) -> str | None:
+    if shape.counted_by_rank is not None:
+        count = sum(re.match(shape.counted_by_rank, file) is not None for file in files)
+        if count and sight.ranks is not None and count < len(sight.ranks):
+            return f"{count} of {len(sight.ranks)} ranks have written their optimizer state"
+    if shape.each_rank is None:
+        return None
+    if not _any(shape.ranked_if or "", files):
+        return None if sight.has_leader else "no rank of this node has written yet"
+    for rank in sorted(sight.ranks or {0}):
+        of_rank = {shape.each_rank.format(rank=rank)} | ({shape.one_rank or ""} if rank == 0 else set())
+        if not of_rank & set(files):
+            return f"{max(of_rank)} is not there yet"
+    return None
+
+
+def _lacking_shards(sight: Sight, name: str, files: Mapping[str, Sign]) -> str | None:
+    """Return the first file that an index of a Hugging Face model names, and that is not there."""
+    for index in (file for file in files if file.endswith((".safetensors.index.json", ".bin.index.json"))):
+        try:
+            shards = set(json.loads(sight.text(f"{name}/{index}") or "")["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"{index} is not whole yet"
+        above = index.rpartition("/")[0]
+        missing = sorted(shard for shard in shards if (f"{above}/{shard}" if above else shard) not in files)
+        if missing:
+            return f"{missing[0]} is not there yet"
+    return None
+
+
+def _links_to(sight: Sight, name: str) -> dict[str, Beside]:
+    """Return the links beside a name that lead to it."""
+    own = name.rpartition("/")[2]
+    return {
+        other.rpartition("/")[2]: Beside(link=own)
+        for other, sign in sight.snapshot.files.items()
+        if sign.link is not None and other == _next_to(name, other.rpartition("/")[2]) and _leads_to(sign.link, own)
+    }
+
+
+def _leads_to(link: str, own: str) -> bool:
+    return link.rstrip("/").rpartition("/")[2] == own
+
+
+def _small(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
+    """Return the small files beside a checkpoint that come along: those of the shape, and the caller's."""
+    found = {}
+    for other, sign in sight.snapshot.files.items():
+        file = other.rpartition("/")[2]
+        if other != _next_to(name, file) or other == name or sign.link is not None or sign.fault:
+            continue
+        if file in shape.beside or any(fnmatchcase(file, glob) for glob in sight.rules.beside):
+            text = sight.text(other)
+            if text is not None:
+                found[file] = Beside(text=text)
+    return found
+
+
+def _files(shape: Shape, sight: Sight, claimed: set[str]) -> Iterator[Prospect]:
+    """Yield the files of a shape, each with what belongs to it."""
+    path = re.compile(f"(?:.*/)?(?:{shape.file})")
+    found: dict[str, dict[str, int | None]] = {}
+    for name, sign in sight.snapshot.files.items():
+        match = path.fullmatch(name)
+        if match is None or sign.link is not None or _within(name, claimed) or not _has_neighbour(shape, sight, name):
+            continue
+        found.setdefault(name.rpartition("/")[0], {})[name] = _step_of(shape, match, sight, name)
+    for parent in sorted(found):
+        yield from _files_of(shape, sight, parent, found[parent])
+
+
+def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int | None]) -> Iterator[Prospect]:
+    """Yield the candidates of one directory. A copy of the same step as another file belongs to that one."""
+    copies = {name for name in steps if shape.duplicates and re.fullmatch(shape.duplicates, name.rpartition("/")[2])}
+    named = {step for name, step in steps.items() if name not in copies}
+    newest = max((step for step in named if step is not None), default=None)
+    copy_is_behind = any(steps[name] is None or (newest is not None and steps[name] < newest) for name in copies)  # type: ignore[operator]
+    taken: set[str] = set()
+    for name, step in sorted(steps.items()):
+        if name in taken or (name in copies and step in named):
+            continue
+        members = {name} | {copy for copy in copies if steps[copy] == step is not None}
+        if shape.together is not None:
+            members |= {other for other in sight.snapshot.files if _is_together(shape.together, parent, other, step)}
+        taken |= members
+        files = {member.rpartition("/")[2]: sight.snapshot.files[member] for member in sorted(members)}
+        lacks, is_evident = sight.ends_among({file: f"{parent}/{file}" if parent else file for file in files})
+        yield Prospect(
+            name=name,
+            shape=shape.name,
+            step=step,
+            is_directory=False,
+            files=files,
+            lacks=lacks,
+            beside={**_links_to(sight, name), **_copies_of(shape, sight, name), **_small(shape, sight, name)},
+            is_certain=is_evident and not (copy_is_behind and step == newest),
+            metrics=shape.metrics,
+            is_rewritten=shape.is_rewritten or step is None,
+        )
+
+
+def _is_together(pattern: str, parent: str, other: str, step: int | None) -> bool:
+    above, _, file = other.rpartition("/")
+    match = re.fullmatch(pattern, file) if above == parent else None
+    return match is not None and step is not None and int(match["step"]) == step
+
+
+def _copies_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
+    """Return the files beside a checkpoint that are other names of it: the same inode, or written right after it."""
+    sign = sight.snapshot.files[name]
+    found = {}
+    for file in shape.same:
+        other = sight.snapshot.files.get(_next_to(name, file))
+        if other is not None and (other.inode == sign.inode or other.size_bytes == sign.size_bytes == 0):
+            found[file] = Beside(copy=name.rpartition("/")[2])
+    return found
+
+
+def _patterns(sight: Sight, claimed: set[str]) -> Iterator[Prospect]:
+    """Yield what the caller's patterns fit, directories and files."""
+    rules = sight.rules
+    for name in sorted({*sight.snapshot.directories, *sight.snapshot.files}) if rules.patterns else ():
+        own = name.rpartition("/")[2]
+        pattern = next((it for it in rules.patterns if _fits(name, it)), None)
+        if pattern is None or _within(name, claimed):
+            continue
+        is_directory, marker = name in sight.snapshot.directories, rules.marker
+        if not is_directory and marker is not None and name.endswith(marker):
+            continue
+        if not is_directory and sight.snapshot.files[name].link is not None and _leads_inside(sight, name):
+            continue
+        files = sight.snapshot.below(name) if is_directory else {own: sight.snapshot.files[name]}
+        beside = {**_links_to(sight, name), **_small(_OWN, sight, name)}
+        lacks = None if files else "it is empty"
+        if marker is not None and not lacks:
+            path = f"{name}/{marker}" if is_directory else name + marker
+            lacks = outdated(marker, sight.snapshot.files.get(path), files)
+            if path not in sight.snapshot.files:
+                lacks = f"{marker} is not there yet"
+            elif not lacks and not is_directory:
+                beside[own + marker] = Beside(text=sight.text(path) or "")
+        step, is_exact = rules.step_of(name, pattern)
+        if step is None and not is_directory:
+            step = next(filter(None, (sight.number(name, key) for key in _STEP_KEYS)), None)
+            is_exact = False
+        ends, is_evident = sight.ends_among({file: f"{name}/{file}" if is_directory else name for file in files})
+        yield Prospect(
+            name=name,
+            shape="pattern",
+            step=step,
+            is_exact=is_exact,
+            is_directory=is_directory,
+            files=files,
+            beside=beside,
+            lacks=lacks or ends,
+            is_certain=marker is not None or (is_evident and not is_directory),
+            is_rewritten=last_number(own) is None and not is_exact,
+        )
+
+
+_OWN = Shape(name="pattern", project="")
+_STEP_KEYS = ("global_step", "iter_num", "step", "epoch")
+"""The keys of a file of torch.save that may have its step."""
+
+
+def _leads_inside(sight: Sight, name: str) -> bool:
+    """Return True if a link leads to something else in the folder, so that it is a second name."""
+    return not sight.snapshot.files[name].fault
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("/"), pattern.replace("{step}", "*").split("/")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _of_no_shape(sight: Sight, claimed: set[str]) -> tuple[str, ...]:
+    """Return what may be a checkpoint, since it holds weights, and has no shape."""
+    found = set()
+    for name, sign in sight.snapshot.files.items():
+        own = name.rpartition("/")[2]
+        if sign.link is None and _WEIGHTS.fullmatch(own) and not own.startswith(".") and not _within(name, claimed):
+            parts = name.split("/")
+            above = ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
+            found.add(next((path for path in above if last_number(path.rpartition("/")[2]) is not None), name))
+    return tuple(sorted(found))
