@@ -13,9 +13,12 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.tools.run.folders import Folder, Rules, candidates_of, folder_of
 
 _WORDS = re.compile(
-    r"(?:--?|\+{0,2})(?:[\w.]*\.)?(?:output|out|save|checkpoint|checkpoints|ckpt|work|project|default_root|default-root|"
-    r"default_local|default-local)[-_]?(?:dir|path|folder|directory)?(?:=(?P<value>.+))?"
+    r"(?:--?|\+{0,2})(?:[\w.]*\.)?"
+    r"(?:(?:output|out|save|checkpoints?|ckpt|work|project|default[-_]root|default[-_]local)[-_]?(?:dir|folder|directory)"
+    r"|output[-_]path|save[-_]path|dirpath)(?:=(?P<value>.+))?"
 )
+_FILE = re.compile(r".*\.[A-Za-z]\w{0,9}")
+"""What has a suffix is a file, or will be one."""
 _NOT_LOOKED_AT = frozenset({".git", "node_modules", "__pycache__", ".venv", "venv", "site-packages"})
 _MAX_ENTRIES = 20_000
 
@@ -29,7 +32,7 @@ def folder_in_command(command: Sequence[str]) -> Path | None:
         if match is None or not (word.startswith("-") or match["value"]):
             continue
         value = match["value"] or (command[number + 1] if number + 1 < len(command) else "")
-        if value and not value.startswith("-") and "://" not in value and not Path(value).is_file():
+        if value and not value.startswith("-") and "://" not in value and not _FILE.fullmatch(Path(value).name):
             found.add(os.path.realpath(value))
     return Path(found.pop()) if len(found) == 1 else None
 

@@ -207,6 +207,8 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
         signals.taken = lambda number: happened.put(_Happened("signal", number))
         committer = plan.committer(prepared, job=JobSeen, began_at=time.time())
         emit(FolderWatched(folder=str(prepared.folder.path)))
+        if not prepared.folder.path.is_dir():
+            emit(FolderNotice(text=f"there is no folder {prepared.folder.path} yet"))
         thread = _start(committer, prepared.store, happened)
         waited_for: frozenset[str] = frozenset()
         code = 0
@@ -246,11 +248,11 @@ def _prepared(plan: AgentPlan) -> Iterator[_Prepared]:
 
 
 def _check_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(f"The folder {folder} cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+    """Raise InvalidInput for a folder that the trainer could not write to. It is not made: the trainer does that."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise InvalidInput(f"The folder {folder} cannot be made: {nearest} is no directory")
+    if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
         raise InvalidInput(f"The folder {folder} cannot be written to", hint="Give one that this user may write to")
 
 
@@ -365,8 +367,16 @@ def _tell_left(plan: AgentPlan, committer: Committer, reason: str) -> int:
 
 def _outcome(committer: Committer) -> Outcome | None:
     """Return the outcome; None if the folder does not answer, as a network file system that is away."""
-    found: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-    threading.Thread(target=lambda: found.put(committer.outcome()), daemon=True).start()
+    found: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
+
+    def look() -> None:
+        try:
+            found.put(committer.outcome())
+        except (CkptstoreError, OSError) as error:
+            emit(FolderNotice(text=f"the folder cannot be looked at: {error}"))
+            found.put(None)
+
+    threading.Thread(target=look, daemon=True).start()
     try:
         return found.get(timeout=_LAST_LOOK_SECONDS)
     except queue.Empty:

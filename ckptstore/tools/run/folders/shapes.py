@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 
 from ckptstore.tools.run.folders.candidate import Beside, Prospect, Sight, last_number, outdated
 from ckptstore.tools.run.folders.shape import Shape, known_shapes
@@ -30,9 +31,21 @@ def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
                 claimed.update(candidate.path_of(file) for file in candidate.files)
 
     claim(_patterns(sight, claimed))
-    for shape in (*sight.rules.shapes, *known_shapes()):
-        claim(_directories(shape, sight, claimed) if shape.directory is not None else _files(shape, sight, claimed))
+    shapes = (*sight.rules.shapes, *known_shapes())
+    is_file = _any_file(tuple(shape.file for shape in shapes if shape.file is not None))
+    names = [name for name, sign in sight.snapshot.files.items() if sign.link is None and is_file.fullmatch(name)]
+    for shape in shapes:
+        if shape.directory is not None:
+            claim(_directories(shape, sight, claimed))
+        else:
+            claim(_files(shape, sight, names, claimed))
     return found, _of_no_shape(sight, claimed)
+
+
+@cache
+def _any_file(files: tuple[str, ...]) -> re.Pattern[str]:
+    """Return an expression for the names of all shapes: most names of a folder fit none."""
+    return re.compile("(?:.*/)?(?:" + "|".join(re.sub(r"\(\?P<\w+>", "(?:", file) for file in files) + ")")
 
 
 def _within(name: str, claimed: set[str]) -> bool:
@@ -196,11 +209,8 @@ def _lacking_shards(sight: Sight, name: str, files: Mapping[str, Sign]) -> str |
 def _links_to(sight: Sight, name: str) -> dict[str, Beside]:
     """Return the links beside a name that lead to it."""
     own = name.rpartition("/")[2]
-    return {
-        other.rpartition("/")[2]: Beside(link=own)
-        for other, sign in sight.snapshot.files.items()
-        if sign.link is not None and other == _next_to(name, other.rpartition("/")[2]) and _leads_to(sign.link, own)
-    }
+    others = sight.snapshot.beside(name).items()
+    return {file: Beside(link=own) for file, sign in others if sign.link is not None and _leads_to(sign.link, own)}
 
 
 def _leads_to(link: str, own: str) -> bool:
@@ -210,26 +220,24 @@ def _leads_to(link: str, own: str) -> bool:
 def _small(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
     """Return the small files beside a checkpoint that come along: those of the shape, and the caller's."""
     found = {}
-    for other, sign in sight.snapshot.files.items():
-        file = other.rpartition("/")[2]
-        if other != _next_to(name, file) or other == name or sign.link is not None or sign.fault:
-            continue
-        if file in shape.beside or any(fnmatchcase(file, glob) for glob in sight.rules.beside):
-            text = sight.text(other)
+    globs = (*shape.beside, *sight.rules.beside)
+    for file, sign in sight.snapshot.beside(name).items() if globs else ():
+        is_other = file != name.rpartition("/")[2] and sign.link is None
+        if is_other and any(fnmatchcase(file, glob) for glob in globs):
+            text = sight.text(_next_to(name, file))
             if text is not None:
                 found[file] = Beside(text=text)
     return found
 
 
-def _files(shape: Shape, sight: Sight, claimed: set[str]) -> Iterator[Prospect]:
-    """Yield the files of a shape, each with what belongs to it."""
+def _files(shape: Shape, sight: Sight, names: Sequence[str], claimed: set[str]) -> Iterator[Prospect]:
+    """Yield the files of a shape among these names, each with what belongs to it."""
     path = re.compile(f"(?:.*/)?(?:{shape.file})")
     found: dict[str, dict[str, int | None]] = {}
-    for name, sign in sight.snapshot.files.items():
+    for name in names:
         match = path.fullmatch(name)
-        if match is None or sign.link is not None or _within(name, claimed) or not _has_neighbour(shape, sight, name):
-            continue
-        found.setdefault(name.rpartition("/")[0], {})[name] = _step_of(shape, match, sight, name)
+        if match is not None and not _within(name, claimed) and _has_neighbour(shape, sight, name):
+            found.setdefault(name.rpartition("/")[0], {})[name] = _step_of(shape, match, sight, name)
     for parent in sorted(found):
         yield from _files_of(shape, sight, parent, found[parent])
 
@@ -246,7 +254,8 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
             continue
         members = {name} | {copy for copy in copies if steps[copy] == step is not None}
         if shape.together is not None:
-            members |= {other for other in sight.snapshot.files if _is_together(shape.together, parent, other, step)}
+            others = sight.snapshot.beside(name)
+            members |= {_next_to(name, other) for other in others if _is_together(shape.together, other, step)}
         taken |= members
         files = {member.rpartition("/")[2]: sight.snapshot.files[member] for member in sorted(members)}
         lacks, is_evident = sight.ends_among({file: f"{parent}/{file}" if parent else file for file in files})
@@ -264,9 +273,8 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
         )
 
 
-def _is_together(pattern: str, parent: str, other: str, step: int | None) -> bool:
-    above, _, file = other.rpartition("/")
-    match = re.fullmatch(pattern, file) if above == parent else None
+def _is_together(pattern: str, file: str, step: int | None) -> bool:
+    match = re.fullmatch(pattern, file)
     return match is not None and step is not None and int(match["step"]) == step
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from ckptstore.errors import InvalidSource
@@ -43,17 +45,35 @@ class Sign:
         return Sign(status.st_size, status.st_mtime_ns, status.st_ino, link, status.st_ctime_ns, fault)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FolderSnapshot:
     """The files and directories below a folder, by names relative to it with "/" between the parts."""
 
     files: Mapping[str, Sign]
     directories: frozenset[str] = field(default=frozenset())
 
+    @cached_property
+    def _sorted(self) -> Sequence[str]:
+        return sorted(self.files)
+
+    @cached_property
+    def _by_parent(self) -> Mapping[str, Sequence[str]]:
+        found: dict[str, list[str]] = {}
+        for name in self.files:
+            found.setdefault(name.rpartition("/")[0], []).append(name)
+        return found
+
     def below(self, directory: str) -> dict[str, Sign]:
         """Return the files of one directory and all below it, by names relative to it."""
         prefix = f"{directory}/" if directory else ""
-        return {name[len(prefix) :]: sign for name, sign in self.files.items() if name.startswith(prefix)}
+        first = bisect_left(self._sorted, prefix)
+        last = bisect_left(self._sorted, f"{directory}0", first) if directory else len(self.files)  # "0" follows on "/"
+        return {name[len(prefix) :]: self.files[name] for name in self._sorted[first:last]}
+
+    def beside(self, name: str) -> dict[str, Sign]:
+        """Return the files of the directory in which something lies, by their last parts."""
+        names = self._by_parent.get(name.rpartition("/")[0], ())
+        return {other.rpartition("/")[2]: self.files[other] for other in names}
 
 
 def take(folder: Path, *, follows: bool = True) -> FolderSnapshot:
