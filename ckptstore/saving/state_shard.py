@@ -318,14 +318,14 @@ class StatePlan:
                         hint="Nothing was committed; save again",
                     )
             index = TensorIndex([Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)])
+            index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
+            self.memo.negotiator.structures.check(index)
             compared = index.layout_digest(), outline.table, outline.tied, outline.own
 
             def compare() -> None:
                 TensorIndex(index.parts, outline)
 
             self.memo.cached("compared index", compared, compare)  # once is enough, and its result is large
-            index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
-            self.memo.negotiator.structures.check(index)
             if self._stock is not None:
                 metadata = self._stock.metadata([head["stock"] for head in heads], index, self.memo)
                 written |= {} if metadata is None else {DCP_METADATA_NAME: metadata}

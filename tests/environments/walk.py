@@ -122,7 +122,7 @@ def command(*words: str) -> dict[str, Any]:
 
 COMMANDS = {
     "run": ["run", "--store", "from-a-folder", "--folder", "a-folder", "--", "true"],
-    "watch-folder": ["watch-folder", "a-folder", "from-a-folder", "--once", "--interval", "0.1"],
+    "watch-folder": ["watch-folder", "a-folder", "from-a-folder", "--once", "--interval", "0.1", "--pattern", "mine_*"],
     "ls": ["ls", "commands"],
     "show": ["show", "commands@4"],
     "show --tensors": ["show", "commands@latest", "--tensors", "*"],

@@ -229,7 +229,7 @@ def test_ranks_meet_at_a_store_that_the_leader_serves_and_it_ends_with_the_group
 
     def run(rank: int) -> Any:
         group = served(notice, rank)
-        result = exchange(group, "save", lambda beat: rank, lambda answers, beat: answers)
+        result = exchange(group, "save", lambda: rank, lambda answers: answers)
         addresses.add(notice.address)
         seat = group._seat
         group.close()

@@ -229,11 +229,12 @@ class StoredState:
 
     def _steps(self, wanted: Iterable[tuple[str, int, list[Piece]]]) -> Iterator[Step]:
         """Yield the steps of a read. All that can fail comes after the first is asked for, where `run` is prepared."""
-        with collector_paused():
+        # Some classes of tensors cannot be detached in inference mode, in which the reads are.
+        with collector_paused(), torch.inference_mode(False):
             pieces_of_all = list(wanted)
         self._know(pieces_of_all)
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
-        with collector_paused():
+        with collector_paused(), torch.inference_mode(False):
             for source, rank, pieces in pieces_of_all:
                 for piece in pieces:
                     check_memory(piece.tensor, source)
