@@ -39,7 +39,7 @@ NEED_TORCH = {
         "ckptstore.state.replicated",
         "ckptstore.testing.simulation",
     },
-    "store": {"save", "save_async", "load", "resume", "warm_up"},
+    "store": {"save", "save_async", "load", "resume", "warm_up", "dcp_target"},
     "checkpoint": {"keys", "load", "per_rank", "tensors"},
     "commands": {"show --tensors", "export", "export --json", "import"},
 }
