@@ -18,7 +18,7 @@ _WORDS = re.compile(
     r"|output[-_]path|save[-_]path|dirpath)(?:=(?P<value>.+))?"
 )
 _FILE = re.compile(r".*\.[A-Za-z]\w{0,9}")
-"""What has a suffix is a file, or will be one."""
+"""A name with a suffix is that of a file, which may not exist yet."""
 _NOT_LOOKED_AT = frozenset({".git", "node_modules", "__pycache__", ".venv", "venv", "site-packages"})
 _MAX_ENTRIES = 20_000
 
