@@ -70,6 +70,8 @@ class AgentPlan:
     folder: Path | None
     """None to look for it."""
     rules: Rules
+    makes_folder: bool = True
+    """False for a folder that was guessed: what the trainer writes there may be a file."""
     retention: Policy | None = None
     nodes: Nodes = field(default_factory=Nodes)
     interval_seconds: float = 5.0
@@ -171,7 +173,7 @@ def _located(plan: AgentPlan, command: Sequence[str]) -> AgentPlan:
                 )
     if folder is not None:
         emit(FolderNotice(text=f"--folder is {folder}, by {says}"))
-    return replace(plan, folder=folder)
+    return replace(plan, folder=folder, makes_folder=False)
 
 
 def _written(plan: AgentPlan, trainer: TrainerProcess, happened: Happenings, *, since_seconds: float) -> AgentPlan:
@@ -236,7 +238,7 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
 def _prepared(plan: AgentPlan) -> Iterator[_Prepared]:
     """Yield the folder and the store. Collective. Raises what is wrong with either."""
     assert plan.folder is not None  # it was located
-    _check_folder(plan.folder)
+    _check_folder(plan.folder, makes_it=plan.makes_folder)
 
     def waits(text: str) -> None:
         emit(FolderNotice(text=text))
@@ -247,12 +249,14 @@ def _prepared(plan: AgentPlan) -> Iterator[_Prepared]:
         yield _Prepared(lock, store, folder, is_shared(store, folder))
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise InvalidInput for a folder that the trainer could not write to. It is not made: the trainer does that."""
-    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not nearest.is_dir():
-        raise InvalidInput(f"The folder {folder} cannot be made: {nearest} is no directory")
-    if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+def _check_folder(folder: Path, *, makes_it: bool) -> None:
+    """Raise InvalidInput for a folder that the trainer could not write to."""
+    try:
+        if makes_it:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"The folder {folder} cannot be made: {error.strerror}") from error
+    if folder.exists() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise InvalidInput(f"The folder {folder} cannot be written to", hint="Give one that this user may write to")
 
 
