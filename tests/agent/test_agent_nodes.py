@@ -119,7 +119,7 @@ def test_the_oldest_comes_first_and_all_nodes_must_have_it() -> None:
     assert choose([NodeView(offers=(one,)), NodeView(**behind)]) is None
     waited = NodeOffer(name="step-1", step=1, waits_seconds=LONELY_SECONDS)
     assert choose([NodeView(offers=(waited,)), NodeView()]) == waited
-    view = NodeView(offers=(waited, two), ranks=(0, 1), unfinished=("x",))
+    view = NodeView(offers=(waited, two), unfinished=("x",))
     assert NodeView.from_json(view.to_json()) == view
 
 

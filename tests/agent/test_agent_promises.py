@@ -194,13 +194,21 @@ def test_4_each_state_of_a_file_that_is_overwritten_is_a_checkpoint(start: Start
     assert set(names_of(tmp_path / "store")) == {10, 20, 30, 40, 50, 60}
 
 
-def test_4_what_has_no_number_at_all_is_counted(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps", "rule"), [("last.bin", [0, 1, 2], "the store counts"), ("gpt2.bin", [2, 3, 4], "2")]
+)
+def test_4_each_state_is_counted_where_no_step_is_said(
+    start: Start, tmp_path: Path, name: str, steps: list[int], rule: str
+) -> None:
+    """The number in a name that stays is none of a step."""
     out = tmp_path / "out"
-    text = "for n in range(3):\n save(sys.argv[1] + '/last.bin', weights=str(n) * 9); until(n + 1)"
-    agent = start(tmp_path / "store", out, "--pattern", "last.bin", trainer=[*script(text), out])
+    text = f"for n in range(3):\n save(sys.argv[1] + '/{name}', weights=str(n) * 9); until(n + 1)"
+    agent = start(tmp_path / "store", out, "--pattern", name, trainer=[*script(text), out])
     assert agent.code() == 0
-    assert agent.committed == [0, 1, 2]
-    assert "the store counts" in agent.events("ShapeFound")[0]["rule"]
+    assert agent.committed == steps
+    assert rule in agent.events("ShapeFound")[0]["rule"]
+    with open_store(tmp_path / "store") as store:
+        assert store.trash() == []
 
 
 def test_5_what_lies_beside_it_comes_back_with_it(start: Start, tmp_path: Path) -> None:

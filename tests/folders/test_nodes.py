@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ckptstore.tools.run.folders import Folder, JobSeen, Look
+from tests.folders.test_finished_property import zipped
 
 PIDS = frozenset([os.getpid()])
 
@@ -42,3 +43,11 @@ def test_a_file_of_a_rank_that_is_missing_or_open_is_not_uncertain(tmp_path: Pat
         look = looked(tmp_path, 1)
     assert look.uncertain == ()
     assert "open for writing" in look.unfinished["step-5"]
+
+
+def test_a_node_without_rank_0_knows_a_trainers_checkpoint_by_the_files_of_its_ranks(tmp_path: Path) -> None:
+    """trainer_state.json is on the node of rank 0 alone; nobody waits for a quiet time."""
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5/rng_state_1.pth").write_bytes(zipped(5, "rng"))
+    assert [found.name for found in looked(tmp_path, 1).finished] == ["checkpoint-5"]
+    assert looked(tmp_path, 0).unfinished == {"checkpoint-5": "trainer_state.json is not there yet"}

@@ -61,8 +61,8 @@ class _Failures:
     """The number of times in a row that a checkpoint was no longer what it was."""
     is_final: bool = False
     """True if nothing more is committed."""
-    own: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """The number of those that were a checkpoint's own fault, by name and fingerprint."""
+    own: Counter[str] = field(default_factory=Counter)
+    """The number of those that were a checkpoint's own fault, by name."""
 
 
 @dataclass(slots=True)
@@ -72,6 +72,8 @@ class _Settled:
     fingerprint: str
     passed: str = ""
     """The reason why it is passed over; "" if it is in the store."""
+    is_older: bool = False
+    """True if the store has a newer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Outcome:
     had_any: bool
     """True if there was anything that had the name of a checkpoint."""
     has_last: bool
-    """True if the newest of them is in the store."""
+    """True if the newest of them, or one that is newer than all of them, is in the store."""
 
 
 @dataclass(kw_only=True)
@@ -124,7 +126,6 @@ class Committer:
     """The time when each of those that are not in the store was seen finished first, by name and fingerprint."""
     _noted: set[str] = field(default_factory=set)
     """The things that were said once."""
-    _all_ranks: frozenset[int] | None = None
     _seen: Look = field(default_factory=Look)
     """The last look of a round."""
     _suspects: set[str] | None = None
@@ -174,13 +175,14 @@ class Committer:
         passed = {name: it.passed for name, it in self._settled.items() if it.passed}
         left, unfinished = self._open(look), {n: why for n, why in look.unfinished.items() if not self._is_in(n)}
         newest = max(look.candidates, key=_written_at, default=None)
+        settled = None if newest is None else self._settled.get(newest.name)
         return Outcome(
             committed=self._committed,
             passed={**passed, **look.refused},
             left=left,
             unfinished=unfinished,
             had_any=bool(look.candidates or self._settled),
-            has_last=newest is None or self._is_in(newest.name),
+            has_last=newest is None or (settled is not None and (settled.is_older or not settled.passed)),
         )
 
     def _is_in(self, name: str) -> bool:
@@ -194,8 +196,6 @@ class Committer:
 
     def _look(self) -> Look:
         seen = self.job()
-        if self.is_shared and self._all_ranks is not None:
-            seen = replace(seen, ranks=self._all_ranks)
         with self._looking:
             return self.folder.look(seen)
 
@@ -218,9 +218,15 @@ class Committer:
                         self._delete_committed()
                     return is_over
                 self._commit(offer)
-            except (CkptstoreError, OSError) as error:
-                self._fail(error if isinstance(error, CkptstoreError) else InvalidInput(str(error)), offer)
-                return had_ended and self.failures.changes in (0, _LAST_LOOKS) and not self.failures.own
+            except OSError as error:  # of our own directory: no checkpoint is to blame
+                self._fail(error if isinstance(error, CkptstoreError) else InvalidInput(str(error)))
+                return had_ended
+            except CkptstoreError as error:
+                if isinstance(error, InvalidInput) and offer is not None:
+                    self._blame(offer, error)
+                    return False  # what is at fault is passed over after some tries
+                self._fail(error)
+                return had_ended and self.failures.changes in (0, _LAST_LOOKS)
         return True
 
     def _meet(self, had_ended: bool) -> tuple[NodeOffer | None, bool]:
@@ -240,10 +246,8 @@ class Committer:
             if chosen is not None:
                 step, passed = self._steps.choose(chosen)
                 chosen = replace(chosen, step=step)
-            known = [item.ranks for item in views]
-            ranks = None if None in known else sorted({rank for of_node in known for rank in of_node or ()})
             offer = None if chosen is None else NodeView(offers=(chosen,)).to_json()["offers"][0]
-            return {"offer": offer, "passed": passed, "ranks": ranks, "is_over": all(it.has_ended for it in views)}
+            return {"offer": offer, "passed": passed, "is_over": all(it.has_ended for it in views)}
 
         with job_of(self.store).group.meeting("agent") as meeting:
             brought = meeting.gather(view.to_json())
@@ -263,12 +267,14 @@ class Committer:
         now, is_open = time.monotonic(), self._open(look)
         self._note_seen(is_open)
         names, may_guess = {found.name for found in is_open}, grows(look.finished)
+        is_numbered = sum(not found.is_exact for found in look.finished) > 1
         return NodeView(
             offers=tuple(
                 NodeOffer(
                     name=found.name,
                     step=found.step if found.is_exact or may_guess or found.is_rewritten else None,
                     is_exact=found.is_exact,
+                    is_numbered=is_numbered,
                     written_at_seconds=found.written_at_seconds,
                     metrics=dict(found.metrics),
                     metadata=found.metadata(self.folder.path),
@@ -303,9 +309,11 @@ class Committer:
         self.failures = _Failures(own=self.failures.own)
         self._committed, self._last_step = self._committed + 1, offer.step or 0
         if found is not None:
-            self.failures.own.pop((found.name, found.fingerprint), None)
+            self.failures.own.pop(found.name, None)
             self._settled[found.name], self._last = _Settled(found.fingerprint), found
-        self._pass_over([it for it in self._open(look) if self._is_older(it)], _TOO_OLD.format(offer.step))
+        self._pass_over(
+            [it for it in self._open(look) if self._is_older(it)], _TOO_OLD.format(offer.step), is_older=True
+        )
 
     def _is_older(self, found: Found) -> bool:
         """Return True if it comes before the checkpoint that was committed last."""
@@ -334,7 +342,7 @@ class Committer:
                     self._pass_over([found], "the trainer has deleted it")
                 raise
 
-    def _fail(self, error: CkptstoreError, offer: NodeOffer | None) -> None:
+    def _fail(self, error: CkptstoreError) -> None:
         failures = self.failures
         failures.error = error
         if isinstance(error, SourceChanged):  # the next look says what is there now
@@ -345,10 +353,6 @@ class Committer:
             failures.is_final = True
             emit(CommitsStopped(reason=str(error)))
             return
-        found = next((it for it in self._open(self._seen) if offer is not None and it.name == offer.name), None)
-        if isinstance(error, InvalidInput) and offer is not None:
-            self._blame(found, error)
-            return
         failures.count += 1
         wait_seconds = min(_LONGEST_WAIT_SECONDS, self.interval_seconds * 2 ** (failures.count - 1))
         failures.not_before = time.monotonic() + wait_seconds
@@ -356,15 +360,14 @@ class Committer:
             self._suspects |= {found.name for found in self._open(self._seen)}
         emit(CommitsDelayed(wait_seconds=wait_seconds, error=str(error)))
 
-    def _blame(self, found: Found | None, error: CkptstoreError) -> None:
+    def _blame(self, offer: NodeOffer, error: CkptstoreError) -> None:
         """Count a failure that is the checkpoint's own. After some it is passed over, and keeps no other one out."""
-        if found is None:
-            return
+        self.failures.error = error
         own = self.failures.own
-        own[found.name, found.fingerprint] += 1
-        if own[found.name, found.fingerprint] >= _OWN_TRIES:
-            del own[found.name, found.fingerprint]
-            self._pass_over([found], str(error))
+        own[offer.name] += 1
+        if own[offer.name] >= _OWN_TRIES:
+            del own[offer.name]
+            self._pass_over([found for found in self._open(self._seen) if found.name == offer.name], str(error))
 
     def _compare(self, look: Look) -> None:
         """Find what of the folder is in the store already: of what was there before the agent, and of what a failed
@@ -397,7 +400,7 @@ class Committer:
             ]
             if older:
                 reason = f"the store has the newer step {latest.step}"
-                names = self._settle(older, reason)
+                names = self._settle(older, reason, is_older=True)
                 emit(OlderFound(steps=_steps(older), names=names, latest_step=latest.step))
         self._suspects -= {found.name for found in due}
         self._has_compared = True
@@ -408,16 +411,17 @@ class Committer:
         if self._last is not None:
             written_at = self._last.written_at_seconds
             late = [it for it in self._open(look) if self._is_older(it) and it.written_at_seconds <= written_at]
-            self._pass_over(late, _TOO_OLD.format(self._last_step))
+            self._pass_over(late, _TOO_OLD.format(self._last_step), is_older=True)
 
-    def _pass_over(self, passed: Sequence[Found], reason: str) -> None:
+    def _pass_over(self, passed: Sequence[Found], reason: str, *, is_older: bool = False) -> None:
         if passed:
-            emit(CheckpointsPassedOver(steps=_steps(passed), names=self._settle(passed, reason), reason=reason))
+            names = self._settle(passed, reason, is_older=is_older)
+            emit(CheckpointsPassedOver(steps=_steps(passed), names=names, reason=reason))
 
-    def _settle(self, passed: Sequence[Found], reason: str) -> tuple[str, ...]:
+    def _settle(self, passed: Sequence[Found], reason: str, *, is_older: bool) -> tuple[str, ...]:
         """Commit these never, as long as they are what they are now; return their names."""
         for found in passed:
-            self._settled[found.name] = _Settled(found.fingerprint, reason)
+            self._settled[found.name] = _Settled(found.fingerprint, reason, is_older)
         return tuple(found.name for found in passed)
 
     def _once(self, what: str) -> bool:
@@ -434,9 +438,12 @@ class Committer:
                     ShapeFound(name=candidate.name, shape=candidate.shape, step=candidate.step, rule=rule_of(candidate))
                 )
         for name in look.unknown:
-            if self._once(name):
+            if self._once(pattern := pattern_for(name)):
                 text = f"{name} may be a checkpoint, fits no known shape and is not committed"
-                emit(FolderNotice(text=f"{text}. To take it write --pattern {pattern_for(name)!r}"))
+                emit(FolderNotice(text=f"{text}. To take it and those like it write --pattern {pattern!r}"))
+        for name, why in look.left_out.items():
+            if self._once(f"{name} {why}"):
+                emit(FolderNotice(text=f"{name} fits --beside and is not stored: it {why}"))
         for name, why in look.refused.items():
             if self._once(f"{name} {why}"):
                 emit(CheckpointsPassedOver(steps=(), names=(name,), reason=why))

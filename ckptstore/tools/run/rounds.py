@@ -25,6 +25,8 @@ class NodeOffer:
     step: int | None
     is_exact: bool = True
     """False if the step is a guess: then the store may count."""
+    is_numbered: bool = True
+    """True if other names of the folder have other guesses; else the number in it may be part of its name."""
     written_at_seconds: float = 0.0
     """The time of the last change of its files, since the epoch."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -45,8 +47,6 @@ class NodeView:
     unfinished: tuple[str, ...] = ()
     uncertain: tuple[str, ...] = ()
     """Those of the unfinished that lack nothing, but nothing on this node shows their end."""
-    ranks: tuple[int, ...] | None = None
-    """The ranks of the training whose processes this node has, None where that is unknown."""
     is_hurried: bool = False
     has_ended: bool = False
 
@@ -59,8 +59,7 @@ class NodeView:
         """Read what `to_json` returned."""
         offers = tuple(NodeOffer(**offer) for offer in fields["offers"])
         lists = {name: tuple(fields[name]) for name in ("committed", "unfinished", "uncertain")}
-        ranks = None if fields["ranks"] is None else tuple(fields["ranks"])
-        return cls(**{**fields, **lists, "offers": offers, "ranks": ranks})
+        return cls(**{**fields, **lists, "offers": offers})
 
     def blocks(self, name: str, *, patience_is_over: bool, is_known: bool) -> bool:
         """Return True if the checkpoint of that name has to wait for this node; `is_known` if another one knows the

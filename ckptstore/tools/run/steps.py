@@ -39,14 +39,14 @@ class Steps:
         """Return the step for an offer, and "" or the reason why it cannot have one.
 
         What is said for certain counts, unless another name has that step. A guess counts if it is above all others, or
-        if the step belongs to that very name. Else the store counts on from its highest step.
+        if the step belongs to that very name and other names have other numbers. Else the store counts on.
         """
         entries = self._store.entries()
         highest = max((entry.checkpoint.step for entry in entries), default=-1)
         holder = next((entry for entry in reversed(entries) if entry.checkpoint.step == offer.step), None)
         holder_name = self.name_of(holder.checkpoint) if holder else None
         if offer.step is not None and (holder is None or holder_name == offer.name):
-            if offer.is_exact or offer.step > highest or holder is not None:
+            if offer.is_exact or offer.step > highest or (holder is not None and offer.is_numbered):
                 return offer.step, ""
         elif offer.step is not None and offer.is_exact:
             held = holder_name or "a checkpoint that came from no folder"

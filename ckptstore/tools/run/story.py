@@ -137,8 +137,9 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
             lock=prepared.lock if prepared else None,
         )
         emit(TrainerStarted(pid=trainer.pid, command=tuple(command)))
+        handing = _Handing(trainer, happened)
         if prepared is None:
-            plan = _written(plan, trainer, happened, since_seconds=began_at)
+            plan = _written(plan, handing, since_seconds=began_at)
             if plan.folder is None:
                 trainer.release()
                 emit(FolderNotice(text=f"nothing below {Path.cwd()} has the shape of a checkpoint; give --folder"))
@@ -148,7 +149,7 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
             prepared.store.resume()
         committer = plan.committer(prepared, job=trainer.seen, began_at=began_at)
         thread = _start(committer, prepared.store, happened)
-        code = _follow(trainer, committer, happened)
+        code = _follow(handing, committer)
         emit(TrainerEnded(code=code, seconds=time.monotonic() - began))
         trainer.release()
         failure = _end(plan, committer, happened)
@@ -176,24 +177,48 @@ def _located(plan: AgentPlan, command: Sequence[str]) -> AgentPlan:
     return replace(plan, folder=folder, makes_folder=False)
 
 
-def _written(plan: AgentPlan, trainer: TrainerProcess, happened: Happenings, *, since_seconds: float) -> AgentPlan:
+def _written(plan: AgentPlan, handing: _Handing, *, since_seconds: float) -> AgentPlan:
     """Wait for a first checkpoint below the working directory, and return the plan with its folder. If the trainer ends
-    before there is one, there is one more look. What happens meanwhile is left to be handled."""
-    later: list[_Happened] = []
-    while not later:
-        came = _next(happened, time.monotonic() + plan.interval_seconds)
-        if came is not None and came.what == "ended":
-            later.append(came)
-        elif came is not None:
-            trainer.hand_on(came.number)
+    before there is one, there is one more look."""
+    has_ended = False
+    while not has_ended:
+        came = handing.next(time.monotonic() + plan.interval_seconds)
+        has_ended = came is not None and came.what == "ended"
         folder = folder_written(Path.cwd(), plan.rules, since_seconds=since_seconds)
         if folder is not None:
             emit(FolderNotice(text=f"--folder is {folder}, by what the trainer writes"))
             plan = replace(plan, folder=folder)
             break
-    for one in later:
-        happened.put(one)
+    if has_ended and came is not None:
+        handing.happened.put(came)  # for who waits for the trainer
     return plan
+
+
+class _Handing:
+    """Hands signals on to the trainer. After the second one that ends it, it is killed if it does not end by itself."""
+
+    def __init__(self, trainer: TrainerProcess, happened: Happenings) -> None:
+        self.happened = happened
+        self.is_ending = False
+        self._trainer = trainer
+        self._kill_at: float | None = None
+
+    def next(self, until: float | None = None) -> _Happened | None:
+        """Return what happens next, None when the time is over. What is a signal was handed on."""
+        times = [at for at in (until, self._kill_at) if at is not None]
+        came = _next(self.happened, min(times, default=None))
+        if came is None and self._kill_at is not None and time.monotonic() >= self._kill_at:
+            emit(FolderNotice(text=f"the trainer has not ended {_KILL_SECONDS:g} s after a second signal: killed"))
+            self._trainer.hand_on(signal.SIGKILL)
+            self._kill_at = None
+        elif came is not None and came.what == "signal":
+            self._trainer.hand_on(came.number)
+            emit(SignalHandedOn(name=signal.Signals(came.number).name))
+            if came.number in ENDING:
+                if self.is_ending and self._kill_at is None:
+                    self._kill_at = time.monotonic() + _KILL_SECONDS
+                self.is_ending = True
+        return came
 
 
 def watch(plan: AgentPlan, *, once: bool) -> int:
@@ -278,27 +303,16 @@ def _start(committer: Committer, store: CheckpointStore, happened: Happenings) -
     return thread
 
 
-def _follow(trainer: TrainerProcess, committer: Committer, happened: Happenings) -> int:
-    """Hand signals on until the trainer ends; returns its exit code. After the second one that ends it, it is killed if
-    it does not end by itself."""
-    kill_at: float | None = None
+def _follow(handing: _Handing, committer: Committer) -> int:
+    """Wait for the end of the trainer, and return its exit code."""
     while True:
-        came = _next(happened, kill_at)
-        if came is None:
-            emit(FolderNotice(text=f"the trainer has not ended {_KILL_SECONDS:g} s after a second signal: killed"))
-            trainer.hand_on(signal.SIGKILL)
-            kill_at = None
-        elif came.what == "ended":
+        if handing.is_ending and not committer.is_hurried:
+            committer.hurry()
+        came = handing.next()
+        if came is not None and came.what == "ended":
             return came.number
-        elif came.what == "signal":
-            trainer.hand_on(came.number)
-            emit(SignalHandedOn(name=signal.Signals(came.number).name))
-            if came.number in ENDING:
-                if committer.is_hurried and kill_at is None:
-                    kill_at = time.monotonic() + _KILL_SECONDS
-                committer.hurry()
-            else:
-                committer.look_now()
+        if came is not None and came.what == "signal":
+            committer.look_now()
 
 
 def _end(plan: AgentPlan, committer: Committer, happened: Happenings) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptstore.errors import InvalidInput, InvalidName
-from ckptstore.format.layout import RESERVED_NAMES, check_name
+from ckptstore.format.layout import check_name, check_user_name
 from ckptstore.tools.run.folders.shape import Shape
 from ckptstore.tools.run.folders.snapshot import FolderSnapshot, Sign
 from ckptstore.tools.run.folders.whole import ends, number_in
@@ -22,6 +22,8 @@ _CLOCKS_DIFFER_NS = 2 * 10**9
 """The difference between clocks of nodes that write to one file system; some keep times of two seconds."""
 _MAX_MARKER_BYTES = 64 << 20
 """trainer_state.json grows with the run; a longer one is no marker."""
+MAX_BESIDE_BYTES = 1 << 20
+"""The most bytes of a file beside a checkpoint that comes along: it goes into the metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +127,13 @@ class Prospect:
     @property
     def fault(self) -> str:
         """The reason why it can never be stored, "" if it can."""
-        for name in (self.name, *(self.files if self.is_directory else ())):
-            try:
-                check_name(name)
-            except InvalidName as error:
-                return error.message
-        bad = next(((file, sign.fault) for file, sign in sorted(self.files.items()) if sign.fault), None)
-        if bad is not None:
-            return f"{bad[0]} {bad[1]}"
-        reserved = sorted(RESERVED_NAMES & set(self.files))
-        return f"{reserved[0]} is a name of ckptstore" if reserved else ""
+        try:
+            check_name(self.name)
+            for file in self.files:  # the format reserves names at the top level
+                (check_name if "/" in file else check_user_name)(file)
+        except InvalidName as error:
+            return error.message
+        return next((f"{file} {sign.fault}" for file, sign in sorted(self.files.items()) if sign.fault), "")
 
     @property
     def parent(self) -> str:

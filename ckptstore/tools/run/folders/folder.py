@@ -22,7 +22,7 @@ from ckptstore.tools.run.folders.finished import Finisher
 from ckptstore.tools.run.folders.found import Found, found_of
 from ckptstore.tools.run.folders.job_seen import JobSeen, open_at_all, open_for_writing
 from ckptstore.tools.run.folders.own_directory import is_on_one_disk, own_directory
-from ckptstore.tools.run.folders.shapes import candidates_in
+from ckptstore.tools.run.folders.shapes import candidates_in, left_out
 from ckptstore.tools.run.folders.snapshot import RESTORING_NAME, Sign, take
 from ckptstore.transfer.sources import FileSource
 
@@ -48,6 +48,8 @@ class FolderLook:
     They are finished where another node has finished the same name, and that one `tells_all`."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Why each of those that can never be stored cannot."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Why each file that fits `Rules.beside` and cannot come along cannot."""
     settling: frozenset[str] = frozenset()
     """Names of those of `unfinished` that need nothing but time."""
     candidates: tuple[Prospect, ...] = ()
@@ -85,7 +87,8 @@ class Folder:
         # What the job began in a session of its own may have outlived it.
         open_files = open_for_writing(self.path, job.pids if job.is_alive else None)
         snapshot = take(self.path, follows=self.rules.follows)
-        candidates, unknown = candidates_in(Sight(snapshot, self._contents, self.rules, ranks))
+        sight = Sight(snapshot, self._contents, self.rules, ranks)
+        candidates, unknown = candidates_in(sight)
         refused = {it.name: it.fault for it in candidates if it.fault}
         verdicts = self._finisher.judge(
             [it for it in candidates if it.name not in refused],
@@ -106,6 +109,7 @@ class Folder:
             unknown=unknown,
             uncertain=self._found(verdicts.uncertain),
             refused=refused,
+            left_out=left_out(sight, candidates),
             settling=frozenset(verdicts.settling),
             candidates=tuple(candidates),
         )

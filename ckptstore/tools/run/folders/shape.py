@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -96,22 +96,52 @@ class Shape:
         values: dict[str, Any] = {"project": "", **entry}
         for field_name, value in values.items():
             values[field_name] = tuple(value) if isinstance(value, list) else value
-            regular = [value] if field_name in _REGULAR and value is not None else []
-            regular += [text[5:] for text in value if text.startswith("name:")] if field_name == "step" else []
-            for text in regular:
-                try:
-                    re.compile(text)
-                except re.error as error:
-                    raise InvalidInput(f"The shape {name} of {file} has a bad {field_name}: {error}") from None
+            texts = values[field_name] if isinstance(value, list) else ()
+            if type(values[field_name]) not in _TYPES[field_name] or not all(isinstance(text, str) for text in texts):
+                raise InvalidInput(f"The shape {name} of {file} has a {field_name} of another type: {value!r}")
+        for field_name, text, group in _expressions(values):
+            try:
+                found = re.compile(f"(?:{text})")
+            except re.error as error:
+                raise InvalidInput(f"The shape {name} of {file} has a bad {field_name}: {error}") from None
+            if (group == "one" and found.groups != 1) or (group == "step" and "step" not in found.groupindex):
+                wanted = "one pair of brackets, around the step" if group == "one" else "the group (?P<step>…)"
+                raise InvalidInput(f"The {field_name} of the shape {name} of {file} needs {wanted}: {text!r}")
+        unknown_places = [text for text in values.get("step", ()) if not text.startswith(("name:", "key:"))]
+        if set(unknown_places) - {"last number"}:
+            raise InvalidInput(f"The shape {name} of {file} has its step in {unknown_places[0]!r}, which is no place")
         return Shape(**values)
 
 
-_REGULAR = frozenset(
-    {
-        *("directory", "file", "has", "has_not", "marker_if", "before_marker", "ranked_if", "ranked_by"),
-        *("counted_by_rank", "duplicates", "together"),
-    }
+_REGULAR = (
+    "directory",
+    "file",
+    "has",
+    "has_not",
+    "marker_if",
+    "before_marker",
+    "ranked_if",
+    "counted_by_rank",
+    "duplicates",
 )
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    item.name: (bool,) if item.type == "bool" else (tuple,) if str(item.type).startswith("tuple") else (str,)
+    for item in fields(Shape)
+}
+
+
+def _expressions(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the regular expressions of an entry: the field, the text, and the groups that it needs."""
+    for name in _REGULAR:
+        if name in values:
+            yield name, values[name], ""
+    if "ranked_by" in values:
+        yield "ranked_by", values["ranked_by"], "one"
+    if "together" in values:
+        yield "together", values["together"], "step"
+    for text in values.get("step", ()):
+        if text.startswith("name:"):
+            yield "step", text.removeprefix("name:"), "one"
 
 
 def read_shapes(path: Path) -> tuple[Shape, ...]:

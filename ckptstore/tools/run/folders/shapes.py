@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
-from ckptstore.tools.run.folders.candidate import Beside, Prospect, Sight, last_number, outdated
+from ckptstore.tools.run.folders.candidate import MAX_BESIDE_BYTES, Beside, Prospect, Sight, last_number, outdated
 from ckptstore.tools.run.folders.shape import Shape, known_shapes
 from ckptstore.tools.run.folders.snapshot import Sign
 
@@ -31,21 +31,22 @@ def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
                 claimed.update(candidate.path_of(file) for file in candidate.files)
 
     claim(_patterns(sight, claimed))
-    shapes = (*sight.rules.shapes, *known_shapes())
-    is_file = _any_file(tuple(shape.file for shape in shapes if shape.file is not None))
-    names = [name for name, sign in sight.snapshot.files.items() if sign.link is None and is_file.fullmatch(name)]
-    for shape in shapes:
-        if shape.directory is not None:
-            claim(_directories(shape, sight, claimed))
-        else:
-            claim(_files(shape, sight, names, claimed))
+    names = [name for name, sign in sight.snapshot.files.items() if sign.link is None]
+    known = [name for name in names if _known_file().fullmatch(name)] if names else []
+    for shapes, fitting in ((sight.rules.shapes, names), (known_shapes(), known)):
+        for shape in shapes:
+            if shape.directory is not None:
+                claim(_directories(shape, sight, claimed))
+            else:
+                claim(_files(shape, sight, fitting, claimed))
     return found, _of_no_shape(sight, claimed)
 
 
 @cache
-def _any_file(files: tuple[str, ...]) -> re.Pattern[str]:
-    """Return an expression for the names of all shapes: most names of a folder fit none."""
-    return re.compile("(?:.*/)?(?:" + "|".join(re.sub(r"\(\?P<\w+>", "(?:", file) for file in files) + ")")
+def _known_file() -> re.Pattern[str]:
+    """Return an expression for the files of all known shapes: most names of a folder fit none."""
+    files = [re.sub(r"\(\?P<\w+>", "(?:", shape.file) for shape in known_shapes() if shape.file is not None]
+    return re.compile(f"(?:.*/)?(?:{'|'.join(files)})")
 
 
 def _within(name: str, claimed: set[str]) -> bool:
@@ -97,14 +98,14 @@ def _step_of(shape: Shape, match: re.Match[str] | None, sight: Sight, name: str)
             step = sight.number(name, text)
         elif kind == "name":
             found = re.search(text, own)
-            step = int(found[1]) if found else None
+            step = int(found[1]) if found and (found[1] or "").isdecimal() else None
         else:
             step = last_number(own)
         if step is not None:
             return step
     groups = match.groupdict() if match else {}
-    step_text = next((text for group, text in groups.items() if group.startswith("step") and text is not None), None)
-    return None if step_text is None else int(step_text)
+    texts = (text for group, text in groups.items() if group.startswith("step") and text is not None)
+    return next((int(text) for text in texts if text.isdecimal()), None)
 
 
 def _directory(shape: Shape, sight: Sight, name: str, files: Mapping[str, Sign], step: int | None) -> Prospect:
@@ -116,7 +117,9 @@ def _directory(shape: Shape, sight: Sight, name: str, files: Mapping[str, Sign],
     if shape.marker is not None and (text := _no_marker(shape, sight, name, files, step)):
         leads = text
     elif shape.marker is not None:
-        leads, says_exactly = outdated(shape.marker, files.get(shape.marker), before), shape.marker in files
+        leads = outdated(shape.marker, files.get(shape.marker), before)
+        # A marker of rank 0 alone never comes to other nodes.
+        says_exactly = shape.marker in files or not (sight.has_leader or shape.tells_all)
     if shape.tracker is not None:
         named = (sight.text(_next_to(name, shape.tracker)) or "").strip()
         says_exactly = named == own if shape.tracker_has == "name" else named == str(step)
@@ -186,9 +189,10 @@ def _lacking_ranks(shape: Shape, sight: Sight, files: Mapping[str, Sign]) -> str
     if not _any(shape.ranked_if or "", files):
         return None if sight.has_leader else "no rank of this node has written yet"
     for rank in sorted(sight.ranks or {0}):
-        of_rank = {shape.each_rank.format(rank=rank)} | ({shape.one_rank or ""} if rank == 0 else set())
-        if not of_rank & set(files):
-            return f"{max(of_rank)} is not there yet"
+        of_rank = [shape.each_rank.replace("{rank}", str(rank))]
+        of_rank += [shape.one_rank] if rank == 0 and shape.one_rank else []
+        if not set(of_rank) & set(files):
+            return f"{min(of_rank)} is not there yet"
     return None
 
 
@@ -220,14 +224,38 @@ def _leads_to(link: str, own: str) -> bool:
 def _small(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
     """Return the small files beside a checkpoint that come along: those of the shape, and the caller's."""
     found = {}
-    globs = (*shape.beside, *sight.rules.beside)
-    for file, sign in sight.snapshot.beside(name).items() if globs else ():
-        is_other = file != name.rpartition("/")[2] and sign.link is None
-        if is_other and any(fnmatchcase(file, glob) for glob in globs):
-            text = sight.text(_next_to(name, file))
-            if text is not None:
-                found[file] = Beside(text=text)
+    for file in _fitting(sight, name, (*shape.beside, *sight.rules.beside)):
+        text = sight.text(_next_to(name, file))
+        if text is not None and not _why_left_out(sight, _next_to(name, file)):
+            found[file] = Beside(text=text)
     return found
+
+
+def _fitting(sight: Sight, name: str, globs: Sequence[str]) -> Iterator[str]:
+    """Yield the files beside a name that fit one of these, but for links and for itself."""
+    for file, sign in sight.snapshot.beside(name).items() if globs else ():
+        if file != name.rpartition("/")[2] and sign.link is None and any(fnmatchcase(file, glob) for glob in globs):
+            yield file
+
+
+def _why_left_out(sight: Sight, name: str) -> str:
+    """Return the reason why a file cannot come along, "" if it can."""
+    sign = sight.snapshot.files[name]
+    if sign.fault or sign.size_bytes > MAX_BESIDE_BYTES:
+        return sign.fault or f"has {sign.size_bytes:,} bytes, and at most {MAX_BESIDE_BYTES:,} come along"
+    return "" if sight.text(name) is not None else "is not text"
+
+
+def left_out(sight: Sight, candidates: Sequence[Prospect]) -> dict[str, str]:
+    """Return what fits the caller's globs beside these candidates, and cannot come along, with the reasons."""
+    parents = {candidate.parent: candidate.name for candidate in candidates}
+    names = {
+        _next_to(name, file)
+        for name in parents.values()
+        for file in _fitting(sight, name, sight.rules.beside)
+        if not any(file in candidate.files for candidate in candidates if not candidate.is_directory)
+    }
+    return {name: why for name in sorted(names) if (why := _why_left_out(sight, name))}
 
 
 def _files(shape: Shape, sight: Sight, names: Sequence[str], claimed: set[str]) -> Iterator[Prospect]:
@@ -275,7 +303,7 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
 
 def _is_together(pattern: str, file: str, step: int | None) -> bool:
     match = re.fullmatch(pattern, file)
-    return match is not None and step is not None and int(match["step"]) == step
+    return match is not None and step is not None and match["step"].isdecimal() and int(match["step"]) == step
 
 
 def _copies_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
@@ -314,7 +342,8 @@ def _patterns(sight: Sight, claimed: set[str]) -> Iterator[Prospect]:
                 beside[own + marker] = Beside(text=sight.text(path) or "")
         step, is_exact = rules.step_of(name, pattern)
         if step is None and not is_directory:
-            step = next(filter(None, (sight.number(name, key) for key in _STEP_KEYS)), None)
+            numbers = (sight.number(name, key) for key in _STEP_KEYS)
+            step = next((number for number in numbers if number is not None), None)
             is_exact = False
         ends, is_evident = sight.ends_among({file: f"{name}/{file}" if is_directory else name for file in files})
         yield Prospect(
