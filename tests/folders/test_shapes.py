@@ -140,3 +140,27 @@ def test_what_the_store_has_left_behind_is_not_asked_for_at_the_end(tmp_path: Pa
         (tmp_path / "out/mine_5.pt").unlink()
         outcome = committer.outcome()
         assert (outcome.has_last, list(outcome.passed)) == (True, ["mine_1.pt"])
+
+
+def test_a_whole_file_that_is_still_open_is_not_finished(tmp_path: Path) -> None:
+    (tmp_path / "mine_1.pt").write_bytes(zipped(1, ""))
+    folder = Folder(tmp_path, Rules(patterns=("mine_*",)))
+    with (tmp_path / "mine_1.pt").open("ab"):
+        folder.look(JOB)
+        assert folder.look(JOB).unfinished == {"mine_1.pt": "mine_1.pt is open for writing"}
+    assert [found.name for found in folder.look(JOB).finished] == ["mine_1.pt"]
+
+
+def test_a_guess_of_a_later_run_replaces_no_other_name(tmp_path: Path) -> None:
+    """Each folder alone gives no reason to doubt the number."""
+    for run in ("first", "second"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / f"{run}-7.pt").write_bytes(zipped(7, run))
+        with open_store(tmp_path / "store", durable=False) as store:
+            folder = Folder(tmp_path / run, Rules(patterns=("*.pt",)))
+            committer = Committer(store=store, folder=folder, job=lambda: JOB, interval_seconds=0.001, began_at=0.0)
+            for _ in range(3):
+                committer._round()
+    with open_store(tmp_path / "store") as store:
+        found = {checkpoint.step: checkpoint.metadata["folder"]["name"] for checkpoint in store}
+        assert (found, store.trash()) == ({7: "first-7.pt", 8: "second-7.pt"}, [])
