@@ -1,0 +1,125 @@
+"""Real trainers of many frameworks under `ckptstore run`, each killed in three ways: they go on at the right step, and
+their losses are those of a run that nobody killed. None of them knows of the agent."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from harness import BESIDE, LOOKS, ROOT, TRAINERS, Job, control, empty, losses_of, steps_of, trainer, under_run
+from trainers.progress import LAST_STEP
+
+from ckptstore import open_store
+
+
+@dataclass(frozen=True)
+class Case:
+    """A framework: its train script, the packages that it needs, and what the agent has to be told."""
+
+    script: str
+    needs: str = ""
+    """A folder of `.servers` with packages."""
+    agent: tuple[str, ...] = ()
+    """Options of `ckptstore run`."""
+    mode: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = f"{ROOT}:{BESIDE / self.needs}" if self.needs else str(ROOT)
+        return {"PYTHONPATH": path, **self.variables}
+
+
+CASES = {
+    "accelerate": Case("accelerate_loop"),
+    "nanogpt-like": Case("one_file"),
+}
+
+
+class Life:
+    """One job after another over one store, with the losses of each."""
+
+    def __init__(self, case: Case, directory: Path) -> None:
+        self.case, self.directory = case, directory
+        self.folder, self.store = directory / "out", str(directory / "store")
+        self.starts = 0
+        self.whole = control(directory, case.script, "--mode", case.mode, environment=case.environment)
+
+    def start(self, *options: object) -> Job:
+        self.starts += 1
+        losses = self.directory / f"{self.starts}.losses"
+        script = trainer(self.case.script, self.folder, losses, "--mode", self.case.mode, *options)
+        command = under_run(self.store, self.folder, script, *self.case.agent, *LOOKS)
+        return Job(command, self.directory / f"{self.starts}.log", self.case.environment)
+
+    def reach(self, job: Job, step: int, *, commits: int) -> None:
+        """Wait until the trainer stands still after a step, and the store has that many checkpoints more."""
+        losses = self.directory / f"{self.starts}.losses"
+        job.wait_until(lambda: step in losses_of(losses), f"step {step}")
+        job.wait_until(lambda: len(steps_of(self.store)) >= commits, f"{commits} commits")
+
+    def check(self, first: int, last: int) -> None:
+        """The newest job did these steps, with the losses of the run that nobody killed."""
+        found = losses_of(self.directory / f"{self.starts}.losses")
+        assert found == {step: self.whole[step] for step in range(first, last + 1)}
+
+
+def wait_until(reached: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def kill_trainer(job: Job) -> None:
+    """SIGKILL for all processes of the train script, and for nothing else."""
+    mine = [process for process in job.processes() if process.pid != job.pid and runs_trainer(process.cmdline())]
+    assert mine
+    for process in mine:
+        process.send_signal(signal.SIGKILL)
+
+
+def runs_trainer(command: list[str]) -> bool:
+    return len(command) > 1 and Path(command[1]).parent == TRAINERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_trainer_that_is_killed_in_three_ways_ends_as_if_nobody_had(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    if case.needs and not (BESIDE / case.needs / ".installed").exists():
+        pytest.skip(f"{case.needs} is not there: make servers")
+    life = Life(case, tmp_path)
+    assert max(life.whole) == LAST_STEP
+
+    with life.start("--pause-at", 5) as job:  # the trainer alone, and then its machine is gone
+        life.reach(job, 5, commits=1)
+        kill_trainer(job)
+        assert job.wait() == 128 + signal.SIGKILL, job.text()
+    life.check(1, 5)
+    empty(life.folder)
+
+    with life.start("--pause-at", 8) as job:  # the agent alone: what watches it ends the trainer
+        life.reach(job, 8, commits=2)
+        agent = next(process for process in job.processes() if process.pid == job.pid)
+        agent.send_signal(signal.SIGKILL)
+        agent.wait(60)
+        wait_until(lambda: not job.processes(), "the end of the trainer")
+    life.check(4, 8)
+
+    with life.start("--pause-at", 11) as job:  # both, and then the machine is gone
+        life.reach(job, 11, commits=3)
+        job.kill()
+    life.check(7, 11)
+    empty(life.folder)
+
+    with life.start() as job:
+        assert job.wait() == 0, job.text()
+    life.check(10, LAST_STEP)
+    assert not [*life.folder.rglob("*ckptstore*")]
+    with open_store(life.store, group="solo") as store:
+        assert all(checkpoint.verify().ok for checkpoint in store)
