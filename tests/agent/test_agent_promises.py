@@ -215,13 +215,15 @@ def test_5_what_lies_beside_it_comes_back_with_it(start: Start, tmp_path: Path) 
     out = tmp_path / "out"
     text = "top = Path(sys.argv[1])\ntop.mkdir(exist_ok=True)\nfor n in (1, 2):\n"
     text += " name = f'model_000000{n}.pth'; (top / 'last_checkpoint').write_text(name)\n"
-    text += " (top / 'log.csv').write_text(f'{n},0.5'); save(top / name, iteration=n); until(n)\n"
-    assert start(tmp_path / "store", out, "--beside", "*.csv", trainer=[*script(text), out]).code() == 0
+    text += " (top / 'log.csv').write_bytes(b'%d,0.5\\r\\n' % n); (top / 'scheduler.pt').write_bytes(bytes([n, 255]))\n"
+    text += " save(top / name, iteration=n); until(n)\n"
+    beside = "--beside", "*.csv", "--beside", "scheduler.pt"
+    assert start(tmp_path / "store", out, *beside, trainer=[*script(text), out]).code() == 0
     told = CliRunner().invoke(main, ["restore-folder", str(tmp_path / "store"), str(tmp_path / "new"), "--step", "1"])
     assert told.exit_code == 0, told.output
     found = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
     assert found.pop("model_0000001.pth") == (out / "model_0000001.pth").read_bytes()
-    assert found == {"last_checkpoint": b"model_0000001.pth", "log.csv": b"1,0.5"}
+    assert found == {"last_checkpoint": b"model_0000001.pth", "log.csv": b"1,0.5\r\n", "scheduler.pt": b"\1\xff"}
 
 
 def test_6_one_bad_checkpoint_keeps_nobody_out(start: Start, tmp_path: Path) -> None:

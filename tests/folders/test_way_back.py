@@ -297,6 +297,7 @@ def test_an_empty_store_restores_nothing(store: CheckpointStore, tmp_path: Path)
         {"beside": {"../outside": {"text": "x"}}},
         {"beside": {"last.ckpt": {"link": "../../outside"}}},
         {"beside": {"last.ckpt": {"link": "/outside"}}},
+        {"beside": {"scheduler.pt": {"data": "no base64"}}},
         {"beside": ["x"]},
         {"shape": 5},
     ],

@@ -53,7 +53,7 @@ _OPTIONS = (
         "--beside",
         multiple=True,
         metavar="GLOB",
-        help="Small text files beside a checkpoint that are stored and restored with it; repeatable.",
+        help="Files of at most 1 MiB beside a checkpoint that are stored and restored with it; repeatable.",
     ),
     click.option(
         "--no-follow",

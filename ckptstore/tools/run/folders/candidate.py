@@ -32,6 +32,8 @@ class Beside:
 
     text: str | None = None
     """The text of a small file."""
+    data: str | None = None
+    """The bytes of a small file that is not text, in base64."""
     link: str | None = None
     """The target of a symbolic link."""
     copy: str | None = None
@@ -168,7 +170,11 @@ class MarkerReader:
 
     def text(self, name: str, sign: Sign) -> str | None:
         """Return the text of a small file; None for one that is not text, or has gone."""
-        return self._once("text", name, sign, self._read)
+        return self._once("text", name, sign, _text)
+
+    def data(self, name: str, sign: Sign) -> bytes | None:
+        """Return the bytes of a small file; None for one that has gone."""
+        return self._once("data", name, sign, _data)
 
     def ends(self, name: str, sign: Sign) -> tuple[str | None, bool]:
         """See `ckptstore.tools.run.folders.whole.ends`; a file that has gone is torn."""
@@ -189,14 +195,20 @@ class MarkerReader:
         result: T = known[1]
         return result
 
-    @staticmethod
-    def _read(path: Path) -> str | None:
-        try:
-            if path.stat().st_size > _MAX_MARKER_BYTES:
-                return None
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            return None
+
+def _data(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes() if path.stat().st_size <= _MAX_MARKER_BYTES else None
+    except OSError:
+        return None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        data = _data(path)
+        return None if data is None else data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _ends_or_gone(path: Path) -> tuple[str | None, bool]:
@@ -220,6 +232,11 @@ class Sight:
         """Return the text of a file, None where there is none."""
         sign = self._readable(name)
         return None if sign is None else self.contents.text(name, sign)
+
+    def data(self, name: str) -> bytes | None:
+        """Return the bytes of a file, None where there is none."""
+        sign = self._readable(name)
+        return None if sign is None else self.contents.data(name, sign)
 
     def number(self, name: str, key: str) -> int | None:
         """Return the integer under a key of what torch.save wrote."""

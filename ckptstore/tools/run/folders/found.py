@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,15 +121,19 @@ def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
         return None
     try:
         items = fields["beside"].items()
-        beside = {check_user_name(name): Beside(it.get("text"), it.get("link"), it.get("copy")) for name, it in items}
+        beside = {
+            check_user_name(name): Beside(it.get("text"), it.get("data"), it.get("link"), it.get("copy"))
+            for name, it in items
+        }
         name, is_directory = check_user_name(fields["name"]), fields["is_directory"] is True
         written_at = check_seconds(fields["written_at"]) if "written_at" in fields else None
         home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"], written_at)
         texts = [home.shape, home.fingerprint]
-        texts += [text for it in beside.values() for text in (it.text, it.link, it.copy) if text]
+        texts += [text for it in beside.values() for text in (it.text, it.data, it.link, it.copy) if text]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError
         for it in beside.values():
+            b64decode(it.data or "", validate=True)
             for target in (it.link, it.copy):
                 if target is not None:
                     check_user_name(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -225,10 +226,17 @@ def _small(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
     """Return the small files beside a checkpoint that come along: those of the shape, and the caller's."""
     found = {}
     for file in _fitting(sight, name, (*shape.beside, *sight.rules.beside)):
-        text = sight.text(_next_to(name, file))
-        if text is not None and not _why_left_out(sight, _next_to(name, file)):
-            found[file] = Beside(text=text)
+        data = None if _why_left_out(sight, _next_to(name, file)) else sight.data(_next_to(name, file))
+        if data is not None:
+            found[file] = _kept(data)
     return found
+
+
+def _kept(data: bytes) -> Beside:
+    try:
+        return Beside(text=data.decode())
+    except UnicodeDecodeError:
+        return Beside(data=b64encode(data).decode())
 
 
 def _fitting(sight: Sight, name: str, globs: Sequence[str]) -> Iterator[str]:
@@ -243,7 +251,7 @@ def _why_left_out(sight: Sight, name: str) -> str:
     sign = sight.snapshot.files[name]
     if sign.fault or sign.size_bytes > MAX_BESIDE_BYTES:
         return sign.fault or f"has {sign.size_bytes:,} bytes, and at most {MAX_BESIDE_BYTES:,} come along"
-    return "" if sight.text(name) is not None else "is not text"
+    return ""
 
 
 def left_out(sight: Sight, candidates: Sequence[Prospect]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -355,5 +356,5 @@ def _point(folder: Folder, path: Path, beside: Beside) -> None:
     elif beside.copy is not None:
         _copied_or_linked(path.parent / beside.copy, partial)
     else:
-        partial.write_text(beside.text or "", encoding="utf-8")
+        partial.write_bytes((beside.text or "").encode() if beside.data is None else b64decode(beside.data))
     partial.replace(path)
