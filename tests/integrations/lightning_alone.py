@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from ckptstore import open_store
 from ckptstore.integrations.lightning import CheckpointStoreCallback
 
 
@@ -25,7 +30,7 @@ class Small(pytorch_lightning.LightningModule):
         return self.layer(batch).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Only that there is a validation."""
+        self.log("val_loss", self.layer(batch).square().mean())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -80,4 +85,63 @@ def ends_of_epochs(root: str) -> list[tuple[str, bool]]:
                     batches = by_steps(f"{root}/{name}", stops_at, every, given, validates=validates)
                     numbers = [batch[:2] for batch in batches[:-1]] == [batch[:2] for batch in whole[:-1]]
                     found.append((name, numbers and (stops_at == 4 or batches == whole)))
+    return found
+
+
+class StopAt(pytorch_lightning.Callback):
+    """Raises after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            raise Stopped
+
+
+class Stopped(Exception):
+    """Ends a training."""
+
+
+SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "every validation of an epoch": ({"val_check_interval": 0.5}, {}),
+    "validations by batches": ({"val_check_interval": 3}, {}),
+    "validations by batches across epochs": ({"val_check_interval": 5, "check_val_every_n_epoch": None}, {}),
+    "validations with their metric": ({"val_check_interval": 0.5}, {"monitor": "val_loss"}),
+    "every second epoch is validated": ({"check_val_every_n_epoch": 2}, {}),
+    "no validation": ({"limit_val_batches": 0}, {}),
+    "accumulated": ({"accumulate_grad_batches": 2}, {"every_n_train_steps": 2}),
+    "steps": ({}, {"every_n_train_steps": 2}),
+    "steps with a metric": ({"val_check_interval": 0.5}, {"every_n_train_steps": 2, "monitor": "val_loss"}),
+    "epochs": ({}, {"every_n_epochs": 2}),
+    "always": ({}, {"train_time_interval": timedelta(0)}),
+    "never in time": ({}, {"train_time_interval": timedelta(hours=1), "save_last": True}),
+    "the last": ({"max_steps": 7}, {"every_n_train_steps": 3, "save_last": True}),
+    "an exception": ({"stop_at": 6}, {"every_n_epochs": 1, "save_on_exception": True}),
+    "weights": ({}, {"save_weights_only": True}),
+}
+"""Arguments of the Trainer, and those that both callbacks have."""
+
+
+def beside_model_checkpoint(root: str) -> dict[str, tuple[list[int], list[int]]]:
+    """Return the steps that Lightning's own callback saves in a fit of three epochs of four batches, and ours."""
+    data = DataLoader(torch.arange(64.0).reshape(16, 4) / 64, batch_size=4)
+    found = {}
+    for name, (given, every) in SCHEDULES.items():
+        store = f"{root}/{name}/store"
+        resume = {"resume": False} if "save_weights_only" in every else {}
+        theirs = ModelCheckpoint(f"{root}/{name}/files", filename="{epoch}-{step}", save_top_k=-1, **every)
+        trainer = pytorch_lightning.Trainer(
+            accelerator="cpu",
+            callbacks=[StopAt(given.get("stop_at", -1)), theirs, CheckpointStoreCallback(store, **every, **resume)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **{"max_epochs": 3, **{key: value for key, value in given.items() if key != "stop_at"}},
+        )
+        with suppress(Stopped):
+            trainer.fit(Small(), data, data)
+        files = [torch.load(path, weights_only=False) for path in Path(f"{root}/{name}/files").glob("*.ckpt")]
+        with open_store(store, group="solo") as opened:
+            found[name] = (sorted({file["global_step"] for file in files}), [checkpoint.step for checkpoint in opened])
     return found

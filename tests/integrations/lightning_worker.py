@@ -323,6 +323,10 @@ def refusals(root: str) -> list[str]:
         lambda: check_strategy(deepspeed),
         lambda: fit(root, strategy="auto", max_epochs=1, callbacks=[AsksForWeights()]),
         lambda: fit("s3:/", strategy="auto", max_epochs=1),
+        lambda: CheckpointStoreCallback(root, save_top_k=3),
+        lambda: CheckpointStoreCallback(root, retension=KeepLatest(1)),
+        lambda: CheckpointStoreCallback(root, save_weights_only=True),
+        lambda: CheckpointStoreCallback(root, train_time_interval=60),
     ):
         try:
             action()

@@ -149,11 +149,15 @@ def test_a_dry_run_saves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
-    ((deepspeed, hook, uri),) = run_ranks(1, call, "refusals", f"{tmp_path}/store")
+    ((deepspeed, hook, uri, *keywords),) = run_ranks(1, call, "refusals", f"{tmp_path}/store")
     assert "DeepSpeedStrategy keeps model and optimizer in a form of its own" in deepspeed
     assert "DDPStrategy" in deepspeed
     assert "asked for 'state_dict'" in hook
     assert "s3" in uri
+    for text, expected in zip(
+        keywords, ("give retention=", "did you mean 'retention'", "resume=False", "60"), strict=True
+    ):
+        assert expected in text
 
 
 @pytest.mark.slow
@@ -183,6 +187,19 @@ def test_the_other_name_of_lightning(tmp_path: Path) -> None:
     assert "pytorch_lightning" in names
     assert "lightning" not in names
     assert step == 4
+
+
+@pytest.mark.slow
+def test_what_model_checkpoint_saves_is_saved(tmp_path: Path) -> None:
+    """Where only the default decides, the ends of epochs come to the validations."""
+    (found,) = forked_ranks.run_ranks(1, call_alone, "beside_model_checkpoint", str(tmp_path))
+    from lightning_alone import SCHEDULES
+
+    for name, (theirs, ours) in found.items():
+        assert theirs, name
+        assert set(ours) >= set(theirs), name
+        if SCHEDULES[name][1].keys() & {"every_n_train_steps", "every_n_epochs", "train_time_interval"}:
+            assert set(ours) - set(theirs) <= ({7} if name == "the last" else set()), name
 
 
 @pytest.mark.slow

@@ -39,13 +39,15 @@ def saved(schedule: Schedule, *, epochs: int, batches: int, validate_every: int,
 @pytest.mark.parametrize(
     ("steps", "epochs", "monitor", "expected"),
     [
-        (None, None, None, [5, 10, 15, 20]),
+        (None, None, None, [2, 4, 5, 7, 9, 10, 12, 14, 15, 17, 19, 20]),
         (None, 2, None, [10, 20]),
         (3, None, None, [3, 6, 9, 12, 15, 18]),
+        (None, 1, None, [5, 10, 15, 20]),
         (5, 1, None, [5, 10, 15, 20]),
         (3, 2, None, [3, 6, 9, 10, 12, 15, 18, 20]),
         (3, None, "val_loss", [4, 7, 9, 12, 17, 19]),
         (None, 1, "val_loss", [7, 12, 17]),
+        (None, None, "val_loss", [2, 4, 7, 9, 12, 14, 17, 19]),
     ],
 )
 def test_saves(steps: int | None, epochs: int | None, monitor: str | None, expected: list[int]) -> None:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint import Checkpoint, files_behind
+from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.format.manifest import sha256_of
 from ckptstore.integrations.lazy_store import LazyStore, StoreSource
 from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
 from ckptstore.integrations.lightning.schedule import Schedule
-from ckptstore.integrations.lightning.trainer_parts import check_strategy, leave_finished_epoch, metrics_of, state_of
+from ckptstore.integrations.lightning.trainer_parts import (
+    check_strategy,
+    is_last_epoch,
+    leave_finished_epoch,
+    metrics_of,
+    state_of,
+)
 from ckptstore.node_cache import NodeCache, copy_key
+from ckptstore.opening import open_store
+from ckptstore.runtime.near import meant, nearest
 
 if find_spec("lightning") is None or ("pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules):
     from pytorch_lightning import __version__ as _version
@@ -29,6 +41,15 @@ if TYPE_CHECKING:
     from ckptstore.store import CheckpointStore
 
 logger = logging.getLogger("ckptstore.lightning")
+
+_RETENTION = "give retention=KeepBest(3, metric=..., mode='min') | KeepLatest(1)"
+_OF_MODEL_CHECKPOINT = {
+    "dirpath": "the store is the first argument",
+    "filename": "a checkpoint is known by its step",
+    "save_top_k": _RETENTION,
+    "mode": _RETENTION,
+    "save_on_train_epoch_end": "give every_n_epochs=1 for the ends of epochs alone",
+}
 
 
 class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any to the type checker
@@ -44,10 +65,15 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
 
     Args:
         store: an open store; or a URI, or a function such as `ckptstore.ray.store`: then each process opens its own.
-        every_n_train_steps, every_n_epochs: when to save; every epoch when neither is given. A step is one of the
-            optimizer, as in `trainer.global_step`, and gives the checkpoint its number.
+        every_n_train_steps, every_n_epochs, train_time_interval: when to save, one or several of them; when none is
+            given, at the end of each epoch and of each validation. A step is one of the optimizer, as in
+            `trainer.global_step`, and gives the checkpoint its number.
         monitor: a metric that every checkpoint must have, logged at its own step. If validations log it, a save waits
             for the end of the next validation. If that one does not log it, InvalidInput names the logged metrics.
+        save_last: save at the end of training too, where its last step is not saved.
+        save_on_exception: save when an exception, Ctrl-C among them, ends the training. All ranks have to meet it; if
+            one does not, the save fails after the timeout of the store, with a warning.
+        save_weights_only: save the model alone. Nothing can go on from that, so it takes `resume=False`.
         asynchronous: go on training while the state is stored, with `save_async`.
         resume: claim the store at the start of `fit` and load the newest checkpoint that verifies, unless `ckpt_path`
             is given or this Trainer has trained already.
@@ -68,7 +94,11 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         *,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
+        train_time_interval: timedelta | None = None,
         monitor: str | None = None,
+        save_last: bool = False,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
         asynchronous: bool = False,
         resume: bool = True,
         save_options: Mapping[str, Any] | None = None,
@@ -76,10 +106,25 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         **open_keywords: Any,
     ) -> None:
         super().__init__()
+        _check_keywords(open_keywords)
+        if save_weights_only and resume:
+            raise InvalidInput(
+                "save_weights_only=True stores nothing that a training can go on from",
+                hint="Give resume=False, and a store of its own beside the one that is resumed from",
+            )
+        if train_time_interval is not None and not isinstance(train_time_interval, timedelta):
+            raise InvalidInput(f"train_time_interval is {train_time_interval!r}, it is a timedelta")
         self._lazy_store = LazyStore(store, open_keywords)
         self._schedule = Schedule(
-            every_n_train_steps=every_n_train_steps, every_n_epochs=every_n_epochs, monitor=monitor
+            every_n_train_steps=every_n_train_steps,
+            every_n_epochs=every_n_epochs,
+            monitor=monitor,
+            is_timed=train_time_interval is not None,
         )
+        self._interval_seconds = None if train_time_interval is None else train_time_interval.total_seconds()
+        self._due_at_seconds = 0.0
+        self._saves_last, self._saves_on_exception = save_last, save_on_exception
+        self._weights_only = save_weights_only
         self._monitor = monitor
         self._asynchronous = asynchronous
         self._resume = resume
@@ -159,12 +204,23 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             if self.resumed is not None:
                 leave_finished_epoch(trainer)
         self._schedule.restart(step=trainer.global_step)
+        self._due_at_seconds = time.monotonic() + (self._interval_seconds or 0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save by steps."""
-        step, metrics = trainer.global_step, trainer.callback_metrics
-        if self._schedule.at_batch_end(step=step, is_last_batch=trainer.is_last_batch, metrics=metrics):
+        """Save by steps and by time."""
+        now = {"step": trainer.global_step, "is_last_batch": trainer.is_last_batch, "is_time": self._is_time(trainer)}
+        if self._schedule.at_batch_end(**now, metrics=trainer.callback_metrics):
             self._save(trainer)
+
+    def _is_time(self, trainer: Any) -> bool:
+        """Return True on all ranks when the interval is over on rank 0."""
+        if self._interval_seconds is None:
+            return False
+        now = time.monotonic()
+        is_time = bool(trainer.strategy.broadcast(now >= self._due_at_seconds))
+        if is_time:
+            self._due_at_seconds = now + self._interval_seconds
+        return is_time
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """See `Schedule`."""
@@ -172,7 +228,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             self._schedule.at_validation_start(metrics=trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Make the save that has waited for this validation."""
+        """Save by validations, and make the save that has waited for this one."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         step, metrics = trainer.global_step, trainer.callback_metrics
@@ -180,10 +236,13 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save by epochs."""
+        """Save by epochs, and the last step with `save_last`."""
         epoch, step, metrics = trainer.current_epoch, trainer.global_step, trainer.callback_metrics
         validates = trainer.enable_validation
-        if self._schedule.at_epoch_end(epoch=epoch, step=step, metrics=metrics, validates=validates):
+        is_due = self._schedule.at_epoch_end(epoch=epoch, step=step, metrics=metrics, validates=validates)
+        # Not in on_train_end: the loops count the epoch as over by then, and a resume would leave out its rest.
+        is_missed = self._saves_last and self._schedule.saved_step != step and is_last_epoch(trainer)
+        if is_due or is_missed:
             self._save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -199,7 +258,16 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             self._lazy_store.settle()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """See `LazyStore.abandon`."""
+        """Save with `save_on_exception`; then see `LazyStore.abandon`. Raises nothing: the exception says more."""
+        is_new = self._schedule.saved_step != trainer.global_step
+        if self._saves_on_exception and trainer.state.fn == "fit" and is_new and not trainer.sanity_checking:
+            try:
+                self._save(trainer)
+                pending, self._pending = self._pending, None
+                if pending is not None:
+                    pending.result()
+            except CkptstoreError as error:
+                logger.warning("step %d could not be saved after the exception: %s", trainer.global_step, error)
         self._lazy_store.abandon(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -211,11 +279,24 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         if trainer.fast_dev_run:
             return
         step = trainer.global_step
+        state = state_of(trainer, weights_only=self._weights_only)
         options = {"metrics": metrics_of(trainer), "metadata": {"epoch": trainer.current_epoch}, **self._save_options}
         if self._asynchronous:
-            self._pending = self.store.save_async(step, state_of(trainer), **options)
+            self._pending = self.store.save_async(step, state, **options)
             if self._pending.skipped:
                 return
         else:
-            self.store.save(step, state_of(trainer), **options)
+            self.store.save(step, state, **options)
         self._schedule.saved(step=step)
+
+
+def _check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Raise InvalidInput for a keyword that `open_store` does not have, before anything is trained."""
+    known = [name for name in inspect.signature(open_store).parameters if name != "uri"]
+    for name in keywords:
+        if name not in known:
+            mine = [*known, *inspect.signature(CheckpointStoreCallback).parameters]
+            raise InvalidInput(
+                f"{name} is no keyword of CheckpointStoreCallback or open_store{meant(nearest(name, mine))}",
+                hint=_OF_MODEL_CHECKPOINT.get(name),
+            )

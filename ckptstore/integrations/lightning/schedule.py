@@ -9,7 +9,9 @@ from ckptstore.runtime.near import meant, nearest, shown
 
 
 class Schedule:
-    """Saves every so many optimizer steps, or every so many epochs, or both; no step twice.
+    """Saves every so many optimizer steps, every so many epochs, after so much time, or at several of these; no step
+    twice. When none is given it saves at the end of each epoch and of each validation within one, which is what
+    Lightning's ModelCheckpoint saves and more.
 
     With `monitor` a save waits until that metric exists and belongs to the present step. A metric that only a
     validation logs belongs to the step of that validation, so a save that is due between two of them is made at the end
@@ -20,18 +22,26 @@ class Schedule:
     place in between, leaves out the rest of the epoch's end, such as its validation and the hooks of other callbacks.
     """
 
-    def __init__(self, *, every_n_train_steps: int | None, every_n_epochs: int | None, monitor: str | None) -> None:
+    def __init__(
+        self,
+        *,
+        every_n_train_steps: int | None,
+        every_n_epochs: int | None,
+        monitor: str | None,
+        is_timed: bool = False,
+    ) -> None:
         for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
             if value is not None and value < 1:
                 raise InvalidInput(f"{name} is {value!r}, it must be at least 1")
         self._steps = every_n_train_steps
-        self._epochs = 1 if every_n_train_steps is None and every_n_epochs is None else every_n_epochs
+        self._each_validation = every_n_train_steps is None and every_n_epochs is None and not is_timed
+        self._epochs = 1 if self._each_validation else every_n_epochs
         self._monitor = monitor
         self.restart(step=0)
 
     def restart(self, *, step: int) -> None:
         """Begin at a step that is stored already, or for which nothing has been trained."""
-        self._saved_step = step
+        self.saved_step = step
         self.due_step: int | None = None
         """The step of the save that waits for its metric."""
         self._validated_step: int | None = None
@@ -41,12 +51,12 @@ class Schedule:
 
     def saved(self, *, step: int) -> None:
         """Note a save."""
-        self._saved_step = step
+        self.saved_step = step
         self.due_step = None
 
-    def at_batch_end(self, *, step: int, is_last_batch: bool, metrics: Collection[str]) -> bool:
+    def at_batch_end(self, *, step: int, is_last_batch: bool, metrics: Collection[str], is_time: bool = False) -> bool:
         """True to save after a batch. The step does not move while gradients are accumulated."""
-        is_due = self._steps is not None and step % self._steps == 0
+        is_due = is_time or (self._steps is not None and step % self._steps == 0)
         return self._now(is_due, step, metrics, wait=is_last_batch)
 
     def at_epoch_end(self, *, epoch: int, step: int, metrics: Collection[str], validates: bool = True) -> bool:
@@ -60,15 +70,15 @@ class Schedule:
         self._existed = self._monitor in metrics
 
     def at_validation_end(self, *, step: int, is_last_batch: bool, metrics: Collection[str]) -> bool:
-        """True to make a save now that has waited for its metric."""
+        """True to save after a validation: one that is due, or one that has waited for its metric."""
         if not self._existed and self._monitor in metrics:
             self._is_of_validation = True
         self._validated_step = step
         self._must_exist = True
-        return self._now(self.due_step is not None, step, metrics, wait=is_last_batch)
+        return self._now(self._each_validation or self.due_step is not None, step, metrics, wait=is_last_batch)
 
     def _now(self, is_due: bool, step: int, metrics: Collection[str], *, wait: bool = False) -> bool:
-        if not is_due or step == self._saved_step:
+        if not is_due or step == self.saved_step:
             return False
         if not wait and (self._monitor is None or self._is_known(step, metrics)):
             return True

@@ -30,8 +30,10 @@ def check_strategy(strategy: Any) -> None:
         )
 
 
-def state_of(trainer: Any) -> dict[str, Any]:
-    """Return everything that a Trainer needs to go on, for `store.save` and `store.resume`."""
+def state_of(trainer: Any, *, weights_only: bool = False) -> dict[str, Any]:
+    """Return everything that a Trainer needs to go on, for `store.save` and `store.resume`; or the model alone."""
+    if weights_only:
+        return {"model": trainer.model}
     return {
         "model": trainer.model,
         "optimizers": list(trainer.optimizers),
@@ -56,6 +58,14 @@ def leave_finished_epoch(trainer: Any) -> None:
     if has_ended and loop.restarting and epochs.ready == epochs.started == epochs.processed == epochs.completed + 1:
         loop.epoch_progress.increment_completed()
         loop.epoch_loop.restarting = False
+
+
+def is_last_epoch(trainer: Any) -> bool:
+    """Return True at the end of an epoch after which the fit may end: by a limit, or because something has asked it to
+    stop."""
+    has_steps = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+    has_epochs = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= trainer.max_epochs
+    return bool(trainer.should_stop or has_steps or has_epochs)
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:
