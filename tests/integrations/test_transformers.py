@@ -10,6 +10,8 @@ from typing import Any
 import forked_ranks
 import pytest
 
+from ckptstore.retention import KeepBest, KeepLatest
+
 run_ranks = partial(forked_ranks.run_ranks, modules=forked_ranks.TRANSFORMERS)
 
 
@@ -86,6 +88,17 @@ def test_saves_of_a_user_beside_it_have_their_turn(tmp_path: Path) -> None:
     for steps, raised in run_ranks(2, call, "saves_beside", str(tmp_path)):
         assert steps == [3, 1003, 7]
         assert raised == ["StorageFull 6 1"], "by the next save, and never again"
+
+
+@pytest.mark.slow
+def test_the_best_model_of_the_end_comes_from_the_store_to_a_new_disk(tmp_path: Path) -> None:
+    for rank, (left, is_best) in enumerate(
+        run_ranks(2, call, "best_on_a_new_disk", str(tmp_path / "kept"), KeepBest(1, metric="eval_loss", mode="max"))
+    ):
+        assert is_best, rank
+        assert "checkpoint-3" in left
+    ((left, is_best),) = run_ranks(1, call, "best_on_a_new_disk", str(tmp_path / "gone"), KeepLatest(1))
+    assert "checkpoint-3" not in left
 
 
 @pytest.mark.slow

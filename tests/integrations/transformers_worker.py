@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from ckptstore import CheckpointStore, FastTier, open_store
@@ -128,6 +130,38 @@ def on_node(root: str, tier: dict[str, Any] | None) -> dict[str, Any]:
     node = f"node{os.environ['RANK']}"
     os.environ["CKPTSTORE_CACHE_DIR"] = f"{root}/cache-{node}"
     return {"fast": FastTier(f"{root}/{node}", node=node, **tier)}
+
+
+def best_on_a_new_disk(root: str, retention: Any) -> tuple[list[str], bool]:
+    """Stop after two checkpoints of which the first is the best, lose the disk, and train to the end with a rate of 0.
+    Return the directories that are left, and if the model is that of the first checkpoint."""
+    arguments = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    options = {"retention": retention, "missing": "worst"}
+    fit(f"{root}/store", f"{root}/first", arguments={**arguments, "max_steps": 6}, **options)
+    with open_store(f"{root}/store", group="solo") as store:
+        had = store.entries()[0].checkpoint
+        with had.as_directory() as path:
+            first = GPT2LMHeadModel.from_pretrained(Path(path)).state_dict() if had.step == 3 else {}
+    if dist.is_initialized():
+        dist.barrier()
+    if os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(f"{root}/first")
+    if dist.is_initialized():
+        dist.barrier()
+    kept: list[Any] = []
+    found = fit(f"{root}/store", f"{root}/second", arguments=arguments, callbacks=[KeepModel(kept)], seed=7, **options)
+    last = kept[0].state_dict()
+    return found["left"], bool(first) and all(torch.equal(last[name], tensor) for name, tensor in first.items())
+
+
+class KeepModel(TrainerCallback):
+    """Hands out the model of the end."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        self.kept = kept
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.kept.append(model)
 
 
 def on_disks_of_their_own(root: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -21,6 +22,8 @@ from ckptstore.tools.run.folders.division import Seen, divide
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import Checkpoint
+
+logger = logging.getLogger("ckptstore.transformers")
 
 T = TypeVar("T")
 
@@ -94,11 +97,43 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         return paths[_rank()]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse options that exclude each other, before anything is trained."""
+        """Refuse options that exclude each other, and bring the best checkpoint for `load_best_model_at_end`."""
         if self._asynchronous and getattr(self.store, "worker", None) is not None:
             raise InvalidInput(
                 "Ray takes reports from the training thread alone, and asynchronous saves of files end on another one",
                 hint="Give asynchronous=False, or a store that does not report to Ray",
+            )
+        best_step = getattr(state, "best_global_step", None)
+        if self.resumed is not None and args.load_best_model_at_end and best_step:
+            self._bring_best(args, state, best_step)
+
+    def _bring_best(self, args: Any, state: Any, step: int) -> None:
+        """Put the best checkpoint where Trainer will look for it at the end, on each node that does not have it.
+        Collective."""
+        path = Path(args.output_dir) / f"checkpoint-{step}"
+        partial_path = path.with_name(f".ckptstore-best-{_rank():05d}")
+
+        def bring(has_turn: bool) -> bool:
+            if has_turn and not path.is_dir():
+                best = next((checkpoint for checkpoint in self.store if checkpoint.step == step), None)
+                if best is None:
+                    return False
+                shutil.rmtree(partial_path, ignore_errors=True)
+                best.to_directory(partial_path).rename(path)
+            return True
+
+        is_there = _exchanged(lambda: bring(_rank() == 0))
+        if all(is_there):  # rank 0's disk may be that of all
+            is_there = _exchanged(lambda: bring(args.local_process_index == 0))
+        if all(is_there):
+            state.best_model_checkpoint = str(path)
+        elif _rank() == 0:
+            logger.warning(
+                "the best checkpoint, step %d, is not in %s any more, so load_best_model_at_end takes the best of this "
+                "run; keep it with KeepBest(1, metric=%r)",
+                step,
+                self.store.uri,
+                args.metric_for_best_model,
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
