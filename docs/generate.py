@@ -91,7 +91,7 @@ def shape_rules() -> str:
         known = f"{'directory' if it.directory else 'file'} `{it.directory or it.file}`"
         step = ", ".join(f"`{text}`" for text in it.step) or "`step` in the name"
         ends = [f"`{name}`" for name in (it.marker, it.tracker, it.each_rank) if name]
-        quiet = "its own format" if it.file else "the quiet time"
+        quiet = "its own format, else the quiet time" if it.file else "the quiet time"
         more = [f"`{name}`" for name in (it.tracker, *it.same, *it.beside) if name]
         rows.append([f"`{it.name}`", it.project, known, step, " and ".join(ends) or quiet, ", ".join(more)])
     return table(["shape", "project", "known by", "step", "its end is shown by", "stored besides"], rows)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptstore import CheckpointStore, InvalidInput, NoUsableCheckpoint, SourceChanged, open_store
 from ckptstore.tools.run.folders import (
@@ -396,3 +397,24 @@ def test_what_is_in_use_or_has_changed_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-7/more").unlink()
     assert folder.delete(found)
     assert tree_of(tmp_path) == {}
+
+
+def test_second_names_of_a_file_come_back_with_it(store: CheckpointStore, tmp_path: Path) -> None:
+    """timm has the newest epoch in `last.pth.tar`, and a number for it only if it is among the best."""
+    out, new = tmp_path / "out", tmp_path / "new"
+    out.mkdir()
+    torch.save({"epoch": 3}, out / "checkpoint-3.pth.tar")
+    for name in ("last.pth.tar", "model_best.pth.tar"):
+        os.link(out / "checkpoint-3.pth.tar", out / name)
+    assert save_all(store, Folder(out, RULES)) == [3]
+    assert looked(Folder(out, RULES)).unknown == ()
+    assert restored(store, new).fetched_bytes == (out / "checkpoint-3.pth.tar").stat().st_size
+    assert tree_of(new) == tree_of(out)
+
+    (out / "checkpoint-3.pth.tar").unlink()
+    (out / "last.pth.tar").unlink()
+    torch.save({"epoch": 6}, out / "last.pth.tar")
+    assert save_all(store, Folder(out, RULES)) == [6]
+    assert restored(store, new).name == "last.pth.tar"
+    assert torch.load(new / "last.pth.tar") == {"epoch": 6}
+    assert torch.load(new / "model_best.pth.tar") == {"epoch": 3}

@@ -27,6 +27,8 @@ class Case:
     """Options of `ckptstore run`."""
     mode: str = ""
     variables: dict[str, str] = field(default_factory=dict)
+    newest: str = ""
+    """A file that each save writes, where there are more saves than one before a pause."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -37,6 +39,10 @@ class Case:
 CASES = {
     "accelerate": Case("accelerate_loop"),
     "nanogpt-like": Case("one_file"),
+    "xgboost": Case("xgboost_rounds", needs="xgboost", agent=("--quiet", "1s")),
+    "lightgbm": Case("lightgbm_rounds", needs="lightgbm", agent=("--quiet", "1s")),
+    "spacy": Case("spacy_train", needs="spacy", newest="model-last/vocab/lookups.bin"),
+    "timm": Case("timm_epochs", needs="timm"),
 }
 
 
@@ -61,6 +67,13 @@ class Life:
         losses = self.directory / f"{self.starts}.losses"
         job.wait_until(lambda: step in losses_of(losses), f"step {step}")
         job.wait_until(lambda: len(steps_of(self.store)) >= commits, f"{commits} commits")
+        if self.case.newest:
+            written_at = (self.folder / self.case.newest).stat().st_mtime
+            job.wait_until(lambda: self.newest_written_at() >= written_at, "commit of the last save")
+
+    def newest_written_at(self) -> float:
+        with open_store(self.store, group="solo") as store:
+            return max(float(checkpoint.metadata["folder"]["written_at"]) for checkpoint in store)
 
     def check(self, first: int, last: int) -> None:
         """The newest job did these steps, with the losses of the run that nobody killed."""

@@ -38,6 +38,27 @@ TRL = ("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19")
 DEEPSPEED = ("deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "ninja==1.13.2", "py-cpuinfo==9.0.0")
 AXOLOTL = ("axolotl==0.19.0", "peft==0.21.2", "addict==2.4.0")  # the plugins; its other parts need GPUs
 
+LIGHTGBM = ("lightgbm==4.7.0",)
+SPACY = (
+    "spacy==3.8.18",
+    "blis==1.3.4",
+    "catalogue==2.0.10",
+    "cloudpathlib==0.26.0",
+    "confection==1.3.4",
+    "cymem==2.0.16",
+    "murmurhash==1.0.16",
+    "preshed==3.0.15",
+    "smart-open==9.0.2",
+    "spacy-legacy==3.0.12",
+    "spacy-loggers==1.0.5",
+    "srsly==2.5.6",
+    "thinc==8.3.14",
+    "wasabi==1.1.3",
+    "weasel==1.0.1",
+)
+TIMM = ("timm==1.0.31", "torchvision==0.28.0")  # the one for GPUs: no operator of it can be used
+XGBOOST = ("xgboost-cpu==3.2.0",)
+
 
 def main() -> int:
     SERVERS.mkdir(exist_ok=True)
@@ -49,6 +70,10 @@ def main() -> int:
         install_beside("trl", TRL),
         install_beside("deepspeed", DEEPSPEED),
         install_beside("axolotl", AXOLOTL),
+        install_beside("lightgbm", LIGHTGBM),
+        install_beside("spacy", SPACY),
+        install_beside("timm", TIMM),
+        install_beside("xgboost", XGBOOST),
         install_prometheus(),
     )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why

@@ -28,6 +28,8 @@ def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
         for candidate in new:
             found.append(candidate)
             claimed.add(candidate.name)
+            copies = [other for other, it in candidate.beside.items() if it.copy is not None]
+            claimed.update(_next_to(candidate.name, other) for other in copies)
             if not candidate.is_directory:
                 claimed.update(candidate.path_of(file) for file in candidate.files)
 
@@ -288,7 +290,9 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
     for name, step in sorted(steps.items()):
         if name in taken or (name in copies and step in named):
             continue
+        second_names = _copies_of(shape, sight, name)
         members = {name} | {copy for copy in copies if steps[copy] == step is not None}
+        members -= {_next_to(name, other) for other in second_names}
         if shape.together is not None:
             others = sight.snapshot.beside(name)
             members |= {_next_to(name, other) for other in others if _is_together(shape.together, other, step)}
@@ -302,7 +306,7 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
             is_directory=False,
             files=files,
             lacks=lacks,
-            beside={**_links_to(sight, name), **_copies_of(shape, sight, name), **_small(shape, sight, name)},
+            beside={**_links_to(sight, name), **second_names, **_small(shape, sight, name)},
             is_certain=is_evident and not (copy_is_behind and step == newest),
             metrics=shape.metrics,
             is_rewritten=shape.is_rewritten or step is None,
@@ -316,12 +320,12 @@ def _is_together(pattern: str, file: str, step: int | None) -> bool:
 
 def _copies_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
     """Return the files beside a checkpoint that are other names of it: the same inode, or written right after it."""
-    sign = sight.snapshot.files[name]
+    sign, own = sight.snapshot.files[name], name.rpartition("/")[2]
     found = {}
-    for file in shape.same:
+    for file in set(shape.same) - {own}:
         other = sight.snapshot.files.get(_next_to(name, file))
         if other is not None and (other.inode == sign.inode or other.size_bytes == sign.size_bytes == 0):
-            found[file] = Beside(copy=name.rpartition("/")[2])
+            found[file] = Beside(copy=own)
     return found
 
 
