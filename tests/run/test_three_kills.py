@@ -40,6 +40,8 @@ class Case:
     """Options of `ckptstore run`."""
     mode: str = ""
     num_processes: int = 1
+    savers: int = 1
+    """Those that write a checkpoint each at the same step."""
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -52,7 +54,7 @@ KERAS = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(BESIDE / "keras")}
 CASES = {
     "accelerate": Case("accelerate_loop"),
     "nanogpt-like": Case("one_file"),
-    "keras": Case("keras_fit", "keras", variables=KERAS),
+    "keras": Case("keras_fit", "keras", savers=2, variables=KERAS),
     "keras-backup": Case("keras_fit", "keras", mode="backup", variables=KERAS),
     "ignite": Case("ignite_engine", "ignite"),
     "ignite-best": Case("ignite_engine", "ignite", mode="best"),
@@ -86,10 +88,12 @@ class Life:
         return Job(command, self.directory / f"{self.starts}.log", self.case.environment)
 
     def reach(self, job: Job, step: int, *, commits: int) -> None:
-        """Wait until the trainer stands still after a step, and the store has that many checkpoints more."""
+        """Wait until the trainer stands still after a step, and each of its savers has that many checkpoints in the
+        store."""
         losses = self.directory / f"{self.starts}.losses"
         job.wait_until(lambda: step in losses_of(losses), f"step {step}")
-        job.wait_until(lambda: len(steps_of(self.store)) >= commits, f"{commits} commits")
+        wanted = commits * self.case.savers
+        job.wait_until(lambda: len(steps_of(self.store)) >= wanted, f"{wanted} commits")
 
     def check(self, first: int, last: int) -> None:
         """The newest job did these steps, with the losses of the run that nobody killed."""

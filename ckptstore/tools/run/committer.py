@@ -392,7 +392,7 @@ class Committer:
                 found
                 for found in self._open(look)
                 if found.name in self._suspects
-                and (is_counted or not found.is_exact or (found.step or 0) < latest.step)
+                and (not found.is_exact or (found.step or 0) < latest.step)
                 and found.written_at_seconds <= (known_at if found.is_exact and not is_counted else written_at)
             ]
             if older:

@@ -1,5 +1,6 @@
-"""Keras on torch with its own callbacks: ModelCheckpoint with the epoch and the loss in the name, or BackupAndRestore
-(`--mode backup`), whose `latest.weights.h5` and `training_metadata.json` are written anew in each epoch.
+"""Keras on torch with its own callbacks: ModelCheckpoint with the epoch and the loss in the name, and another one of
+the best; or BackupAndRestore (`--mode backup`), whose `latest.weights.h5` and `training_metadata.json` are written anew
+in each epoch.
 
 Neither has torch's generator in it, of which Keras takes its dropout: that of a step depends on its number alone.
 """
@@ -56,11 +57,9 @@ def main() -> None:
     saved = sorted(given.folder.glob("weights.*.keras"), key=epoch_of)
     model = keras.models.load_model(saved[-1]) if saved else new_model()
     name = given.folder / "weights.{epoch:02d}-{loss:.2f}.keras"
-    saver = (
-        keras.callbacks.BackupAndRestore(given.folder)
-        if given.mode == "backup"
-        else keras.callbacks.ModelCheckpoint(name)
-    )
+    best = keras.callbacks.ModelCheckpoint(given.folder / "best.keras", monitor="loss", save_best_only=True)
+    backup = keras.callbacks.BackupAndRestore(given.folder)
+    savers = [backup] if given.mode == "backup" else [keras.callbacks.ModelCheckpoint(name), best]
     model.fit(
         inputs,
         inputs.sum(1, keepdims=True),
@@ -69,7 +68,7 @@ def main() -> None:
         initial_epoch=epoch_of(saved[-1]) if saved else 0,
         epochs=LAST_EPOCH,
         verbose=0,
-        callbacks=[Tell(Progress(given.losses, given.pause_at), given.step_seconds), saver],
+        callbacks=[Tell(Progress(given.losses, given.pause_at), given.step_seconds), *savers],
     )
 
 

@@ -1,10 +1,9 @@
 """PPO of stable-baselines3 with its own CheckpointCallback: `rl_model_49_steps.zip`. A step here is a rollout of 16
 steps of the environment and the update with it.
 
-A checkpoint has neither the rollout that is under way nor a generator, and a program that loads it begins a rollout
-anew. Only because a rollout begins with an episode and with a seed of its own is it the same then. So a checkpoint at
-the end of the third rollout, where `save_freq=3 * 16` has it, would be from before the third update. This one is
-written at the first step of the fourth.
+A checkpoint has neither the rollout under way nor a generator, and a program that loads it begins a rollout anew. That
+is the same one because each begins with an episode and a seed of its own. At the end of the third rollout, where
+`save_freq=3 * 16` saves, the third update is still to come: so it is saved at the first step of the fourth.
 """
 
 from __future__ import annotations
