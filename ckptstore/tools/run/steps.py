@@ -38,9 +38,8 @@ class Steps:
     def choose(self, offer: NodeOffer) -> int:
         """Return the step for an offer.
 
-        What is said for certain counts, unless another name has that step, or it is below the newest and the store has
-        counted that one. A guess counts if it is above all others, or if the step belongs to that very name and other
-        names have other numbers. Else the store counts on.
+        What is said for certain counts, unless another name has that step. A guess counts if it is above all others, or
+        if the step belongs to that very name and other names have other numbers. Else the store counts on.
         """
         entries = self._store.entries()
         highest = max((entry.checkpoint.step for entry in entries), default=-1)
@@ -48,14 +47,14 @@ class Steps:
         if offer.step is None:
             return highest + 1
         if holder is None:
-            is_right = offer.step > highest or (offer.is_exact and not self.is_counted(entries))
+            is_right = offer.is_exact or offer.step > highest
         else:
             is_right = self.name_of(holder.checkpoint) == offer.name and (offer.is_exact or offer.is_numbered)
         return offer.step if is_right else highest + 1
 
     def is_counted(self, entries: Sequence[Entry]) -> bool:
-        """Return True if the newest one has another step than its name says."""
-        newest = max((entry.checkpoint for entry in entries), key=lambda it: it.step, default=None)
+        """Return True if the latest one has another step than its name says."""
+        newest = next((entry.checkpoint for entry in entries if entry.is_latest), None)
         home = None if newest is None else self.home_of(newest)
         return home is not None and newest is not None and home.step != newest.step
 

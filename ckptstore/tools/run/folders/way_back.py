@@ -96,7 +96,7 @@ def _restore_first(
     folder: Folder, checkpoints: Sequence[Checkpoint], keeps_newer: bool, only_newer: str | None
 ) -> RestoreReport | None:
     skipped: list[str] = []
-    for checkpoint in checkpoints:
+    for number, checkpoint in enumerate(checkpoints, 1):
         try:
             home = _home(checkpoint)
             if home is None:
@@ -104,7 +104,9 @@ def _restore_first(
                 continue
             report = _restore(folder, checkpoint, home, (keeps_newer, only_newer), tuple(skipped))
             if home.step is None:
-                report = _with_numbered(folder, checkpoints, home, (keeps_newer, only_newer), report)
+                report = _with_numbered(
+                    folder, checkpoints[number : number + _NEAR], home, (keeps_newer, only_newer), report
+                )
             return _with_best(folder, checkpoints, home, report) if report.is_restored else report
         except CkptstoreError as error:
             if not isinstance(error, CheckpointDamaged | CheckpointGone | FileMissing):
@@ -213,7 +215,7 @@ def _with_numbered(
     """Bring the newest one near that says its step too: beside `best.keras`, which says none, the framework goes on
     from `weights.07.keras`."""
     skipped = report.skipped
-    for checkpoint in [it for it in checkpoints if it.step < report.step][:_NEAR]:
+    for checkpoint in checkpoints:
         try:
             lay = _home(checkpoint)
             if lay is None or lay.step is None or lay.parent != home.parent:
