@@ -89,7 +89,8 @@ def shape_rules() -> str:
     rows = []
     for it in known_shapes():
         known = f"{'directory' if it.directory else 'file'} `{it.directory or it.file}`"
-        step = ", ".join(f"`{text}`" for text in it.step) or "`step` in the name"
+        in_name = "(?P<step" in (it.directory or it.file or "")
+        step = ", ".join(f"`{text}`" for text in it.step) or ("`step` in the name" if in_name else "the store counts")
         ends = [f"`{name}`" for name in (it.marker, it.tracker, it.each_rank) if name]
         quiet = "its own format, else the quiet time" if it.file else "the quiet time"
         more = [f"`{name}`" for name in (it.tracker, *it.same, *it.beside) if name]

@@ -58,7 +58,7 @@ def test_a_shape_of_ones_own_is_tried_first(tmp_path: Path) -> None:
         "directory = 'a'\nbeside = 'x'",
         "directory = 'a'\nstep = ['name:step']",
         "directory = 'a'\nstep = ['somewhere']",
-        "file = 'a'\ntogether = 'b'",
+        "file = 'a'\ntogether = 'b('",
         "directory = 'a'\nranked_by = 'r'",
         "directory = 'a'\n[[other]]",
         "directory = ",

@@ -10,7 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from harness import BESIDE, LOOKS, ROOT, TRAINERS, Job, control, empty, losses_of, steps_of, trainer, under_run
+from harness import (
+    BESIDE,
+    CKPTSTORE,
+    LOOKS,
+    ROOT,
+    TRAINERS,
+    Job,
+    control,
+    empty,
+    losses_of,
+    steps_of,
+    trainer,
+    under_run,
+)
 from trainers.progress import LAST_STEP
 
 from ckptstore import open_store
@@ -26,6 +39,9 @@ class Case:
     agent: tuple[str, ...] = ()
     """Options of `ckptstore run`."""
     mode: str = ""
+    num_processes: int = 1
+    savers: int = 1
+    """Those that write a checkpoint each at the same step."""
     variables: dict[str, str] = field(default_factory=dict)
     newest: str = ""
     """A file that each save writes, where there are more saves than one before a pause."""
@@ -36,6 +52,7 @@ class Case:
         return {"PYTHONPATH": path, **self.variables}
 
 
+KERAS = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(BESIDE / "keras")}
 CASES = {
     "accelerate": Case("accelerate_loop"),
     "nanogpt-like": Case("one_file"),
@@ -43,6 +60,12 @@ CASES = {
     "lightgbm": Case("lightgbm_rounds", needs="lightgbm", agent=("--quiet", "1s")),
     "spacy": Case("spacy_train", needs="spacy", newest="model-last/vocab/lookups.bin"),
     "timm": Case("timm_epochs", needs="timm"),
+    "keras": Case("keras_fit", "keras", savers=2, variables=KERAS),
+    "keras-backup": Case("keras_fit", "keras", mode="backup", variables=KERAS),
+    "ignite": Case("ignite_engine", "ignite"),
+    "ignite-best": Case("ignite_engine", "ignite", mode="best"),
+    "stable-baselines3": Case("sb3_ppo", "stable-baselines3"),
+    "imagenet-ddp": Case("ddp_imagenet", num_processes=2),
 }
 
 
@@ -53,20 +76,30 @@ class Life:
         self.case, self.directory = case, directory
         self.folder, self.store = directory / "out", str(directory / "store")
         self.starts = 0
-        self.whole = control(directory, case.script, "--mode", case.mode, environment=case.environment)
+        self.whole = control(
+            directory,
+            case.script,
+            "--mode",
+            case.mode,
+            num_processes=case.num_processes,
+            environment=case.environment,
+        )
 
     def start(self, *options: object) -> Job:
         self.starts += 1
         losses = self.directory / f"{self.starts}.losses"
-        script = trainer(self.case.script, self.folder, losses, "--mode", self.case.mode, *options)
-        command = under_run(self.store, self.folder, script, *self.case.agent, *LOOKS)
+        case, arguments = self.case, ("--mode", self.case.mode, *options)
+        script = trainer(case.script, self.folder, losses, *arguments, num_processes=case.num_processes)
+        command = under_run(self.store, self.folder, script, *case.agent, *LOOKS)
         return Job(command, self.directory / f"{self.starts}.log", self.case.environment)
 
     def reach(self, job: Job, step: int, *, commits: int) -> None:
-        """Wait until the trainer stands still after a step, and the store has that many checkpoints more."""
+        """Wait until the trainer stands still after a step, and each of its savers has that many checkpoints in the
+        store."""
         losses = self.directory / f"{self.starts}.losses"
         job.wait_until(lambda: step in losses_of(losses), f"step {step}")
-        job.wait_until(lambda: len(steps_of(self.store)) >= commits, f"{commits} commits")
+        wanted = commits * self.case.savers
+        job.wait_until(lambda: len(steps_of(self.store)) >= wanted, f"{wanted} commits")
         if self.case.newest:
             written_at = (self.folder / self.case.newest).stat().st_mtime
             job.wait_until(lambda: self.newest_written_at() >= written_at, "commit of the last save")
@@ -89,15 +122,15 @@ def wait_until(reached: Callable[[], bool], what: str) -> None:
 
 
 def kill_trainer(job: Job) -> None:
-    """SIGKILL for all processes of the train script, and for nothing else."""
-    mine = [process for process in job.processes() if process.pid != job.pid and runs_trainer(process.cmdline())]
+    """SIGKILL for all processes of the train script and torchrun, which comes first, and for nothing else."""
+    mine = [process for process in job.processes() if runs_trainer(process.cmdline())]
     assert mine
     for process in mine:
         process.send_signal(signal.SIGKILL)
 
 
 def runs_trainer(command: list[str]) -> bool:
-    return len(command) > 1 and Path(command[1]).parent == TRAINERS
+    return any(Path(part).parent == TRAINERS for part in command) and CKPTSTORE[-1] not in command
 
 
 @pytest.mark.slow

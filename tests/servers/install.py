@@ -36,6 +36,9 @@ TORCHTITAN = (  # without what it wants for Hugging Face's datasets, which its t
 )
 TRL = ("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19")
 DEEPSPEED = ("deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "ninja==1.13.2", "py-cpuinfo==9.0.0")
+KERAS = ("keras==3.15.1", "h5py==3.16.0", "namex==0.1.0", "optree==0.20.0")
+IGNITE = ("pytorch-ignite==0.5.5",)
+STABLE_BASELINES3 = ("stable-baselines3==2.9.2", "farama-notifications==0.0.6", "gymnasium==1.4.0")
 AXOLOTL = ("axolotl==0.19.0", "peft==0.21.2", "addict==2.4.0")  # the plugins; its other parts need GPUs
 
 LIGHTGBM = ("lightgbm==4.7.0",)
@@ -74,6 +77,9 @@ def main() -> int:
         install_beside("spacy", SPACY),
         install_beside("timm", TIMM),
         install_beside("xgboost", XGBOOST),
+        install_beside("keras", KERAS),
+        install_beside("ignite", IGNITE),
+        install_beside("stable-baselines3", STABLE_BASELINES3),
         install_prometheus(),
     )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why

@@ -242,19 +242,14 @@ class Committer:
         def join() -> Any:
             views = [NodeView.from_json(item) for item in brought]
             chosen = None if self._must_wait(views) else choose(views)
-            passed = ""
             if chosen is not None:
-                step, passed = self._steps.choose(chosen)
-                chosen = replace(chosen, step=step)
+                chosen = replace(chosen, step=self._steps.choose(chosen))
             offer = None if chosen is None else NodeView(offers=(chosen,)).to_json()["offers"][0]
-            return {"offer": offer, "passed": passed, "is_over": all(it.has_ended for it in views)}
+            return {"offer": offer, "is_over": all(it.has_ended for it in views)}
 
         with job_of(self.store).group.meeting("agent") as meeting:
             brought = meeting.gather(view.to_json())
             reply = meeting.tell(join)
-        if reply["passed"]:
-            self._pass_over([it for it in self._open(look) if it.name == reply["offer"]["name"]], reply["passed"])
-            return self._meet(had_ended)
         return (None if reply["offer"] is None else NodeOffer(**reply["offer"])), bool(reply["is_over"])
 
     def _must_wait(self, views: Iterable[NodeView]) -> bool:
@@ -320,8 +315,8 @@ class Committer:
         last = self._last
         if last is None:
             return found.is_exact and found.step is not None and found.step < self._last_step
-        if found.is_exact and last.is_exact and found.step is not None:
-            return found.step < self._last_step
+        if found.is_exact and last.is_exact and found.step is not None and last.step is not None:
+            return found.step < last.step
         return found.written_at_seconds < last.written_at_seconds
 
     def _hold(self, found: Found | None, stack: ExitStack) -> Held | None:
@@ -380,8 +375,10 @@ class Committer:
             return
         entries = self.store.entries()
         latest = next((entry.checkpoint for entry in entries if entry.is_latest), None)
+        is_counted = self._steps.is_counted(entries)
         for found in due:
-            alike = [it for it in entries if it.checkpoint.step == found.step or not found.is_exact]
+            is_exact = found.is_exact and not is_counted
+            alike = [it for it in entries if it.checkpoint.step == found.step or not is_exact]
             for entry in reversed(alike):
                 if self._steps.name_of(entry.checkpoint) == found.name and same(self.folder, found, entry.checkpoint):
                     self._settled[found.name] = _Settled(found.fingerprint)
@@ -396,7 +393,7 @@ class Committer:
                 for found in self._open(look)
                 if found.name in self._suspects
                 and (not found.is_exact or (found.step or 0) < latest.step)
-                and found.written_at_seconds <= (known_at if found.is_exact else written_at)
+                and found.written_at_seconds <= (known_at if found.is_exact and not is_counted else written_at)
             ]
             if older:
                 reason = f"the store has the newer step {latest.step}"

@@ -194,7 +194,7 @@ class FolderRestored(Event):
             return f"step {self.step} is not restored: {self.why_not}"
         text = f"step {self.step} is restored as {self.name}: {show_size(self.fetched_bytes)} fetched"
         if self.best is not None:
-            text += f", and {self.best}, the best"
+            text += f", and {self.best} with it"
         if self.moved_aside:
             text += f"; moved aside: {', '.join(self.moved_aside)}"
         return text + "".join(f"; passed over: {why}" for why in self.skipped)

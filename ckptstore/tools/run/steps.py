@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from ckptstore.catalogue import Catalogue
+from ckptstore.catalogue import Catalogue, Entry
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import CkptstoreError
 from ckptstore.tools.run.folders import Found, Home, home_of
@@ -35,8 +35,8 @@ class Steps:
         home = self.home_of(checkpoint)
         return None if home is None else home.name
 
-    def choose(self, offer: NodeOffer) -> tuple[int, str]:
-        """Return the step for an offer, and "" or the reason why it cannot have one.
+    def choose(self, offer: NodeOffer) -> int:
+        """Return the step for an offer.
 
         What is said for certain counts, unless another name has that step. A guess counts if it is above all others, or
         if the step belongs to that very name and other names have other numbers. Else the store counts on.
@@ -44,14 +44,19 @@ class Steps:
         entries = self._store.entries()
         highest = max((entry.checkpoint.step for entry in entries), default=-1)
         holder = next((entry for entry in reversed(entries) if entry.checkpoint.step == offer.step), None)
-        holder_name = self.name_of(holder.checkpoint) if holder else None
-        if offer.step is not None and (holder is None or holder_name == offer.name):
-            if offer.is_exact or offer.step > highest or (holder is not None and offer.is_numbered):
-                return offer.step, ""
-        elif offer.step is not None and offer.is_exact:
-            held = holder_name or "a checkpoint that came from no folder"
-            return offer.step, f"step {offer.step} is in the store as {held}, and another name never replaces it"
-        return highest + 1, ""
+        if offer.step is None:
+            return highest + 1
+        if holder is None:
+            is_right = offer.is_exact or offer.step > highest
+        else:
+            is_right = self.name_of(holder.checkpoint) == offer.name and (offer.is_exact or offer.is_numbered)
+        return offer.step if is_right else highest + 1
+
+    def is_counted(self, entries: Sequence[Entry]) -> bool:
+        """Return True if the latest one has another step than its name says."""
+        newest = next((entry.checkpoint for entry in entries if entry.is_latest), None)
+        home = None if newest is None else self.home_of(newest)
+        return home is not None and newest is not None and home.step != newest.step
 
 
 def grows(found: Iterable[Found]) -> bool:

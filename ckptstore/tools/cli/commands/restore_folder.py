@@ -56,5 +56,5 @@ def report_lines(report: RestoreReport | None) -> list[str]:
     if not report.is_restored:
         return [*lines, f"step {report.step} is not restored: {report.why_not}"]
     sizes = f"{report.fetched_bytes:,} bytes fetched, {report.kept_bytes:,} were there"
-    name = report.name if report.best is None else f"{report.name}, with the best, {report.best}"
+    name = report.name if report.best is None else f"{report.name}, with {report.best}"
     return [*lines, f"step {report.step} is restored as {name}: {sizes}"]

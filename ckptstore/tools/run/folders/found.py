@@ -68,6 +68,7 @@ class Found:
         }
         fields = {"name": self.name, "shape": self.shape, "is_directory": self.is_directory, "beside": beside}
         fields |= {"fingerprint": self.fingerprint, "path": str(folder), "written_at": self.written_at_seconds}
+        fields["step"] = self.step if self.is_exact else None
         return {METADATA_KEY: fields}
 
 
@@ -82,6 +83,8 @@ class Home:
     fingerprint: str
     written_at_seconds: float | None
     """The time of the last change of its files, since the epoch by the clock of their file system; None if unknown."""
+    step: int | None
+    """The step that its name or a file said for certain: the store may have counted on. None if nothing said it."""
 
     @property
     def parent(self) -> str:
@@ -127,10 +130,11 @@ def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
         }
         name, is_directory = check_user_name(fields["name"]), fields["is_directory"] is True
         written_at = check_seconds(fields["written_at"]) if "written_at" in fields else None
-        home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"], written_at)
+        said = fields.get("step", step)
+        home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"], written_at, said)
         texts = [home.shape, home.fingerprint]
         texts += [text for it in beside.values() for text in (it.text, it.data, it.link, it.copy) if text]
-        if not all(isinstance(text, str) for text in texts):
+        if not all(isinstance(text, str) for text in texts) or not isinstance(said, int | None):
             raise TypeError
         for it in beside.values():
             b64decode(it.data or "", validate=True)

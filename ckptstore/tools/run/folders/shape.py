@@ -50,7 +50,7 @@ class Shape:
     is_rewritten: bool = False
     """True if one name gets one state after the other, so that each of them is a checkpoint."""
     marker: str | None = None
-    """The file in the directory that is written last."""
+    """The file in the directory, or beside the file, that is written last."""
     marker_key: str | None = None
     """The key of the marker, a JSON object, whose value is the step."""
     marker_if: str | None = None
@@ -75,7 +75,7 @@ class Shape:
     duplicates: str | None = None
     """Files that may be copies of the newest one, by the step in them."""
     together: str | None = None
-    """Files beside it that belong to it if they have the same `step`."""
+    """Files beside it that belong to it; with a group `step` those of the same step."""
     same: tuple[str, ...] = ()
     """The names of files beside it that may be other names or copies of it."""
     beside: tuple[str, ...] = ()
@@ -123,6 +123,7 @@ _REGULAR = (
     "ranked_if",
     "counted_by_rank",
     "duplicates",
+    "together",
 )
 _TYPES: Mapping[str, tuple[type, ...]] = {
     item.name: (bool,) if item.type == "bool" else (tuple,) if str(item.type).startswith("tuple") else (str,)
@@ -137,8 +138,6 @@ def _expressions(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield name, values[name], ""
     if "ranked_by" in values:
         yield "ranked_by", values["ranked_by"], "one"
-    if "together" in values:
-        yield "together", values["together"], "step"
     for text in values.get("step", ()):
         if text.startswith("name:"):
             yield "step", text.removeprefix("name:"), "one"

@@ -296,9 +296,14 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
         if shape.together is not None:
             others = sight.snapshot.beside(name)
             members |= {_next_to(name, other) for other in others if _is_together(shape.together, other, step)}
+        if shape.marker is not None and (marker := _next_to(name, shape.marker)) in sight.snapshot.files:
+            members.add(marker)
         taken |= members
         files = {member.rpartition("/")[2]: sight.snapshot.files[member] for member in sorted(members)}
         lacks, is_evident = sight.ends_among({file: f"{parent}/{file}" if parent else file for file in files})
+        if shape.marker is not None:
+            behind = outdated(shape.marker, files.get(shape.marker), files)
+            lacks = lacks or (behind if shape.marker in files else f"{shape.marker} is not there yet")
         yield Prospect(
             name=name,
             shape=shape.name,
@@ -315,7 +320,9 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
 
 def _is_together(pattern: str, file: str, step: int | None) -> bool:
     match = re.fullmatch(pattern, file)
-    return match is not None and step is not None and match["step"].isdecimal() and int(match["step"]) == step
+    if match is None or "step" not in match.groupdict():
+        return match is not None
+    return step is not None and match["step"].isdecimal() and int(match["step"]) == step
 
 
 def _copies_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:

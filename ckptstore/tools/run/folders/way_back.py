@@ -30,6 +30,8 @@ from ckptstore.tools.run.folders.folder import Folder, candidates_of, has_digest
 from ckptstore.tools.run.folders.found import TRAINER_STATE, Found, Home, home_of
 from ckptstore.tools.run.folders.shape import shape_named
 
+_NEAR = 16
+"""The number of checkpoints among which one that says its step is looked for: each is a read of a manifest."""
 _TRAINER_NAME = re.compile(r"checkpoint-\d+")
 _OF_A_RANK = re.compile(r"(?:rng_state|(?:bf16_)?zero_pp_rank)_(\d+)(?:\.pth|_.*optim_states\.pt)$")
 
@@ -53,7 +55,7 @@ class RestoreReport:
     skipped: tuple[str, ...] = ()
     """Newer checkpoints of the store that are damaged or did not come from a folder, in words."""
     best: str | None = None
-    """The name of the checkpoint that the restored one calls the best, if that lies in the folder now too."""
+    """The name of another one that came along: the restored one calls it the best, or it is newer and says no step."""
 
 
 @dataclass(slots=True)
@@ -95,13 +97,17 @@ def _restore_first(
     folder: Folder, checkpoints: Sequence[Checkpoint], keeps_newer: bool, only_newer: str | None
 ) -> RestoreReport | None:
     skipped: list[str] = []
-    for checkpoint in checkpoints:
+    for number, checkpoint in enumerate(checkpoints, 1):
         try:
             home = _home(checkpoint)
             if home is None:
                 skipped.append(f"step {checkpoint.step} did not come from a folder")
                 continue
             report = _restore(folder, checkpoint, home, (keeps_newer, only_newer), tuple(skipped))
+            if home.step is None:
+                report = _with_numbered(
+                    folder, checkpoints[number : number + _NEAR], home, (keeps_newer, only_newer), report
+                )
             return _with_best(folder, checkpoints, home, report) if report.is_restored else report
         except CkptstoreError as error:
             if not isinstance(error, CheckpointDamaged | CheckpointGone | FileMissing):
@@ -152,7 +158,7 @@ def same(folder: Folder, found: Found, checkpoint: Checkpoint) -> bool:
     """Return True if a checkpoint of the store is this one of the folder: by name, and by fingerprint or else by the
     bytes of every file."""
     home = _home(checkpoint)
-    if home is None or home.name != found.name or (found.is_exact and checkpoint.step != found.step):
+    if home is None or home.name != found.name or (found.is_exact and home.step != found.step):
         return False
     if found.fingerprint in (home.fingerprint, folder.restored().get(found.name)):
         return True
@@ -183,9 +189,9 @@ def _restore(
             folder.move_aside(home.name, aside)
             done.moved_aside.append(f"{home.name} → {aside}")
         _bring(folder, checkpoint, home, done)
-    step, name = (stays.step or 0, stays.name) if stays else (checkpoint.step, home.name)
+    step, name = (stays.step, stays.name) if stays else (home.step, home.name)
     for candidate in local:
-        if candidate.name != name and _is_preferred(folder, candidate, step):
+        if candidate.name != name and _is_preferred(folder, candidate, checkpoint.step if step is None else step):
             _move_aside(folder, candidate, done)
     parent, beside = (stays.parent, stays.beside) if stays else (home.parent, home.beside)
     for other, it in beside.items():
@@ -198,6 +204,35 @@ def _restore(
         moved_aside=tuple(done.moved_aside),
         **fields,
     )
+
+
+def _with_numbered(
+    folder: Folder,
+    checkpoints: Sequence[Checkpoint],
+    home: Home,
+    keeps: tuple[bool, str | None],
+    report: RestoreReport,
+) -> RestoreReport:
+    """Bring the newest one near that says its step too: beside `best.keras`, which says none, the framework goes on
+    from `weights.07.keras`."""
+    skipped = report.skipped
+    for checkpoint in checkpoints:
+        try:
+            lay = _home(checkpoint)
+            if lay is None or lay.step is None or lay.parent != home.parent:
+                continue
+            numbered = _restore(folder, checkpoint, lay, keeps, skipped)
+        except (CheckpointDamaged, CheckpointGone, FileMissing) as error:
+            skipped = (*skipped, f"step {checkpoint.step}: {error}")
+            continue
+        return replace(
+            numbered,
+            fetched_bytes=report.fetched_bytes + numbered.fetched_bytes,
+            kept_bytes=report.kept_bytes + numbered.kept_bytes,
+            moved_aside=(*report.moved_aside, *numbered.moved_aside),
+            best=report.name if report.is_restored else None,
+        )
+    return replace(report, skipped=skipped)
 
 
 def _with_best(folder: Folder, checkpoints: Sequence[Checkpoint], home: Home, report: RestoreReport) -> RestoreReport:
@@ -235,7 +270,8 @@ def _staying(
     folder: Folder, local: Sequence[Prospect], checkpoint: Checkpoint, home: Home
 ) -> tuple[Prospect | None, str | None]:
     """Return what of the folder the job is to go on from in place of the checkpoint, and why."""
-    newer = [it for it in local if it.step is not None and it.step > checkpoint.step and folder.is_whole(it)]
+    step = checkpoint.step if home.step is None else home.step
+    newer = [it for it in local if it.step is not None and it.step > step and folder.is_whole(it)]
     if newer:
         newest = max(newer, key=lambda it: it.step or 0)
         return newest, f"{newest.name} in the folder is newer"

@@ -14,6 +14,7 @@ from pathlib import Path
 ZIP_NAMES = (".pt", ".pth", ".ckpt", ".bin", ".zip", ".keras", ".npz", ".tar")
 """Names of what torch.save and others write: a zip file, whose directory is its end."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+_MAX_JSON_BYTES = 1 << 20
 _MAX_PICKLE_BYTES = 64 << 20
 
 
@@ -37,7 +38,17 @@ def ends(path: Path) -> tuple[str | None, bool]:
             return _ends_array(file.read(1 << 16), size_bytes)
         elif head[:8] == b"\x89HDF\r\n\x1a\n":
             return _shown(_torn_hdf5(head, size_bytes))
+        elif path.suffix == ".json" and head[:1] in (b"{", b"[") and size_bytes <= _MAX_JSON_BYTES:
+            return None, _is_json(path)
     return None, False
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return True
 
 
 def _shown(why: str | None) -> tuple[str | None, bool]:
