@@ -170,6 +170,20 @@ def test_the_best_of_a_trainer_comes_too(store: CheckpointStore, tmp_path: Path)
     assert tree_of(tmp_path / "third") == newest
 
 
+@pytest.mark.parametrize("has_path", [True, False])
+def test_a_tracker_leads_to_what_was_restored(store: CheckpointStore, tmp_path: Path, has_path: bool) -> None:
+    """When a checkpoint is looked at, its tracker may lead to the next one. Some write the whole path into it."""
+    out, new = tmp_path / "out", tmp_path / "new"
+    write(out, {f"epoch_{step}.pth": zipped(step, "a") for step in (1, 2)})
+    write(out, {"last_checkpoint": os.fsencode(out / "epoch_2.pth" if has_path else "epoch_2.pth")})
+    assert save_all(store, Folder(out)) == [1, 2]
+    restored(store, new, step=1)
+    assert tree_of(new) == {
+        "epoch_1.pth": zipped(1, "a"),
+        "last_checkpoint": os.fsencode(new / "epoch_1.pth" if has_path else "epoch_1.pth"),
+    }
+
+
 def test_what_is_finished_and_newer_stays(store: CheckpointStore, tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(out, deepspeed(8))

@@ -36,6 +36,13 @@ TORCHTITAN = (  # without what it wants for Hugging Face's datasets, which its t
 )
 TRL = ("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19")
 DEEPSPEED = ("deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "ninja==1.13.2", "py-cpuinfo==9.0.0")
+MMENGINE = (
+    "mmengine-lite==0.10.7",
+    "addict==2.4.0",
+    "opencv-python-headless==5.0.0.93",
+    "termcolor==3.3.0",
+    "yapf==0.43.0",
+)
 AXOLOTL = ("axolotl==0.19.0", "peft==0.21.2", "addict==2.4.0")  # the plugins; its other parts need GPUs
 
 
@@ -49,6 +56,7 @@ def main() -> int:
         install_beside("trl", TRL),
         install_beside("deepspeed", DEEPSPEED),
         install_beside("axolotl", AXOLOTL),
+        install_beside("mmengine", MMENGINE),
         install_prometheus(),
     )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why

@@ -81,6 +81,8 @@ class Home:
     fingerprint: str
     written_at_seconds: float | None
     """The time of the last change of its files, since the epoch by the clock of their file system; None if unknown."""
+    folder: Path | None
+    """The folder in which it lay, None if unknown."""
 
     @property
     def parent(self) -> str:
@@ -123,7 +125,7 @@ def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
         beside = {check_user_name(name): Beside(it.get("text"), it.get("link"), it.get("copy")) for name, it in items}
         name, is_directory = check_user_name(fields["name"]), fields["is_directory"] is True
         written_at = check_seconds(fields["written_at"]) if "written_at" in fields else None
-        home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"], written_at)
+        home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"], written_at, folder_of(metadata))
         texts = [home.shape, home.fingerprint]
         texts += [text for it in beside.values() for text in (it.text, it.link, it.copy) if text]
         if not all(isinstance(text, str) for text in texts):

@@ -294,7 +294,12 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
             is_directory=False,
             files=files,
             lacks=lacks,
-            beside={**_links_to(sight, name), **_copies_of(shape, sight, name), **_small(shape, sight, name)},
+            beside={
+                **_links_to(sight, name),
+                **_copies_of(shape, sight, name),
+                **_tracker_of(shape, sight, name),
+                **_small(shape, sight, name),
+            },
             is_certain=is_evident and not (copy_is_behind and step == newest),
             metrics=shape.metrics,
             is_rewritten=shape.is_rewritten or step is None,
@@ -315,6 +320,14 @@ def _copies_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
         if other is not None and (other.inode == sign.inode or other.size_bytes == sign.size_bytes == 0):
             found[file] = Beside(copy=name.rpartition("/")[2])
     return found
+
+
+def _tracker_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
+    """Return the tracker beside a file, with the path that it has, as it leads to this one: by now it may lead on."""
+    text = sight.text(_next_to(name, shape.tracker)) if shape.tracker is not None else None
+    if shape.tracker is None or text is None:
+        return {}
+    return {shape.tracker: Beside(text="".join(text.strip().rpartition("/")[:2]) + name.rpartition("/")[2])}
 
 
 def _patterns(sight: Sight, claimed: set[str]) -> Iterator[Prospect]:

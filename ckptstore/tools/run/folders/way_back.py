@@ -188,7 +188,7 @@ def _restore(
             _move_aside(folder, candidate, done)
     parent, beside = (stays.parent, stays.beside) if stays else (home.parent, home.beside)
     for other, it in beside.items():
-        _point(folder, folder.path / parent / other, it)
+        _point(folder, folder.path / parent / other, it if stays else _moved(it, home.folder, folder.path))
     return RestoreReport(
         is_restored=stays is None,
         why_not=why_not,
@@ -345,6 +345,13 @@ def _move_aside(folder: Folder, candidate: Prospect, done: _Fetched) -> None:
     for name in [candidate.name] if candidate.is_directory else [candidate.path_of(file) for file in candidate.files]:
         folder.move_aside(name, aside)
     done.moved_aside.append(f"{candidate.name} → {aside}")
+
+
+def _moved(beside: Beside, before: Path | None, now: Path) -> Beside:
+    """Return a tracker that leads into another folder now, if it has a whole path."""
+    if before is None or beside.text is None or not beside.text.startswith(f"{before}/"):
+        return beside
+    return Beside(text=str(now) + beside.text.removeprefix(str(before)))
 
 
 def _point(folder: Folder, path: Path, beside: Beside) -> None:
