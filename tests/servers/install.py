@@ -36,6 +36,15 @@ TORCHTITAN = (  # without what it wants for Hugging Face's datasets, which its t
 )
 TRL = ("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19")
 DEEPSPEED = ("deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "ninja==1.13.2", "py-cpuinfo==9.0.0")
+COQUI = ("coqui-tts-trainer==0.4.0", "coqpit-config==0.2.5", "tensorboard==2.21.0")
+FVCORE = (
+    "fvcore==0.1.5.post20221221",
+    "iopath==0.1.10",
+    "portalocker==4.4.2",
+    "tabulate==0.10.0",
+    "termcolor==3.3.0",
+    "yacs==0.1.8",
+)
 MMENGINE = (
     "mmengine-lite==0.10.7",
     "addict==2.4.0",
@@ -56,6 +65,8 @@ def main() -> int:
         install_beside("trl", TRL),
         install_beside("deepspeed", DEEPSPEED),
         install_beside("axolotl", AXOLOTL),
+        install_beside("coqui", COQUI),
+        install_beside("fvcore", FVCORE),
         install_beside("mmengine", MMENGINE),
         install_prometheus(),
     )

@@ -29,6 +29,7 @@ def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
             claimed.add(candidate.name)
             if not candidate.is_directory:
                 claimed.update(candidate.path_of(file) for file in candidate.files)
+                claimed.update(candidate.path_of(file) for file, it in candidate.beside.items() if it.copy)
 
     claim(_patterns(sight, claimed))
     names = [name for name, sign in sight.snapshot.files.items() if sign.link is None]
@@ -312,14 +313,9 @@ def _is_together(pattern: str, file: str, step: int | None) -> bool:
 
 
 def _copies_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
-    """Return the files beside a checkpoint that are other names of it: the same inode, or written right after it."""
-    sign = sight.snapshot.files[name]
-    found = {}
-    for file in shape.same:
-        other = sight.snapshot.files.get(_next_to(name, file))
-        if other is not None and (other.inode == sign.inode or other.size_bytes == sign.size_bytes == 0):
-            found[file] = Beside(copy=name.rpartition("/")[2])
-    return found
+    """Return the files beside a checkpoint that are other names or copies of it."""
+    copies = [file for file in shape.same if sight.is_copy(name, _next_to(name, file))]
+    return {file: Beside(copy=name.rpartition("/")[2]) for file in copies}
 
 
 def _tracker_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:

@@ -360,7 +360,7 @@ def _point(folder: Folder, path: Path, beside: Beside) -> None:
     if beside.link is not None:
         partial.symlink_to(beside.link)
     elif beside.copy is not None:
-        _copied_or_linked(path.parent / beside.copy, partial)
+        shutil.copyfile(path.parent / beside.copy, partial)  # a trainer may write into one of them
     else:
         partial.write_text(beside.text or "", encoding="utf-8")
     partial.replace(path)
