@@ -37,6 +37,7 @@ class Case:
 CASES = {
     "accelerate": Case("accelerate_loop"),
     "nanogpt-like": Case("one_file"),
+    "composer": Case("composer_autoresume", needs="composer"),
     "coqui": Case("coqui_trainer", needs="coqui"),
     "fvcore": Case("fvcore_periodic", needs="fvcore"),
     "mmengine": Case("mmengine_runner", needs="mmengine", variables={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}),

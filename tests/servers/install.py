@@ -37,6 +37,28 @@ TORCHTITAN = (  # without what it wants for Hugging Face's datasets, which its t
 TRL = ("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19")
 DEEPSPEED = ("deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "ninja==1.13.2", "py-cpuinfo==9.0.0")
 COQUI = ("coqui-tts-trainer==0.4.0", "coqpit-config==0.2.5", "tensorboard==2.21.0")
+COMPOSER = (  # most of these are for mcli, which it imports
+    "argcomplete==3.7.2",
+    "arrow==1.4.0",
+    "backoff==2.2.1",
+    "coolname==5.0.0",
+    "gql==3.5.3",
+    "graphql-core==3.2.14",
+    "mosaicml==0.32.1",
+    "mosaicml-cli==0.7.5",
+    "prompt_toolkit==3.0.53",
+    "py-cpuinfo==9.0.0",
+    "pytorch-ranger==0.1.1",
+    "questionary==2.0.1",
+    "ruamel.yaml==0.19.1",
+    "tabulate==0.10.0",
+    "termcolor==3.3.0",
+    "torch_optimizer==0.3.0",
+    "torchvision==0.28.0",  # what is Python of it: see tests/run/trainers/without_operators.py
+    "validators==0.36.0",
+    "wcwidth==0.9.4",
+    "websockets==17.4",
+)
 FVCORE = (
     "fvcore==0.1.5.post20221221",
     "iopath==0.1.10",
@@ -65,6 +87,7 @@ def main() -> int:
         install_beside("trl", TRL),
         install_beside("deepspeed", DEEPSPEED),
         install_beside("axolotl", AXOLOTL),
+        install_beside("composer", COMPOSER),
         install_beside("coqui", COQUI),
         install_beside("fvcore", FVCORE),
         install_beside("mmengine", MMENGINE),
