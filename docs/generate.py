@@ -90,7 +90,7 @@ def shape_rules() -> str:
     for it in known_shapes():
         known = f"{'directory' if it.directory else 'file'} `{it.directory or it.file}`"
         step = ", ".join(f"`{text}`" for text in it.step) or "`step` in the name"
-        ends = [f"`{name}`" for name in (it.marker, it.tracker, it.each_rank) if name]
+        ends = [f"`{name}`" for name in (it.marker, it.tracker, it.each_rank) if name and it.directory]
         quiet = "its own format" if it.file else "the quiet time"
         more = [f"`{name}`" for name in (it.tracker, *it.same, *it.beside) if name]
         rows.append([f"`{it.name}`", it.project, known, step, " and ".join(ends) or quiet, ", ".join(more)])

@@ -41,6 +41,7 @@ CASES = {
     "coqui": Case("coqui_trainer", needs="coqui"),
     "fvcore": Case("fvcore_periodic", needs="fvcore"),
     "mmengine": Case("mmengine_runner", needs="mmengine", variables={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}),
+    "ultralytics": Case("yolo_resume", needs="ultralytics", variables={"YOLO_OFFLINE": "1", "YOLO_AUTOINSTALL": "0"}),
 }
 
 

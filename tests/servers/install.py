@@ -75,6 +75,14 @@ MMENGINE = (
     "yapf==0.43.0",
 )
 AXOLOTL = ("axolotl==0.19.0", "peft==0.21.2", "addict==2.4.0")  # the plugins; its other parts need GPUs
+ULTRALYTICS = (
+    "ultralytics==8.4.190",
+    "opencv-python-headless==5.0.0.93",
+    "polars==2.1.0",
+    "polars-runtime-32==2.1.0",
+    "torchvision==0.28.0",
+    "ultralytics-thop==2.2.3",
+)
 
 
 def main() -> int:
@@ -91,6 +99,7 @@ def main() -> int:
         install_beside("coqui", COQUI),
         install_beside("fvcore", FVCORE),
         install_beside("mmengine", MMENGINE),
+        install_beside("ultralytics", ULTRALYTICS),
         install_prometheus(),
     )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why
