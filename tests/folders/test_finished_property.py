@@ -29,13 +29,11 @@ RULES = Rules(patterns=("mine_*", "quiet_*.bin"), marker=None, quiet_seconds=QUI
 MARKED = Rules(patterns=("mine_*",), marker="DONE", quiet_seconds=QUIET_SECONDS)
 
 
-def zipped(step: int, text: str) -> bytes:
+def zipped(step: int, text: str, key: str = "global_step") -> bytes:
     """Bytes in the form of torch.save."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(
-            zipfile.ZipInfo("archive/data.pkl"), pickle.dumps({"global_step": step, "text": text}, protocol=2)
-        )
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), pickle.dumps({key: step, "text": text}, protocol=2))
     return buffer.getvalue()
 
 

@@ -139,6 +139,12 @@ def test_what_the_store_has_left_behind_is_not_asked_for_at_the_end(tmp_path: Pa
         assert (outcome.has_last, list(outcome.passed)) == (True, ["mine_1.pt"])
 
 
+def test_torchtune_writes_its_own_format_too(tmp_path: Path) -> None:
+    (tmp_path / "epoch_0").mkdir()
+    (tmp_path / "epoch_0/model-00001-of-00001.bin").write_bytes(zipped(1, ""))
+    assert set(Folder(tmp_path, Rules()).look(JOB).unfinished) == {"epoch_0"}
+
+
 def test_a_whole_file_that_is_still_open_is_not_finished(tmp_path: Path) -> None:
     (tmp_path / "mine_1.pt").write_bytes(zipped(1, ""))
     folder = Folder(tmp_path, Rules(patterns=("mine_*",)))

@@ -97,6 +97,7 @@ def deepspeed(step: int, text: str = "a") -> dict[str, bytes | Path]:
     }
 
 
+FINAL = zipped(6, "w", key="iteration")
 LOGS = "lightning_logs/version_0/checkpoints"
 TREES: dict[str, tuple[int, Tree]] = {
     "transformers": (7, trainer(7)),
@@ -110,6 +111,12 @@ TREES: dict[str, tuple[int, Tree]] = {
         {f"{LOGS}/epoch=1-step=6.ckpt": zipped(6, "w"), f"{LOGS}/last.ckpt": Path("epoch=1-step=6.ckpt")},
     ),
     "lightning, last a copy": (6, {"epoch=1-step=6.ckpt": zipped(6, "w"), "last.ckpt": zipped(6, "w")}),
+    "detectron2, the end alone": (6, {"model_final.pth": FINAL, "last_checkpoint": b"model_final.pth"}),
+    "detectron2, the end twice": (
+        6,
+        {"model_0000006.pth": FINAL, "model_final.pth": FINAL, "last_checkpoint": b"model_0000006.pth"},
+    ),
+    "fairseq, last a copy": (6, {"checkpoint_2_6.pt": zipped(6, "w"), "checkpoint_last.pt": zipped(6, "w")}),
     "pattern, a file": (4, {"mine_4.npz": b"n", "mine_4.npz.ok": b"yes"}),
 }
 
@@ -169,6 +176,30 @@ def test_the_best_of_a_trainer_comes_too(store: CheckpointStore, tmp_path: Path)
     assert (again.best, again.is_restored) == (None, True)
     assert "the best one, step 7" in again.skipped[0]
     assert tree_of(tmp_path / "third") == newest
+
+
+@pytest.mark.parametrize("has_path", [True, False])
+def test_a_tracker_leads_to_what_was_restored(store: CheckpointStore, tmp_path: Path, has_path: bool) -> None:
+    """When a checkpoint is looked at, its tracker may lead to the next one. Some write the whole path into it."""
+    out, new = tmp_path / "out", tmp_path / "new"
+    write(out, {f"epoch_{step}.pth": zipped(step, "a") for step in (1, 2)})
+    write(out, {"last_checkpoint": os.fsencode(out / "epoch_2.pth" if has_path else "epoch_2.pth")})
+    assert save_all(store, Folder(out)) == [1, 2]
+    restored(store, new, step=1)
+    assert tree_of(new) == {
+        "epoch_1.pth": zipped(1, "a"),
+        "last_checkpoint": os.fsencode(new / "epoch_1.pth" if has_path else "epoch_1.pth"),
+    }
+
+
+def test_a_copy_that_was_restored_can_be_written_into(store: CheckpointStore, tmp_path: Path) -> None:
+    """fairseq and Coqui write the next state into it."""
+    _, tree = TREES["fairseq, last a copy"]
+    write(tmp_path / "out", {**tree, "checkpoint_best.pt": zipped(6, "W")})
+    save_all(store, Folder(tmp_path / "out"))
+    restored(store, tmp_path / "new")
+    write(tmp_path / "new", {"checkpoint_last.pt": zipped(7, "w")})
+    assert tree_of(tmp_path / "new") == {**tree, "checkpoint_last.pt": zipped(7, "w")}
 
 
 def test_what_is_finished_and_newer_stays(store: CheckpointStore, tmp_path: Path) -> None:

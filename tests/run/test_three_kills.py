@@ -66,6 +66,11 @@ CASES = {
     "ignite-best": Case("ignite_engine", "ignite", mode="best"),
     "stable-baselines3": Case("sb3_ppo", "stable-baselines3"),
     "imagenet-ddp": Case("ddp_imagenet", num_processes=2),
+    "composer": Case("composer_autoresume", needs="composer"),
+    "coqui": Case("coqui_trainer", needs="coqui"),
+    "fvcore": Case("fvcore_periodic", needs="fvcore"),
+    "mmengine": Case("mmengine_runner", needs="mmengine", variables={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}),
+    "ultralytics": Case("yolo_resume", needs="ultralytics", variables={"YOLO_OFFLINE": "1", "YOLO_AUTOINSTALL": "0"}),
 }
 
 

@@ -39,7 +39,53 @@ DEEPSPEED = ("deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "ninja==1.13.
 KERAS = ("keras==3.15.1", "h5py==3.16.0", "namex==0.1.0", "optree==0.20.0")
 IGNITE = ("pytorch-ignite==0.5.5",)
 STABLE_BASELINES3 = ("stable-baselines3==2.9.2", "farama-notifications==0.0.6", "gymnasium==1.4.0")
+COQUI = ("coqui-tts-trainer==0.4.0", "coqpit-config==0.2.5", "tensorboard==2.21.0")
+COMPOSER = (  # most of these are for mcli, which it imports
+    "argcomplete==3.7.2",
+    "arrow==1.4.0",
+    "backoff==2.2.1",
+    "coolname==5.0.0",
+    "gql==3.5.3",
+    "graphql-core==3.2.14",
+    "mosaicml==0.32.1",
+    "mosaicml-cli==0.7.5",
+    "prompt_toolkit==3.0.53",
+    "py-cpuinfo==9.0.0",
+    "pytorch-ranger==0.1.1",
+    "questionary==2.0.1",
+    "ruamel.yaml==0.19.1",
+    "tabulate==0.10.0",
+    "termcolor==3.3.0",
+    "torch_optimizer==0.3.0",
+    "torchvision==0.28.0",  # what is Python of it: see tests/run/trainers/without_operators.py
+    "validators==0.36.0",
+    "wcwidth==0.9.4",
+    "websockets==17.4",
+)
+FVCORE = (
+    "fvcore==0.1.5.post20221221",
+    "iopath==0.1.10",
+    "portalocker==4.4.2",
+    "tabulate==0.10.0",
+    "termcolor==3.3.0",
+    "yacs==0.1.8",
+)
+MMENGINE = (
+    "mmengine-lite==0.10.7",
+    "addict==2.4.0",
+    "opencv-python-headless==5.0.0.93",
+    "termcolor==3.3.0",
+    "yapf==0.43.0",
+)
 AXOLOTL = ("axolotl==0.19.0", "peft==0.21.2", "addict==2.4.0")  # the plugins; its other parts need GPUs
+ULTRALYTICS = (
+    "ultralytics==8.4.190",
+    "opencv-python-headless==5.0.0.93",
+    "polars==2.1.0",
+    "polars-runtime-32==2.1.0",
+    "torchvision==0.28.0",
+    "ultralytics-thop==2.2.3",
+)
 
 LIGHTGBM = ("lightgbm==4.7.0",)
 SPACY = (
@@ -80,6 +126,11 @@ def main() -> int:
         install_beside("keras", KERAS),
         install_beside("ignite", IGNITE),
         install_beside("stable-baselines3", STABLE_BASELINES3),
+        install_beside("composer", COMPOSER),
+        install_beside("coqui", COQUI),
+        install_beside("fvcore", FVCORE),
+        install_beside("mmengine", MMENGINE),
+        install_beside("ultralytics", ULTRALYTICS),
         install_prometheus(),
     )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why

@@ -122,10 +122,10 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
                 best.to_directory(partial_path).rename(path)
             return True
 
-        is_there = _exchanged(lambda: bring(_rank() == 0))
-        if all(is_there):  # rank 0's disk may be that of all
-            is_there = _exchanged(lambda: bring(args.local_process_index == 0))
-        if all(is_there):
+        has_best = _exchanged(lambda: bring(_rank() == 0))
+        if all(has_best):  # rank 0's disk may be that of all
+            has_best = _exchanged(lambda: bring(args.local_process_index == 0))
+        if all(has_best):
             state.best_model_checkpoint = str(path)
         elif _rank() == 0:
             logger.warning(

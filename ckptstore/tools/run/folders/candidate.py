@@ -14,7 +14,7 @@ from ckptstore.errors import InvalidInput, InvalidName
 from ckptstore.format.layout import check_name, check_user_name
 from ckptstore.tools.run.folders.shape import Shape
 from ckptstore.tools.run.folders.snapshot import FolderSnapshot, Sign
-from ckptstore.tools.run.folders.whole import ends, number_in
+from ckptstore.tools.run.folders.whole import checksums, ends, number_in
 
 T = TypeVar("T")
 
@@ -184,6 +184,10 @@ class MarkerReader:
         """See `ckptstore.tools.run.folders.whole.number_in`."""
         return self._once(key, name, sign, lambda path: number_in(path, key))
 
+    def checksums(self, name: str, sign: Sign) -> str | None:
+        """See `ckptstore.tools.run.folders.whole.checksums`."""
+        return self._once("checksums", name, sign, checksums)
+
     def forget(self, files: Mapping[str, Sign]) -> None:
         """Keep what is known of these files alone."""
         self._known = {key: value for key, value in self._known.items() if key[1] in files}
@@ -242,6 +246,16 @@ class Sight:
         """Return the integer under a key of what torch.save wrote."""
         sign = self._readable(name)
         return None if sign is None else self.contents.number(name, sign, key)
+
+    def is_copy(self, name: str, other: str) -> bool:
+        """Return True if a file is another name of one, or a copy: a zip file with the same checksums."""
+        signs = self._readable(name), self._readable(other)
+        if signs[0] is None or signs[1] is None or signs[0].size_bytes != signs[1].size_bytes:
+            return False
+        if signs[0].inode == signs[1].inode or signs[0].size_bytes == 0:
+            return True
+        found = self.contents.checksums(name, signs[0])
+        return found is not None and found == self.contents.checksums(other, signs[1])
 
     def _readable(self, name: str) -> Sign | None:
         """Return the sign of a regular file; None for anything else, which is never opened."""

@@ -85,6 +85,8 @@ class Home:
     """The time of the last change of its files, since the epoch by the clock of their file system; None if unknown."""
     step: int | None
     """The step that its name or a file said for certain: the store may have counted on. None if nothing said it."""
+    folder: Path | None
+    """The folder in which it lay, None if unknown."""
 
     @property
     def parent(self) -> str:
@@ -130,11 +132,12 @@ def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
         }
         name, is_directory = check_user_name(fields["name"]), fields["is_directory"] is True
         written_at = check_seconds(fields["written_at"]) if "written_at" in fields else None
-        said = fields.get("step", step)
-        home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"], written_at, said)
+        own_step = fields.get("step", step)
+        place = folder_of(metadata)
+        home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"], written_at, own_step, place)
         texts = [home.shape, home.fingerprint]
         texts += [text for it in beside.values() for text in (it.text, it.data, it.link, it.copy) if text]
-        if not all(isinstance(text, str) for text in texts) or not isinstance(said, int | None):
+        if not all(isinstance(text, str) for text in texts) or not isinstance(own_step, int | None):
             raise TypeError
         for it in beside.values():
             b64decode(it.data or "", validate=True)

@@ -230,11 +230,11 @@ def _small(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
     for file in _fitting(sight, name, (*shape.beside, *sight.rules.beside)):
         data = None if _why_left_out(sight, _next_to(name, file)) else sight.data(_next_to(name, file))
         if data is not None:
-            found[file] = _kept(data)
+            found[file] = _stored(data)
     return found
 
 
-def _kept(data: bytes) -> Beside:
+def _stored(data: bytes) -> Beside:
     try:
         return Beside(text=data.decode())
     except UnicodeDecodeError:
@@ -311,7 +311,12 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
             is_directory=False,
             files=files,
             lacks=lacks,
-            beside={**_links_to(sight, name), **second_names, **_small(shape, sight, name)},
+            beside={
+                **_links_to(sight, name),
+                **second_names,
+                **_tracker_of(shape, sight, name),
+                **_small(shape, sight, name),
+            },
             is_certain=is_evident and not (copy_is_behind and step == newest),
             metrics=shape.metrics,
             is_rewritten=shape.is_rewritten or step is None,
@@ -326,14 +331,18 @@ def _is_together(pattern: str, file: str, step: int | None) -> bool:
 
 
 def _copies_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
-    """Return the files beside a checkpoint that are other names of it: the same inode, or written right after it."""
-    sign, own = sight.snapshot.files[name], name.rpartition("/")[2]
-    found = {}
-    for file in set(shape.same) - {own}:
-        other = sight.snapshot.files.get(_next_to(name, file))
-        if other is not None and (other.inode == sign.inode or other.size_bytes == sign.size_bytes == 0):
-            found[file] = Beside(copy=own)
-    return found
+    """Return the files beside a checkpoint that are other names or copies of it."""
+    own = name.rpartition("/")[2]
+    copies = [file for file in shape.same if file != own and sight.is_copy(name, _next_to(name, file))]
+    return {file: Beside(copy=own) for file in copies}
+
+
+def _tracker_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
+    """Return the tracker beside a file, with the path that it has, as it leads to this one: by now it may lead on."""
+    text = sight.text(_next_to(name, shape.tracker)) if shape.tracker is not None else None
+    if shape.tracker is None or text is None:
+        return {}
+    return {shape.tracker: Beside(text="".join(text.strip().rpartition("/")[:2]) + name.rpartition("/")[2])}
 
 
 def _patterns(sight: Sight, claimed: set[str]) -> Iterator[Prospect]:

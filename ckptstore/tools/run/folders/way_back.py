@@ -195,7 +195,7 @@ def _restore(
             _move_aside(folder, candidate, done)
     parent, beside = (stays.parent, stays.beside) if stays else (home.parent, home.beside)
     for other, it in beside.items():
-        _point(folder, folder.path / parent / other, it)
+        _point(folder, folder.path / parent / other, it if stays else _moved(it, home.folder, folder.path))
     return RestoreReport(
         is_restored=stays is None,
         why_not=why_not,
@@ -384,13 +384,20 @@ def _move_aside(folder: Folder, candidate: Prospect, done: _Fetched) -> None:
     done.moved_aside.append(f"{candidate.name} → {aside}")
 
 
+def _moved(beside: Beside, before: Path | None, now: Path) -> Beside:
+    """Return a tracker that leads into another folder now, if it has a whole path."""
+    if before is None or beside.text is None or not beside.text.startswith(f"{before}/"):
+        return beside
+    return Beside(text=str(now) + beside.text.removeprefix(str(before)))
+
+
 def _point(folder: Folder, path: Path, beside: Beside) -> None:
     """Write a tracker, or make a link, at once."""
     partial = folder.new_near("restoring")
     if beside.link is not None:
         partial.symlink_to(beside.link)
     elif beside.copy is not None:
-        _copied_or_linked(path.parent / beside.copy, partial)
+        shutil.copyfile(path.parent / beside.copy, partial)  # a trainer may write into one of them
     else:
         partial.write_bytes((beside.text or "").encode() if beside.data is None else b64decode(beside.data))
     partial.replace(path)

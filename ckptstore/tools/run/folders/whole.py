@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import math
 import pickletools
@@ -112,6 +113,19 @@ def _torn_hdf5(head: bytes, size_bytes: int) -> str | None:
         return None
     wanted_bytes = int.from_bytes(head[at : at + 8], "little")
     return None if size_bytes >= wanted_bytes > 0 else f"has {size_bytes:,} of {wanted_bytes:,} bytes"
+
+
+def checksums(path: Path) -> str | None:
+    """Return the same text for zip files with the same contents, by their directories; None where a file does not say
+    it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return None
+    if not entries or any(size_bytes and not checksum for _, size_bytes, checksum in entries):
+        return None  # torch can be told to leave them out
+    return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
 def number_in(path: Path, key: str) -> int | None:
