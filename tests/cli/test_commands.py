@@ -346,6 +346,8 @@ def test_prune_applies_a_policy_and_says_why(run: Any, run_json: Any, store: Pat
     plan = run_json("prune", store, "--keep", "latest=1", "--dry-run")
     assert [(item["step"], item["keep"]) for item in plan["verdicts"]] == [(20, False), (30, True)]
     assert steps(store) == [20, 30]
+    assert run_json("prune", store, "--dry-run", "--keep", "latest=1", "best=1:loss:min")["verdicts"][0]["keep"]
+    assert run_json("prune", store, "--dry-run", "--keep=latest=1", "best=1:loss:min")["verdicts"][0]["keep"]
     assert "step 20 stays: one of the best 1 by loss (min)" in run("prune", store, "--keep", "best=1:loss:min").stdout
     assert "step 20 goes to the trash: no rule keeps it" in run("prune", store, "--keep", "latest=1").stdout
     assert steps(store) == [30]
@@ -410,6 +412,7 @@ def test_show_has_tensors_in_json(run_json: Any, tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as opened:
         opened.save(1, {"w": np.ones(1), "t": torch.ones(2, 3)})
     (found,) = run_json("show", tmp_path / "s", "--tensors")["tensors"]
+    assert run_json("show", "--tensors", f"{tmp_path / 's'}@latest")["tensors"] == [found]
     assert (found["key"], found["dtype"], found["shape"], found["size_bytes"]) == ("t", "float32", [2, 3], 24)
     assert "tensors" not in run_json("show", tmp_path / "s")
 

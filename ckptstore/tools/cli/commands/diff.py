@@ -44,14 +44,15 @@ class FileDifference:
 @click.command()
 @click.argument("a", type=TARGET)
 @click.argument("b", type=TARGET)
-@click.option("--values", is_flag=True, help="Read the tensors, and print by how much they differ.")
+@click.option("--values", is_flag=True, help="Read the tensors, and print the largest difference of each.")
 @storage_option
 @as_json
 def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Compare two checkpoints: files, tensors, metrics, metadata. A and B are TARGETs, of one store or of two.
+    """Compare two checkpoints: files, tensors, metrics, metadata.
 
-    Files and tensors are compared by size and digest. Tensors below 1 MiB share their digests with others, so they may
-    be read. Without --values a larger tensor without digests, or that was divided otherwise, is "unknown".
+    A and B are TARGETs of one store or of two. A delta is B minus A. Files and tensors are compared by size and digest.
+    Tensors below 1 MiB share their digests with others, so they may be read. A larger tensor is "unknown" if it has no
+    digests or was divided differently among the ranks; --values reads it.
     """
     with opened_checkpoint(a, storage_options) as first, opened_checkpoint(b, storage_options) as second:
         files = file_differences(first, second)

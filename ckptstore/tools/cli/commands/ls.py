@@ -36,23 +36,35 @@ METRICS_WIDTH = 24
 
 @click.command()
 @click.argument("store", type=STORE)
-@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Show a column for this metric; repeatable.")
 @click.option(
-    "--sort", metavar="NAME", help="Sort by number, step, size or a metric, lowest first; =-NAME for highest first."
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    show_default="loss first, as many as fit",
+    help="Show this metric in a column; repeatable.",
 )
-@click.option("-n", "limit", type=click.IntRange(min=1), help="Only the N newest, or the first N of --sort.")
-@click.option("--trash", "with_trash", is_flag=True, help="List checkpoints in the trash too.")
+@click.option(
+    "--sort",
+    metavar="NAME",
+    help="Sort by number, step, size or a metric, lowest first; --sort=-NAME for highest first.",
+)
+@click.option(
+    "-n", "limit", type=click.IntRange(min=1), metavar="N", help="Show only the N newest, or the first N of --sort."
+)
+@click.option("--trash", "with_trash", is_flag=True, help="List the checkpoints in the trash, too.")
 @fast_option
 @storage_option
 @as_json
 def command(store: str, storage_options: dict[str, Any], as_json: bool, **options: Any) -> None:
-    """List the checkpoints of STORE, in the order of their commits.
+    """List the checkpoints of STORE, oldest first.
 
-    Marks: "latest", "pinned", and "resumed from" for the one that the running job started from. What retention dropped
-    is counted below, until its grace period is over. Where STORE is no store, the stores below it are listed.
+    The marks are "latest", "pinned" (retention does not remove it) and "resumed from" (the running job started from
+    it). Checkpoints that retention has removed are counted at the end, until they are deleted from the trash. For a
+    directory above stores, the stores below it are listed.
 
-    With --fast the column "where" tells what is in the store, and what on this node. What no job can resume from is
-    left out, with the reason on stderr.
+    With --fast the column "where" says whether a checkpoint is in the store, on this node, or both. What no job can
+    resume from is left out, with the reason on stderr.
     """
     try:
         with printing_skipped():

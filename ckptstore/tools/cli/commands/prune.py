@@ -23,7 +23,8 @@ from ckptstore.upkeep.prune import Trashed
     "grace_seconds",
     type=DURATION,
     metavar="TIME",
-    help="Time that a checkpoint stays in the trash [default: 1h].",
+    show_default="1h",
+    help="Time in the trash before a checkpoint is deleted; 0 deletes at once.",
 )
 @keep_option
 @storage_option
@@ -36,10 +37,11 @@ def command(
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Delete checkpoints that have been in the trash for the grace period.
+    """Remove checkpoints by --keep rules, and empty the trash.
 
-    With --keep rules, everything that none of them keeps goes to the trash first. The latest, pinned ones and the one
-    that the running job resumed from always stay.
+    With --keep, every checkpoint that no rule keeps goes to the trash. The latest, pinned ones and the one that the
+    running job resumed from always stay. Then checkpoints that have been in the trash for the grace period are deleted.
+    Without --keep, that is all. Try it with --dry-run.
     """
     with opened_store(store, storage_options, grace_seconds=grace_seconds) as opened:
         verdicts = [] if keep is None else opened.retain(keep, dry_run=dry_run)

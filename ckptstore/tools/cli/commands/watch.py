@@ -36,8 +36,10 @@ _PATIENCE_SECONDS = 2.0
 
 @click.command()
 @click.argument("store", type=STORE)
-@click.option("--interval", type=DURATION, help="Pause between two looks [default: 2s on a disk, 5s elsewhere].")
-@click.option("--once", is_flag=True, help="Look once, and end.")
+@click.option(
+    "--interval", type=DURATION, metavar="TIME", show_default="2s on a disk, else 5s", help="Time between two looks."
+)
+@click.option("--once", is_flag=True, help="Look once, and exit.")
 @fast_option
 @storage_option
 @click.option("--json", "as_json", is_flag=True, help="Print each look as a line of JSON; the default in a pipe.")
@@ -49,11 +51,15 @@ def command(
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Watch what is saved into STORE: attempts in flight, their rate and the time left, the last commits.
+    """Follow the saves into STORE as they happen.
 
-    On a terminal the picture is drawn again in its place; in a pipe each look is JSON. The time left is a guess, by
-    the rate so far and the size of the checkpoint before. Nothing is written to the store, and no job notices. With
-    --fast it shows the newest checkpoint on this node too, and since when the store lacks what this node has.
+    Shows the latest checkpoint, each save in progress with its speed and an estimate of the time left, and the last
+    commits. On a terminal the picture is updated in place; in a pipe each look is one line of JSON. A store that does
+    not exist yet is waited for, unless --once is given.
+
+    The estimate goes by the speed so far and the size of the checkpoint before. Nothing is written to the store, and no
+    job notices. With --fast, the newest checkpoint on this node is shown too, and how long the store has been behind
+    it.
     """
     if interval is not None and once:
         raise InvalidInput("--interval means nothing with --once", hint="Leave one of them out")
