@@ -45,7 +45,7 @@ OTHER_WORDS = {
     "export": ("convert", "save"),
     "import": ("load", "add"),
 }
-"""What people try, by the command that does it."""
+"""Words that people try, by the command that does it."""
 
 SIMPLE = {"latest", "best", "pin", "unpin", "rollback", "restore"}
 """These are functions of one module, with their own names."""
