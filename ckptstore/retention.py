@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
@@ -236,6 +236,10 @@ def _parse_rule(text: str) -> Policy:
     raise InvalidInput(f"{text!r} is no rule of what to keep", hint=f"Rules are like {RULES}")
 
 
+def _words_of(metric: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", str(metric).lower()))
+
+
 def mode_of(metric: str, mode: Mode | None) -> Mode:
     """Return the way in which a metric is better: `mode`, else as its name tells. Raises InvalidInput when its words
     tell nothing, or both."""
@@ -243,7 +247,7 @@ def mode_of(metric: str, mode: Mode | None) -> Mode:
         return mode
     if mode is not None:
         raise InvalidInput(f"The mode for {metric!r} is {mode!r}, it is 'min' or 'max'")
-    words = set(re.split(r"[^a-z0-9]+", str(metric).lower()))
+    words = _words_of(metric)
     modes: list[Mode] = [way for way, known in _WORDS.items() if words & known]
     if len(modes) != 1:
         raise InvalidInput(
@@ -251,6 +255,20 @@ def mode_of(metric: str, mode: Mode | None) -> Mode:
             hint='Say mode="min" or mode="max"',
         )
     return modes[0]
+
+
+_HELD_OUT = frozenset({"eval", "val", "valid", "validation", "test"})
+
+
+def judging_first(names: Iterable[str]) -> list[str]:
+    """Return the names of metrics, first those by which a checkpoint is most likely judged: losses and the like, then
+    what grows; of either those of data that is not trained on come first."""
+
+    def place(name: str) -> tuple[bool, bool, bool]:
+        words = _words_of(name)
+        return not words & _WORDS["min"], not words & _WORDS["max"], not words & _HELD_OUT
+
+    return sorted(names, key=place)
 
 
 def check_metric_exists(candidates: Sequence[Candidate], metric: str) -> None:

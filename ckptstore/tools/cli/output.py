@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ import click
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.format.encoding import dump_json
+from ckptstore.retention import judging_first
 from ckptstore.runtime.shown import printable
 from ckptstore.storage.uri import redact
-from ckptstore.tools.cli.terminal import is_terminal, print_table
+from ckptstore.tools.cli.terminal import is_terminal
 
 _SECRET_OPTIONS = ("--storage-option", "--target-option")
 
@@ -64,22 +66,45 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def echo_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows below headers, aligned; a column of numbers to the right."""
+    """Print rows below headers, aligned; a column of numbers to the right. On a terminal each row is one line: the
+    widest texts lose their middle."""
     right = [all(_is_number(row[index]) for row in rows) for index, _ in enumerate(headers)]
-    if is_terminal(sys.stdout):
-        print_table(headers, rows, right=right)
-        return
     widths = [max(len(row[index]) for row in [headers, *rows]) for index, _ in enumerate(headers)]
+    if is_terminal(sys.stdout):
+        _narrow(widths, [index for index, is_right in enumerate(right) if not is_right])
     for row in [headers, *rows]:
         cells = [
-            cell.rjust(width) if is_right else cell.ljust(width)
+            cell.rjust(width) if is_right else shortened(cell, width).ljust(width)
             for cell, width, is_right in zip(row, widths, right, strict=True)
         ]
-        click.echo("  ".join(cells).rstrip())
+        line = "  ".join(cells).rstrip()
+        click.echo(click.style(line, bold=True) if row is headers else line)
+
+
+_NARROWEST = 8
+"""The width that a column of text keeps."""
+
+
+def _narrow(widths: list[int], texts: Sequence[int]) -> None:
+    """Make the widest columns of text narrower, until a row fits the terminal."""
+    too_wide = sum(widths) + 2 * (len(widths) - 1) - shutil.get_terminal_size().columns
+    for _ in range(too_wide):
+        widest = max(texts, key=widths.__getitem__, default=None)
+        if widest is None or widths[widest] <= _NARROWEST:
+            return
+        widths[widest] -= 1
+
+
+def shortened(text: str, width: int) -> str:
+    """Return the text, without its middle where it is longer than that."""
+    if len(text) <= width:
+        return text
+    tail = width // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def _is_number(cell: str) -> bool:
-    return cell[:1].isdigit() or cell == ""
+    return cell.removeprefix("-")[:1].isdigit() or cell == ""
 
 
 def echo_fields(fields: Mapping[str, str]) -> None:
@@ -114,3 +139,19 @@ def printing_skipped() -> Iterator[None]:
 def show_metrics(metrics: Mapping[str, float]) -> str:
     """Return metrics for people: "loss=0.25 accuracy=0.9"."""
     return " ".join(f"{printable(name)}={value:.6g}" for name, value in metrics.items())
+
+
+METRICS_WIDTH = 24
+"""The part of a line for metrics that were not chosen by name."""
+
+
+def show_some_metrics(metrics: Mapping[str, float]) -> str:
+    """Return the metrics that a line has room for, those by which a checkpoint is judged first, and how many more there
+    are: "eval_loss=0.25 accuracy=0.9 +3"."""
+    names = judging_first(metrics)
+    for count in range(len(names), 0, -1):
+        more = f" +{len(names) - count}" if count < len(names) else ""
+        text = show_metrics({name: metrics[name] for name in names[:count]})
+        if len(text) <= METRICS_WIDTH:
+            return text + more
+    return shortened(text, METRICS_WIDTH) + more if names else ""

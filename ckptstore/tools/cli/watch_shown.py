@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.runtime.shown import printable, show_duration, show_size, show_speed
-from ckptstore.tools.cli.output import print_json_line, show_metrics
+from ckptstore.tools.cli.output import print_json_line, show_some_metrics
 from ckptstore.tools.cli.terminal import Row
 from ckptstore.tools.watching.look import Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 
@@ -83,8 +83,11 @@ def look_rows(look: Look, *, now: float) -> Iterator[Row]:
         yield "", "in flight", "nothing"
     if look.signs is not None:
         yield "", "signs", _sign_words(look.signs, later_seconds)
-    for index, commit in enumerate(look.commits):
-        yield "", "" if index else "commits", "  ".join(_commit_facts(commit, now))
+    commits = [_commit_facts(commit, now) for commit in look.commits]
+    widths = [max(map(len, column)) for column in zip(*commits, strict=True)]
+    for index, facts in enumerate(commits):
+        line = "  ".join(fact.ljust(width) for fact, width in zip(facts, widths, strict=True)).rstrip()
+        yield "", "" if index else "commits", line
     for note in look.notes:
         yield "dim", "note", printable(note)
 
@@ -116,8 +119,8 @@ def _attempt_facts(attempt: SeenAttempt, later_seconds: float) -> list[str]:
 
 def _commit_facts(commit: SeenCommit, now: float) -> list[str]:
     ranks = "1 rank" if commit.world_size == 1 else f"{commit.world_size} ranks"
-    facts = [f"step {commit.step}", _age(commit, now), f"number {commit.number}", show_size(commit.size_bytes), ranks]
-    return [*facts, show_metrics(commit.metrics)] if commit.metrics else facts
+    size = show_size(commit.size_bytes)
+    return [f"step {commit.step}", _age(commit, now), size, ranks, show_some_metrics(commit.metrics)]
 
 
 def _age(commit: SeenCommit, now: float) -> str:

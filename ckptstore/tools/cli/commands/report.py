@@ -65,6 +65,8 @@ def command(
     value = document.to_json()
     if html is not None:
         write_whole(html, page(value))
+        if html.is_file() and not as_json:
+            click.echo(os.path.abspath(html))
     if as_json:
         click.echo(json.dumps(value, allow_nan=False))
     tell_trouble(document)

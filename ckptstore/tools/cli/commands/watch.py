@@ -16,11 +16,12 @@ from typing import Any
 
 import click
 
-from ckptstore.errors import CkptstoreError, InvalidInput
+from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
 from ckptstore.storage.base import Disk
 from ckptstore.tools.cli import INTERRUPTED
 from ckptstore.tools.cli.kinds import DURATION, STORE
 from ckptstore.tools.cli.options import fast_option, storage_option, tier_at
+from ckptstore.tools.cli.targets import parse_target
 from ckptstore.tools.cli.terminal import can_redraw, print_rows, redrawn
 from ckptstore.tools.cli.watch_shown import Picture, look_rows, print_look
 from ckptstore.tools.watching.look import Look
@@ -70,18 +71,18 @@ def command(
     seconds = interval or (_DISK_SECONDS if isinstance(watcher.storage, Disk) else _SERVER_SECONDS)
     try:
         with _ended_by_sigterm(), _Looks(watcher, seconds) as looks:
+            first = looks.first(waits=not once and parse_target(store).step is None)
             if once and not as_json:
-                print_rows(look_rows(looks.first(), now=time.time()))
+                print_rows(look_rows(first, now=time.time()))
             elif as_json or not can_redraw():
-                _print_all(looks, once=once)
+                _print_all(looks, first, once=once)
             else:
-                _draw_all(looks, seconds)
+                _draw_all(looks, first, seconds)
     except KeyboardInterrupt:  # how one ends it; nothing was interrupted
         click.get_current_context().exit(INTERRUPTED)
 
 
-def _print_all(looks: _Looks, *, once: bool) -> None:
-    look = looks.first()
+def _print_all(looks: _Looks, look: Look, *, once: bool) -> None:
     print_look(look)
     while not once:
         result = looks.next()
@@ -92,8 +93,8 @@ def _print_all(looks: _Looks, *, once: bool) -> None:
             print_look(look, result)
 
 
-def _draw_all(looks: _Looks, interval_seconds: float) -> None:
-    picture = Picture(looks.first(), interval_seconds)
+def _draw_all(looks: _Looks, first: Look, interval_seconds: float) -> None:
+    picture = Picture(first, interval_seconds)
     with redrawn(picture.rows) as draw:
         while True:
             result = looks.next()
@@ -136,12 +137,17 @@ class _Looks:
         if not self._thread.is_alive():
             self._watcher.close()
 
-    def first(self) -> Look:
-        """Return the first look. Raises what it raises."""
-        while (result := self.next()) is None:
-            continue
-        if isinstance(result, Exception):
-            raise result
+    def first(self, *, waits: bool) -> Look:
+        """Return the first look; with `waits` that of a store that does not exist yet, once it does. Raises what the
+        look raises."""
+        is_waiting = False
+        while not isinstance(result := self.next(), Look):
+            if isinstance(result, StoreMissing) and waits:
+                if not is_waiting:
+                    click.echo(f"{result.message} yet: waiting for its first save; Ctrl-C ends", err=True)
+                is_waiting = True
+            elif result is not None:
+                raise result
         return result
 
     def next(self) -> Look | CkptstoreError | None:
