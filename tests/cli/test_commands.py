@@ -225,7 +225,7 @@ def test_on_a_terminal_of_80_columns_a_row_is_a_line(
     for command in commands:
         lines = [line for line in run(*command).stdout.splitlines() if not line.startswith(("uri", "metrics"))]
         assert [line for line in lines if len(line) > 80] == [], command
-    assert run("ls", store).stdout.splitlines()[4].split()[8:10] == ["train/loss=9.99998e-07", "+2"]
+    assert run("ls", store).stdout.splitlines()[4].split()[8].startswith("train/loss=")
     assert re.search(r"optimizer.*….*exp_avg_sq +changed +float32 3\n", run("diff", a, b).stdout)
 
 
