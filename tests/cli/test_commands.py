@@ -146,6 +146,22 @@ def test_latest_and_best_print_a_uri_that_works(run: Any, store: Path) -> None:
     assert run("best", store, "loss", "--mode", "max").stdout != run("best", store, "loss").stdout
 
 
+def test_a_checkpoint_is_no_place_for_a_store(run: Any, store: Path, tmp_path: Path) -> None:
+    uri = run("latest", store).stdout.strip()
+    for command in (("ls", uri), ("watch", uri), ("prune", uri)):
+        assert f"is a checkpoint, not a store. Its store is {store}" in run(*command, code=2).stderr
+    for path in (uri, f"{uri}/", f"file://{uri}"):
+        with pytest.raises(InvalidInput, match=f"Its store is {store}$"):
+            open_store(path)
+    run("cp", f"{store}@20", tmp_path / "alone")
+    before = sorted((tmp_path / "alone").rglob("*"))
+    with open_store(tmp_path / "alone") as opened, pytest.raises(InvalidInput, match="no store can be made in it"):
+        opened.save_directory(1, None)
+    with open_store(tmp_path / "alone") as opened, pytest.raises(InvalidInput, match="no store can be made in it"):
+        opened.resume()
+    assert sorted((tmp_path / "alone").rglob("*")) == before
+
+
 def test_verify_names_what_is_wrong_and_fails(run: Any, run_json: Any, store: Path) -> None:
     assert run("verify", store).stdout.startswith("step 30: ok, 2 of 2 files read")
     flip(store, 20)

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
+from ckptstore.opening import open_store
 from ckptstore.storage.base import Disk
 from ckptstore.tools.cli import INTERRUPTED
 from ckptstore.tools.cli.kinds import DURATION, STORE
@@ -66,6 +67,8 @@ def command(
         raise InvalidInput("--interval means nothing with --once", hint="Leave one of them out")
     if interval is not None and interval < _SHORTEST_SECONDS:
         raise InvalidInput(f"--interval is {interval:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
+    with open_store(store, storage_options=storage_options):
+        pass  # it refuses what can never become a store
     tier = tier_at(fast_path)
     watcher = StoreWatcher.at(store, storage_options, fast_directory="" if tier is None else os.fspath(tier.path))
     seconds = interval or (_DISK_SECONDS if isinstance(watcher.storage, Disk) else _SERVER_SECONDS)
