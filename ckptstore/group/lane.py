@@ -35,7 +35,7 @@ from typing import Any, Protocol, cast
 
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, from_wire, to_wire
 from ckptstore.group.base import LEADER, Group, spoken
-from ckptstore.group.board import Seat, Seated
+from ckptstore.group.board import EVERY_RANK, Seat, Seated
 from ckptstore.group.life import LEFT, Beater, Pace, Watch, beat_interval_seconds
 from ckptstore.group.meeting import Meeting, unpack
 from ckptstore.group.message import Keys, Message
@@ -221,11 +221,11 @@ class Lane(Seated):
         if left := watch.left():
             return RankFailed(f"{spoken(left).capitalize()} left the group before {tag!r}", ranks=left)
         if silent := watch.silent():
-            seconds = self.rank_timeout_seconds
+            seconds, hint = self.rank_timeout_seconds, self._seat.board.hint
             return RankTimeout(
                 f"{spoken(silent).capitalize()} gave no sign of life for {seconds:g} s in {tag!r}",
                 ranks=silent,
-                hint=self._seat.board.hint,
+                hint=hint if self._name or self._call > 1 else f"{EVERY_RANK}. {hint}",
             )
         return None
 
