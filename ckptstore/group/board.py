@@ -10,9 +10,6 @@ from ckptstore.errors import InvalidInput
 from ckptstore.group.base import new_start_token, this_node, this_process
 from ckptstore.group.message import Message
 
-EVERY_RANK = "The ranks have not met yet: every rank must call save, and resume or load, not one rank alone"
-"""Advice for a rank that does not come to the first meeting."""
-
 
 class Board(Protocol):
     """A place where ranks post messages. Safe for threads. Its errors are CkptstoreErrors."""
