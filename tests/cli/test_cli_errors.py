@@ -248,8 +248,8 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
         yield chunk
 
 
-def test_a_terminal_gets_a_table_with_lines_and_a_bar(store: Path) -> None:
-    assert "───" in on_a_terminal("ls", str(store))
+def test_a_terminal_gets_a_bold_header_and_a_bar(store: Path) -> None:
+    assert "\x1b[1mnumber" in on_a_terminal("ls", str(store))
     assert "step 30" in on_a_terminal("verify", str(store))
     assert "\x1b[" in on_a_terminal("verify", str(store))
     assert json.loads(on_a_terminal("verify", "--json", str(store)))["ok"] is True

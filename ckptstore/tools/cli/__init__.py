@@ -68,7 +68,7 @@ class Commands(click.Group):
         if args[0] not in COMMANDS and not name.startswith("-"):
             other = next((command for command, words in OTHER_WORDS.items() if name in words), None)
             ctx.fail(f"There is no command {args[0]!r}{meant(other or nearest(name, COMMANDS))}")
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, [args[0], *_with_each_rule(args[1:])])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands, by group."""
@@ -96,7 +96,6 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Remember whether errors are to be JSON, those of the words themselves included."""
-        args = _with_each_rule(args)
         as_json = ctx.ensure_object(dict)["as_json"] = "--json" in itertools.takewhile(lambda word: word != "--", args)
         try:
             return super().parse_args(ctx, args)
