@@ -76,7 +76,7 @@ def look_rows(look: Look, *, now: float) -> Iterator[Row]:
     for attempt in look.attempts[:_MOST_ATTEMPTS]:
         style, label = ("red", "silent") if attempt.status == "silent" else ("green", "in flight")
         yield style, label, f"step {attempt.step}{_progress(attempt)}"
-        yield "", "", ", ".join(_attempt_facts(attempt, later_seconds))
+        yield from (("", "", line) for line in _attempt_lines(attempt, later_seconds))
     if len(look.attempts) > _MOST_ATTEMPTS:
         yield "", "", f"{len(look.attempts) - _MOST_ATTEMPTS} more attempts"
     if not look.attempts:
@@ -99,22 +99,26 @@ def _progress(attempt: SeenAttempt) -> str:
     return f"  [{'#' * int(share * _BAR_COLUMNS):-<{_BAR_COLUMNS}}] {share:4.0%}"
 
 
-def _attempt_facts(attempt: SeenAttempt, later_seconds: float) -> list[str]:
+def _attempt_lines(attempt: SeenAttempt, later_seconds: float) -> Iterator[str]:
     size = show_size(attempt.size_bytes)
-    if attempt.expected_bytes is not None and attempt.status == "writing":
-        size += f" of about {show_size(attempt.expected_bytes)} (as step {attempt.expected_as_step})"
-    facts = [size, "1 file" if attempt.num_files == 1 else f"{attempt.num_files} files"]
+    files = ["1 file" if attempt.num_files == 1 else f"{attempt.num_files} files"]
     if attempt.num_uploads:
-        facts.append("1 upload begun" if attempt.num_uploads == 1 else f"{attempt.num_uploads} uploads begun")
-    if attempt.status == "silent":
-        return [f"no sign of life for {show_duration(attempt.silent_seconds + later_seconds)}", *facts]
-    if attempt.status == "committing":
-        return ["all is stored, the commit comes next", *facts]
+        files.append("1 upload begun" if attempt.num_uploads == 1 else f"{attempt.num_uploads} uploads begun")
+    if attempt.status != "writing":
+        silent = f"no sign of life for {show_duration(attempt.silent_seconds + later_seconds)}"
+        first = silent if attempt.status == "silent" else "all is stored, the commit comes next"
+        yield ", ".join([first, size, *files])
+        return
+    if attempt.expected_bytes is not None:
+        size += f" of about {show_size(attempt.expected_bytes)}"
+        files.append(f"the size of step {attempt.expected_as_step} is expected")
+    facts = [size]
     if attempt.bytes_per_second is not None:
         facts.append(show_speed(attempt.bytes_per_second, 1.0))
     if attempt.left_seconds is not None:
         facts.append(f"about {show_duration(attempt.left_seconds)} left")
-    return facts
+    yield ", ".join(facts)
+    yield ", ".join(files)
 
 
 def _commit_facts(commit: SeenCommit, now: float) -> list[str]:
