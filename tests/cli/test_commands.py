@@ -230,7 +230,12 @@ def test_on_a_terminal_of_80_columns_a_row_is_a_line(
             opened.save(step, {key: torch.full((3,), float(step))}, metrics={**metrics, "train/loss": 1 / step})
     a, b = (f"{store}@{step}" for step in (1_000_001, 1_000_002))
     commands: list[tuple[object, ...]] = [("ls", store), ("ls", tmp_path), ("ls", "--trash", store)]
-    commands += [("ls", store, "--metric", "train/loss"), ("prune", store, *rules), ("diff", a, b), ("show", a)]
+    commands += [
+        ("ls", store, "--metric", "train/loss", "--metric", max(metrics, key=len)),
+        ("prune", store, *rules),
+        ("diff", a, b),
+        ("show", a),
+    ]
     commands += [("diff", "--values", a, b), ("show", a, "--tensors"), ("watch", "--once", store)]
     whole = run("diff", a, b).stdout
     assert key in whole

@@ -67,32 +67,34 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def echo_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows below headers, aligned; a column of numbers to the right. On a terminal each row is one line: the
-    widest texts lose their middle."""
+    widest texts and headers lose their middle."""
     right = [all(_is_number(row[index]) for row in rows) for index, _ in enumerate(headers)]
     widths = [max(len(row[index]) for row in [headers, *rows]) for index, _ in enumerate(headers)]
     if is_terminal(sys.stdout):
-        _narrow(widths, [index for index, is_right in enumerate(right) if not is_right])
+        of_numbers = [max((len(row[index]) for row in rows), default=0) for index, _ in enumerate(headers)]
+        _narrow(widths, [most if is_right else 8 for most, is_right in zip(of_numbers, right, strict=True)])
     for row in [headers, *rows]:
+        cells = [shortened(cell, width) for cell, width in zip(row, widths, strict=True)]
         cells = [
-            cell.rjust(width) if is_right else shortened(cell, width).ljust(width)
-            for cell, width, is_right in zip(row, widths, right, strict=True)
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(cells, widths, right, strict=True)
         ]
         line = "  ".join(cells).rstrip()
         click.echo(click.style(line, bold=True) if row is headers else line)
 
 
-_NARROWEST = 8
-"""The width that a column of text keeps."""
+def _is_number(cell: str) -> bool:
+    return cell.removeprefix("-")[:1].isdigit() or cell == ""
 
 
-def _narrow(widths: list[int], texts: Sequence[int]) -> None:
-    """Make the widest columns of text narrower, until a row fits the terminal."""
+def _narrow(widths: list[int], least: Sequence[int]) -> None:
+    """Make the widest columns narrower, but none below `least`, until a row fits the terminal."""
     too_wide = sum(widths) + 2 * (len(widths) - 1) - shutil.get_terminal_size().columns
     for _ in range(too_wide):
-        widest = max(texts, key=widths.__getitem__, default=None)
-        if widest is None or widths[widest] <= _NARROWEST:
+        able = [index for index, width in enumerate(widths) if width > least[index]]
+        if not able:
             return
-        widths[widest] -= 1
+        widths[max(able, key=widths.__getitem__)] -= 1
 
 
 def shortened(text: str, width: int) -> str:
@@ -101,10 +103,6 @@ def shortened(text: str, width: int) -> str:
         return text
     tail = width // 2
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
-
-
-def _is_number(cell: str) -> bool:
-    return cell.removeprefix("-")[:1].isdigit() or cell == ""
 
 
 def echo_fields(fields: Mapping[str, str]) -> None:
