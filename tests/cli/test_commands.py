@@ -148,7 +148,7 @@ def test_latest_and_best_print_a_uri_that_works(run: Any, store: Path) -> None:
 
 def test_a_checkpoint_is_no_place_for_a_store(run: Any, store: Path, tmp_path: Path) -> None:
     uri = run("latest", store).stdout.strip()
-    for command in (("ls", uri), ("watch", uri), ("prune", uri)):
+    for command in (("ls", uri), ("watch", uri), ("prune", uri), ("doctor", uri)):
         assert f"is a checkpoint, not a store. Its store is {store}" in run(*command, code=2).stderr
     for path in (uri, f"{uri}/", f"file://{uri}"):
         with pytest.raises(InvalidInput, match=f"Its store is {store}$"):

@@ -26,6 +26,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.layout import CHECKPOINT_PREFIX, PROBE_PREFIX
 from ckptstore.node_cache.place import filesystem_of, is_network, open_place
+from ckptstore.opening import open_store
 from ckptstore.storage.base import Bucket, Configured, Disk, Storage, WritesParts
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
@@ -107,6 +108,7 @@ def examine(
     for a URI, option or engine that cannot be used.
     """
     choice = choose_engine(uri, storage_options=storage_options, engine=engine)
+    open_store(uri, storage_options=storage_options, engine=engine, group="solo").close()  # it refuses a checkpoint
     config = config or StoreConfig.from_env()
     findings = [Finding("ok", f"{choice.engine}: {choice.reason}", name="engine")]
     with closing(open_storage(uri, storage_options=storage_options, engine=engine)) as storage:
