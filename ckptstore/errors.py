@@ -145,7 +145,7 @@ class StepExists(InvalidInput):
 
 
 class StateMismatch(CkptstoreError):
-    """The checkpoint and the state that it is loaded into differ; every difference is listed."""
+    """The checkpoint and the state that it is loaded into differ; the first ten keys of each difference are listed."""
 
     code, exit_code = "state-mismatch", 8
 

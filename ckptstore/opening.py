@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.boundary import boundary
 from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
+from ckptstore.format.layout import store_of
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import KeepAll, Policy
+from ckptstore.storage.uri import parse_uri
 from ckptstore.store import CheckpointStore
 from ckptstore.transfer.opened import open_place
 
@@ -60,7 +62,7 @@ def open_store(
             (16). The first save, and any of a new structure, always compares it.
         fast: save states to disks of the nodes first, and bring them into the store behind the training.
 
-    Raises InvalidInput for an unknown scheme or a bad value.
+    Raises InvalidInput for an unknown scheme or a bad value, and for the directory of a checkpoint in a store.
     """
     if missing not in ("error", "worst"):
         raise InvalidInput(f"missing is {missing!r}, it is 'error' or 'worst'")
@@ -71,6 +73,9 @@ def open_store(
         from ckptstore.fast.guest import check_tier
 
         check_tier(fast)
+    root = parse_uri(uri).uri
+    if (store := store_of(root)) is not None:
+        raise InvalidInput(f"{root} is a checkpoint, not a store", hint=f"Its store is {store}")
     config = StoreConfig.from_env(
         grace_seconds=grace_seconds,
         rank_timeout_seconds=rank_timeout_seconds,

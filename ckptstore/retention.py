@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
@@ -195,13 +195,24 @@ class KeepSince(Policy):
         return dict.fromkeys(recent, f"not older than {self.seconds} seconds")
 
 
-def parse_policy(rules: Sequence[str]) -> Policy | None:
+def parse_policy(rules: str | Sequence[str]) -> Policy | None:
     """Return the policy that keeps what any of the rules keeps, None without rules. Raises InvalidInput.
 
-    A rule is "latest=3", "best=2:eval_loss", "best=2:score:max", "every=1000" (steps) or "since=2d".
+    Rules are one text, such as "latest=3 best=2:eval_loss:min every=1000 since=2d" (with spaces or commas between
+    them), or several such texts. `every` counts steps; "best=2:eval_loss" is enough where the metric's name tells
+    which way is better.
     """
-    policies = [_parse_rule(rule) for rule in rules]
+    texts = ([rules] if rules.strip() else []) if isinstance(rules, str) else rules
+    policies = [_parse_rule(rule) for text in texts for rule in _BETWEEN_RULES.split(text.strip())]
     return reduce(lambda joined, policy: joined | policy, policies) if policies else None
+
+
+_BETWEEN_RULES = re.compile(r"[,\s]+(?=\w+=)")
+"""Other commas and spaces belong to the name of a metric."""
+
+
+RULES = "latest=3 best=2:eval_loss:min every=1000 since=2d"
+"""One rule of each kind, as every message and help text spells them."""
 
 
 def _parse_rule(text: str) -> Policy:
@@ -218,9 +229,15 @@ def _parse_rule(text: str) -> Policy:
             name, _, mode = metric.rpartition(":")
             if name and mode in ("min", "max"):
                 return KeepBest(int(count), name, "min" if mode == "min" else "max")
-            return KeepBest(int(count), metric)
-    forms = "latest=N, best=N:METRIC[:min|max], every=STEPS or since=TIME"
-    raise InvalidInput(f"{text!r} does not say what to keep: it is {forms}")
+            try:
+                return KeepBest(int(count), metric)
+            except InvalidInput as error:
+                raise InvalidInput(error.message, hint=f"Write {text}:min or {text}:max") from None
+    raise InvalidInput(f"{text!r} is no rule of what to keep", hint=f"Rules are like {RULES}")
+
+
+def _words_of(metric: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", str(metric).lower()))
 
 
 def mode_of(metric: str, mode: Mode | None) -> Mode:
@@ -230,7 +247,7 @@ def mode_of(metric: str, mode: Mode | None) -> Mode:
         return mode
     if mode is not None:
         raise InvalidInput(f"The mode for {metric!r} is {mode!r}, it is 'min' or 'max'")
-    words = set(re.split(r"[^a-z0-9]+", str(metric).lower()))
+    words = _words_of(metric)
     modes: list[Mode] = [way for way, known in _WORDS.items() if words & known]
     if len(modes) != 1:
         raise InvalidInput(
@@ -238,6 +255,20 @@ def mode_of(metric: str, mode: Mode | None) -> Mode:
             hint='Say mode="min" or mode="max"',
         )
     return modes[0]
+
+
+_HELD_OUT = frozenset({"eval", "val", "valid", "validation", "test"})
+
+
+def judging_first(names: Iterable[str]) -> list[str]:
+    """Return the names of metrics, first those by which a checkpoint is most likely judged: losses and the like, then
+    what grows; of either those of data that is not trained on come first."""
+
+    def place(name: str) -> tuple[bool, bool, bool]:
+        words = _words_of(name)
+        return not words & _WORDS["min"], not words & _WORDS["max"], not words & _HELD_OUT
+
+    return sorted(names, key=place)
 
 
 def check_metric_exists(candidates: Sequence[Candidate], metric: str) -> None:

@@ -47,13 +47,13 @@ LAYERS: list[set[str]] = [
     {"tools.bench", "tools.demo", "tools.doctor"},
     {"tools.report"},
     {"tools.cli"},
-    {"tools"},
+    {"tools", "__main__"},
 ]
 """The rooms, lowest first. A room is a folder of the package or of `tools`, or a module at its top; "" is `ckptstore`
 itself. `dcp.stock`, the forms of stock DCP that saves and loads ask for, is below the rest of `dcp`. A module imports
 only from rooms on lower lines, and from its own."""
 
-WINGS = {"integrations", "ray", "testing", "tools"}
+WINGS = {"__main__", "integrations", "ray", "testing", "tools"}
 """What uses the library from outside. The core, all other rooms, imports nothing of them."""
 
 INNER_ROOMS = {

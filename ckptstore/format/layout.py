@@ -94,6 +94,12 @@ class Attempt:
         return Attempt(int(match[1]), int(match[2]), match[3]) if match else None
 
 
+def store_of(uri: str) -> str | None:
+    """Return the URI of the store whose checkpoint lies at a URI, None if that is not the directory of an attempt."""
+    directory, _, name = uri.rstrip("/").rpartition(f"/{CHECKPOINT_PREFIX}")
+    return directory if Attempt.parse(name) else None
+
+
 def record_key(number: int) -> str:
     """Return the key of a log record; records are numbered from 1."""
     return f"{LOG_PREFIX}{number:010d}.json"

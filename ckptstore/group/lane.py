@@ -41,6 +41,7 @@ from ckptstore.group.meeting import Meeting, unpack
 from ckptstore.group.message import Keys, Message
 
 _FAREWELL_SECONDS = 10.0
+_EVERY_RANK = "The ranks have not met yet: every rank must call save, and resume or load, not one rank alone"
 
 Fault = BaseException | None
 """The error of this rank that makes a meeting fail; None if there is none."""
@@ -221,11 +222,11 @@ class Lane(Seated):
         if left := watch.left():
             return RankFailed(f"{spoken(left).capitalize()} left the group before {tag!r}", ranks=left)
         if silent := watch.silent():
-            seconds = self.rank_timeout_seconds
+            seconds, hint = self.rank_timeout_seconds, self._seat.board.hint
             return RankTimeout(
                 f"{spoken(silent).capitalize()} gave no sign of life for {seconds:g} s in {tag!r}",
                 ranks=silent,
-                hint=self._seat.board.hint,
+                hint=hint if self._name or self._call > 1 else f"{_EVERY_RANK}. {hint}",
             )
         return None
 

@@ -64,11 +64,11 @@ def _rate(value: Any) -> float:
 
 
 def _rules(value: Any) -> Policy | None:
-    """Parse rules as in `keep`: a list of them, or comma-separated text."""
-    texts = value.split(",") if isinstance(value, str) else value
+    """Parse rules as in `keep`: one text, or a list of them."""
+    texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError("it must be rules such as every=1000")
-    return parse_policy([text.strip() for text in texts])
+    return parse_policy(texts)
 
 
 FAST = "fast"

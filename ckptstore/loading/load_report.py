@@ -20,6 +20,8 @@ class LoadReport:
     """The keys of the state that the checkpoint does not have; they were left as they are."""
     unexpected: tuple[str, ...]
     """The keys of the checkpoint, below names of the state, that the state does not have."""
+    left_out: tuple[str, ...] = ()
+    """The parts of the checkpoint that the state of no rank names, such as "optimizer"; they were not loaded."""
     passed_over: tuple[str, ...] = ()
     """The checkpoints that a resume could not use, each with the reason. Each has caused a warning and an event too."""
     remade: tuple[str, ...] = ()

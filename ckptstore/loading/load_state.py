@@ -101,6 +101,12 @@ def load_newest(
     files, (report, manifest) = found
     report = replace(report, passed_over=tuple(passed_over))
     if claim:
+        if report.left_out and options.include is None and group.rank == 0:
+            logger.warning(
+                "step %d has %s besides, which the resumed state does not name: not loaded, and not in the next save",
+                files.step,
+                ", ".join(map(repr, report.left_out)),
+            )
         told_resumed(job, files)
     return Loaded(files, report, _likely_sizes_bytes(manifest, group))
 
@@ -175,6 +181,7 @@ def _load(
     report = LoadReport(
         missing=tuple(sorted(mismatch.missing)),
         unexpected=tuple(sorted(mismatch.unexpected)),
+        left_out=tuple(sorted(mismatch.left_out)),
         remade=tuple(key for item in made for key in item.remade),
         left_on_meta=tuple(key for item in made for key in item.left),
     )

@@ -11,7 +11,7 @@ from typing import Any
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object
-from ckptstore.format.layout import STORE_KEY
+from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
 from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.retry import retrying
 
@@ -78,12 +78,13 @@ def read_or_create_store_json(
     """Return the identity of the store; create it, with that id or a random one, if there is none.
 
     Concurrent callers get the same identity. An existing one is returned as it is: its id and its keeper may differ
-    from the arguments.
+    from the arguments. Raises InvalidInput for the directory of a checkpoint.
     """
     retry = retry or RetryConfig.from_env()
     found = read_store_json(storage, retry=retry)
     if found is not None:
         return found
+    _refuse_checkpoint(storage, retry)
     mine = StoreIdentity(store_id or uuid.uuid4().hex, kept_by, time.time())
 
     def create() -> StoreIdentity:
@@ -98,6 +99,18 @@ def read_or_create_store_json(
 
     # A retry is safe: whichever of the tries took effect, all callers read the same identity back.
     return retrying(retry, f"create {STORE_KEY}", create)
+
+
+def _refuse_checkpoint(storage: Storage, retry: RetryConfig) -> None:
+    """Raise InvalidInput if the root is the directory of a checkpoint that lies on its own."""
+    try:
+        retrying(retry, f"look for {MANIFEST_NAME}", lambda: storage.stat(MANIFEST_NAME))
+    except FileMissing:
+        return
+    raise InvalidInput(
+        f"{storage.uri} is a checkpoint, and no store can be made in it",
+        hint="Checkpoint.from_uri opens it; give the store a place of its own",
+    )
 
 
 def read_identity(storage: Storage) -> str | None:

@@ -13,15 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 
 from ckptstore import open_store
 from ckptstore.errors import CkptstoreError, all_errors
-from ckptstore.tools.cli import COMMANDS, main
+from ckptstore.tools.cli import COMMANDS, GROUPS, main
 
-COMMAND = [sys.executable, "-m", "ckptstore.tools.cli"]
+COMMAND = [sys.executable, "-m", "ckptstore"]
 
 
 def test_a_place_without_a_store_is_told_and_left_alone(run: Any, tmp_path: Path) -> None:
@@ -128,6 +129,46 @@ def test_every_command_has_help_and_json(run: Any) -> None:
         assert "--json" in run("fast", inner, "--help").stdout
 
 
+def test_a_help_text_is_whole_sentences_and_a_command_one_line_of_80_columns(run: Any) -> None:
+    lines = run("--help").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line.endswith(":")] == ["Options:", *(f"{group}:" for group in GROUPS)]
+    first = lines.index("Look:")
+    assert [line for line in lines[first:] if line.startswith("  ") and not line.endswith(".")] == []
+    context = click.Context(main)
+    commands = [main.get_command(context, name) for name in COMMANDS]
+    commands += [
+        inner for command in commands if isinstance(command, click.Group) for inner in command.commands.values()
+    ]
+    for command in commands:
+        for option in command.params:
+            if isinstance(option, click.Option):
+                text = option.help or ""
+                assert text[:1].isupper(), f"{command.name} {option.name}: {text}"
+                assert text.endswith("."), f"{command.name} {option.name}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        *[("rm", "did you mean 'prune'?"), ("list", "did you mean 'ls'?"), ("delete", "did you mean 'prune'?")],
+        *[("verfy", "did you mean 'verify'?"), ("frobnicate", "no command 'frobnicate'.")],
+    ],
+)
+def test_a_command_that_does_not_exist_names_the_one_that_was_meant(run: Any, typed: str, hint: str) -> None:
+    assert hint in run(typed, "runs", code=2).stderr
+
+
+def test_hints_are_in_the_words_of_the_command_line(run: Any, tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        store.save_directory(1, None, metrics={"score": 1.0})
+    assert "Give --mode min or --mode max" in run("best", tmp_path / "store", "score", code=2).stderr
+    shown = run("show", f"{tmp_path}/store@best:score", code=2).stderr
+    assert "Write STORE@best:METRIC:min or STORE@best:METRIC:max" in shown
+    pruned = run("prune", tmp_path / "store", "--keep", "best=1:score", code=2).stderr
+    assert "Write best=1:score:min or best=1:score:max" in pruned
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_shell_completes_commands(shell: str) -> None:
     words = {"COMP_WORDS": "ckptstore ver", "COMP_CWORD": "1" if shell != "fish" else "ver"}
@@ -207,8 +248,8 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
         yield chunk
 
 
-def test_a_terminal_gets_a_table_with_lines_and_a_bar(store: Path) -> None:
-    assert "───" in on_a_terminal("ls", str(store))
+def test_a_terminal_gets_a_bold_header_and_a_bar(store: Path) -> None:
+    assert "\x1b[1mnumber" in on_a_terminal("ls", str(store))
     assert "step 30" in on_a_terminal("verify", str(store))
     assert "\x1b[" in on_a_terminal("verify", str(store))
     assert json.loads(on_a_terminal("verify", "--json", str(store)))["ok"] is True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_ls_has_columns_order_and_a_limit(run: Any, run_json: Any, tmp_path: Pat
     assert max(map(len, lines)) <= 80
     assert "loss=0.5 metric_0=0 +8" in lines[1]
     assert lines[1].split()[3:5] == ["s", "ago"]
-    assert lines[-1] == "  step 1, number 2, 2.9 KiB, may be freed in about 60 min"
+    assert lines[-1].split() == ["2", "1", "2.9", "KiB", "in", "60", "min"]
     assert [item["step"] for item in run_json("ls", root, "--trash")["trash"]["checkpoints"]] == [1]
     table = run("ls", root, "--metric", "loss", "--metric", "metric_1").stdout.splitlines()
     assert table[0].split()[5:] == ["loss", "metric_1", "marks"]
@@ -145,6 +146,22 @@ def test_latest_and_best_print_a_uri_that_works(run: Any, store: Path) -> None:
     assert run("best", store, "loss", "--mode", "max").stdout != run("best", store, "loss").stdout
 
 
+def test_a_checkpoint_is_no_place_for_a_store(run: Any, store: Path, tmp_path: Path) -> None:
+    uri = run("latest", store).stdout.strip()
+    for command in (("ls", uri), ("watch", uri), ("prune", uri), ("doctor", uri)):
+        assert f"is a checkpoint, not a store. Its store is {store}" in run(*command, code=2).stderr
+    for path in (uri, f"{uri}/", f"file://{uri}"):
+        with pytest.raises(InvalidInput, match=f"Its store is {store}$"):
+            open_store(path)
+    run("cp", f"{store}@20", tmp_path / "alone")
+    before = sorted((tmp_path / "alone").rglob("*"))
+    with open_store(tmp_path / "alone") as opened, pytest.raises(InvalidInput, match="no store can be made in it"):
+        opened.save_directory(1, None)
+    with open_store(tmp_path / "alone") as opened, pytest.raises(InvalidInput, match="no store can be made in it"):
+        opened.resume()
+    assert sorted((tmp_path / "alone").rglob("*")) == before
+
+
 def test_verify_names_what_is_wrong_and_fails(run: Any, run_json: Any, store: Path) -> None:
     assert run("verify", store).stdout.startswith("step 30: ok, 2 of 2 files read")
     flip(store, 20)
@@ -190,8 +207,47 @@ def test_diff_names_files_metrics_and_metadata(run: Any, run_json: Any, store: P
     assert found["metrics"] == [{"name": "loss", "a": 0.25, "b": 0.75}]
     assert found["metadata"] == [{"name": "epoch", "a": 20, "b": 30}]
     text = run("diff", f"{store}@20", f"{store}@30").stdout
-    assert "equal files: 1" in text
+    assert "files: 1 differ, 1 equal" in text
     assert "model.pt  changed  2.9 KiB  2.9 KiB" in text
+    assert [line.split() for line in text.splitlines() if line.startswith(("loss", "epoch"))] == [
+        ["loss", "0.25", "0.75", "0.5"],
+        ["epoch", "20", "30", "10"],
+    ]
+
+
+def test_on_a_terminal_of_80_columns_a_row_is_a_line(
+    run: Any, store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    metrics = {
+        "an_accuracy_of_a_very_long_benchmark": 1 / 3,
+        "train/loss": 1 / 7,
+        "a_throughput_on_a_very_long_set": 2 / 7,
+    }
+    key = "optimizer." + "inner." * 12 + "exp_avg_sq"
+    rules = ("--keep", "latest=2", "best=2:train/loss:min", "every=1", "--dry-run")
+    with open_store(store) as opened:
+        for step in (1_000_001, 1_000_002):
+            opened.save(step, {key: torch.full((3,), float(step))}, metrics={**metrics, "train/loss": 1 / step})
+    a, b = (f"{store}@{step}" for step in (1_000_001, 1_000_002))
+    commands: list[tuple[object, ...]] = [("ls", store), ("ls", tmp_path), ("ls", "--trash", store)]
+    commands += [
+        ("ls", store, "--metric", "train/loss", "--metric", max(metrics, key=len)),
+        ("prune", store, *rules),
+        ("diff", a, b),
+        ("show", a),
+    ]
+    commands += [("diff", "--values", a, b), ("show", a, "--tensors"), ("watch", "--once", store)]
+    whole = run("diff", a, b).stdout
+    assert key in whole
+    assert re.search(r"train/loss +9.99999e-07 +9.99998e-07 +-9.99997e-13\n", whole)
+    monkeypatch.setenv("COLUMNS", "80")
+    for module in ("output", "terminal"):
+        monkeypatch.setattr(f"ckptstore.tools.cli.{module}.is_terminal", lambda stream: True)
+    for command in commands:
+        lines = [line for line in run(*command).stdout.splitlines() if not line.startswith(("uri", "metrics"))]
+        assert [line for line in lines if len(line) > 80] == [], command
+    assert run("ls", store).stdout.splitlines()[4].split()[8].startswith("train/loss=")
+    assert re.search(r"optimizer.*….*exp_avg_sq +changed +float32 3\n", run("diff", a, b).stdout)
 
 
 def test_diff_of_a_checkpoint_with_itself_is_empty(run_json: Any, store: Path) -> None:
@@ -324,8 +380,8 @@ def test_restore_names_what_can_be_restored(run: Any, store: Path) -> None:
 def test_the_trash_says_when_its_space_is_free(run: Any, run_json: Any, store: Path) -> None:
     text = run("ls", "--trash", store).stdout
     assert "`ckptstore restore STORE@STEP` brings one back" in text
-    assert "`ckptstore prune` frees what is there for 60 min: 0 now, all in about 60 min" in text
-    assert "  step 10, number 2, 2.9 KiB, may be freed in about 60 min" in text
+    assert "`ckptstore prune` deletes them after 60 min there: 0 now, all in 60 min" in text
+    assert text.splitlines()[-1].split() == ["2", "10", "2.9", "KiB", "in", "60", "min"]
     found = run_json("ls", "--trash", store)["trash"]
     assert found["grace_seconds"] == 3600
     assert abs(found["checkpoints"][0]["removed_at"] - time.time()) < 600
@@ -333,7 +389,7 @@ def test_the_trash_says_when_its_space_is_free(run: Any, run_json: Any, store: P
 
 
 def test_prune_waits_for_the_grace_period(run: Any, run_json: Any, store: Path) -> None:
-    assert "step 10 stays in the trash: its grace period ends in" in run("prune", store).stdout
+    assert "10  in the trash  2.9 KiB, may be deleted in 60 min" in run("prune", store).stdout
     plan = run_json("prune", store, "--grace", 0, "--dry-run")
     assert [item["step"] for item in plan["removed"]] == [10]
     assert len(list((store / "checkpoints").iterdir())) == 3
@@ -346,8 +402,12 @@ def test_prune_applies_a_policy_and_says_why(run: Any, run_json: Any, store: Pat
     plan = run_json("prune", store, "--keep", "latest=1", "--dry-run")
     assert [(item["step"], item["keep"]) for item in plan["verdicts"]] == [(20, False), (30, True)]
     assert steps(store) == [20, 30]
-    assert "step 20 stays: one of the best 1 by loss (min)" in run("prune", store, "--keep", "best=1:loss:min").stdout
-    assert "step 20 goes to the trash: no rule keeps it" in run("prune", store, "--keep", "latest=1").stdout
+    assert run_json("prune", store, "--dry-run", "--keep", "latest=1", "best=1:loss:min")["verdicts"][0]["keep"]
+    assert run_json("prune", store, "--dry-run", "--keep=latest=1", "best=1:loss:min")["verdicts"][0]["keep"]
+    assert (
+        "20  keep          one of the best 1 by loss (min)" in run("prune", store, "--keep", "best=1:loss:min").stdout
+    )
+    assert "20  to the trash  no rule keeps it" in run("prune", store, "--keep", "latest=1").stdout
     assert steps(store) == [30]
 
 
@@ -410,6 +470,7 @@ def test_show_has_tensors_in_json(run_json: Any, tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as opened:
         opened.save(1, {"w": np.ones(1), "t": torch.ones(2, 3)})
     (found,) = run_json("show", tmp_path / "s", "--tensors")["tensors"]
+    assert run_json("show", "--tensors", f"{tmp_path / 's'}@latest")["tensors"] == [found]
     assert (found["key"], found["dtype"], found["shape"], found["size_bytes"]) == ("t", "float32", [2, 3], 24)
     assert "tensors" not in run_json("show", tmp_path / "s")
 

@@ -12,7 +12,7 @@ import pytest
 from ckptstore.format.layout import record_key
 from ckptstore.format.record import sealed
 from ckptstore.storage.disk.local import LocalStorage
-from ckptstore.tools.doctor import examination, of_node
+from ckptstore.tools.doctor import examination, of_node, of_store
 
 
 def files_below(root: Path) -> set[str]:
@@ -39,8 +39,23 @@ def test_a_good_disk_is_left_as_it_was(run: Any, run_json: Any, store: Path, tmp
     assert files_below(store) == before
     text = run("doctor", store).stdout
     assert "conditional create" in text
-    run("doctor", tmp_path / "new")
+    assert statuses(run_json("doctor", tmp_path / "new/deep/er"))["log"] == "warning"
     assert not (tmp_path / "new").exists()
+
+
+def test_a_store_that_cannot_be_resumed_is_never_good(run: Any, run_json: Any, store: Path) -> None:
+    assert "each has all its files" in run("doctor", store).stdout
+    (cut,) = store.glob("checkpoints/step-0000000030-*/model.pt")
+    cut.chmod(0o600)
+    cut.write_bytes(b"short")
+    assert statuses(run_json("doctor", store, code=3))["checkpoints"] == "failed"
+    text = run("doctor", store, code=3).stdout
+    assert "1 of 2 live ones are damaged: step 30: model.pt has 5 bytes" in text
+    assert "A job resumes from step 20" in text
+    for lost in ("log", "store.json"):
+        (store / lost).rename(store / "lost")
+        assert f"the store has lost its {lost}" in run("doctor", store, code=3).stdout
+        (store / "lost").rename(store / lost)
 
 
 def test_a_place_that_cannot_be_written(run_json: Any, tmp_path: Path) -> None:
@@ -98,7 +113,7 @@ def test_an_error_of_the_system_is_a_finding(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "fast").mkdir(mode=0o700)
     too_long = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="x" * 300))
     monkeypatch.setattr(of_node, "uuid", too_long)  # for which no file can be created
-    monkeypatch.setattr(examination, "read_snapshot", broken)
+    monkeypatch.setattr(of_store, "read_snapshot", broken)
     found = examination.examine(str(tmp_path / "store"), fast_directory=str(tmp_path / "fast"))
     failed = {finding.name: finding.detail for finding in found.findings if finding.status == "failed"}
     assert failed["list of Ray Train"] == "Input/output error: the list"

@@ -66,9 +66,9 @@ def test_keys_that_mean_nothing_are_refused(tmp_path: Path) -> None:
         [
             "The plugin has no store",
             "whole or not",
-            "'newest=2' does not say what to keep",
+            "'newest=2' is no rule of what to keep",
             "ckptstore_fast_copies is there, and ckptstore_fast is not",
-            "ckptstore_fast_drain: 'x' does not say what to keep",
+            "ckptstore_fast_drain: 'x' is no rule of what to keep",
         ],
         strict=True,
     ):

@@ -30,7 +30,7 @@ def test_a_page_a_document_or_both_have_to_be_asked_for(root: Path, tmp_path: Pa
     both = run("report", root, "--json", "--html", tmp_path / "a.html")
     assert both.stdout.startswith('{"version": 1')
     assert "step-0000000001" in (tmp_path / "a.html").read_text()
-    assert run("report", root, "--html", tmp_path / "b.html").stdout == ""
+    assert run("report", root, "--html", tmp_path / "b.html").stdout == f"{tmp_path / 'b.html'}\n"
     assert "could not be written" in run("report", root, "--html", tmp_path / "none/b.html", code=30).stderr
     run("report", root, "--html", tmp_path, code=2)
 

@@ -47,7 +47,7 @@ def test_a_good_bucket(fast_s3: S3Server, config: StoreConfig, engine: str) -> N
     ("match", "failed"),
     [
         ("^PUT ", {"put"}),
-        ("^GET .*list-type", {"list"}),
+        ("^GET .*list-type", {"list", "log"}),
         ("^POST .*delete", {"delete"}),
         ("^POST .*uploads", {"multipart"}),
         ("^GET .*absent", {"get"}),

@@ -291,6 +291,7 @@ def test_a_silent_leader_is_named_and_leaves_the_outcome_unknown(memory: MemoryS
         exchange(opened(memory, 1, 2, timeout_seconds=0.5), "save", lambda: b"", joined)
     assert caught.value.ranks == (0,)
     assert caught.value.committed is None
+    assert "every rank must call save" in str(caught.value)
 
 
 def test_an_error_is_worth_more_than_a_silence(memory: MemoryStorage) -> None:
@@ -304,6 +305,21 @@ def test_an_error_is_worth_more_than_a_silence(memory: MemoryStorage) -> None:
     assert [type(ends[0]), type(ends[2])] == [StorageFull] * 2
     assert ends[2].ranks == (0, 1, 2)
     assert "Rank 1 gave no sign of life" in str(ends[2])
+
+
+def test_only_in_the_first_meeting_is_a_rank_suspected_of_not_calling_at_all(memory: MemoryStorage) -> None:
+    def run(rank: int) -> str:
+        group = opened(memory, rank, 2, timeout_seconds=1)
+        exchange(group, "first", lambda: b"", joined)
+        if rank == 1:
+            return ""
+        with pytest.raises(RankTimeout) as caught:
+            exchange(group, "second", lambda: b"", joined)
+        return str(caught.value)
+
+    text, _ = in_threads(2, run)
+    assert "Rank 1 gave no sign of life" in text
+    assert "must call save" not in text
 
 
 def test_a_slow_rank_that_gives_signs_is_waited_for(memory: MemoryStorage) -> None:

@@ -245,7 +245,11 @@ def test_rules_in_words() -> None:
     assert parse_policy(["latest=3"]) == KeepLatest(3)
     assert parse_policy(["best=2:eval_loss"]) == KeepBest(2, "eval_loss", "min")
     assert parse_policy(["best=2:a:b:max"]) == KeepBest(2, "a:b", "max")
-    assert parse_policy(["every=100", "since=1h"]) == KeepAny((KeepEvery(steps=100), KeepSince(3600.0)))
+    both = KeepAny((KeepEvery(steps=100), KeepSince(3600.0)))
+    for rules in (["every=100", "since=1h"], ["every=100 since=1h"], "every=100 since=1h", "every=100, since=1h"):
+        assert parse_policy(rules) == both
+    assert parse_policy(" ") is None
+    assert parse_policy("latest=1 best=2:my loss, all") == KeepAny((KeepLatest(1), KeepBest(2, "my loss, all")))
 
 
 @pytest.mark.parametrize(

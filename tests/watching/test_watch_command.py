@@ -183,7 +183,7 @@ def test_one_look(store: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["{store}-not"], 10, "There is no store"),
+        (["--once", "{store}-not"], 10, "There is no store"),
         (["--once", "--interval", "5", "{store}"], 2, "means nothing with --once"),
         (["--interval", "0", "{store}"], 2, "must be at least 0.1 s"),
         (["--interval", "nan", "{store}"], 2, "is no duration"),
@@ -192,6 +192,19 @@ def test_one_look(store: Path) -> None:
 def test_what_cannot_be_watched_is_refused(store: Path, arguments: list[str], code: int, words: str) -> None:
     done = CliRunner().invoke(main, ["watch", *(item.format(store=store) for item in arguments)])
     assert (done.exit_code, words in done.stderr) == (code, True), done.output
+
+
+def test_a_store_that_does_not_exist_yet_is_waited_for(tmp_path: Path) -> None:
+    with watching("--interval", "0.1", tmp_path / "store") as seen:
+        assert seen.process.stderr is not None
+        said = seen.process.stderr.readline()
+        assert said.startswith(f"There is no store at {tmp_path / 'store'} yet")
+        with open_store(tmp_path / "store") as opened:
+            opened.save_directory(7, None)
+        assert seen.look(lambda look: look["durable"])["durable"]["step"] == 7
+        assert (seen.end(), seen.errors()) == (130, "")
+    done = CliRunner().invoke(main, ["watch", f"{tmp_path / 'store'}@7"])
+    assert (done.exit_code, "There is no store" in done.stderr) == (10, True)
 
 
 def test_a_store_without_checkpoints_and_one_that_is_made_read_only(store: Path, tmp_path: Path) -> None:

@@ -95,10 +95,11 @@ def test_a_picture_has_the_rate_the_guess_and_ages_that_go_on() -> None:
         "store      s3://bucket/a/rather/long/prefix/of/a/run",
         "durable    step 30, 40 s ago, number 3",
         "in flight  step 40  [############------------]  53%",
-        "           24.0 MiB of about 45.0 MiB (as step 30), 4 files, 2 uploads begun, 3.0 MiB/s, about 7 s left",
+        "           24.0 MiB of about 45.0 MiB, 3.0 MiB/s, about 7 s left",
+        "           4 files, 2 uploads begun, the size of step 30 is expected",
         "signs      2 ranks, last 13 s ago, rank 1 30 s ago",
-        "commits    step 30  40 s ago  number 3  45.0 MiB  2 ranks  loss=0.25",
-        "           step 20  30 s ago  number 2  45.0 MiB  2 ranks  loss=0.5",
+        "commits    step 30  40 s ago  45.0 MiB  2 ranks  loss=0.25",
+        "           step 20  30 s ago  45.0 MiB  2 ranks  loss=0.5",
     ]
 
 
@@ -173,7 +174,7 @@ def test_hostile_names_move_no_terminal(capsys: pytest.CaptureFixture[str]) -> N
     drawn.seen = shown, StorageUnavailable(HOSTILE)
     for line in [*picture(shown, 200), *printed, *(text for _, _, text in drawn.rows())]:
         assert line.isprintable(), line
-    assert any(printable(HOSTILE) in line for line in picture(shown, 200))
+    assert any(printable(HOSTILE)[:8] in line for line in picture(shown, 200) if line.startswith("commits"))
     assert len(printed) == 2
 
 
@@ -243,15 +244,15 @@ PLAIN_STYLES = {"\x1b[0m", "\x1b[1m", "\x1b[2m"}
 
 def test_a_terminal_is_drawn_again_in_its_place_and_follows_its_width(store: Path) -> None:
     with Terminal("--interval", "0.2", store, columns=40) as terminal:
-        first = terminal.until("metric_8=2.66667")  # the end of the picture
+        first = terminal.until("+8")  # the end of the picture
         rows = [_ESCAPES.sub("", row).strip("\r") for row in first.split("\n")]
         assert max(map(len, rows)) <= 40
         assert any(row.startswith("durable    step 1, ") for row in rows)
         assert "\x1b[1m" in first
-        again = terminal.until("metric_8=2.66667")
+        again = terminal.until("+8")
         assert again.count("\x1b[1A\x1b[2K") == len(rows) - 1
         terminal.resize(160)
-        terminal.until("metric_0=0 metric_1=0.333333 metric_2=0.666667")  # a line that was broken
+        terminal.until("1 rank  metric_0=0 +8")  # a line that was broken
         with open_store(store) as opened:
             opened.save_directory(2, store.parent / "source")
         terminal.until("step 2, ")

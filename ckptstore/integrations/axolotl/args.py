@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
 
+from ckptstore.retention import RULES
 from ckptstore.runtime.near import nearest
 
 PREFIX = "ckptstore_"
@@ -15,16 +16,14 @@ class CkptstoreArgs(BaseModel):  # type: ignore[misc] # pydantic is Any to the t
     """The keys that begin with `ckptstore_`. Unknown ones with this prefix are refused."""
 
     ckptstore_store: str | None = Field(default=None, description="The store: a path, s3://, gs://, az://.")
-    ckptstore_keep: list[str] | None = Field(
-        default=None, description="What stays: latest=N, best=N:METRIC[:min|max], every=STEPS. They add up."
-    )
+    ckptstore_keep: str | list[str] | None = Field(default=None, description=f"What stays, such as {RULES}.")
     ckptstore_asynchronous: bool = Field(default=False, description="Go on training while files are stored.")
     ckptstore_resume: bool = Field(default=True, description="Go on from the newest checkpoint of the store.")
     ckptstore_save_options: dict[str, Any] | None = Field(default=None, description="Keywords of save_directory.")
     ckptstore_fast: str | None = Field(default=None, description="A directory on a disk of the node, to save to first.")
     ckptstore_fast_copies: int | None = Field(default=None, description="On how many nodes each file lies: 1 or 2.")
     ckptstore_fast_keep: int | None = Field(default=None, description="How many checkpoints stay on a node.")
-    ckptstore_fast_drain: list[str] | None = Field(
+    ckptstore_fast_drain: str | list[str] | None = Field(
         default=None, description="Which come into the store, as in ckptstore_keep; as many as it takes without."
     )
     ckptstore_fast_drain_bytes_per_second: float | None = Field(

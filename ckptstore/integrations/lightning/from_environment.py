@@ -40,7 +40,7 @@ def callbacks(environ: Mapping[str, str] | None = None) -> list[Any]:
     from ckptstore.integrations.lightning import CheckpointStoreCallback
     from ckptstore.retention import parse_policy
 
-    keep = parse_policy([rule.strip() for rule in variables.get(KEEP, "").split(",") if rule.strip()])
+    keep = parse_policy(variables.get(KEEP, ""))
     tier = tier_of({name: variables.get(_variable(name)) for name in FAST_SETTINGS}, shown=_variable)
     options: dict[str, Any] = {} if keep is None else {"retention": keep}
     options |= {} if tier is None else {"fast": tier}

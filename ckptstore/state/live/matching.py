@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -18,6 +19,8 @@ from ckptstore.state.tensors.overlap import Conflict, PlacedTensor, conflicts_of
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, name_of, wrapped_in
 from ckptstore.state.tensors.tensor_memory import obstacle_of
 from ckptstore.state.tensors.wrapped import Wrapped, check_same
+
+logger = logging.getLogger("ckptstore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class Mismatch:
     that the state names. `differing` has the difference for keys that are in both. `names` are those that the state
     gives to its parts, `absent` those of them under which the checkpoint has nothing at all, `there` the names of the
     checkpoint's own parts. `unused` are patterns that fit nothing, with the nearest key that may have been meant.
-    `is_empty` is True if nothing at all would be loaded.
+    `is_empty` is True if nothing at all would be loaded. `left_out` are the checkpoint's own parts that the state does
+    not name.
     """
 
     missing: set[str] = field(default_factory=set)
@@ -61,6 +65,7 @@ class Mismatch:
     there: frozenset[str] = field(default=frozenset(), compare=False)
     unused: dict[str, str | None] = field(default_factory=dict)
     is_empty: bool = field(default=False, compare=False)
+    left_out: frozenset[str] = field(default=frozenset(), compare=False)
 
     def check(self, *, strict: bool) -> None:
         """Raise StateMismatch with the whole list. Without `strict` only differing keys count, and that something is
@@ -80,8 +85,25 @@ class Mismatch:
             helps = strict and not self.differing and not self.is_empty
             raise StateMismatch(
                 f"the checkpoint does not fit the state: {'. '.join(filter(None, parts))}",
-                hint="strict=False leaves out what one side lacks" if helps else None,
+                hint=self._cause() or ("strict=False leaves out what one side lacks" if helps else None),
             )
+
+    def _cause(self) -> str | None:
+        """Return advice if one side has objects, and the other one what their `state_dict()` returned."""
+        saved = _optimizer_dicts(self.unexpected) | (self.names & self.unexpected)  # a module's has a type of its own
+        if saved:
+            return (
+                f"The checkpoint has what state_dict() returned for {', '.join(map(repr, sorted(saved)))}, and the "
+                'state has objects. Resume with what it returns, as in {"model": model.state_dict()}, and pass that to '
+                "load_state_dict; or save the objects themselves"
+            )
+        if mine := _optimizer_dicts(self.missing):
+            return (
+                f"The state has what state_dict() returned for {', '.join(map(repr, sorted(mine)))}, and the "
+                'checkpoint was saved from objects. Resume with the objects themselves, as in {"model": model, '
+                '"optimizer": optimizer}'
+            )
+        return None
 
     def absence(self, name: str) -> str:
         """Return the sentence on a name of the state under which the checkpoint has nothing."""
@@ -116,6 +138,7 @@ class Mismatch:
                 if all(pattern in part.unused for part in every)
             },
             is_empty=bool(every) and all(part.is_empty for part in every),
+            left_out=frozenset.intersection(*(part.left_out for part in every)) if every else frozenset(),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +149,7 @@ class Mismatch:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Mismatch:
         mutable = {name: set(value[name]) for name in ("missing", "unexpected")}
-        frozen = {name: frozenset(value[name]) for name in ("names", "absent", "there")}
+        frozen = {name: frozenset(value[name]) for name in ("names", "absent", "there", "left_out")}
         return Mismatch(**{**value, **mutable, **frozen})
 
 
@@ -352,8 +375,9 @@ class Matching:
             if not any(fits(key, pattern) for key in (*held, *inside)):
                 near = nearest_key(pattern, known)
                 mismatch.unused[pattern] = near if near and _parts_of(near, mismatch.names) else None
+        mismatch.left_out = frozenset(map(_part_of, known - held.keys())) - mismatch.names
         if mismatch.absent or mismatch.unused:
-            mismatch.there = frozenset(re.split("[.@]", key, maxsplit=1)[0] for key in known)
+            mismatch.there = frozenset(map(_part_of, known))
         return conflicts
 
 
@@ -361,6 +385,11 @@ def _moving(conflict: Conflict) -> PlacedTensor | None:
     """Return the place, of two for the same memory, that can move elsewhere."""
     places = (conflict.second.place, conflict.first.place)
     return next((place for place in places if place.may_move and type(place.tensor) in PLAIN_TYPES), None)
+
+
+def _part_of(key: str) -> str:
+    """Return the name of the checkpoint's own part to which a key belongs."""
+    return re.split("[.@]", key, maxsplit=1)[0]
 
 
 def _parts_of(key: str, names: Collection[str]) -> list[str]:
@@ -389,5 +418,23 @@ def above(key: str) -> set[str]:
     return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
+_IN_STATE_DICT = re.compile(r"(.+?)\.(?:state|param_groups)\.\d+\.(?!\d)")
+"""A key of what the `state_dict()` of an optimizer returns: parameters and groups have numbers there, not names."""
+_MOST_LISTED = 10
+
+
+def _optimizer_dicts(keys: Iterable[str]) -> set[str]:
+    return {match[1] for key in keys if (match := _IN_STATE_DICT.match(key))}
+
+
 def _listed(what: str, which: Collection[str]) -> str:
-    return f"{len(which)} {what}: {', '.join(sorted(which))}" if which else ""
+    """Return the number of items and the first of them. If there are more, all of them are logged."""
+    if not which:
+        return ""
+    ordered = sorted(which)
+    text = f"{len(which)} {what}: {', '.join(ordered[:_MOST_LISTED])}"
+    if len(ordered) <= _MOST_LISTED:
+        return text
+    logger.info("%d %s: %s", len(ordered), what, ", ".join(ordered))
+    more = len(ordered) - _MOST_LISTED
+    return f'{text} and {more} more, which rank 0 has logged (logger "ckptstore", level INFO)'

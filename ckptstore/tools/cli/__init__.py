@@ -18,38 +18,34 @@ import click
 from ckptstore import __version__
 from ckptstore.errors import CkptstoreError
 from ckptstore.runtime.extras import not_installed
+from ckptstore.runtime.near import meant, nearest
 
-COMMANDS = (
-    "run",
-    "watch-folder",
-    "ls",
-    "show",
-    "watch",
-    "latest",
-    "best",
-    "verify",
-    "diff",
-    "report",
-    "serve",
-    "cp",
-    "export",
-    "import",
-    "pin",
-    "unpin",
-    "rollback",
-    "restore",
-    "restore-folder",
-    "prune",
-    "gc",
-    "doctor",
-    "fast",
-    "plan",
-    "bench",
-    "demo",
-    "s3-test",
-)
-"""In the order of the help. The module of a command has its name, with an underscore behind words of Python and for
-a hyphen, and `command` in it."""
+GROUPS = {
+    "Look": ("ls", "show", "watch", "latest", "best", "diff", "report", "serve"),
+    "Copy": ("cp", "export", "import", "restore-folder"),
+    "Care": ("verify", "doctor", "pin", "unpin", "rollback", "restore", "prune", "gc", "fast"),
+    "Run": ("run", "watch-folder", "demo", "s3-test"),
+    "Measure": ("plan", "bench"),
+}
+"""The commands, in the order of the help. The module of a command has its name, with an underscore behind words of
+Python and for a hyphen, and `command` in it."""
+
+COMMANDS = tuple(itertools.chain.from_iterable(GROUPS.values()))
+
+OTHER_WORDS = {
+    "ls": ("list", "dir", "ll"),
+    "show": ("info", "cat", "inspect", "describe"),
+    "watch": ("status", "tail", "top", "monitor"),
+    "cp": ("copy", "mirror", "sync", "upload", "download"),
+    "prune": ("rm", "delete", "remove", "del", "clean"),
+    "verify": ("check", "fsck", "validate"),
+    "diff": ("compare", "cmp"),
+    "rollback": ("revert", "reset"),
+    "restore": ("undelete", "undo"),
+    "export": ("convert", "save"),
+    "import": ("load", "add"),
+}
+"""Words that people try, by the command that does it."""
 
 SIMPLE = {"latest", "best", "pin", "unpin", "rollback", "restore"}
 """These are functions of one module, with their own names."""
@@ -63,6 +59,24 @@ UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 class Commands(click.Group):
     """Loads a command when it is called, and turns errors into messages and exit codes."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command and its arguments. Raises UsageError, with a suggestion, for one that does not exist."""
+        name = args[0].lower()
+        if args[0] not in COMMANDS and not name.startswith("-"):
+            other = next((command for command, words in OTHER_WORDS.items() if name in words), None)
+            ctx.fail(f"There is no command {args[0]!r}{meant(other or nearest(name, COMMANDS))}")
+        return super().resolve_command(ctx, [args[0], *_with_each_rule(args[1:])])
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, by group."""
+        width = max(map(len, COMMANDS))
+        for group, names in GROUPS.items():
+            with formatter.section(group):
+                commands = [(name.ljust(width), self.get_command(ctx, name)) for name in names]
+                formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in commands if command])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return all commands."""
@@ -127,6 +141,17 @@ class Commands(click.Group):
             ctx.exit(INTERRUPTED)
 
 
+def _with_each_rule(words: list[str]) -> list[str]:
+    """Return the words with a `--keep` before each rule: one is enough for several that follow each other."""
+    found: list[str] = []
+    end = words.index("--") if "--" in words else len(words)
+    for word in words[:end]:
+        if _RULE.match(word) and (found[-2:-1] == ["--keep"] or (found[-1:] and found[-1].startswith("--keep="))):
+            found.append("--keep")
+        found.append(word)
+    return found + words[end:]
+
+
 def _discard_stdout() -> None:
     """Drop what is still buffered: Python would write it at exit and fail again, with a code of its own."""
     with contextlib.suppress(OSError, ValueError):  # it is no file of the system
@@ -139,6 +164,8 @@ def _echo_error(error: dict[str, Any]) -> None:
     click.echo(json.dumps({"version": 1, "error": {"committed": False, **error}}, indent=2))
 
 
+_RULE = re.compile(r"(?:latest|best|every|since)=")
+_SAY_MODE = 'Say mode="min" or mode="max"'
 _FLAGS = {
     r"exists=['\"]replace['\"]": "--replace",
     r"\ballow_pickle=True(?: \(--allow-pickle\))?": "--allow-pickle",
@@ -148,6 +175,7 @@ _FLAGS = {
     r"\brename\b(?!=)": "--rename",
     r"\binclude\b(?!=)": "--include",
     r"\boverwrite it\b": "give --overwrite",
+    _SAY_MODE: "Give --mode min or --mode max",
 }
 """Names of arguments of Python in errors, each with its flag."""
 
@@ -160,14 +188,18 @@ def _with_flags(error: CkptstoreError, command: click.Command | None) -> Ckptsto
         if known & set(words.split()):
             error.message = re.sub(pattern, words, error.message)
             error.hint = error.hint and re.sub(pattern, words, error.hint)
+    error.hint = error.hint and error.hint.replace(_SAY_MODE, "Write STORE@best:METRIC:min or STORE@best:METRIC:max")
     return error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="ckptstore")
 def main() -> None:
-    """Look at stores of checkpoints, and take care of them.
+    """Look at checkpoints, copy them and take care of them.
 
-    STORE is the root of a training run: a path, s3://, gs://, az:// or any fsspec URL. TARGET is STORE@12000 for the
-    checkpoint of a step, STORE@latest, STORE@best:METRIC, or the URI of a checkpoint directory that lies on its own.
+    \b
+    STORE   the directory or bucket prefix of one training run: runs/digits,
+            s3://bucket/digits, gs://, az:// or any fsspec URL.
+    TARGET  one checkpoint: STORE@12000 (a step), STORE@latest,
+            STORE@best:eval_loss, or the URI that `latest` prints.
     """

@@ -39,21 +39,24 @@ _OPTIONS = (
         "patterns",
         multiple=True,
         metavar="GLOB",
-        help="Names of the checkpoints of an unknown project, {step} for the step; repeatable.",
+        help="Names of checkpoints of an unknown project, such as 'step_{step}'; repeatable.",
     ),
     click.option(
         "--step-from",
         metavar="REGEX",
-        help="With --pattern: the step is the group of this regular expression in the name, as in 'ba(\\d+)'.",
+        help="With --pattern: regular expression whose group is the step, such as 'ba(\\d+)'.",
     ),
     click.option(
-        "--shapes", "shapes_file", metavar="FILE", help="Shapes of your own, as TOML, tried before the known ones."
+        "--shapes",
+        "shapes_file",
+        metavar="FILE",
+        help="TOML file with checkpoint layouts of your own, tried before the known ones.",
     ),
     click.option(
         "--beside",
         multiple=True,
         metavar="GLOB",
-        help="Files of at most 1 MiB beside a checkpoint that are stored and restored with it; repeatable.",
+        help="Files of at most 1 MiB next to a checkpoint, to store and restore with it; repeatable.",
     ),
     click.option(
         "--no-follow",
@@ -61,51 +64,63 @@ _OPTIONS = (
         is_flag=True,
         default=True,
         flag_value=False,
-        help="Do not take links to directories outside of the folder for checkpoints.",
+        help="Ignore links to directories outside of the folder.",
     ),
-    click.option("--marker", metavar="NAME", help="With --pattern: the file of a checkpoint that is written last."),
+    click.option(
+        "--marker", metavar="NAME", help="With --pattern: name of the file in a checkpoint that is written last."
+    ),
     click.option(
         "--quiet",
         "quiet_seconds",
         type=DURATION,
         metavar="TIME",
-        help="Time without changes after which a checkpoint counts as finished, if nothing shows it [default: 30s].",
+        show_default="30s",
+        help="Without a marker, a checkpoint is complete after this long unchanged.",
     ),
     click.option(
-        "--metrics", "metrics_file", metavar="NAME", help="File in each checkpoint with its metrics, as JSON."
+        "--metrics",
+        "metrics_file",
+        metavar="NAME",
+        help="Name of the JSON file in each checkpoint that has its metrics.",
     ),
     click.option(
-        "--interval", type=DURATION, default="5s", show_default=True, help="Pause between two looks into the folder."
+        "--interval",
+        type=DURATION,
+        default="5s",
+        show_default=True,
+        metavar="TIME",
+        help="Time between two looks into the folder.",
     ),
     click.option(
         "--grace",
         type=DURATION,
         metavar="TIME",
-        help="Limit for the last commits after the trainer's end [default: no limit].",
+        show_default="no limit",
+        help="Time limit for the last uploads after the trainer has ended.",
     ),
     click.option(
-        "--delete-local", is_flag=True, help="Delete committed checkpoints from the folder, except the newest 2."
+        "--delete-local", is_flag=True, help="Delete stored checkpoints from the folder, except the newest 2."
     ),
     click.option(
-        "--require-commit", is_flag=True, help="Fail when a finished checkpoint is not in the store at the end."
+        "--require-commit", is_flag=True, help="Fail if a finished checkpoint is not in the store at the end."
     ),
+    click.option("--nodes", type=int, metavar="N", show_default="from the launcher, else 1", help="Number of nodes."),
     click.option(
-        "--nodes",
+        "--node-rank",
         type=int,
-        metavar="N",
-        help="Number of agents of this job, one a node [default: from the launcher, or 1].",
-    ),
-    click.option(
-        "--node-rank", type=int, metavar="R", help="Number of this node, from 0 [default: from the launcher]."
+        metavar="R",
+        show_default="from the launcher, else 0",
+        help="Number of this node, from 0.",
     ),
     click.option(
         "--run-id",
         metavar="ID",
-        help="Name of this start of the job, the same on all nodes [default: from the launcher].",
+        show_default="from the launcher",
+        help="Name of this start of the job, the same on all nodes.",
     ),
     storage_option,
-    click.option("--json", "as_json", is_flag=True, help="Print events as JSON on stderr, one a line."),
-    click.option("--events", "events_file", metavar="FILE", help="Append events as JSON to FILE too."),
+    click.option("--json", "as_json", is_flag=True, help="Print events as lines of JSON on stderr."),
+    click.option("--events", "events_file", metavar="FILE", help="Append events as lines of JSON to FILE, too."),
 )
 
 

@@ -12,20 +12,16 @@ import click
 
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.tier import FastTier
-from ckptstore.retention import parse_policy
+from ckptstore.retention import RULES, parse_policy
 from ckptstore.storage.uri import parse_uri
 from ckptstore.transfer.executor import Executor, InProcess
 
 F = TypeVar("F", bound=Callable[..., Any])
+KEEP_HELP = f"Keep what any of these rules keeps, such as {RULES}."
 
 
-as_json = click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object, also for an error.",
-)
-dry_run = click.option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; an error too.")
+dry_run = click.option("--dry-run", is_flag=True, help="Print what would be done; change nothing.")
 
 
 def storage_option(function: F) -> F:
@@ -36,7 +32,7 @@ def storage_option(function: F) -> F:
         multiple=True,
         metavar="KEY=VALUE",
         callback=lambda _ctx, _param, values: parse_storage_options(values),
-        help="Option of the storage's client, named as in fsspec; never shown.",
+        help="Option for the storage's client, by its fsspec name; never shown. Repeatable.",
     )(function)
 
 
@@ -47,7 +43,8 @@ def keep_option(function: F) -> F:
         multiple=True,
         metavar="RULE",
         callback=lambda _ctx, _param, rules: parse_policy(rules),
-        help="Keep latest=N, best=N:METRIC[:min|max], every=STEPS or since=TIME; repeatable [default: all].",
+        show_default="all",
+        help=KEEP_HELP,
     )(function)
 
 
@@ -58,7 +55,7 @@ def fast_option(function: F) -> F:
         "fast_path",
         type=click.Path(),
         metavar="DIR",
-        help="Look at fast checkpoints on this node too; DIR is the path of the job's FastTier.",
+        help="Include fast checkpoints on this node; DIR is the path of the job's FastTier.",
     )(function)
 
 
@@ -79,7 +76,7 @@ def engine_option(function: F) -> F:
         type=click.Choice(["local", "ray"]),
         default="local",
         show_default=True,
-        help="Where the bytes move: in this process, or in a task on each node of the Ray cluster.",
+        help="Move bytes in this process, or in a task on each node of a Ray cluster.",
     )(function)
 
 

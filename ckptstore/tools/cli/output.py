@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ import click
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.format.encoding import dump_json
+from ckptstore.retention import judging_first
 from ckptstore.runtime.shown import printable
 from ckptstore.storage.uri import redact
-from ckptstore.tools.cli.terminal import is_terminal, print_table
+from ckptstore.tools.cli.terminal import is_terminal
 
 _SECRET_OPTIONS = ("--storage-option", "--target-option")
 
@@ -64,22 +66,43 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def echo_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows below headers, aligned; a column of numbers to the right."""
+    """Print rows below headers, aligned; a column of numbers to the right. On a terminal each row is one line: the
+    widest texts and headers lose their middle."""
     right = [all(_is_number(row[index]) for row in rows) for index, _ in enumerate(headers)]
-    if is_terminal(sys.stdout):
-        print_table(headers, rows, right=right)
-        return
     widths = [max(len(row[index]) for row in [headers, *rows]) for index, _ in enumerate(headers)]
+    if is_terminal(sys.stdout):
+        of_numbers = [max((len(row[index]) for row in rows), default=0) for index, _ in enumerate(headers)]
+        _narrow(widths, [most if is_right else 8 for most, is_right in zip(of_numbers, right, strict=True)])
     for row in [headers, *rows]:
+        cells = [shortened(cell, width) for cell, width in zip(row, widths, strict=True)]
         cells = [
             cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(row, widths, right, strict=True)
+            for cell, width, is_right in zip(cells, widths, right, strict=True)
         ]
-        click.echo("  ".join(cells).rstrip())
+        line = "  ".join(cells).rstrip()
+        click.echo(click.style(line, bold=True) if row is headers else line)
 
 
 def _is_number(cell: str) -> bool:
-    return cell[:1].isdigit() or cell == ""
+    return cell.removeprefix("-")[:1].isdigit() or cell == ""
+
+
+def _narrow(widths: list[int], least: Sequence[int]) -> None:
+    """Make the widest columns narrower, but none below `least`, until a row fits the terminal."""
+    too_wide = sum(widths) + 2 * (len(widths) - 1) - shutil.get_terminal_size().columns
+    for _ in range(too_wide):
+        able = [index for index, width in enumerate(widths) if width > least[index]]
+        if not able:
+            return
+        widths[max(able, key=widths.__getitem__)] -= 1
+
+
+def shortened(text: str, width: int) -> str:
+    """Return the text, without its middle where it is longer than that."""
+    if len(text) <= width:
+        return text
+    tail = width // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def echo_fields(fields: Mapping[str, str]) -> None:
@@ -114,3 +137,19 @@ def printing_skipped() -> Iterator[None]:
 def show_metrics(metrics: Mapping[str, float]) -> str:
     """Return metrics for people: "loss=0.25 accuracy=0.9"."""
     return " ".join(f"{printable(name)}={value:.6g}" for name, value in metrics.items())
+
+
+METRICS_WIDTH = 24
+"""The part of a line for metrics that were not chosen by name."""
+
+
+def show_some_metrics(metrics: Mapping[str, float]) -> str:
+    """Return the metrics that a line has room for, those by which a checkpoint is judged first, and how many more there
+    are: "eval_loss=0.25 accuracy=0.9 +3"."""
+    names = judging_first(metrics)
+    for count in range(len(names), 0, -1):
+        more = f" +{len(names) - count}" if count < len(names) else ""
+        text = show_metrics({name: metrics[name] for name in names[:count]})
+        if len(text) <= METRICS_WIDTH:
+            return text + more
+    return shortened(text, METRICS_WIDTH) + more if names else ""

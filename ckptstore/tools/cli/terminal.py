@@ -1,4 +1,4 @@
-"""Draw on a terminal: progress bars, tables with lines, pictures that are drawn again in their place. The
+"""Draw on a terminal: progress bars, pictures that are drawn again in their place. The
 only importer of rich."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,21 +119,6 @@ class _Lines:
             left_seconds = max(0, self._total_bytes - moved) * seconds / moved
             text += f" of {show_size(self._total_bytes)}, {show_duration(left_seconds)} left"
         print(f"{text}, {show_speed(moved, seconds)}", file=sys.stderr, flush=True)
-
-
-def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[bool]) -> None:
-    """Print a table to stdout with lines and bold headers; `right` says which columns hold numbers."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for header, is_number in zip(headers, right, strict=True):
-        table.add_column(header, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
 
 
 Row = tuple[str, str, str]

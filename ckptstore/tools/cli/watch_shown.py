@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.runtime.shown import printable, show_duration, show_size, show_speed
-from ckptstore.tools.cli.output import print_json_line, show_metrics
+from ckptstore.tools.cli.output import print_json_line, show_some_metrics
 from ckptstore.tools.cli.terminal import Row
 from ckptstore.tools.watching.look import Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 
@@ -76,15 +76,18 @@ def look_rows(look: Look, *, now: float) -> Iterator[Row]:
     for attempt in look.attempts[:_MOST_ATTEMPTS]:
         style, label = ("red", "silent") if attempt.status == "silent" else ("green", "in flight")
         yield style, label, f"step {attempt.step}{_progress(attempt)}"
-        yield "", "", ", ".join(_attempt_facts(attempt, later_seconds))
+        yield from (("", "", line) for line in _attempt_lines(attempt, later_seconds))
     if len(look.attempts) > _MOST_ATTEMPTS:
         yield "", "", f"{len(look.attempts) - _MOST_ATTEMPTS} more attempts"
     if not look.attempts:
         yield "", "in flight", "nothing"
     if look.signs is not None:
         yield "", "signs", _sign_words(look.signs, later_seconds)
-    for index, commit in enumerate(look.commits):
-        yield "", "" if index else "commits", "  ".join(_commit_facts(commit, now))
+    commits = [_commit_facts(commit, now) for commit in look.commits]
+    widths = [max(map(len, column)) for column in zip(*commits, strict=True)]
+    for index, facts in enumerate(commits):
+        line = "  ".join(fact.ljust(width) for fact, width in zip(facts, widths, strict=True)).rstrip()
+        yield "", "" if index else "commits", line
     for note in look.notes:
         yield "dim", "note", printable(note)
 
@@ -96,28 +99,32 @@ def _progress(attempt: SeenAttempt) -> str:
     return f"  [{'#' * int(share * _BAR_COLUMNS):-<{_BAR_COLUMNS}}] {share:4.0%}"
 
 
-def _attempt_facts(attempt: SeenAttempt, later_seconds: float) -> list[str]:
+def _attempt_lines(attempt: SeenAttempt, later_seconds: float) -> Iterator[str]:
     size = show_size(attempt.size_bytes)
-    if attempt.expected_bytes is not None and attempt.status == "writing":
-        size += f" of about {show_size(attempt.expected_bytes)} (as step {attempt.expected_as_step})"
-    facts = [size, "1 file" if attempt.num_files == 1 else f"{attempt.num_files} files"]
+    files = ["1 file" if attempt.num_files == 1 else f"{attempt.num_files} files"]
     if attempt.num_uploads:
-        facts.append("1 upload begun" if attempt.num_uploads == 1 else f"{attempt.num_uploads} uploads begun")
-    if attempt.status == "silent":
-        return [f"no sign of life for {show_duration(attempt.silent_seconds + later_seconds)}", *facts]
-    if attempt.status == "committing":
-        return ["all is stored, the commit comes next", *facts]
+        files.append("1 upload begun" if attempt.num_uploads == 1 else f"{attempt.num_uploads} uploads begun")
+    if attempt.status != "writing":
+        silent = f"no sign of life for {show_duration(attempt.silent_seconds + later_seconds)}"
+        first = silent if attempt.status == "silent" else "all is stored, the commit comes next"
+        yield ", ".join([first, size, *files])
+        return
+    if attempt.expected_bytes is not None:
+        size += f" of about {show_size(attempt.expected_bytes)}"
+        files.append(f"the size of step {attempt.expected_as_step} is expected")
+    facts = [size]
     if attempt.bytes_per_second is not None:
         facts.append(show_speed(attempt.bytes_per_second, 1.0))
     if attempt.left_seconds is not None:
         facts.append(f"about {show_duration(attempt.left_seconds)} left")
-    return facts
+    yield ", ".join(facts)
+    yield ", ".join(files)
 
 
 def _commit_facts(commit: SeenCommit, now: float) -> list[str]:
     ranks = "1 rank" if commit.world_size == 1 else f"{commit.world_size} ranks"
-    facts = [f"step {commit.step}", _age(commit, now), f"number {commit.number}", show_size(commit.size_bytes), ranks]
-    return [*facts, show_metrics(commit.metrics)] if commit.metrics else facts
+    size = show_size(commit.size_bytes)
+    return [f"step {commit.step}", _age(commit, now), size, ranks, show_some_metrics(commit.metrics)]
 
 
 def _age(commit: SeenCommit, now: float) -> str:

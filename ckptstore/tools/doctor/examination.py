@@ -8,39 +8,36 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptstore.config import RetryConfig, StoreConfig
+from ckptstore.config import StoreConfig
 from ckptstore.errors import (
     AccessDenied,
     CheckpointDamaged,
     CkptstoreError,
     FileMissing,
     StorageError,
-    StoreForked,
     all_errors,
 )
 from ckptstore.format.layout import CHECKPOINT_PREFIX, PROBE_PREFIX
-from ckptstore.log import Log
-from ckptstore.log.identity import read_store_json
 from ckptstore.node_cache.place import filesystem_of, is_network, open_place
+from ckptstore.opening import open_store
 from ckptstore.storage.base import Bucket, Configured, Disk, Storage, WritesParts
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.storage.uri import parse_uri
 from ckptstore.tools.doctor.finding import IN_MEMORY, Finding, finding_of
 from ckptstore.tools.doctor.of_node import examine_fast
-from ckptstore.upkeep.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, obstacle, read_snapshot
+from ckptstore.tools.doctor.of_store import examine_checkpoints, examine_log, examine_ray_list
 
 _BULK_BYTES = 8 << 20
 _MAX_SKEW_SECONDS = 30.0
 _KEEP = ("versioning", "soft delete", "object lock")
-_RETRY = RetryConfig(retry_attempts=3, retry_deadline_seconds=15.0, retry_wait_max_seconds=2.0)
-"""Somebody waits for the answer, and what fails three times is a finding."""
 _LIFECYCLE = {
     "s3": """aws s3api put-bucket-lifecycle-configuration --bucket BUCKET --lifecycle-configuration '{"Rules": [{"ID": \
 "unfinished-uploads", "Status": "Enabled", "Filter": {"Prefix": ""}, "AbortIncompleteMultipartUpload": \
@@ -79,6 +76,7 @@ class _Place:
     storage: Storage
     config: StoreConfig
     scheme: str
+    uri: str
     storage_options: Mapping[str, Any] | None
     engine: str | None
     prefix: str = field(default_factory=lambda: f"{PROBE_PREFIX}doctor-{uuid.uuid4().hex}/")
@@ -110,6 +108,7 @@ def examine(
     for a URI, option or engine that cannot be used.
     """
     choice = choose_engine(uri, storage_options=storage_options, engine=engine)
+    open_store(uri, storage_options=storage_options, engine=engine, group="solo").close()  # it refuses a checkpoint
     config = config or StoreConfig.from_env()
     findings = [Finding("ok", f"{choice.engine}: {choice.reason}", name="engine")]
     with closing(open_storage(uri, storage_options=storage_options, engine=engine)) as storage:
@@ -117,16 +116,18 @@ def examine(
             resolved = ", ".join(f"{name}: {value}" for name, value in storage.resolved().items())
             findings.append(Finding("ok", resolved, name="configuration"))
         scheme = parse_uri(uri).scheme
-        place = _Place(storage, config, _FAMILIES.get(scheme, scheme), storage_options, engine)
-        is_new = isinstance(storage, Disk) and not os.path.lexists(storage.local_path(""))
+        place = _Place(storage, config, _FAMILIES.get(scheme, scheme), uri, storage_options, engine)
+        made = _missing_directories(storage)
         try:
             findings += [_run(check, place) for check in _CHECKS]
-            if (found := finding_of("list of Ray Train", lambda: _ray_snapshot(place))).detail:
+            if (
+                found := finding_of("list of Ray Train", lambda: examine_ray_list(storage, storage_options, engine))
+            ).detail:
                 findings.append(found)
             if fast_directory is not None:
                 findings += examine_fast(fast_directory, storage, config)
         finally:
-            removal = finding_of("probes", lambda: _clean_up(place, is_new=is_new))
+            removal = finding_of("probes", lambda: _clean_up(place, made))
         return Examination(uri=storage.uri, engine=choice.engine, findings=(*findings, removal))
 
 
@@ -310,51 +311,24 @@ def _durability(place: _Place) -> Finding | str:
     return f"{kind or 'a file system that has no name'}{shared}"
 
 
-def _log(place: _Place) -> Finding | str:
-    if read_store_json(place.storage, retry=_RETRY) is None:
-        return "there is no store yet"
-    log = Log(place.storage, retry=_RETRY)
-    problems, newest = log.verify_chain(), log.newest()
-    if problems:
-        hint = "The store can be read, not written; `ckptstore cp` makes a good one of what is live"
-        raise StoreForked("; ".join(problems), hint=hint)
-    if newest is None:
-        return "a store without a record"
-    state = newest.state
-    return f"{newest.number} records, {len(state.live)} live, {len(state.trash)} in the trash, epoch {state.epoch}"
+def _missing_directories(storage: Storage) -> list[Path]:
+    """Return the directories of a root on a disk that do not exist yet, the deepest first: probes will make them."""
+    if not isinstance(storage, Disk):
+        return []
+    root = storage.local_path("")
+    return list(takewhile(lambda path: not os.path.lexists(path), (root, *root.parents)))
 
 
-def _ray_snapshot(place: _Place) -> Finding | str:
-    """Check Ray Train's list of checkpoints in the directory of a run, or of a store in one; "" elsewhere."""
-    uri = place.storage.uri
-    run = uri.removesuffix(f"/{ROOT_NAME}")
-    try:
-        with ExitStack() as stack:
-            options, storage = place.storage_options, place.storage
-            if run != uri:
-                storage = stack.enter_context(closing(open_storage(run, storage_options=options, engine=place.engine)))
-            snapshot = read_snapshot(storage)
-            fault = "" if snapshot is None else obstacle(storage, snapshot)
-    except CkptstoreError:  # it cannot be read here: the other checks say what can
-        return ""
-    if snapshot is None:
-        return ""
-    if not fault:
-        return f"{len(snapshot.listed)} checkpoints"
-    hint = f"In Python: ckptstore.ray.repair({run!r})"
-    return Finding("failed", f"{SNAPSHOT_NAME}: {fault}. The run cannot start again", hint, CheckpointDamaged.code)
-
-
-def _clean_up(place: _Place, *, is_new: bool) -> Finding | str:
-    """Remove all probes; warn where the storage refuses."""
+def _clean_up(place: _Place, made: Sequence[Path]) -> Finding | str:
+    """Remove all probes, and the directories made for them; warn where the storage refuses."""
     storage = place.storage
     try:
         if place.is_writable:
             storage.delete(place.used)
         storage.remove_directories(PROBE_PREFIX.rstrip("/"))
-        if is_new and isinstance(storage, Disk):
+        for directory in made:
             with suppress(OSError):
-                os.rmdir(storage.local_path(""))
+                directory.rmdir()
     except CkptstoreError as error:
         hint = f"Remove what lies below {place.prefix}"
         return Finding("warning", f"they could not be removed: {error.message}", hint)
@@ -384,5 +358,6 @@ _CHECKS = (
     _Check("what deleting frees", _deletion, local="all of it, at once"),
     _Check("durability", _durability),
     _Check("node cache", _cache),
-    _Check("log", _log),
+    _Check("log", lambda place: examine_log(place.storage)),
+    _Check("checkpoints", lambda place: examine_checkpoints(place.uri, place.storage_options, place.engine)),
 )

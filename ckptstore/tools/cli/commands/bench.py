@@ -36,40 +36,106 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 @click.command()
 @click.argument("what", type=click.Choice([*_WORKLOADS, "all", "compare"]), default="all")
 @click.argument("files", nargs=-1, type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--to", help="A path, a URI, or s3-test or s3-sink: S3 in memory.  [temporary directory]")
-@click.option("--size", default="2GiB", show_default=True, callback=_parse_size, help="Of the state over all ranks.")
-@click.option("--scale", type=click.FloatRange(0, 1, min_open=True), help="A share of a Llama, in place of --size.")
 @click.option(
-    "--ranks", type=click.IntRange(1, 256), default=1, show_default=True, help="Real processes; with tier on each node."
-)
-@click.option("--shape", type=click.Choice(_SHAPES), default="llama-8b", show_default=True, help="What is saved.")
-@click.option("--tensor-size", callback=_parse_size, help="Of the shape tensors.  [16MiB]")
-@click.option("--peers", default="all", show_default=True, help="all, none, or names such as dcp,ray,torch.")
-@click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Timed turns of each contender.")
-@click.option("--durable/--no-durable", default=True, show_default=True, help="fsync by all of them, or by none.")
-@click.option("--drop-caches", is_flag=True, help="Load from the disk, not from the page cache; needs root.")
-@click.option("--max-ranks", type=click.IntRange(64), default=16_384, show_default=True, help="Most simulated ranks.")
-@click.option(
-    "--latency-ms", type=click.FloatRange(0), help="Of S3 test requests [0; tier: 30], and in simulations [5]."
+    "--to",
+    metavar="PLACE",
+    show_default="temporary directory",
+    help="Where to write: a path, a URI, or s3-test or s3-sink (S3 in memory).",
 )
 @click.option(
-    "--bandwidth-mb", type=click.FloatRange(0, min_open=True), help="Each way, of the S3 test server [tier: 200]."
+    "--size",
+    default="2GiB",
+    show_default=True,
+    callback=_parse_size,
+    metavar="SIZE",
+    help="Size of the state over all ranks.",
 )
-@click.option("--json", "json_path", metavar="FILE", help="Write the report there; - for the standard output.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="Of gpu; cpu is a rehearsal.  [cuda]")
 @click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts."
+    "--scale",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SHARE",
+    help="Share of a Llama model to save, instead of --size.",
 )
 @click.option(
-    "--floors", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="Fail below."
+    "--ranks",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Number of processes; of the workload tier, on each node.",
+)
+@click.option(
+    "--shape", type=click.Choice(_SHAPES), default="llama-8b", show_default=True, help="Tensors or files to save."
+)
+@click.option(
+    "--tensor-size",
+    callback=_parse_size,
+    metavar="SIZE",
+    show_default="16MiB",
+    help="Size of each tensor of --shape tensors.",
+)
+@click.option(
+    "--peers",
+    default="all",
+    show_default=True,
+    metavar="NAMES",
+    help="Peers to measure: all, none, or names such as dcp,ray,torch.",
+)
+@click.option(
+    "--repeat",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Number of timed runs of each peer.",
+)
+@click.option("--durable/--no-durable", default=True, show_default=True, help="Let every peer call fsync, or none.")
+@click.option("--drop-caches", is_flag=True, help="Load from the disk instead of the page cache; needs root.")
+@click.option(
+    "--max-ranks",
+    type=click.IntRange(64),
+    default=16384,
+    show_default=True,
+    metavar="N",
+    help="Largest number of simulated ranks.",
+)
+@click.option(
+    "--latency-ms",
+    type=click.FloatRange(0),
+    metavar="MS",
+    show_default="0, for tier 30, in simulations 5",
+    help="Latency of the S3 test server and of simulated requests, in ms.",
+)
+@click.option(
+    "--bandwidth-mb",
+    type=click.FloatRange(0, min_open=True),
+    metavar="MB",
+    show_default="no limit, for tier 200",
+    help="Bandwidth of the S3 test server each way, in MB/s.",
+)
+@click.option("--json", "json_path", metavar="FILE", help="Write the report to FILE, or to stdout if it is -.")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    show_default="cuda",
+    help="Device of the workload gpu; cpu is a rehearsal.",
+)
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts to FILE."
+)
+@click.option(
+    "--floors",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Exit with 1 if a ratio is below its floor in FILE.",
 )
 @storage_option
 def command(what: str, files: tuple[Path, ...], json_path: str | None, **given: Any) -> None:
-    """Measure ckptstore, its peers and the raw limit in turns, or compare two reports.
+    """Measure ckptstore, its peers and the limit of the hardware.
 
-    WHAT is a workload, all of them, or "compare" with two FILES that --json wrote. Nothing that exists is touched: what
-    is written lies below a new prefix, and is removed. Needs the extra "bench". The exit code is 1 when a ratio is
-    below its floor.
+    WHAT is a workload, "all", or "compare" with two FILES that --json wrote. Nothing that exists is touched: everything
+    is written below a new prefix, and removed. Needs the extra "bench". The exit code is 1 if a ratio is below its
+    floor.
     """
     if what == "compare":
         _compare(files, json_path)

@@ -27,12 +27,10 @@ from ckptstore.transfer.opened import OpenedPlace, open_place
     "target_options",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Like --storage-option, for DESTINATION alone. Without it, --storage-option is for both places.",
+    help="Like --storage-option, for DESTINATION only. Without it, --storage-option is for both.",
 )
 @click.option(
-    "--salvage",
-    is_flag=True,
-    help="SOURCE is a store that has lost its log, store.json or checkpoints: copy what is whole, by its manifests.",
+    "--salvage", is_flag=True, help="Rescue a store that lost its log, store.json or checkpoints: copy what is intact."
 )
 @engine_option
 @storage_option
@@ -46,11 +44,11 @@ def command(
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Copy a store, or one checkpoint, to the empty or half-copied place DESTINATION; every byte is checked.
+    """Copy a store or a checkpoint, and check every byte.
 
-    A whole store gets a log of its own there, with its live checkpoints and its pins. STORE@STEP becomes a checkpoint
-    directory that stands on its own. A copy that was interrupted goes on where it broke off. What --salvage leaves out
-    is told with the reason.
+    DESTINATION is empty, or holds an interrupted copy, which is continued. A store gets a log of its own there, with
+    its live checkpoints and pins. STORE@STEP becomes a checkpoint directory that can be loaded by its path. What
+    --salvage leaves out is printed with the reason.
     """
     options = parse_storage_options(target_options) or storage_options
     if salvage:

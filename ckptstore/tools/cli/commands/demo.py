@@ -17,34 +17,43 @@ EPOCHS = {"processes": 3, "ray": 6}
     type=click.Choice(list(EPOCHS)),
     default="processes",
     show_default=True,
-    help="What runs the ranks: processes of its own, or Ray Train on a Ray of its own.",
+    help="Run the ranks as processes, or with Ray Train on a Ray of its own.",
 )
 @click.option(
     "--fast-tier",
     is_flag=True,
-    help="Two nodes with a fast tier, of which one is lost with its disk. Not with --engine ray or --store.",
+    help="Use two nodes with fast tiers; one is lost with its disk. Not with --engine ray or --store.",
 )
-@click.option("--store", help="An empty place for the demo's stores.  [temporary directory]")
-@click.option("--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes.")
-@click.option("--width", type=click.IntRange(1, 64), help="Channels of the stem.  [32, with a fast tier 16]")
+@click.option("--store", metavar="PLACE", show_default="temporary directory", help="Empty place for the demo's stores.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Number of processes."
+)
+@click.option(
+    "--width",
+    type=click.IntRange(1, 64),
+    show_default="32, with --fast-tier 16",
+    metavar="N",
+    help="Number of channels of the first layer.",
+)
 @click.option(
     "--epochs",
     type=click.IntRange(3, 100),
-    help="Each saves a checkpoint, with a fast tier each step does.  [3, with Ray 6]",
+    show_default="3, with --engine ray 6",
+    metavar="N",
+    help="Number of epochs. Each saves a checkpoint; with --fast-tier each step does.",
 )
 @click.option(
     "--picture",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     default=Path("ckptstore-demo.png"),
     show_default=True,
-    help="Where the picture goes; drawn with --engine ray.",
+    help="File for the picture that --engine ray draws.",
 )
 @click.option(
     "--html",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     metavar="FILE",
-    help="Write the page of the stores there, before garbage is removed; with --fast-tier the timeline. Not with "
-    "--engine ray.",
+    help="Write the page of the stores to FILE; with --fast-tier a timeline. Not with --engine ray.",
 )
 def command(
     engine: str,
@@ -56,13 +65,16 @@ def command(
     picture: Path,
     html: Path | None,
 ) -> None:
-    """Train a ResNet-18 on handwritten digits, kill a rank in the middle of an upload, and resume.
+    """Train a small model, kill it during a save, and resume.
 
-    Once with DDP and once sharded with FSDP2, on the CPU. Needs the extra "demo". With --engine ray, which needs the
-    extra "ray" too, Ray recovers by itself, an actor reads digits with the best checkpoint, and a picture shows them.
+    Trains a ResNet-18 on handwritten digits on the CPU, once with DDP and once with FSDP2. A rank is killed in the
+    middle of an upload. Needs the extra "demo".
+
+    With --engine ray, which needs the extra "ray" too, Ray restarts the job by itself, an actor reads digits with the
+    best checkpoint, and a picture is drawn.
 
     With --fast-tier, which needs the extra "s3" too, two nodes save to their own disks after every step, and a slow
-    bucket follows. One node is lost, and the job goes on from the copy that the other one holds.
+    bucket follows. One node is lost with its disk, and the job goes on from the copy on the other.
     """
     if fast_tier:
         _check_fast_tier_options(engine, store, ranks)

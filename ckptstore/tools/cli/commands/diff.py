@@ -11,7 +11,7 @@ import click
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.runtime.extras import not_installed
-from ckptstore.runtime.shown import show_size
+from ckptstore.runtime.shown import printable, show_size
 from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import as_json, storage_option
 from ckptstore.tools.cli.output import checkpoint_json, echo_table, print_json
@@ -44,14 +44,15 @@ class FileDifference:
 @click.command()
 @click.argument("a", type=TARGET)
 @click.argument("b", type=TARGET)
-@click.option("--values", is_flag=True, help="Read the tensors, and print by how much they differ.")
+@click.option("--values", is_flag=True, help="Read the tensors, and print the largest difference of each.")
 @storage_option
 @as_json
 def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Compare two checkpoints: files, tensors, metrics, metadata. A and B are TARGETs, of one store or of two.
+    """Compare two checkpoints: metrics, metadata, files, tensors.
 
-    Files and tensors are compared by size and digest. Tensors below 1 MiB share their digests with others, so they may
-    be read. Without --values a larger tensor without digests, or that was divided otherwise, is "unknown".
+    A and B are TARGETs of one store or of two. A delta is B minus A. Files and tensors are compared by size and digest.
+    Tensors below 1 MiB share their digests with others, so they may be read. A larger tensor is "unknown" if it has no
+    digests or was divided differently among the ranks; --values reads it.
     """
     with opened_checkpoint(a, storage_options) as first, opened_checkpoint(b, storage_options) as second:
         files = file_differences(first, second)
@@ -74,13 +75,13 @@ def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_js
                 metadata=[{"name": item.name, "a": item.a, "b": item.b} for item in metadata],
             )
             return
-        click.echo(f"a: step {first.step}, {show_size(first.size_bytes)}, {first.uri}")
-        click.echo(f"b: step {second.step}, {show_size(second.size_bytes)}, {second.uri}")
-        _echo("file", [(item.name, item.change, _size(item.a_bytes), _size(item.b_bytes)) for item in files])
-        click.echo(f"equal files: {num_equal}")
+        _echo_header(first, second)
+        _echo_values("metric", metrics)
+        _echo_values("metadata", metadata)
+        if files:
+            echo_table(("file", "change", "a", "b", "b - a"), [_file_row(item) for item in files])
+        click.echo(f"files: {len(files)} differ, {num_equal} equal")
         _echo_tensors(tensors, num_equal_tensors, not_compared, values=values)
-        _echo("metric", [(item.name, "", _text(item.a), _text(item.b)) for item in metrics])
-        _echo("metadata", [(item.name, "", _text(item.a), _text(item.b)) for item in metadata])
 
 
 def file_differences(first: Checkpoint, second: Checkpoint) -> list[FileDifference]:
@@ -137,9 +138,36 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _echo(what: str, rows: list[tuple[str, str, str, str]]) -> None:
-    if rows:
-        echo_table((what, "", "a", "b"), rows)
+def _echo_header(first: Checkpoint, second: Checkpoint) -> None:
+    rows = [
+        (name, str(checkpoint.step), show_size(checkpoint.size_bytes), checkpoint.uri)
+        for name, checkpoint in (("a", first), ("b", second))
+    ]
+    echo_table(("", "step", "size", "uri"), rows)
+    click.echo()
+
+
+def _echo_values(what: str, found: Sequence[Difference]) -> None:
+    if found:
+        rows = [(printable(item.name), _text(item.a), _text(item.b), _delta(item.a, item.b)) for item in found]
+        echo_table((what, "a", "b", "b - a"), rows)
+        click.echo()
+
+
+def _delta(a: Any, b: Any) -> str:
+    return _text(b - a) if _is_number(a) and _is_number(b) else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _file_row(item: FileDifference) -> tuple[str, str, str, str, str]:
+    delta = ""
+    if item.a_bytes is not None and item.b_bytes is not None and item.a_bytes != item.b_bytes:
+        more = item.b_bytes - item.a_bytes
+        delta = f"{'-' if more < 0 else ''}{show_size(abs(more))}"
+    return (printable(item.name), item.change, _size(item.a_bytes), _size(item.b_bytes), delta)
 
 
 def _echo_tensors(found: Sequence[TensorDifference], num_equal: int, not_compared: str, *, values: bool) -> None:
@@ -147,14 +175,14 @@ def _echo_tensors(found: Sequence[TensorDifference], num_equal: int, not_compare
         click.echo(f"tensors are not compared: {not_compared}")
         return
     if found:
-        headers = ("tensor", "", "a", "b", *(("largest difference",) if values else ()))
+        click.echo()
+        headers = ("tensor", "change", "dtype and shape", *(("largest difference",) if values else ()))
         rows = [
             (
-                item.key,
+                printable(item.key),
                 item.change,
-                _shape(item.a),
-                _shape(item.b),
-                *(("" if item.largest is None else f"{item.largest:.6g}",) if values else ()),
+                " -> ".join(dict.fromkeys(_shape(tensor) for tensor in (item.a, item.b) if tensor)),
+                *(("" if item.largest is None else f"{item.largest:.7g}",) if values else ()),
             )
             for item in found
         ]
@@ -166,8 +194,8 @@ def _echo_tensors(found: Sequence[TensorDifference], num_equal: int, not_compare
         click.echo("--values reads the unknown ones")
 
 
-def _shape(tensor: StoredTensor | None) -> str:
-    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}" if tensor else ""
+def _shape(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
 def _tensor_json(item: TensorDifference) -> dict[str, Any]:
@@ -187,5 +215,5 @@ def _size(size_bytes: int | None) -> str:
 
 
 def _text(value: Any) -> str:
-    text = "" if value is None else str(value)
+    text = "" if value is None else f"{value:.7g}" if isinstance(value, float) else printable(str(value))
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -13,22 +13,24 @@ from ckptstore.tools.doctor.examination import Examination, examine
 
 @click.command()
 @click.argument("uri")
-@click.option("--engine", type=click.Choice(["obstore", "fsspec"]), help="Use this engine, or fail.")
-@click.option("--fast", "fast_path", metavar="DIR", help="Examine DIR for fast checkpoints on this node too.")
+@click.option("--engine", type=click.Choice(["obstore", "fsspec"]), help="Use this storage engine, or fail.")
+@click.option("--fast", "fast_path", metavar="DIR", help="Check DIR for fast checkpoints on this node, too.")
 @storage_option
 @as_json
 def command(
     uri: str, engine: str | None, fast_path: str | None, storage_options: dict[str, Any], as_json: bool
 ) -> None:
-    """Try everything that a store at URI needs: permissions, conditional creates, clocks, speed, locks, the log.
+    """Check whether a store can be used at URI, and is intact.
 
-    Of a run of Ray Train it says too whether Ray's own list of checkpoints is whole.
+    Tries what a store needs: permissions, conditional creates, clocks, speed, locks. Of a store that is there, checks
+    the log, and that all files of the live checkpoints exist with their sizes; the bytes are read by `ckptstore verify
+    --all`. For a run of Ray Train, also checks Ray's own list of checkpoints.
 
-    With --fast: whether DIR is private, its file system, room, locks and speed, what lies there, and how far the store
-    is behind it.
+    With --fast, also checks whether DIR is private, its file system, free space, locks and speed, its checkpoints, and
+    how far the store is behind them.
 
-    Writes some 30 MiB below probe/, and 32 MiB below DIR, and removes them again. The exit code is 0, also with
-    warnings, or that of the first thing that failed.
+    Writes about 30 MiB below probe/, and 32 MiB below DIR, and removes them again. The exit code is 0 if nothing
+    failed, even with warnings, else that of the first failure.
     """
     found = examine(uri, storage_options=storage_options, engine=engine, fast_directory=fast_path)
     if as_json:

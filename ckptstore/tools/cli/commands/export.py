@@ -28,15 +28,19 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
     type=click.Choice(["safetensors", "torch", "dcp"]),
     default="safetensors",
     show_default=True,
-    help="Format of the export.",
-)
-@click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
-@click.option("--strip-prefix", default="", metavar="PREFIX", help='Removed from the front of keys, such as "model.".')
-@click.option(
-    "--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest size of a safetensors file."
+    help="Format to write.",
 )
 @click.option(
-    "--with", "beside", metavar="DIR", help="Copy what is in DIR besides weights: a model's config and tokenizer."
+    "--include", multiple=True, metavar="PATTERN", help='Export only keys that match, such as "model.*"; repeatable.'
+)
+@click.option(
+    "--strip-prefix", default="", metavar="PREFIX", help='Remove this from the start of keys, such as "model.".'
+)
+@click.option(
+    "--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest size of one safetensors file."
+)
+@click.option(
+    "--with", "beside", metavar="DIR", help="Copy the other files in DIR too, such as a model's config and tokenizer."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in DIRECTORY.")
 @engine_option
@@ -55,11 +59,11 @@ def command(
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Write the state checkpoint TARGET to DIRECTORY in a format of other tools; every byte is checked.
+    """Convert a checkpoint to safetensors, torch or DCP files.
 
     DIRECTORY is a path or a URI. "safetensors" is for Hugging Face libraries, "torch" for
-    torch.load(weights_only=True), "dcp" for torch's DCP. It takes at most 128 MiB of memory. An export to "safetensors"
-    that was killed goes on where it ended when it is run again.
+    torch.load(weights_only=True), "dcp" for torch.distributed.checkpoint. Every byte is checked. At most 128 MiB of
+    memory are used. To continue an interrupted export to "safetensors", run it again.
     """
     needs("torch")
     from ckptstore.interchange.exporting import export

@@ -40,9 +40,9 @@ stores = click.option("--store", "uris", multiple=True, metavar="STORE", help="C
 
 @click.group()
 def command() -> None:
-    """Look at fast checkpoints on the disk of this node, and delete them.
+    """List or delete fast checkpoints on the disk of this node.
 
-    DIR is the path of the fast tier of jobs. It may hold those of several stores.
+    DIR is the path of the FastTier of jobs. It may hold checkpoints of several stores.
     """
 
 
@@ -54,15 +54,17 @@ def command() -> None:
     type=click.IntRange(1),
     default=2,
     show_default=True,
+    metavar="N",
     help="Number of fast checkpoints that the job keeps.",
 )
 @storage_option
 @as_json
 def ls(directory: Path, uris: tuple[str, ...], keep: int, storage_options: dict[str, Any], as_json: bool) -> None:
-    """List what is below DIR, of all stores, on this node alone.
+    """List the fast checkpoints in DIR, on this node only.
 
-    Names, sizes and certificates are looked at; no digest is compared. With --store also: which ones are durable, which
-    are void, and which ones the job that owns the store would delete, once it has resumed. Nothing is changed.
+    Names, sizes and certificates are looked at; no digest is compared, and nothing is changed. With --store, also says
+    which ones are durable (the store has them), which are void (no job may resume from them), and which ones the job
+    that owns the store would delete after it resumes.
     """
     inventory = take_inventory(directory)
     with _views(inventory, uris, storage_options) as views:
@@ -92,10 +94,12 @@ def ls(directory: Path, uris: tuple[str, ...], keep: int, storage_options: dict[
     "store_ids",
     multiple=True,
     metavar="ID",
-    help="Only checkpoints of the store with this id; see fast ls.",
+    help="Only checkpoints of the store with this id, as `fast ls` prints it; repeatable.",
 )
 @stores
-@click.option(_LOSE, "lose", is_flag=True, help="Delete what is in no store too, which may be the only copy.")
+@click.option(
+    _LOSE, "lose", is_flag=True, help="Delete checkpoints that are in no store, too: they may be the only copy."
+)
 @dry_run
 @storage_option
 @as_json
@@ -108,14 +112,15 @@ def clear(
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Delete what is below DIR and no job needs.
+    """Delete fast checkpoints in DIR that no job needs.
 
-    These are fast checkpoints that their stores have, those for which they have a newer one, and those that nobody may
-    resume from. Only a store that --store names can say so: without it, nothing is known to be durable. The exit code
-    is 2 if anything was left. Links, and whatever is no fast checkpoint, are never touched.
+    These are the ones that their store has, those that are older than one that it has, and those that no job may resume
+    from. Only a store named by --store can tell: without it, none counts as stored. The exit code is 2 if anything was
+    left. Links, and files that are no fast checkpoints, are never touched.
 
-    End the job first: nothing checks that. If it goes on, it may lose a save, or a fast checkpoint that was complete.
-    It never loads a damaged one."""
+    End the job first: this is not checked. A running job may lose a save, or a fast checkpoint that was complete. It
+    never loads a damaged one.
+    """
     inventory = take_inventory(directory)
     if inventory.privacy_fault:
         raise InvalidInput(

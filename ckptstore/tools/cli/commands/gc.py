@@ -16,14 +16,19 @@ from ckptstore.tools.cli.targets import opened_store
 @click.command()
 @click.argument("store", type=STORE)
 @dry_run
-@click.option("--claim", is_flag=True, help="Take the store over from a dead job first; one that is alive is fenced.")
+@click.option(
+    "--claim",
+    is_flag=True,
+    help="Take the store over from a dead job first. A job that is alive is fenced off: it cannot commit any more.",
+)
 @storage_option
 @as_json
 def command(store: str, dry_run: bool, claim: bool, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Remove attempts that can never be committed, and uploads that were never finished.
+    """Delete what crashed saves have left behind.
 
-    Attempts of the job or copy that owns the store are left, alive or not, unless --claim takes over from it. Messages
-    of ranks that only read are left too, since they may be alive. On a disk, files that are read or linked in are left.
+    That is saves that can never be committed, and uploads that were never finished. Those of the job or copy that owns
+    the store are left, since it may be alive, unless --claim takes the store over. Messages of ranks that only read are
+    left too, and on a disk files that are being read or linked.
     """
     with opened_store(store, storage_options) as opened:
         found = opened.collect_garbage(claim=claim, dry_run=dry_run)

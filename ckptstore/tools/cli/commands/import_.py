@@ -22,18 +22,20 @@ from ckptstore.tools.cli.terminal import progress
 @click.option(
     "--from", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), required=True, help="Format of SOURCE."
 )
-@click.option("--step", type=click.IntRange(0), required=True, help="The step of the new checkpoint.")
+@click.option("--step", type=click.IntRange(0), required=True, metavar="N", help="Step of the new checkpoint.")
 @click.option(
     "--metric",
     "metrics",
     multiple=True,
     metavar="NAME=NUMBER",
-    help="Metric of the checkpoint, for retention and `best`; repeatable.",
+    help="Metric of the new checkpoint, for retention and `best`; repeatable.",
 )
-@click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
-@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace OLD by NEW at the front of keys; repeatable.")
-@click.option("--allow-pickle", is_flag=True, help="Read pickles in SOURCE, which can execute anything.")
-@click.option("--replace", is_flag=True, help="Put an earlier checkpoint of that step into the trash.")
+@click.option(
+    "--include", multiple=True, metavar="PATTERN", help='Import only keys that match, such as "model.*"; repeatable.'
+)
+@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace OLD by NEW at the start of keys; repeatable.")
+@click.option("--allow-pickle", is_flag=True, help="Read pickles in SOURCE, which can run any code.")
+@click.option("--replace", is_flag=True, help="Replace the checkpoint of that step; the old one goes to the trash.")
 @storage_option
 @as_json
 def command(
@@ -49,11 +51,12 @@ def command(
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Commit SOURCE as a checkpoint of STORE, which is created if it is not there.
+    """Save files of other tools as a checkpoint of STORE.
 
     SOURCE is a path or a URI: a file of torch.save, a safetensors file or a directory of them, or a directory of
-    torch's DCP. Keys stay as they are, unless --rename changes them: "model_state_dict=model", or "=model" for a file
-    that holds a model alone. No code in SOURCE is run. A job that writes to STORE is fenced, as by any new job.
+    torch.distributed.checkpoint. STORE is created if needed. Keys stay as they are, unless --rename changes them:
+    "model_state_dict=model", or "=model" for a file that holds nothing but a model. No code in SOURCE is run. A job
+    that writes to STORE is fenced off: it cannot commit any more.
     """
     needs("torch")
     from ckptstore.interchange.importing import import_state

@@ -24,35 +24,44 @@ from ckptstore.tools.cli.output import (
     echo_table,
     print_json,
     printing_skipped,
-    show_metrics,
+    show_some_metrics,
     show_where,
 )
 from ckptstore.tools.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
 from ckptstore.tools.cli.targets import opened_store
 
-METRICS_WIDTH = 24
-"""The part of a line for metrics that were not chosen by name."""
-
 
 @click.command()
 @click.argument("store", type=STORE)
-@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Show a column for this metric; repeatable.")
 @click.option(
-    "--sort", metavar="NAME", help="Sort by number, step, size or a metric, lowest first; =-NAME for highest first."
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    show_default="loss first, as many as fit",
+    help="Show this metric in a column; repeatable.",
 )
-@click.option("-n", "limit", type=click.IntRange(min=1), help="Only the N newest, or the first N of --sort.")
-@click.option("--trash", "with_trash", is_flag=True, help="List checkpoints in the trash too.")
+@click.option(
+    "--sort",
+    metavar="NAME",
+    help="Sort by number, step, size or a metric, lowest first; --sort=-NAME for highest first.",
+)
+@click.option(
+    "-n", "limit", type=click.IntRange(min=1), metavar="N", help="Show only the N newest, or the first N of --sort."
+)
+@click.option("--trash", "with_trash", is_flag=True, help="List the checkpoints in the trash, too.")
 @fast_option
 @storage_option
 @as_json
 def command(store: str, storage_options: dict[str, Any], as_json: bool, **options: Any) -> None:
-    """List the checkpoints of STORE, in the order of their commits.
+    """List the checkpoints of STORE, oldest first.
 
-    Marks: "latest", "pinned", and "resumed from" for the one that the running job started from. What retention dropped
-    is counted below, until its grace period is over. Where STORE is no store, the stores below it are listed.
+    The marks are "latest", "pinned" (retention does not remove it) and "resumed from" (the running job started from
+    it). Checkpoints that retention has removed are counted at the end, until they are deleted from the trash. For a
+    directory above stores, the stores below it are listed.
 
-    With --fast the column "where" tells what is in the store, and what on this node. What no job can resume from is
-    left out, with the reason on stderr.
+    With --fast the column "where" says whether a checkpoint is in the store, on this node, or both. What no job can
+    resume from is left out, with the reason on stderr.
     """
     try:
         with printing_skipped():
@@ -171,12 +180,20 @@ def _echo_trash(trashed: Sequence[tuple[Record, float]], *, grace_seconds: float
     left = [max(0.0, at + grace_seconds - time.time()) for _, at in trashed]
     click.echo(f"{len(trashed)} more in the trash, {size}; `ckptstore restore STORE@STEP` brings one back")
     free = left.count(0.0)
-    when = "all now" if free == len(left) else f"{free} now, all in about {show_duration(max(left))}"
-    click.echo(f"`ckptstore prune` frees what is there for {show_duration(grace_seconds)}: {when}")
-    for (record, _), seconds in zip(trashed, left, strict=True) if is_listed else ():
-        entry = record.entry
-        due = f"may be freed in about {show_duration(seconds)}" if seconds else "may be freed now"
-        click.echo(f"  step {entry.step}, number {record.number}, {show_size(entry.size_bytes)}, {due}")
+    when = "all now" if free == len(left) else f"{free} now, all in {show_duration(max(left))}"
+    click.echo(f"`ckptstore prune` deletes them after {show_duration(grace_seconds)} there: {when}")
+    if is_listed:
+        click.echo()
+        rows = [
+            (
+                str(record.number),
+                str(record.entry.step),
+                show_size(record.entry.size_bytes),
+                f"in {show_duration(seconds)}" if seconds else "now",
+            )
+            for (record, _), seconds in zip(trashed, left, strict=True)
+        ]
+        echo_table(("number", "step", "size", "may be deleted"), rows)
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:
@@ -201,18 +218,10 @@ def _row(entry: Entry, metrics: Sequence[str], *, with_where: bool) -> tuple[str
         str(checkpoint.world_size),
         show_size(checkpoint.size_bytes),
         *([show_where(is_durable=entry.is_durable, is_fast=entry.is_fast)] if with_where else []),
-        *([f"{known[name]:.6g}" if name in known else "" for name in metrics] if metrics else [_some(known)]),
+        *(
+            [f"{known[name]:.6g}" if name in known else "" for name in metrics]
+            if metrics
+            else [show_some_metrics(known)]
+        ),
         ", ".join(mark for mark, is_set in marks.items() if is_set),
     )
-
-
-def _some(metrics: dict[str, float]) -> str:
-    """Show as many metrics as a line has room for, and how many more there are."""
-    names = list(metrics)
-    for count in range(len(names), 1, -1):
-        text = show_metrics({name: metrics[name] for name in names[:count]})
-        if len(text) <= METRICS_WIDTH:
-            break
-    else:
-        count, text = min(1, len(names)), show_metrics({name: metrics[name] for name in names[:1]})
-    return f"{text} +{len(names) - count}" if count < len(names) else text

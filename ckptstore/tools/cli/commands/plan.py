@@ -37,22 +37,39 @@ _ASSUMPTIONS = (
 
 
 @click.command()
-@click.option("--nodes", "num_nodes", type=click.IntRange(1), required=True, help="Number of nodes of the job.")
 @click.option(
-    "--ranks-per-node", type=click.IntRange(1), default=1, show_default=True, help="GPUs or processes of a node."
+    "--nodes", "num_nodes", type=click.IntRange(1), required=True, metavar="N", help="Number of nodes of the job."
 )
 @click.option(
-    "--state", "state_bytes", type=SIZE, required=True, metavar="SIZE", help="Size of the state of all ranks: 1.2TB."
+    "--ranks-per-node",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Number of processes (GPUs) on each node.",
 )
 @click.option(
-    "--disk", "disk_bytes_per_second", type=SPEED, required=True, metavar="SPEED", help="Speed of a node's disk: 3GB/s."
+    "--state",
+    "state_bytes",
+    type=SIZE,
+    required=True,
+    metavar="SIZE",
+    help="Size of the training state of all ranks together, such as 1.2TB.",
+)
+@click.option(
+    "--disk",
+    "disk_bytes_per_second",
+    type=SPEED,
+    required=True,
+    metavar="SPEED",
+    help="Speed of a node's disk, such as 3GB/s.",
 )
 @click.option(
     "--network",
     "network_bytes_per_second",
     type=SPEED,
     metavar="SPEED",
-    help="Speed between two nodes: 400Gbit/s or 12GB/s. Without it two copies are left out.",
+    help="Speed between two nodes, such as 400Gbit/s or 12GB/s; needed to plan two copies.",
 )
 @click.option(
     "--bucket",
@@ -60,24 +77,31 @@ _ASSUMPTIONS = (
     type=SPEED,
     required=True,
     metavar="SPEED",
-    help="Speed from one node to the bucket: 500MB/s.",
+    help="Upload speed of one node, such as 500MB/s.",
 )
 @click.option(
     "--bucket-total",
     "bucket_total_bytes_per_second",
     type=SPEED,
     metavar="SPEED",
-    help="Speed from all nodes together [no limit].",
+    show_default="no limit",
+    help="Upload speed of all nodes together.",
 )
 @click.option(
-    "--node-mtbf", "node_mtbf_seconds", type=DURATION, metavar="TIME", help="Mean time between failures of one node."
+    "--node-mtbf",
+    "node_mtbf_seconds",
+    type=DURATION,
+    metavar="TIME",
+    show_default="never fails",
+    help="Mean time between failures of one node.",
 )
 @click.option(
     "--job-mtbf",
     "job_mtbf_seconds",
     type=DURATION,
     metavar="TIME",
-    help="Mean time between failures that cost no node.",
+    show_default="never fails",
+    help="Mean time between failures of the job that lose no node.",
 )
 @click.option(
     "--disk-survives",
@@ -85,7 +109,8 @@ _ASSUMPTIONS = (
     type=SHARE,
     default=0.0,
     metavar="SHARE",
-    help="Share of the failures of nodes after which the node comes back with its disk [0%].",
+    show_default="0%",
+    help="Share of node failures after which the node comes back with its disk.",
 )
 @click.option(
     "--several-at-once",
@@ -93,30 +118,45 @@ _ASSUMPTIONS = (
     type=SHARE,
     default=0.0,
     metavar="SHARE",
-    help="Share of the failures of nodes that take several, or move the job to others [0%].",
+    show_default="0%",
+    help="Share of node failures that lose several nodes, or move the job to others.",
 )
 @click.option(
-    "--stall", "stall_seconds", type=DURATION, required=True, metavar="TIME", help="Stall of the training by a save."
+    "--stall", "stall_seconds", type=DURATION, required=True, metavar="TIME", help="Training time blocked by one save."
 )
-@click.option("--step", "step_seconds", type=DURATION, required=True, metavar="TIME", help="Time of a training step.")
+@click.option(
+    "--step", "step_seconds", type=DURATION, required=True, metavar="TIME", help="Duration of one training step."
+)
 @click.option(
     "--restart",
     "restart_seconds",
     type=DURATION,
     default=0.0,
     metavar="TIME",
-    help="Time to restart, before the load [0].",
+    show_default="0",
+    help="Time to restart the job, before it loads.",
 )
-@click.option("--node-hour-cost", type=click.FloatRange(0), help="Price of a node for an hour, in any currency.")
 @click.option(
-    "--keep", type=click.IntRange(1), default=2, show_default=True, help="Fast checkpoints that stay on the nodes."
+    "--node-hour-cost",
+    type=click.FloatRange(0),
+    metavar="PRICE",
+    help="Price of one node for one hour, in any currency.",
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Number of fast checkpoints kept on the nodes.",
 )
 @click.option(
     "--bucket-keep",
     type=click.IntRange(1),
     default=3,
     show_default=True,
-    help="Checkpoints that stay live in the bucket.",
+    metavar="N",
+    help="Number of checkpoints kept in the bucket.",
 )
 @click.option(
     "--drain-every",
@@ -124,16 +164,24 @@ _ASSUMPTIONS = (
     type=DURATION,
     default=0.0,
     metavar="TIME",
-    help="Time between drains to the bucket [when it is free].",
+    show_default="as often as it can",
+    help="Time between uploads of fast checkpoints to the bucket.",
 )
 @click.option(
-    "--grace", "grace_seconds", type=DURATION, default=3600.0, metavar="TIME", help="Grace period of the trash [1h]."
+    "--grace",
+    "grace_seconds",
+    type=DURATION,
+    default=3600.0,
+    metavar="TIME",
+    show_default="1h",
+    help="Time that removed checkpoints stay in the trash.",
 )
 @as_json
 def command(as_json: bool, **options: Any) -> None:
-    """Calculate how often to save, and what is lost with a bucket alone and with fast checkpoints on the nodes.
+    """Estimate how often to save, and what failures cost.
 
-    Nothing is measured, opened or written: `ckptstore bench` and `ckptstore doctor` measure. Assumptions are printed.
+    Compares saves to a bucket only with fast checkpoints on the nodes. Nothing is measured or written: `ckptstore
+    bench` and `ckptstore doctor` measure speeds. The assumptions are printed.
     """
     job = PlannedJob(**options)
     found = outlooks(job)

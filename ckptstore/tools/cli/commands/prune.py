@@ -10,7 +10,7 @@ from ckptstore.retention import Policy, Verdict
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.tools.cli.kinds import DURATION, STORE
 from ckptstore.tools.cli.options import as_json, dry_run, keep_option, storage_option
-from ckptstore.tools.cli.output import print_json
+from ckptstore.tools.cli.output import echo_table, print_json
 from ckptstore.tools.cli.targets import opened_store
 from ckptstore.upkeep.prune import Trashed
 
@@ -23,7 +23,8 @@ from ckptstore.upkeep.prune import Trashed
     "grace_seconds",
     type=DURATION,
     metavar="TIME",
-    help="Time that a checkpoint stays in the trash [default: 1h].",
+    show_default="1h",
+    help="Time in the trash before a checkpoint is deleted; 0 deletes at once.",
 )
 @keep_option
 @storage_option
@@ -36,10 +37,11 @@ def command(
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Delete checkpoints that have been in the trash for the grace period.
+    """Remove checkpoints by --keep rules, and empty the trash.
 
-    With --keep rules, everything that none of them keeps goes to the trash first. The latest, pinned ones and the one
-    that the running job resumed from always stay.
+    With --keep, every checkpoint that no rule keeps goes to the trash. The latest, pinned ones and the one that the
+    running job resumed from always stay. Then checkpoints that have been in the trash for the grace period are deleted.
+    Without --keep, that is all. Try it with --dry-run.
     """
     with opened_store(store, storage_options, grace_seconds=grace_seconds) as opened:
         verdicts = [] if keep is None else opened.retain(keep, dry_run=dry_run)
@@ -73,18 +75,19 @@ def _to_json(item: Trashed) -> dict[str, Any]:
 
 
 def _echo(verdicts: list[Verdict], removed: list[Trashed], left: list[Trashed], *, dry_run: bool) -> None:
-    for verdict in verdicts:
-        becomes = "stays" if verdict.keep else "would go to the trash" if dry_run else "goes to the trash"
-        click.echo(f"step {verdict.step} {becomes}: {verdict.reason}")
-    for item in removed:
-        click.echo(f"step {item.step} {'would be' if dry_run else 'is'} deleted: {show_size(item.size_bytes)}")
+    rows = [(str(item.step), "keep" if item.keep else "to the trash", item.reason) for item in verdicts]
+    rows += [(str(item.step), "delete", f"{show_size(item.size_bytes)}, long enough in the trash") for item in removed]
     for item in left:
-        why = item.held_by or f"its grace period ends in {show_duration(item.due_in_seconds)}"
-        click.echo(f"step {item.step} stays in the trash: {why}")
+        why = item.held_by or f"{show_size(item.size_bytes)}, may be deleted in {show_duration(item.due_in_seconds)}"
+        rows.append((str(item.step), "in the trash", why))
+    if not rows:
+        click.echo("nothing to delete")
+        return
+    if dry_run:
+        click.echo("dry run: nothing is changed")
+    echo_table(("step", "decision", "why"), rows)
     waiting = [item for item in left if item.held_by is None]
     if waiting:
         size = show_size(sum(item.size_bytes for item in waiting))
         seconds = show_duration(max(item.due_in_seconds for item in waiting))
         click.echo(f"a prune frees {size} more in {seconds}, or with --grace 0 now")
-    if not (verdicts or removed or left):
-        click.echo("nothing to delete")

@@ -30,7 +30,7 @@ trees_option = click.option(
     default=NUM_TREES,
     show_default=True,
     metavar="N",
-    help="Number of live checkpoints whose tensors are read: the latest, best, pinned and newest ones.",
+    help="Number of checkpoints whose tensors are listed: latest, best, pinned, then newest.",
 )
 
 
@@ -49,11 +49,12 @@ def command(
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Show what is in one or more stores, as one HTML file that needs no network, or as JSON.
+    """Write an HTML page, or JSON, about one or more stores.
 
-    Reads the logs, the newest manifests and the tensor indexes of a few checkpoints, and writes nothing to a store.
-    FILE is replaced as a whole. A store that cannot be read is a trouble of the report; the exit code is then that of
-    the first such error."""
+    The page is one file that needs no network, and its path is printed. It is made from the logs, the newest manifests
+    and the tensor indexes of a few checkpoints; nothing is written to a store. An existing FILE is replaced as a whole.
+    If a store cannot be read, the page says so, and the exit code is that of the first such error.
+    """
     if html is None and not as_json:
         raise click.UsageError("Ask for --html FILE, for --json, or for both")
     with ExitStack() as stack:
@@ -64,6 +65,8 @@ def command(
     value = document.to_json()
     if html is not None:
         write_whole(html, page(value))
+        if html.is_file() and not as_json:
+            click.echo(os.path.abspath(html))
     if as_json:
         click.echo(json.dumps(value, allow_nan=False))
     tell_trouble(document)

@@ -18,8 +18,14 @@ from ckptstore.tools.run.folders import Folder, RestoreReport, Rules, newest_fir
 @click.argument("store", type=STORE)
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--step", type=int, metavar="N", help="Restore this step, and no other one if it is damaged.")
-@click.option("--pattern", "patterns", multiple=True, metavar="GLOB", help="The same as for `run`; repeatable.")
-@click.option("--marker", metavar="NAME", help="With --pattern, the same as for `run`.")
+@click.option(
+    "--pattern",
+    "patterns",
+    multiple=True,
+    metavar="GLOB",
+    help="Names of checkpoints of an unknown project, as for `run`; repeatable.",
+)
+@click.option("--marker", metavar="NAME", help="With --pattern: name of the file that is written last, as for `run`.")
 @storage_option
 @as_json
 def command(
@@ -31,11 +37,11 @@ def command(
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Put the newest checkpoint of STORE that verifies back into FOLDER, where `run` or `watch-folder` found it.
+    """Put the newest intact checkpoint of STORE into FOLDER.
 
-    Nothing is restored where FOLDER has a newer one that is finished, unless --step is used: then what is newer is
-    moved aside, out of FOLDER. What is there already is not fetched again. No trainer may write into FOLDER
-    meanwhile.
+    For checkpoints that `run` or `watch-folder` has stored: they return to where the trainer wrote them. Nothing is
+    restored if FOLDER has a newer checkpoint that is finished; with --step, newer ones are moved out of FOLDER instead.
+    Files that are there already are not downloaded again. No trainer may write to FOLDER meanwhile.
     """
     rules = Rules(patterns=patterns, marker=marker)
     with opened_store(store, storage_options) as opened:

@@ -12,13 +12,14 @@ from ckptstore.tools.run.story import run
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--store", type=STORE, help="Store for the checkpoints; the first run creates it.")
+@click.option("--store", type=STORE, metavar="STORE", help="Store for the checkpoints; created if needed.")
 @click.option(
     "--folder",
     metavar="DIR",
-    help="Folder that the trainer writes its checkpoints to [default: by the command, or what it writes].",
+    show_default="found by the command, or by what it writes",
+    help="Folder that the trainer writes checkpoints to.",
 )
-@click.option("--dry-run", metavar="DIR", help="Print what would be taken of a folder that exists, and end.")
+@click.option("--dry-run", metavar="DIR", help="Print which checkpoints in DIR would be stored, and exit.")
 @agent_options
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def command(
@@ -30,11 +31,15 @@ def command(
     events_file: str | None,
     **options: Any,
 ) -> None:
-    """Run COMMAND, a trainer that writes checkpoints to a folder, and commit each finished one to the store.
+    """Run a trainer, and store each checkpoint that it writes.
 
-    First the newest checkpoint that verifies is restored into the folder, unless the folder has finished a newer one
-    itself. While the folder has what the store lacks, a notice says so. Signals are passed on, and the exit code is
-    that of COMMAND. A storage that is away never holds up the training. On several nodes start one agent a node.
+    COMMAND is a trainer that writes checkpoints to a folder; its code needs no change. First the newest intact
+    checkpoint of the store is restored into the folder, unless the folder has a newer one that is finished. Then each
+    finished checkpoint is committed while the training goes on: a storage that is slow or away never blocks it. Pending
+    uploads are reported.
+
+    Signals are passed on to COMMAND, and its exit code is returned. On several nodes, start one `ckptstore run` on
+    each. A restarted job fences off the old one.
     """
     if dry_run is not None:
         click.get_current_context().exit(print_explained(dry_run, rules_of(options), as_json=as_json))

@@ -13,7 +13,8 @@ import click
     type=click.IntRange(0, 65535),
     default=9000,
     show_default=True,
-    help="Port of the server; 0 takes a free one.",
+    metavar="PORT",
+    help="Port to serve on; 0 picks a free one.",
 )
 @click.option(
     "--bucket",
@@ -21,13 +22,14 @@ import click
     multiple=True,
     default=["test"],
     show_default=True,
+    metavar="NAME",
     help="Bucket to create at the start; repeatable.",
 )
 def command(port: int, buckets: tuple[str, ...]) -> None:
-    """Serve S3 from memory at 127.0.0.1 until Ctrl-C; its contents are lost then.
+    """Serve S3 from memory on this machine, for tests.
 
-    It prints the variables that point a client to it, and takes any credentials. It serves the part of S3 that
-    checkpoint stores use, and checks digests. It is for tests only.
+    Listens at 127.0.0.1 until Ctrl-C; then all data is lost. Prints the environment variables that point a client to
+    it, and accepts any credentials. It has the part of S3 that stores use, and checks digests.
     """
     from ckptstore.testing.s3_server import s3_server
 

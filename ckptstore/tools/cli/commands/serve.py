@@ -17,7 +17,12 @@ from ckptstore.tools.cli.options import fast_option, storage_option
 @click.command()
 @click.argument("stores", type=STORE, nargs=-1, required=True, metavar="STORE...")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port of the page; 0 takes a free one."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    metavar="PORT",
+    help="Port to serve on; 0 picks a free one.",
 )
 @trees_option
 @fast_option
@@ -25,10 +30,10 @@ from ckptstore.tools.cli.options import fast_option, storage_option
 def command(
     stores: tuple[str, ...], port: int, num_trees: int, fast_path: str | None, storage_options: dict[str, Any]
 ) -> None:
-    """Serve the page of `report`, kept up to date, at 127.0.0.1 until Ctrl-C.
+    """Serve the page of `report` on this machine, kept up to date.
 
-    The first line on stdout is the address. It has a random token in it: whoever has the address can read, and nobody
-    can change anything. Needs the extra "serve".
+    The first line on stdout is its address at 127.0.0.1, with a random token: whoever has the address can read the
+    page, and nobody can change anything. Ctrl-C ends it. Needs the extra "serve".
     """
     needs("serve", what="ckptstore serve")
     from ckptstore.tools.report.serving import LISTING_REST_SECONDS, Served, serve

@@ -35,33 +35,41 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("target", type=TARGET)
+@click.argument("target", type=TARGET, required=False, metavar="TARGET")
 @click.option(
     "--tensors",
     "pattern",
     is_flag=False,
     flag_value="*",
     metavar="[PATTERN]",
-    help="List tensors instead of files: all, or those whose keys fit.",
+    help="List tensors instead of files: all, or those whose keys match, such as 'model.*'.",
 )
 @click.option(
-    "--timings", "with_timings", is_flag=True, help="Show how long its save took, and on which ranks, instead of files."
+    "--timings",
+    "with_timings",
+    is_flag=True,
+    help="Show how long the save took, by phase and by rank, instead of files.",
 )
 @fast_option
 @storage_option
 @as_json
 def command(
-    target: str,
+    target: str | None,
     pattern: str | None,
     with_timings: bool,
     fast_path: str | None,
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Show one checkpoint: metrics, metadata, and files, tensors or timings. Of a store alone, its latest.
+    """Show one checkpoint: its metrics, metadata and files.
 
-    With --fast it may lie on this node alone. Then the files of other nodes are marked.
+    For a store without a step, that is its latest checkpoint. With --fast it may be on this node only; files that other
+    nodes have are marked.
     """
+    if target is None and pattern != "*":  # --tensors has taken the word after it
+        target, pattern = pattern, "*"
+    if target is None:
+        raise click.UsageError("Missing argument 'TARGET'.")
     if with_timings and pattern is not None:
         raise InvalidInput("--tensors and --timings each take the place of the files", hint="Ask for one of them")
     with printing_skipped(), opened_checkpoint(target, storage_options, fast=tier_at(fast_path)) as checkpoint:

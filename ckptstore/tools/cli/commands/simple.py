@@ -52,11 +52,14 @@ def latest(store: str, storage_options: dict[str, Any]) -> Answer:
     click.option(
         "--mode",
         type=click.Choice(["min", "max"]),
-        help="Which values are better; not needed for names such as eval_loss and accuracy.",
+        help="Whether lower or higher is better; names such as eval_loss and accuracy tell it.",
     ),
 )
 def best(store: str, metric: str, mode: Literal["min", "max"] | None, storage_options: dict[str, Any]) -> Answer:
-    """Print the URI of the checkpoint of STORE with the best METRIC. NaN and infinities are never best."""
+    """Print the URI of the checkpoint with the best METRIC.
+
+    NaN and infinity are never the best.
+    """
     with opened_store(store, storage_options) as opened:
         checkpoint = checkpoint_in(opened, Best(metric, mode))
         return {"checkpoint": checkpoint_json(checkpoint)}, checkpoint.uri
@@ -64,7 +67,7 @@ def best(store: str, metric: str, mode: Literal["min", "max"] | None, storage_op
 
 @_command(click.argument("target", type=TARGET))
 def pin(target: str, storage_options: dict[str, Any]) -> Answer:
-    """Protect the checkpoint STORE@STEP from retention, until it is unpinned."""
+    """Protect STORE@STEP from retention until it is unpinned."""
     with opened_step(target, storage_options) as (store, step):
         store.pin(step)
         return {"uri": store.uri, "step": step, "is_pinned": True}, f"step {step} is pinned"
@@ -72,7 +75,7 @@ def pin(target: str, storage_options: dict[str, Any]) -> Answer:
 
 @_command(click.argument("target", type=TARGET))
 def unpin(target: str, storage_options: dict[str, Any]) -> Answer:
-    """Give the checkpoint STORE@STEP back to retention."""
+    """Let retention remove STORE@STEP again."""
     with opened_step(target, storage_options) as (store, step):
         store.unpin(step)
         return {"uri": store.uri, "step": step, "is_pinned": False}, f"step {step} is not pinned"
@@ -80,7 +83,7 @@ def unpin(target: str, storage_options: dict[str, Any]) -> Answer:
 
 @_command(click.argument("target", type=TARGET))
 def rollback(target: str, storage_options: dict[str, Any]) -> Answer:
-    """Make STORE@STEP the latest checkpoint: what was committed after it goes to the trash."""
+    """Make STORE@STEP the latest; move newer ones to the trash."""
     with opened_step(target, storage_options) as (store, step):
         before = {item.number: item.step for item in store}
         checkpoint = store.roll_back(step)
@@ -94,13 +97,18 @@ def rollback(target: str, storage_options: dict[str, Any]) -> Answer:
 
 @_command(
     click.argument("target", type=STORE),
-    click.option("--pin/--no-pin", default=True, show_default=True, help="Pin it, or leave it to retention."),
-    click.option("--number", type=int, metavar="N", help="Number of the record, if the trash has several of the step."),
+    click.option(
+        "--pin/--no-pin", default=True, show_default=True, help="Pin it, so that retention does not remove it again."
+    ),
+    click.option(
+        "--number", type=int, metavar="N", help="Number in `ls --trash`, if the trash has the step more than once."
+    ),
 )
 def restore(target: str, pin: bool, number: int | None, storage_options: dict[str, Any]) -> Answer:
-    """Bring STORE@STEP back from the trash, if all its files are there; `ls --trash` lists what there is.
+    """Bring STORE@STEP back from the trash.
 
-    It is pinned, because the rule that dropped it would drop it again at the next save.
+    It must still have all its files; `ckptstore ls --trash` lists what there is. It is pinned, because the rule that
+    removed it would remove it again at the next save.
     """
     wanted = find_target(target, storage_options)
     if not isinstance(wanted.step, int):

@@ -21,18 +21,19 @@ from ckptstore.tools.cli.terminal import progress
 
 @click.command()
 @click.argument("target", type=TARGET)
-@click.option("--sample", metavar="SHARE", help="Read a random share of the files, such as 5%; check the sizes of all.")
-@click.option("--all", "every", is_flag=True, help="Verify every checkpoint of a store, not its latest alone.")
+@click.option("--sample", metavar="SHARE", help="Read a random share of the files, such as 5%; check the size of all.")
+@click.option("--all", "every", is_flag=True, help="Check all checkpoints of STORE, and its log.")
 @engine_option
 @storage_option
 @as_json
 def command(
     target: str, sample: str | None, every: bool, engine: str, storage_options: dict[str, Any], as_json: bool
 ) -> None:
-    """Check every byte of TARGET against its digests. For a store, that is its latest checkpoint.
+    """Check every byte of a checkpoint against its digests.
 
-    Missing, truncated, flipped, swapped and extra files are named, and the exit code is that of checkpoint-damaged.
-    With --sample, presence and size are still checked of every file. With --all, the log of the store is checked too.
+    For a store without a step, that is its latest checkpoint. Files that are missing, truncated, flipped, swapped or
+    extra are named, and the exit code is 3, that of checkpoint-damaged. With --sample the presence and size of every
+    file are still checked.
     """
     parse_sample(sample)
     reports = []

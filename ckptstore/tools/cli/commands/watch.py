@@ -16,11 +16,13 @@ from typing import Any
 
 import click
 
-from ckptstore.errors import CkptstoreError, InvalidInput
+from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
+from ckptstore.opening import open_store
 from ckptstore.storage.base import Disk
 from ckptstore.tools.cli import INTERRUPTED
 from ckptstore.tools.cli.kinds import DURATION, STORE
 from ckptstore.tools.cli.options import fast_option, storage_option, tier_at
+from ckptstore.tools.cli.targets import parse_target
 from ckptstore.tools.cli.terminal import can_redraw, print_rows, redrawn
 from ckptstore.tools.cli.watch_shown import Picture, look_rows, print_look
 from ckptstore.tools.watching.look import Look
@@ -36,8 +38,10 @@ _PATIENCE_SECONDS = 2.0
 
 @click.command()
 @click.argument("store", type=STORE)
-@click.option("--interval", type=DURATION, help="Pause between two looks [default: 2s on a disk, 5s elsewhere].")
-@click.option("--once", is_flag=True, help="Look once, and end.")
+@click.option(
+    "--interval", type=DURATION, metavar="TIME", show_default="2s on a disk, else 5s", help="Time between two looks."
+)
+@click.option("--once", is_flag=True, help="Look once, and exit.")
 @fast_option
 @storage_option
 @click.option("--json", "as_json", is_flag=True, help="Print each look as a line of JSON; the default in a pipe.")
@@ -49,33 +53,39 @@ def command(
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Watch what is saved into STORE: attempts in flight, their rate and the time left, the last commits.
+    """Follow the saves into STORE as they happen.
 
-    On a terminal the picture is drawn again in its place; in a pipe each look is JSON. The time left is a guess, by
-    the rate so far and the size of the checkpoint before. Nothing is written to the store, and no job notices. With
-    --fast it shows the newest checkpoint on this node too, and since when the store lacks what this node has.
+    Shows the latest checkpoint, each save in progress with its speed and an estimate of the time left, and the last
+    commits. On a terminal the picture is updated in place; in a pipe each look is one line of JSON. A store that does
+    not exist yet is waited for, unless --once is given.
+
+    The estimate goes by the speed so far and the size of the checkpoint before. Nothing is written to the store, and no
+    job notices. With --fast, the newest checkpoint on this node is shown too, and how long the store has been behind
+    it.
     """
     if interval is not None and once:
         raise InvalidInput("--interval means nothing with --once", hint="Leave one of them out")
     if interval is not None and interval < _SHORTEST_SECONDS:
         raise InvalidInput(f"--interval is {interval:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
+    with open_store(store, storage_options=storage_options):
+        pass  # it refuses what can never become a store
     tier = tier_at(fast_path)
     watcher = StoreWatcher.at(store, storage_options, fast_directory="" if tier is None else os.fspath(tier.path))
     seconds = interval or (_DISK_SECONDS if isinstance(watcher.storage, Disk) else _SERVER_SECONDS)
     try:
         with _ended_by_sigterm(), _Looks(watcher, seconds) as looks:
+            first = looks.first(waits=not once and parse_target(store).step is None)
             if once and not as_json:
-                print_rows(look_rows(looks.first(), now=time.time()))
+                print_rows(look_rows(first, now=time.time()))
             elif as_json or not can_redraw():
-                _print_all(looks, once=once)
+                _print_all(looks, first, once=once)
             else:
-                _draw_all(looks, seconds)
+                _draw_all(looks, first, seconds)
     except KeyboardInterrupt:  # how one ends it; nothing was interrupted
         click.get_current_context().exit(INTERRUPTED)
 
 
-def _print_all(looks: _Looks, *, once: bool) -> None:
-    look = looks.first()
+def _print_all(looks: _Looks, look: Look, *, once: bool) -> None:
     print_look(look)
     while not once:
         result = looks.next()
@@ -86,8 +96,8 @@ def _print_all(looks: _Looks, *, once: bool) -> None:
             print_look(look, result)
 
 
-def _draw_all(looks: _Looks, interval_seconds: float) -> None:
-    picture = Picture(looks.first(), interval_seconds)
+def _draw_all(looks: _Looks, first: Look, interval_seconds: float) -> None:
+    picture = Picture(first, interval_seconds)
     with redrawn(picture.rows) as draw:
         while True:
             result = looks.next()
@@ -130,12 +140,17 @@ class _Looks:
         if not self._thread.is_alive():
             self._watcher.close()
 
-    def first(self) -> Look:
-        """Return the first look. Raises what it raises."""
-        while (result := self.next()) is None:
-            continue
-        if isinstance(result, Exception):
-            raise result
+    def first(self, *, waits: bool) -> Look:
+        """Return the first look; with `waits` that of a store that does not exist yet, once it does. Raises what the
+        look raises."""
+        is_waiting = False
+        while not isinstance(result := self.next(), Look):
+            if isinstance(result, StoreMissing) and waits:
+                if not is_waiting:
+                    click.echo(f"{result.message} yet: waiting for its first save; Ctrl-C ends", err=True)
+                is_waiting = True
+            elif result is not None:
+                raise result
         return result
 
     def next(self) -> Look | CkptstoreError | None:

@@ -14,13 +14,13 @@ from ckptstore.tools.run.story import watch
 @click.command()
 @click.argument("folder")
 @click.argument("store", type=STORE)
-@click.option("--once", is_flag=True, help="Commit what is finished now, and end.")
+@click.option("--once", is_flag=True, help="Store what is finished now, and exit.")
 @agent_options
 def command(folder: str, store: str, once: bool, as_json: bool, events_file: str | None, **options: Any) -> None:
-    """Commit each finished checkpoint in FOLDER to STORE, until SIGTERM or Ctrl-C.
+    """Store each finished checkpoint that appears in FOLDER.
 
-    For a trainer that is started otherwise, and for a folder of an earlier run (--once). Nothing is restored; see
-    `ckptstore restore-folder`. What is in the store already is not committed again.
+    For a trainer that something else starts, or with --once for the folder of an earlier run. Runs until SIGTERM or
+    Ctrl-C. It restores nothing; `ckptstore restore-folder` does. A checkpoint that is in the store already is skipped.
     """
     with logged_events(as_json=as_json, events_file=events_file):
         click.get_current_context().exit(watch(plan_of(store, folder, options), once=once))
