@@ -8,7 +8,7 @@ from typing import Any
 
 import keeping
 import pytest
-from checking import check_losses, s3_path
+from checking import check_losses, s3_path, worker_log
 from cluster import RayCluster, fit
 from keeping import notes
 
@@ -43,6 +43,10 @@ def test_directories_on_s3_are_downloaded_once_per_node(cluster: RayCluster, s3:
     assert [place[0] for place in places] == ["0/4", "1/4", "2/4", "3/4"]
     assert len({place[1] for place in places}) == 2
     assert {place[2] for place in places} == {"test/runs/directories/there"}
+
+    log = worker_log(cluster, "directories")
+    assert [text for text in log if " saved: " in text][-1].startswith("step 3 saved: "), "in the worker's own log"
+    assert not [text for text in log if "Logging error" in text], "Ray's handler puts each record into JSON"
 
     assert result.metrics["phase"] == "train"
     assert result.metrics["ckptstore_step"] == 3
