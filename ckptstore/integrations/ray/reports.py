@@ -84,11 +84,15 @@ class Reports:
         """Note the duration of a committed save."""
         self.longest_save_seconds = max(self.longest_save_seconds, seconds)
 
-    def committed(self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, *, validation: Any) -> None:
-        """Report a checkpoint. Returns when Ray's controller is about to take it."""
+    def committed(
+        self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, *, validation: Any, mark: str = ""
+    ) -> None:
+        """Report a checkpoint, in a directory with that mark or the attempt's own. Returns when Ray's controller is
+        about to take it.
+        """
         import ray.train
 
-        name = _directory_name(checkpoint.step, checkpoint.uri.rpartition("-")[2])
+        name = _directory_name(checkpoint.step, mark or checkpoint.uri.rpartition("-")[2])
         ray.train.report(
             self.ranked(checkpoint.step, metrics),
             checkpoint=self._pointing(name, lambda: Pointer.to(checkpoint, root=self.root)),
