@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.format.manifest import sha256_of
-from ckptstore.integrations.lazy_store import LazyStore, StoreSource
+from ckptstore.integrations.lazy_store import LazyStore, StoreSource, reports_to_ray
 from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
 from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import check_strategy, leave_finished_epoch, metrics_of, state_of
@@ -53,8 +53,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             is given or this Trainer has trained already.
         save_options: keywords of `save` or `save_async`, such as `{"incremental": True}`.
         load_options: keywords of `resume`, such as `{"per_rank": "first"}` for another number of ranks.
-        open_keywords: those of `open_store`, for a URI. With `fast`, or an open store that has a fast tier, a save is
-            complete when it is on the disks of the nodes.
+        open_keywords: those of `open_store`, for a URI, or of the function. With `fast`, or an open store that has a
+            fast tier, a save is complete when it is on the disks of the nodes.
 
     `trainer.test(ckpt_path="best")` and its like read the best checkpoint by `monitor`, see `best_model_path`.
 
@@ -199,7 +199,9 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             self._lazy_store.settle()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """See `LazyStore.abandon`."""
+        """See `LazyStore.abandon`. A `ckpt_path` that is not there, as in a pointer of Ray's, gets a note."""
+        if isinstance(exception, FileNotFoundError) and trainer.ckpt_path and self._resume:
+            exception.add_note("CheckpointStoreCallback resumes from its store by itself: call fit without ckpt_path")
         self._lazy_store.abandon(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -211,7 +213,10 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         if trainer.fast_dev_run:
             return
         step = trainer.global_step
-        options = {"metrics": metrics_of(trainer), "metadata": {"epoch": trainer.current_epoch}, **self._save_options}
+        metrics, epoch = metrics_of(trainer), trainer.current_epoch
+        if reports_to_ray(self.store):
+            metrics |= {"epoch": epoch, "step": step}  # as Ray's own callback has it
+        options = {"metrics": metrics, "metadata": {"epoch": epoch}, **self._save_options}
         if self._asynchronous:
             self._pending = self.store.save_async(step, state_of(trainer), **options)
             if self._pending.skipped:
