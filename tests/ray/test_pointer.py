@@ -156,6 +156,8 @@ def test_the_file_is_json_that_people_can_read(tmp_path: Path) -> None:
     told = json.loads(Pointer.to(checkpoint, root="_ckptstore").encode())
     assert told == {
         "version": 1,
+        "about": "The checkpoint of step 3 is in the store _ckptstore beside this directory: in Python "
+        "ckptstore.ray.resolve(result.checkpoint) opens it, in a shell `ckptstore show ../_ckptstore@3` shows it.",
         "root": "_ckptstore",
         "step": 3,
         "number": checkpoint.number,

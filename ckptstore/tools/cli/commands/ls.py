@@ -27,6 +27,7 @@ from ckptstore.tools.cli.output import (
     show_metrics,
     show_where,
 )
+from ckptstore.tools.cli.ray_runs import kept_by_ray
 from ckptstore.tools.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
 from ckptstore.tools.cli.targets import opened_store
 
@@ -49,7 +50,8 @@ def command(store: str, storage_options: dict[str, Any], as_json: bool, **option
     """List the checkpoints of STORE, in the order of their commits.
 
     Marks: "latest", "pinned", and "resumed from" for the one that the running job started from. What retention dropped
-    is counted below, until its grace period is over. Where STORE is no store, the stores below it are listed.
+    is counted below, until its grace period is over. Where STORE is no store, the stores below it are listed. Of a run
+    of Ray Train that keeps its files itself, what ckptstore.ray.report stored is listed.
 
     With --fast the column "where" tells what is in the store, and what on this node. What no job can resume from is
     left out, with the reason on stderr.
@@ -107,6 +109,10 @@ def _list_store(
     is_fast = fast_path is not None
     with opened_store(store, storage_options, fast=tier_at(fast_path)) as opened:
         every, trashed = opened.entries(fast=is_fast), removed_at(job_of(opened).log)
+        kept = kept_by_ray(opened, storage_options)
+        every += [
+            Entry(checkpoint=it, is_pinned=False, is_latest=it is kept[-1], is_resume_source=False) for it in kept
+        ]
         grace_seconds = job_of(opened).config.grace_seconds
         entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
         trash_bytes = sum(record.entry.size_bytes for record, _ in trashed)
@@ -124,6 +130,8 @@ def _list_store(
         echo_table(headers, [_row(entry, metrics, with_where=is_fast) for entry in entries])
     else:
         click.echo("no checkpoints")
+    if kept:
+        click.echo("Ray keeps them, by its CheckpointConfig; `ckptstore show RUN@STEP` has the directory")
     if len(entries) < len(every):
         click.echo(f"{len(every) - len(entries)} more are {'there' if is_fast else 'live'}")
     if trashed:
