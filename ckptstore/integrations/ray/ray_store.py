@@ -248,7 +248,7 @@ class RayStore(CheckpointStore):
         with self._job.group.meeting("what Ray hands back") as meeting:
             number, path = meeting.tell(decide)
         if path:
-            return self._resume_kept(path, state, prefers_ray=prefer == "ray", **options)
+            return self._resume_from_ray(path, state, prefers_ray=prefer == "ray", **options)
         if prefer == "newest" or number is None:
             checkpoint = super().resume(state, **options)
         else:
@@ -259,7 +259,7 @@ class RayStore(CheckpointStore):
             self._report_lost(self._reports, handed, checkpoint.number)
         return checkpoint
 
-    def _resume_kept(
+    def _resume_from_ray(
         self, path: str, state: Mapping[str, Any] | None, *, prefers_ray: bool, **options: Any
     ) -> Checkpoint | None:
         """`resume` from a checkpoint that Ray keeps, unless the nodes have a newer one. Collective."""

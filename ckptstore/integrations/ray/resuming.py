@@ -35,7 +35,7 @@ def resume(
     return store.resume(state, prefer=prefer, **options)
 
 
-def _given(ray_checkpoint: Any) -> Any:
+def _checkpoint_in(ray_checkpoint: Any) -> Any:
     """Return the checkpoint of Ray's itself, the latest one of a result. Raises InvalidInput where it is None."""
     root = f"<storage_path>/<run name>/{ROOT_NAME}"
     if hasattr(ray_checkpoint, "best_checkpoints"):
@@ -62,7 +62,7 @@ def wrap(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = Non
     missing, a file that has another size or is not in the manifest (of another attempt). Raises InvalidSource for files
     that Ray stored itself, InvalidInput for None; and the errors of `resolve`.
     """
-    ray_checkpoint, worker = _given(ray_checkpoint), current_worker()
+    ray_checkpoint, worker = _checkpoint_in(ray_checkpoint), current_worker()
     if group is None and worker is not None:
         group = RayWorkers(worker)
     if has_pointer(ray_checkpoint):
@@ -84,7 +84,7 @@ def resolve(
     Raises CheckpointGone, which names the live ones, when the store's retention has dropped it or when its save failed;
     InvalidInput when `ray_checkpoint` holds no pointer, or is None, with the way to what the store has.
     """
-    ray_checkpoint = _given(ray_checkpoint)
+    ray_checkpoint = _checkpoint_in(ray_checkpoint)
     try:
         pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
     except FileMissing as error:

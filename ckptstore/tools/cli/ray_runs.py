@@ -13,7 +13,7 @@ from ckptstore.store import CheckpointStore
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 
-def kept_by_ray(store: CheckpointStore, storage_options: Mapping[str, Any]) -> list[Checkpoint]:
+def checkpoints_of_ray(store: CheckpointStore, storage_options: Mapping[str, Any]) -> list[Checkpoint]:
     """Return the checkpoints of such a run, oldest first; of a store with a log of its own none.
 
     Raises CheckpointDamaged for one that is not whole.

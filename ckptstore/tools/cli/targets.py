@@ -22,7 +22,7 @@ from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
 from ckptstore.opening import open_store
 from ckptstore.retention import Mode
 from ckptstore.store import CheckpointStore
-from ckptstore.tools.cli.ray_runs import kept_by_ray
+from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
 from ckptstore.transfer.opened import open_place
 
 _TARGET = re.compile(r"(.+)@(\d+|latest)")
@@ -125,22 +125,24 @@ def opened_checkpoint(
     with opened_store(target.uri, storage_options, fast=fast) as store:
         if fast is not None:
             yield _any_checkpoint_in(store, target.step)
-        elif kept := kept_by_ray(store, storage_options):
-            yield _kept_checkpoint(store, kept, target.step)
+        elif of_ray := checkpoints_of_ray(store, storage_options):
+            yield _checkpoint_of_run(store, of_ray, target.step)
         else:
             yield checkpoint_in(store, target.step)
 
 
-def _kept_checkpoint(store: CheckpointStore, kept: Sequence[Checkpoint], step: int | str | Best | None) -> Checkpoint:
+def _checkpoint_of_run(
+    store: CheckpointStore, of_ray: Sequence[Checkpoint], step: int | str | Best | None
+) -> Checkpoint:
     """Return a checkpoint of a run that Ray keeps: of a step the one that was stored last, else the latest."""
     if isinstance(step, Best):
         raise InvalidInput(
             f"Ray keeps the checkpoints at {store.uri}, and ranks them",
             hint="Take result.get_best_checkpoint(metric, mode), or name a step",
         )
-    found = [checkpoint for checkpoint in kept if checkpoint.step == step] if isinstance(step, int) else kept
+    found = [checkpoint for checkpoint in of_ray if checkpoint.step == step] if isinstance(step, int) else of_ray
     if not found:
-        steps = ", ".join(str(checkpoint.step) for checkpoint in kept[-10:])
+        steps = ", ".join(str(checkpoint.step) for checkpoint in of_ray[-10:])
         raise NoUsableCheckpoint(f"Step {step} is not in the run at {store.uri}, which Ray keeps; there are: {steps}")
     return found[-1]
 

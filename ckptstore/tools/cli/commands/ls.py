@@ -27,7 +27,7 @@ from ckptstore.tools.cli.output import (
     show_metrics,
     show_where,
 )
-from ckptstore.tools.cli.ray_runs import kept_by_ray
+from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
 from ckptstore.tools.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
 from ckptstore.tools.cli.targets import opened_store
 
@@ -109,9 +109,9 @@ def _list_store(
     is_fast = fast_path is not None
     with opened_store(store, storage_options, fast=tier_at(fast_path)) as opened:
         every, trashed = opened.entries(fast=is_fast), removed_at(job_of(opened).log)
-        kept = kept_by_ray(opened, storage_options)
+        of_ray = checkpoints_of_ray(opened, storage_options)
         every += [
-            Entry(checkpoint=it, is_pinned=False, is_latest=it is kept[-1], is_resume_source=False) for it in kept
+            Entry(checkpoint=it, is_pinned=False, is_latest=it is of_ray[-1], is_resume_source=False) for it in of_ray
         ]
         grace_seconds = job_of(opened).config.grace_seconds
         entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
@@ -130,7 +130,7 @@ def _list_store(
         echo_table(headers, [_row(entry, metrics, with_where=is_fast) for entry in entries])
     else:
         click.echo("no checkpoints")
-    if kept:
+    if of_ray:
         click.echo("Ray keeps them, by its CheckpointConfig; `ckptstore show RUN@STEP` has the directory")
     if len(entries) < len(every):
         click.echo(f"{len(every) - len(entries)} more are {'there' if is_fast else 'live'}")
