@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 logger = logging.getLogger("ckptstore")
 
@@ -32,6 +32,10 @@ class Event:
         if self.template:
             return self.template.format_map(fields)
         return f"{type(self).__name__} {' '.join(f'{name}={value}' for name, value in fields.items())}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its fields, and the name of its class as "event"; `json.dumps` takes them all."""
+        return {"event": type(self).__name__, **asdict(self)}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -78,10 +82,11 @@ _listeners: list[tuple[Listener, tuple[type[Event], ...]]] = []
 
 
 def log_event(event: Event) -> None:
-    """Log one line for an event, the default listener; the record's `event` attribute is the event."""
+    """Log one line for an event, the default listener; the record's `event` attribute is `to_json` of the event."""
     level = event.log_level()
     if level and logger.isEnabledFor(level):
-        logger.log(level, "%s", event.line(), extra={"event": event})
+        # Handlers of others put the attributes into JSON, and print a traceback for each that does not fit.
+        logger.log(level, "%s", event.line(), extra={"event": event.to_json()})
 
 
 _LOG: tuple[Listener, tuple[type[Event], ...]] = (log_event, (Event,))

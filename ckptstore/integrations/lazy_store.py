@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from ckptstore.catalogue import job_of
@@ -16,27 +17,28 @@ logger = logging.getLogger("ckptstore")
 
 _LOOK_SECONDS = 1.0
 
-StoreSource = CheckpointStore | str | os.PathLike[str] | Callable[[], CheckpointStore]
-"""An open store, a URI, or a function without arguments that opens one. The last two can go to other processes."""
+StoreSource = CheckpointStore | str | os.PathLike[str] | Callable[..., CheckpointStore]
+"""An open store, a URI, or a function that opens one. The last two can go to other processes."""
 
 
 class LazyStore:
     """Opens the store on first use, and closes only a store that it opened itself.
 
-    Anything with the methods of a `CheckpointStore` counts as an open store. `keywords` are those of `open_store`.
+    Anything with the methods of a `CheckpointStore` counts as an open store. `keywords` are those of `open_store`, or
+    of the function that opens one.
     """
 
     def __init__(self, source: StoreSource, keywords: Mapping[str, Any]) -> None:
         self._source = source
         self._keywords = dict(keywords)
         self._opened: CheckpointStore | None = None
-        if keywords and not isinstance(source, str | os.PathLike):
-            raise InvalidInput(
-                f"{', '.join(sorted(keywords))}: only a store that is given by its URI takes keywords of open_store",
-                hint="Give them where the store is opened",
-            )
         if not (isinstance(source, str | os.PathLike) or callable(source) or callable(getattr(source, "save", None))):
             raise InvalidInput(f"store is a {type(source).__name__}, it is an open store, a URI or a function")
+        if not (isinstance(source, str | os.PathLike) or _takes(source, keywords)):
+            raise InvalidInput(
+                f"{', '.join(sorted(keywords))}: only a URI, or a function with these keywords, takes them",
+                hint="Give them where the store is opened",
+            )
 
     def get(self) -> CheckpointStore:
         """Return the open store; reopen it after `close`."""
@@ -48,7 +50,7 @@ class LazyStore:
         elif isinstance(source, CheckpointStore) or callable(getattr(source, "save", None)):
             return source  # type: ignore[return-value]
         else:
-            self._opened = source()
+            self._opened = source(**self._keywords)
         return self._opened
 
     def settle(self) -> None:
@@ -97,3 +99,21 @@ class LazyStore:
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
+
+
+def _takes(source: Any, keywords: Mapping[str, Any]) -> bool:
+    """True if the source can be called with these keywords; an open store takes none."""
+    if not keywords:
+        return True
+    if callable(getattr(source, "save", None)):
+        return False
+    try:
+        signature(source).bind(**keywords)
+    except (TypeError, ValueError):  # others, or a function whose signature nobody knows
+        return False
+    return True
+
+
+def reports_to_ray(store: CheckpointStore) -> bool:
+    """True if each save in this store is a report to Ray Train."""
+    return getattr(store, "worker", None) is not None

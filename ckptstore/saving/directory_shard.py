@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from ckptstore.saving.transaction import checked
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.moves import PlannedFile, Upload
+
+logger = logging.getLogger("ckptstore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class DirectoryPlan:
         """See `Plan.join`."""
         receipts = [Receipt.from_json(entry) for entries in stored for entry in entries]
         beat()
+        _tell_surprises(self.storage.uri, attempt.step, receipts)
         return Contents(receipts, self.naming.directories)
 
     def _link_files(self, attempt: Attempt, names: Mapping[str, str]) -> list[Receipt]:
@@ -155,3 +159,36 @@ def directory_of(
     find = path if callable(path) else lambda: scan(path)
     shard = DirectoryShard(find, rank=rank, storage=storage, transfer=transfer, suffix=suffix, shared=shared, link=link)
     return request, shard
+
+
+_surprises: set[tuple[str, str]] = set()
+"""The stores and names that this process has logged: each is a line once, not with each save."""
+
+
+def _tell_surprises(store: str, step: int, receipts: Sequence[Receipt]) -> None:
+    """Log what a caller may not expect: no file at all, and names with a rank in them."""
+    if not receipts:
+        logger.warning("step %d has no files: the directory is empty on all ranks", step)
+    renamed: dict[str, list[Receipt]] = {}
+    for receipt in receipts:
+        if receipt.original_name is not None:
+            renamed.setdefault(receipt.original_name, []).append(receipt)
+    if not renamed:
+        return
+    same = sorted(name for name, copies in renamed.items() if len(copies) > 1 and _is_one_content(copies))
+    name = min(same or renamed)
+    if (store, name) in _surprises:
+        return
+    _surprises.add((store, name))
+    what = f"{name} is {', '.join(receipt.name for receipt in renamed[name][:2])}"
+    more = f", and so for {len(same or renamed) - 1} other names" if len(same or renamed) > 1 else ""
+    if same:
+        hint = f"the same bytes on {len(renamed[name])} ranks: give shared=[{name!r}], and it is stored once, as {name}"
+        logger.warning("step %d: %s%s; %s", step, what, more, hint)
+    else:
+        logger.info("step %d: ranks bring files of the same name: %s%s", step, what, more)
+
+
+def _is_one_content(copies: Sequence[Receipt]) -> bool:
+    contents = {(copy.size_bytes, copy.digest) for copy in copies}
+    return len(contents) == 1 and copies[0].digest is not None

@@ -319,10 +319,13 @@ def refusals(root: str) -> list[str]:
     """The errors for what cannot be saved."""
     found = []
     deepspeed = object.__new__(pl.strategies.DeepSpeedStrategy)
+    pointer = Path(root).with_name("pointer")
+    pointer.mkdir()
     for action in (
         lambda: check_strategy(deepspeed),
         lambda: fit(root, strategy="auto", max_epochs=1, callbacks=[AsksForWeights()]),
         lambda: fit("s3:/", strategy="auto", max_epochs=1),
+        lambda: fit(root, strategy="auto", max_epochs=1, ckpt_path=str(pointer / "checkpoint.ckpt")),
         lambda: CheckpointStoreCallback(root, save_top_k=3),
         lambda: CheckpointStoreCallback(root, retension=KeepLatest(1)),
         lambda: CheckpointStoreCallback(root, save_weights_only=True),
@@ -330,8 +333,8 @@ def refusals(root: str) -> list[str]:
     ):
         try:
             action()
-        except CkptstoreError as error:
-            found.append(str(error))
+        except (CkptstoreError, FileNotFoundError) as error:
+            found.append(" ".join([str(error), *getattr(error, "__notes__", [])]))
     return found
 
 

@@ -149,11 +149,13 @@ def test_a_dry_run_saves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
-    ((deepspeed, hook, uri, *keywords),) = run_ranks(1, call, "refusals", f"{tmp_path}/store")
+    ((deepspeed, hook, uri, path, *keywords),) = run_ranks(1, call, "refusals", f"{tmp_path}/store")
     assert "DeepSpeedStrategy keeps model and optimizer in a form of its own" in deepspeed
     assert "DDPStrategy" in deepspeed
     assert "asked for 'state_dict'" in hook
     assert "s3" in uri
+    assert "pointer/checkpoint.ckpt" in path
+    assert path.endswith("call fit without ckpt_path")
     for text, expected in zip(
         keywords, ("give retention=", "did you mean 'retention'", "resume=False", "60"), strict=True
     ):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ckptstore import KeepLatest, open_store
 from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.integrations.lazy_store import LazyStore
 from ckptstore.integrations.transformers.shares import link, seen_in
@@ -76,8 +78,13 @@ def test_a_store_that_was_given_open_stays_open(tmp_path: Path) -> None:
     given.close()
 
 
-def test_keywords_are_for_a_uri_alone(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="grace_seconds"):
-        LazyStore(lambda: None, {"grace_seconds": 60})  # type: ignore[arg-type, return-value]
+def test_keywords_are_for_a_uri_or_a_function_that_has_them(tmp_path: Path) -> None:
+    given = LazyStore(partial(open_store, tmp_path), {"retention": KeepLatest(2)})
+    assert given.get().retention == KeepLatest(2)
+    with pytest.raises(InvalidInput, match="grace_seconds: only a URI, or a function with these keywords"):
+        LazyStore(lambda: given.get(), {"grace_seconds": 60})
+    with pytest.raises(InvalidInput, match="retention: only a URI"):
+        LazyStore(given.get(), {"retention": KeepLatest(2)})
+    given.close()
     with pytest.raises(InvalidInput, match="store is a int"):
         LazyStore(3, {})  # type: ignore[arg-type]

@@ -68,7 +68,8 @@ def lightning(config: dict[str, Any]) -> None:
     inputs = torch.linspace(-1, 1, 32).unsqueeze(1)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, 3 * inputs - 1), batch_size=4)
     reports = config.get("reports", False)
-    callback = CheckpointStoreCallback(ckptstore.ray.store, asynchronous=True, every_n_epochs=1)
+    keep = ckptstore.KeepBest(9, metric="loss", mode="min")
+    callback = CheckpointStoreCallback(ckptstore.ray.store, retention=keep, asynchronous=True, every_n_epochs=1)
     trainer = pl.Trainer(
         max_epochs=4,
         default_root_dir=config["notes"],
@@ -131,6 +132,7 @@ def transformers(config: dict[str, Any]) -> None:
         per_device_train_batch_size=2,
         max_steps=8,
         save_steps=2,
+        logging_steps=2,
         save_total_limit=1,
         report_to=[],
         disable_tqdm=True,

@@ -65,12 +65,13 @@ def report_in_every_way(config: dict[str, Any]) -> None:
 
     store = ckptstore.ray.store()
     with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "vocabulary").write_text("the same on all ranks")
         for kind in ("report", "store", "ray"):
             Path(directory, f"model-{ray.train.get_context().get_world_rank()}.pt").write_text(kind)
             if kind == "report":
-                ckptstore.ray.report({"kind": kind}, directory=directory)
+                ckptstore.ray.report({"kind": kind}, directory=directory, shared=["vocabulary"])
             elif kind == "store":
-                store.save_directory(0, directory, metrics={"kind": kind})
+                store.save_directory(0, directory, metrics={"kind": kind}, shared=["vocabulary"])
             else:
                 ray.train.report({"kind": kind}, ray.train.Checkpoint.from_directory(directory))
         ckptstore.ray.report({"kind": "metrics"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import keeping
 import pytest
-from checking import check_losses, s3_path
+from checking import check_losses, s3_path, worker_log
 from cluster import RayCluster, fit
 from keeping import notes
 
@@ -44,8 +44,11 @@ def test_directories_on_s3_are_downloaded_once_per_node(cluster: RayCluster, s3:
     assert len({place[1] for place in places}) == 2
     assert {place[2] for place in places} == {"test/runs/directories/there"}
 
-    assert result.metrics["phase"] == "train"
-    assert result.metrics["ckptstore_step"] == 3
+    log = worker_log(cluster, "directories")
+    assert [text for text in log if " saved: " in text][-1].startswith("step 3 saved: "), "in the worker's own log"
+    assert not [text for text in log if "Logging error" in text], "Ray's handler puts each record into JSON"
+
+    assert result.metrics == {"loss": 1.5, "phase": "train", "ckptstore_step": 3}, "one column of ours is enough"
     assert ckptstore.ray.resolve(result.checkpoint).step == 3
     kept = {int(metrics["ckptstore_step"]): pointer for pointer, metrics in result.best_checkpoints}
     assert set(kept) == {1, 2}, "Ray keeps the two best pointers beside the latest"
@@ -53,10 +56,16 @@ def test_directories_on_s3_are_downloaded_once_per_node(cluster: RayCluster, s3:
     with pytest.raises(CheckpointGone, match=r"step 1 was removed; live steps at .*: 2, 3"):
         ckptstore.ray.resolve(kept[1])  # the store keeps the latest two
 
+    (tmp_path / "lost").mkdir()
+    with ckptstore.open_store("s3://test/runs/directories/_ckptstore", storage_options=s3.storage_options) as store:
+        store.save_directory(4, tmp_path / "lost", metrics={"loss": 2.5})  # committed, and unknown to Ray
     again = fit(keeping.save_directories, storage_path=s3_path(s3), name="directories", config=config | {"steps": 1})
-    assert notes(tmp_path, "resumed")[4:] in ([["0", "4"], ["1", "4"]], [["1", "4"], ["0", "4"]])
-    with ckptstore.ray.resolve(again.checkpoint).as_directory() as directory:
-        assert (directory / "model-rank=00001.bin").read_bytes() == bytes([4, 1]) * 100_000
+    assert sorted(notes(tmp_path, "resumed")[4:]) == [["0", "5"], ["1", "5"]]
+    reported = {metrics["ckptstore_step"]: (pointer, metrics["loss"]) for pointer, metrics in again.best_checkpoints}
+    assert (list(reported)[-2:], reported[4][1]) == ([4, 5], 2.5), "what training went on from, and no other, again"
+    assert ckptstore.ray.resolve(reported[4][0]).step == 4
+    with ckptstore.ray.resolve(again).as_directory() as directory:
+        assert (directory / "model-rank=00001.bin").read_bytes() == bytes([5, 1]) * 100_000
 
 
 def test_a_leader_killed_during_an_upload_loses_nothing(cluster: RayCluster, tmp_path: Path) -> None:

@@ -48,6 +48,19 @@ def test_lightning(cluster: RayCluster, tmp_path: Path) -> None:
     )
     check(result, tmp_path, resumed={4, 8}, steps=[4, 8, 12, 16])
     assert result.metrics["loss"] > 0
+    check_columns(result, {"loss", "epoch", "step"})
+    assert list(result.metrics_dataframe["step"])[-2:] == [12, 16]
+
+
+def check_columns(result: Any, expected: set[str]) -> None:
+    """Those of Ray's own callback, and one of ckptstore; counts of what went wrong or waited may come."""
+    columns = set(result.metrics_dataframe.columns)
+    assert expected | {"ckptstore_step"} <= columns
+    assert {name for name in columns if name.startswith("ckptstore_")} <= {
+        "ckptstore_step",
+        "ckptstore_waits",
+        "ckptstore_wait_seconds",
+    }
 
 
 def test_transformers(cluster: RayCluster, tmp_path: Path) -> None:
@@ -61,6 +74,7 @@ def test_transformers(cluster: RayCluster, tmp_path: Path) -> None:
         max_failures=1,
     )
     checkpoint = check(result, tmp_path, resumed={4}, steps=[2, 4, 6, 8])
+    check_columns(result, {"loss", "epoch", "step"})
     assert {"model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= {receipt.name for receipt in checkpoint.files}
 
 

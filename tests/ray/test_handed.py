@@ -24,6 +24,7 @@ from ckptstore.integrations.ray import handed, ray_store
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
 from ckptstore.integrations.ray.kept_by_ray.reporting import _Brought, _Reporter
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
+from ckptstore.integrations.ray.reports import Reports
 from ckptstore.saving.phases import SaveClock
 
 ONCE = RetryConfig(retry_attempts=1)
@@ -39,8 +40,19 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(run: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+def told() -> list[int]:
+    """The steps that were reported to Ray."""
+    return []
+
+
+@pytest.fixture
+def start(run: Path, monkeypatch: pytest.MonkeyPatch, told: list[int]) -> Start:
     """The store of a new start of the run's worker, to which Ray hands a checkpoint."""
+
+    def committed(_self: Any, checkpoint: ckptstore.Checkpoint, *_given: Any, **_options: Any) -> None:
+        told.append(checkpoint.step)
+
+    monkeypatch.setattr(Reports, "committed", committed)
 
     def start(handed: Checkpoint | None, *given: Any, **options: Any) -> ckptstore.ray.RayStore:
         monkeypatch.setattr(ray_store, "current_worker", lambda: worker_at(str(run)))
@@ -57,6 +69,12 @@ def saved(root: Path, step: int) -> ckptstore.Checkpoint:
 
 def pointer_to(run: Path, checkpoint: ckptstore.Checkpoint, root: str = "_ckptstore") -> Checkpoint:
     write_pointer(worker_at(str(run)), "pointer", Pointer.to(checkpoint, root=root), retry=ONCE)
+    return Checkpoint.from_directory(str(run / "pointer"))
+
+
+def failed_pointer(run: Path, step: int) -> Checkpoint:
+    pointer = Pointer(root="_ckptstore", step=step, number=None, error="no space")
+    write_pointer(worker_at(str(run)), "pointer", pointer, retry=ONCE)
     return Checkpoint.from_directory(str(run / "pointer"))
 
 
@@ -103,6 +121,30 @@ def test_a_run_that_died_before_ray_heard_of_the_first_save(run: Path, start: St
     found = ckptstore.ray.resume(store=start(handed), prefer=prefer)
     assert found is not None
     assert found.step == step
+
+
+@pytest.mark.parametrize(
+    ("hands", "options", "reported_steps"),
+    [
+        (lambda run, steps: None, {}, [3, 4]),
+        (lambda run, steps: pointer_to(run, steps[3]), {}, [4]),
+        (lambda run, steps: pointer_to(run, steps[4]), {}, []),
+        (lambda run, steps: pointer_to(run, steps[4]), {"ignore_ray": True}, []),
+        (lambda run, steps: pointer_to(run, steps[3]), {"ignore_ray": True}, [4]),
+        (lambda run, steps: failed_pointer(run, 3), {}, [4]),
+        (lambda run, steps: failed_pointer(run, 5), {}, []),
+        (lambda run, steps: of_ray_itself(run), {"ignore_ray": True}, [4]),
+    ],
+)
+def test_what_ray_does_not_know_of_is_reported(
+    run: Path, start: Start, told: list[int], hands: Any, options: dict[str, Any], reported_steps: list[int]
+) -> None:
+    """A killed worker takes the reports with it that Ray had not fetched; one that Ray has is not made twice."""
+    steps = {step: saved(run / "_ckptstore", step) for step in (3, 4)}
+    with start(hands(run, steps), **options) as store:
+        found = store.resume()
+    assert found is not None
+    assert (found.step, told) == (4, reported_steps)
 
 
 @pytest.mark.parametrize("prefer", ["newest", "ray"])

@@ -101,6 +101,23 @@ def test_a_run_that_was_moved_still_resolves(tmp_path: Path) -> None:
         assert (path / "model.bin").read_bytes() == b"\3"
 
 
+def test_a_whole_result_is_as_good_as_its_checkpoint_and_none_says_where_the_store_is(tmp_path: Path) -> None:
+    from ray.train import Result
+
+    worker = worker_in(tmp_path / "run")
+    saved = save_step(tmp_path / "run", 3)
+    write_pointer(worker, "checkpoint_1", Pointer.to(saved, root="_ckptstore"), retry=ONCE)
+    places = {"path": worker.run_path, "_storage_filesystem": worker.filesystem, "metrics": {}, "error": None}
+    whole = Result(checkpoint=reported(worker, "checkpoint_1"), **places)
+    lost = Result(checkpoint=None, **places)
+    for open_it in (ckptstore.ray.resolve, ckptstore.ray.wrap):
+        assert open_it(whole) == saved
+        with pytest.raises(InvalidInput, match=rf"gives None.*open_store\('{tmp_path}/run/_ckptstore'\)\.latest\(\)"):
+            open_it(lost)
+        with pytest.raises(InvalidInput, match="gives None"):
+            open_it(None)
+
+
 def test_a_pointer_never_leads_to_another_attempt(tmp_path: Path) -> None:
     """A store that was made anew at the same place has the same numbers."""
     run = tmp_path / "run"
@@ -139,6 +156,8 @@ def test_the_file_is_json_that_people_can_read(tmp_path: Path) -> None:
     told = json.loads(Pointer.to(checkpoint, root="_ckptstore").encode())
     assert told == {
         "version": 1,
+        "about": "The checkpoint of step 3 is in the store _ckptstore beside this directory: in Python "
+        "ckptstore.ray.resolve(result.checkpoint) opens it, in a shell `ckptstore show ../_ckptstore@3` shows it.",
         "root": "_ckptstore",
         "step": 3,
         "number": checkpoint.number,

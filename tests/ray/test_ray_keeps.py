@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from pyarrow.fs import SubTreeFileSystem
 from ray.train import Checkpoint
 from storing import arrow_s3, make_run, store, stored, worker_at
@@ -22,6 +23,7 @@ from ckptstore import (
     InvalidMetric,
     InvalidName,
     InvalidSource,
+    NoUsableCheckpoint,
     RankTimeout,
     StorageFull,
     StoreNotShared,
@@ -33,6 +35,7 @@ from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
 from ckptstore.log.identity import read_store_json
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.s3_server import s3_server
+from ckptstore.tools.cli import main
 
 
 @pytest.fixture
@@ -83,6 +86,28 @@ def test_all_ranks_fill_one_directory_and_nothing_else_is_left(run: Path, tmp_pa
         mine.save_directory(1, sources[0])
 
 
+def test_commands_show_what_ray_keeps(run: Path, tmp_path: Path) -> None:
+    source = tree(tmp_path / "source", model__pt="weights")
+    for step in (7, 8):
+        last = stored(str(run), [source], step=step)
+    (run / "_ckptstore").mkdir()  # a store of the same run, which has a list of its own
+
+    def told(*words: str, code: int = 0) -> str:
+        done = CliRunner().invoke(main, [*words])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    lines = told("ls", str(run)).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["7", "8"]
+    assert (lines[2].split()[-1], lines[3].startswith("Ray keeps them")) == ("latest", True)
+    assert [item["step"] for item in json.loads(told("ls", str(run), "--json"))["checkpoints"]] == [7, 8]
+    assert json.loads(told("show", str(run), "--json"))["checkpoint"]["uri"] == last.path
+    assert "step 7: ok, 1 of 1 files read" in told("verify", f"{run}@7")
+    assert "there are: 7, 8" in told("show", f"{run}@9", code=NoUsableCheckpoint.exit_code)
+    (Path(last.path) / "model.pt").write_text("WEIGHTS")
+    assert "step 8: DAMAGED" in told("verify", str(run), "--all", code=CheckpointDamaged.exit_code)
+
+
 def test_only_the_ranks_that_take_part_are_waited_for(run: Path, tmp_path: Path) -> None:
     sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in (1, 3)]
     checkpoint = stored(str(run), sources, ranks=[1, 3], world_size=4)
@@ -99,6 +124,25 @@ def test_ranks_that_share_a_directory_store_it_once(run: Path, tmp_path: Path) -
     assert sorted(event.rank for event in started) == [0, 2, 3]
     files = {file.name: file.rank for file in ckptstore.ray.wrap(checkpoint).files}
     assert files == {"model-rank=00000.pt": 0, "model-rank=00002.pt": 2, "model-rank=00003.pt": 3}
+
+
+def test_what_all_ranks_bring_alike_is_said_and_stored_once_when_it_is_shared(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="ckptstore")
+    same = [tree(tmp_path / f"same-{rank}", model__pt="weights") for rank in range(2)]
+    other = [tree(tmp_path / f"other-{rank}", model__pt=f"of {rank}") for rank in range(2)]
+    stored(str(run), same)
+    assert [file.name for file in ckptstore.ray.wrap(stored(str(run), same, shared=["model.pt"])).files] == ["model.pt"]
+    stored(str(run), other)
+    stored(str(run), [tree(tmp_path / f"empty-{rank}") for rank in range(2)])
+    renamed = "model.pt is model-rank=00000.pt, model-rank=00001.pt"
+    hint = "the same bytes on 2 ranks: give shared=['model.pt'], and it is stored once, as model.pt"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"step 7: {renamed}; {hint}"),
+        ("INFO", f"step 7: ranks bring files of the same name: {renamed}"),
+        ("WARNING", "step 7 has no files: the directory is empty on all ranks"),
+    ]
 
 
 def test_a_directory_in_the_run_is_the_same_on_all_nodes(run: Path) -> None:
@@ -325,6 +369,8 @@ class TestOutsideOfAWorker:
             ckptstore.ray.report({"loss": object()})
         with pytest.raises(InvalidInput, match="not directory and state"):
             ckptstore.ray.report({}, directory=directory, state={})
+        with pytest.raises(InvalidInput, match="shared names files, and a state has none"):
+            ckptstore.ray.report({}, state={}, shared=["model.pt"])
 
     def test_an_upload_says_where_it_belongs(self, tmp_path: Path) -> None:
         upload = pickle.loads(pickle.dumps(ckptstore.ray.upload_fn({"secret": "hidden"}, ranks={1, 0})))

@@ -123,10 +123,11 @@ def test_a_run_outlives_trouble_that_hits_rays_snapshot(cluster: RayCluster, s3:
     refused = [request for request in s3.log if request.status == 503]
     assert sum("snapshot" in request.path for request in refused) > 3, "more than pyarrow would have tried"
     by_us, pointer, by_ray = [checkpoint for checkpoint, _ in result.best_checkpoints]
-    assert ckptstore.ray.wrap(by_us).verify().ok
-    assert ckptstore.ray.resolve(pointer).verify().ok
+    for ours in (ckptstore.ray.wrap(by_us), ckptstore.ray.resolve(pointer)):
+        assert ours.verify().ok
+        assert [file.name for file in ours.files] == ["model-0.pt", "model-1.pt", "vocabulary"]
     with by_ray.as_directory() as directory:
-        assert sorted(path.name for path in Path(directory).iterdir()) == ["model-0.pt", "model-1.pt"]
+        assert sorted(path.name for path in Path(directory).iterdir()) == ["model-0.pt", "model-1.pt", "vocabulary"]
 
 
 RUNS = [

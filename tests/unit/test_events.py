@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, asdict, fields
 from string import Formatter
 
 import pytest
@@ -15,6 +16,20 @@ from ckptstore.tools.run import notices
 COMMITTED = CheckpointCommitted(step=5, number=2, rank=0, size_bytes=100, seconds=0.5)
 EVENTS = [getattr(events, name) for name in events.__all__]
 CLASSES = [value for value in EVENTS if isinstance(value, type) and issubclass(value, Event)]
+KINDS = {
+    "Mapping[str, float]": {"loss": 0.5},
+    "bool": True,
+    "dict[str, str]": {"name": "reason"},
+    "float": 0.5,
+    "float | None": None,
+    "int": 7,
+    "int | None": None,
+    "str": "text",
+    "str | None": None,
+    "tuple[int, ...]": (1, 2),
+    "tuple[str, ...]": ("a", "b"),
+}
+"""A value for each type that a field has."""
 OF_THE_AGENT = [value for value in vars(notices).values() if isinstance(value, type) and value not in CLASSES]
 
 
@@ -66,7 +81,7 @@ def test_a_listener_is_taken_away_when_its_context_fails() -> None:
     assert heard == []
 
 
-def test_the_log_has_one_line_and_the_event_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_one_line_and_the_fields_of_the_event(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="ckptstore")
     emit(COMMITTED)
     emit(PruneFailed(error="no permission"))
@@ -75,7 +90,7 @@ def test_the_log_has_one_line_and_the_event_itself(caplog: pytest.LogCaptureFixt
         (logging.INFO, "step 5 saved: 100 B in 0.50 s (200 B/s)"),
         (logging.WARNING, "deleting from the trash failed, it is tried again after the next commit: no permission"),
     ]
-    assert caplog.records[0].event is COMMITTED
+    assert caplog.records[0].event == {"event": "CheckpointCommitted", **asdict(COMMITTED)}
 
 
 def test_a_save_has_one_line_whatever_the_number_of_ranks(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,10 +116,17 @@ def test_a_save_has_one_line_whatever_the_number_of_ranks(caplog: pytest.LogCapt
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls.level > logging.DEBUG and cls is not Event])
 def test_what_the_log_shows_is_a_sentence(cls: type[Event]) -> None:
     made = {"steps": (1, 2), "step": 3, "error": "no route", "reason": "it is damaged", "what": "write a"}
-    kinds = {"int": 7, "float": 0.5, "str": "text", "int | None": None}
-    event = cls(**{item.name: made.get(item.name, kinds.get(str(item.type))) for item in fields(cls)})
+    event = cls(**{item.name: made.get(item.name, KINDS.get(str(item.type))) for item in fields(cls)})
     assert "=" not in event.line()
     assert not event.line().startswith(cls.__name__)
+
+
+@pytest.mark.parametrize("cls", [*CLASSES, *OF_THE_AGENT])
+def test_what_a_log_record_carries_is_json(cls: type[Event]) -> None:
+    """Handlers of others, those of Ray Train for one, put each record into JSON."""
+    assert {str(item.type) for item in fields(cls)} <= KINDS.keys(), "a kind of field that JSON may not take"
+    event = cls(**{item.name: KINDS[str(item.type)] for item in fields(cls)})
+    assert json.loads(json.dumps(event.to_json()))["event"] == cls.__name__
 
 
 @pytest.mark.parametrize("cls", [*CLASSES, *OF_THE_AGENT])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.format.manifest import sha256_of
-from ckptstore.integrations.lazy_store import LazyStore, StoreSource
+from ckptstore.integrations.lazy_store import LazyStore, StoreSource, reports_to_ray
 from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
 from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import (
@@ -79,8 +80,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             is given or this Trainer has trained already.
         save_options: keywords of `save` or `save_async`, such as `{"incremental": True}`.
         load_options: keywords of `resume`, such as `{"per_rank": "first"}` for another number of ranks.
-        open_keywords: those of `open_store`, for a URI. With `fast`, or an open store that has a fast tier, a save is
-            complete when it is on the disks of the nodes.
+        open_keywords: those of `open_store`, for a URI, or of the function. With `fast`, or an open store that has a
+            fast tier, a save is complete when it is on the disks of the nodes.
 
     `trainer.test(ckpt_path="best")` and its like read the best checkpoint by `monitor`, see `best_model_path`.
 
@@ -106,7 +107,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         **open_keywords: Any,
     ) -> None:
         super().__init__()
-        _check_keywords(open_keywords)
+        if isinstance(store, str | os.PathLike):
+            _check_keywords(open_keywords)
         if save_weights_only and resume:
             raise InvalidInput(
                 "save_weights_only=True stores nothing that a training can go on from",
@@ -258,7 +260,10 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             self._lazy_store.settle()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save with `save_on_exception`; then see `LazyStore.abandon`. Raises nothing: the exception says more."""
+        """Save with `save_on_exception`; then see `LazyStore.abandon`. Raises nothing: the exception says more.
+
+        A `ckpt_path` that is not there, as in a pointer of Ray's, gets a note.
+        """
         is_new = self._schedule.saved_step != trainer.global_step
         if self._saves_on_exception and trainer.state.fn == "fit" and is_new and not trainer.sanity_checking:
             try:
@@ -268,6 +273,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
                     pending.result()
             except CkptstoreError as error:
                 logger.warning("step %d could not be saved after the exception: %s", trainer.global_step, error)
+        if isinstance(exception, FileNotFoundError) and trainer.ckpt_path and self._resume:
+            exception.add_note("CheckpointStoreCallback resumes from its store by itself: call fit without ckpt_path")
         self._lazy_store.abandon(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -280,7 +287,10 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             return
         step = trainer.global_step
         state = state_of(trainer, weights_only=self._weights_only)
-        options = {"metrics": metrics_of(trainer), "metadata": {"epoch": trainer.current_epoch}, **self._save_options}
+        metrics, epoch = metrics_of(trainer), trainer.current_epoch
+        if reports_to_ray(self.store):
+            metrics |= {"epoch": epoch, "step": step}  # as Ray's own callback has it
+        options = {"metrics": metrics, "metadata": {"epoch": epoch}, **self._save_options}
         if self._asynchronous:
             self._pending = self.store.save_async(step, state, **options)
             if self._pending.skipped:

@@ -14,6 +14,7 @@ from typing import Any
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, NoUsableCheckpoint
 from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.format.record import Record
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.pointer import pointed_place, read_pointer
 from ckptstore.job import Job
@@ -61,6 +62,35 @@ def look(
     if pointer.number not in live:
         return _lost(ray_checkpoint, job, live, f"step {pointer.step} is not in the store any more")
     return pointer.number, ""
+
+
+def unknown_to_ray(ray_checkpoint: Any, job: Job, taken: int, *, is_of_run: bool) -> list[Record]:
+    """Return the live records of the store up to the number `taken` that Ray has no pointer to, on the leader.
+
+    Ray forgets reports that it had not fetched when a worker was killed. What it has is known by its last pointer.
+    Where that leads elsewhere, `taken` alone is returned; without any, all records of a store that is the run's own.
+    """
+    newest = job.log.newest()
+    numbers = [number for number in (newest.state.live if newest else ()) if number <= taken]
+    if ray_checkpoint is None:
+        return _readable(job, numbers if is_of_run else [taken])
+    try:
+        pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
+    except (InvalidInput, CheckpointDamaged, FileMissing):
+        return _readable(job, [taken])
+    if parse_uri(pointed_place(ray_checkpoint, pointer, storage_options={}).uri).uri != job.storage.uri:
+        return _readable(job, [taken])
+    if pointer.number is None:
+        return [record for record in _readable(job, [taken]) if record.entry.step > pointer.step]
+    return _readable(job, [number for number in numbers if number > pointer.number])
+
+
+def _readable(job: Job, numbers: Sequence[int]) -> list[Record]:
+    found: list[Record] = []
+    for number in numbers:
+        with suppress(CheckpointDamaged):  # training does not go on from that one
+            found += job.log.records([number])
+    return found
 
 
 def _lost(ray_checkpoint: Any, job: Job, live: Sequence[int], reason: str) -> Verdict:

@@ -45,15 +45,27 @@ class Pointer:
 
     def encode(self) -> bytes:
         """Return the pointer as bytes."""
-        known = {"root": self.root, "step": self.step, "number": self.number}
+        known = {"about": self._about(), "root": self.root, "step": self.step, "number": self.number}
         state = {"attempt": self.attempt} if self.number is not None else {"error": self.error}
         return dump_json({**self.extra, "version": FORMAT_VERSION, **known, **state}, what=POINTER_NAME)
+
+    def _about(self) -> str:
+        """Return the sentence for whoever finds the file."""
+        if self.number is None:
+            return f"The save of step {self.step} failed, and there is no checkpoint."
+        root = f"{ROOT_NAME} beside this directory" if self.root == ROOT_NAME else self.root
+        command = f"ckptstore show {f'../{ROOT_NAME}' if self.root == ROOT_NAME else self.root}@{self.step}"
+        return (
+            f"The checkpoint of step {self.step} is in the store {root}: in Python "
+            f"ckptstore.ray.resolve(result.checkpoint) opens it, in a shell `{command}` shows it."
+        )
 
     @staticmethod
     def decode(data: bytes, *, file: str = POINTER_NAME) -> Pointer:
         """Read a pointer. Raises CheckpointDamaged when it is none, UnsupportedVersion when it is from a newer one."""
         value = load_object(data, file=file)
         value.pop("version")
+        value.pop("about", None)
         root, step, number = (value.pop(name, None) for name in ("root", "step", "number"))
         attempt, error = value.pop("attempt", ""), value.pop("error", "")
         is_number = number is None or (type(number) is int and number > 0)

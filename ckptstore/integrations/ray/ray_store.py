@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +16,7 @@ from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
 from ckptstore.format.record import Record
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
-from ckptstore.integrations.ray.handed import look
+from ckptstore.integrations.ray.handed import look, unknown_to_ray
 from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
@@ -31,6 +33,8 @@ from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 if TYPE_CHECKING:
     from ckptstore.saving.save_state import SaveResult
+
+logger = logging.getLogger("ckptstore.ray")
 
 Prefer = Literal["newest", "ray"]
 
@@ -214,7 +218,8 @@ class RayStore(CheckpointStore):
 
         All ranks get the same one; None, and the state as it was, when there is none. Damaged ones and failed saves are
         passed over. A checkpoint of `ckptstore.ray.report` that Ray hands back is loaded if it is newer than those of
-        the store.
+        the store. What Ray does not know of, since a worker was killed before Ray took its report, is reported now,
+        with the numbers of its metrics.
 
         Args:
             state: what to load into; None to get the checkpoint alone, for directories.
@@ -230,32 +235,63 @@ class RayStore(CheckpointStore):
         """
         if prefer not in ("newest", "ray"):
             raise InvalidInput(f"prefer is {prefer!r}, it is 'newest' or 'ray'")
-        if self.worker is None or self._ignores_ray:
+        if self._reports is None:
             return super().resume(state, **options)
         self._background.wait()
         handed = handed_back()
 
         def decide() -> Any:
-            if handed is None:
+            if handed is None or self._ignores_ray:
                 return None, ""
             return look(handed, self._job, prefers_ray=prefer == "ray", storage_options=self._run_options)
 
         with self._job.group.meeting("what Ray hands back") as meeting:
             number, path = meeting.tell(decide)
         if path:
-            import ray.train
-
-            config, group = StoreConfig.from_env(), RayWorkers(self.worker)
-            kept_by_ray = ray.train.Checkpoint(path, self.worker.filesystem)
-            files = kept_files(kept_by_ray, config, storage_options=self._run_options, group=group)
-            if prefer == "newest" and self._nodes_have_newer(files.read_manifest()[0].step):
-                return super().resume(state, **options)
-            resume(self._job, order=lambda _numbers: ())  # claims
-            report = None if state is None else Checkpoint(files).load(state, **options)
-            return Checkpoint(files, load_report=report)
+            return self._resume_from_ray(path, state, prefers_ray=prefer == "ray", **options)
         if prefer == "newest" or number is None:
+            checkpoint = super().resume(state, **options)
+        else:
+            checkpoint = self._resume_in_order(
+                lambda live: sorted(live, key=lambda it: (it > number, -it)), state, **options
+            )
+        if checkpoint is not None and checkpoint.number not in (None, number):
+            self._report_lost(self._reports, handed, checkpoint.number)
+        return checkpoint
+
+    def _resume_from_ray(
+        self, path: str, state: Mapping[str, Any] | None, *, prefers_ray: bool, **options: Any
+    ) -> Checkpoint | None:
+        """`resume` from a checkpoint that Ray keeps, unless the nodes have a newer one. Collective."""
+        import ray.train
+
+        assert self.worker is not None
+        config, group = StoreConfig.from_env(), RayWorkers(self.worker)
+        kept_by_ray = ray.train.Checkpoint(path, self.worker.filesystem)
+        files = kept_files(kept_by_ray, config, storage_options=self._run_options, group=group)
+        if not prefers_ray and self._nodes_have_newer(files.read_manifest()[0].step):
             return super().resume(state, **options)
-        return self.resume_in_order(lambda live: sorted(live, key=lambda it: (it > number, -it)), state, **options)
+        resume(self._job, order=lambda _numbers: ())  # claims
+        report = None if state is None else Checkpoint(files).load(state, **options)
+        return Checkpoint(files, load_report=report)
+
+    def _report_lost(self, reports: Reports, handed: Any, taken: int | None) -> None:
+        """Report the checkpoints up to that number which Ray does not know. Collective."""
+
+        def look() -> list[Any]:
+            assert taken is not None
+            lost = unknown_to_ray(handed, self._job, taken, is_of_run=reports.root == ROOT_NAME)
+            if lost:
+                steps = ", ".join(str(record.entry.step) for record in lost)
+                logger.info("reported now, for Ray does not know of it: step %s", steps)
+            # In directories of their own: Ray may have the old ones still.
+            return [[record.number, record.encode().decode(), secrets.token_hex(4)] for record in lost]
+
+        with self._job.group.meeting("what Ray has lost") as meeting:
+            found = meeting.tell(look)
+        for number, text, mark in found:
+            checkpoint = self._checkpoint(Record.decode(text.encode(), number))
+            reports.committed(checkpoint, checkpoint.metrics, validation=False, mark=mark)
 
     def _nodes_have_newer(self, step: int) -> bool:
         """True if the fast tier has a checkpoint of a later step. Collective."""
@@ -265,7 +301,7 @@ class RayStore(CheckpointStore):
         found = job.tier.candidates(job, newest_first, is_loaded=False).files
         return bool(found) and found[0].step > step
 
-    def resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
+    def _resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
         """`resume`, but try the live checkpoints in the given order. Collective; the leader calls `order`."""
         if state is not None:
             return self._load(state, claim=True, order=order, **options)

@@ -36,7 +36,7 @@ _NOT_KNOWN = "it is on the nodes, and the store was closed before it came there"
 
 @dataclass
 class Counts:
-    """Counts of the outcomes of this worker's saves so far. They are part of every report."""
+    """Counts of the outcomes of this worker's saves so far. Those above 0 are part of every report."""
 
     failed_saves: int = 0
     """Saves that failed and were tolerated."""
@@ -47,8 +47,8 @@ class Counts:
     wait_seconds: float = 0.0
 
     def as_metrics(self) -> dict[str, float]:
-        """Return the counts under the names that Ray's results show."""
-        return {f"ckptstore_{name}": value for name, value in vars(self).items()}
+        """Return the counts above 0 under the names that Ray's results show; a printed table has few columns."""
+        return {f"ckptstore_{name}": value for name, value in vars(self).items() if value}
 
     @contextmanager
     def waiting(self, is_waiting: bool) -> Iterator[None]:
@@ -84,11 +84,15 @@ class Reports:
         """Note the duration of a committed save."""
         self.longest_save_seconds = max(self.longest_save_seconds, seconds)
 
-    def committed(self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, *, validation: Any) -> None:
-        """Report a checkpoint. Returns when Ray's controller is about to take it."""
+    def committed(
+        self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, *, validation: Any, mark: str = ""
+    ) -> None:
+        """Report a checkpoint, in a directory with that mark or the attempt's own. Returns when Ray's controller is
+        about to take it.
+        """
         import ray.train
 
-        name = _directory_name(checkpoint.step, checkpoint.uri.rpartition("-")[2])
+        name = _directory_name(checkpoint.step, mark or checkpoint.uri.rpartition("-")[2])
         ray.train.report(
             self.ranked(checkpoint.step, metrics),
             checkpoint=self._pointing(name, lambda: Pointer.to(checkpoint, root=self.root)),
@@ -112,7 +116,7 @@ class Reports:
         """
         self._wait_until_at_most(self.max_in_flight - 1)
         name = _directory_name(pending.step, secrets.token_hex(4))  # that of rank 0 counts
-        ranked = self.ranked(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
+        ranked = self.ranked(pending.step, metrics)
         judge = cache(partial(self._judge, pending, ranked, max_failures, started))
         self._report_later(name, ranked, judge, validation)
 
@@ -260,8 +264,6 @@ class LateReports:
     ) -> None:
         """Add a save that was made, or begun. All ranks add the same, and call `send` afterwards."""
         ranked = self.reports.ranked(step, metrics)
-        if isinstance(saved, PendingSave):
-            ranked["ckptstore_stalled_seconds"] = saved.stalled_seconds
         self._waiting.append(_Unreported(step=step, metrics=ranked, validation=validation, saved=saved))
 
     def send(self, *, is_last: bool = False) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig, StoreConfig
-from ckptstore.errors import CheckpointGone, FileMissing
+from ckptstore.errors import CheckpointGone, FileMissing, InvalidInput
 from ckptstore.integrations.ray.context import current_worker
+from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.pointer import has_pointer, pointed_place, read_pointer
 from ckptstore.integrations.ray.ray_store import Prefer, RayStore, current_store
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.opening import open_store
+from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 
 def resume(
@@ -33,8 +35,24 @@ def resume(
     return store.resume(state, prefer=prefer, **options)
 
 
+def _checkpoint_in(ray_checkpoint: Any) -> Any:
+    """Return the checkpoint of Ray's itself, the latest one of a result. Raises InvalidInput where it is None."""
+    root = f"<storage_path>/<run name>/{ROOT_NAME}"
+    if hasattr(ray_checkpoint, "best_checkpoints"):
+        root = place_of(ray_checkpoint.filesystem, f"{ray_checkpoint.path}/{ROOT_NAME}").uri
+        ray_checkpoint = ray_checkpoint.checkpoint
+    if ray_checkpoint is None:
+        raise InvalidInput(
+            "Ray knows of no checkpoint of this run, it gives None",
+            hint="None was reported, or the run ended before Ray had taken a report. What ckptstore.ray.store saved is "
+            f"there all the same: ckptstore.open_store({root!r}).latest()",
+        )
+    return ray_checkpoint
+
+
 def wrap(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = None, group: object = None) -> Checkpoint:
-    """Open the checkpoint of `ckptstore.ray.report`, of `upload_fn`, or of a store's pointer, from Ray's checkpoint.
+    """Open the checkpoint of `ckptstore.ray.report`, of `upload_fn`, or of a store's pointer, from Ray's checkpoint or
+    from a whole result, whose latest one it is.
 
     In the driver, in workers and anywhere else; one download per node for `as_directory`, whoever calls it, every byte
     checked. In a worker `load` is collective over the workers; with `group="solo"` one of them loads alone.
@@ -42,9 +60,9 @@ def wrap(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = Non
 
     Raises CheckpointGone when nothing is there, CheckpointDamaged when it is not whole: a manifest or a file that is
     missing, a file that has another size or is not in the manifest (of another attempt). Raises InvalidSource for files
-    that Ray stored itself; and the errors of `resolve`.
+    that Ray stored itself, InvalidInput for None; and the errors of `resolve`.
     """
-    worker = current_worker()
+    ray_checkpoint, worker = _checkpoint_in(ray_checkpoint), current_worker()
     if group is None and worker is not None:
         group = RayWorkers(worker)
     if has_pointer(ray_checkpoint):
@@ -56,15 +74,17 @@ def wrap(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = Non
 def resolve(
     ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = None, group: object = None
 ) -> Checkpoint:
-    """Open the checkpoint to which a checkpoint of Ray's points: `result.checkpoint`, one of `result.best_checkpoints`,
-    or the argument of a validation function or a Serve deployment. In any process that can read the run's storage.
+    """Open the checkpoint to which a checkpoint of Ray's points: `result.checkpoint`, or `result` itself; one of
+    `result.best_checkpoints`, or the argument of a validation function or a Serve deployment. In any process that can
+    read the run's storage.
 
     `storage_options` are for a store with a root of its own: they are not stored with it. For the default root those of
     Ray's file system are used. `group="solo"` is for one worker that loads alone.
 
     Raises CheckpointGone, which names the live ones, when the store's retention has dropped it or when its save failed;
-    InvalidInput when `ray_checkpoint` holds no pointer.
+    InvalidInput when `ray_checkpoint` holds no pointer, or is None, with the way to what the store has.
     """
+    ray_checkpoint = _checkpoint_in(ray_checkpoint)
     try:
         pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
     except FileMissing as error:

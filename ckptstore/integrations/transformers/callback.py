@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
-from ckptstore.integrations.lazy_store import LazyStore, StoreSource
+from ckptstore.integrations.lazy_store import LazyStore, StoreSource, reports_to_ray
 from ckptstore.integrations.transformers.shares import link, seen_in
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import CheckpointStore, settle_saves, start_shard
@@ -45,8 +45,8 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             also one that you make without Trainer.
         max_failures: how many asynchronous saves in a row may fail before the next one raises the last one's error.
         save_options: keywords of `save_directory`, such as `{"link": True}`.
-        open_keywords: those of `open_store`, for a URI. With `fast`, or an open store that has a fast tier, a save is
-            complete when the files are on the disks of the nodes.
+        open_keywords: those of `open_store`, for a URI, or of the function. With `fast`, or an open store that has a
+            fast tier, a save is complete when the files are on the disks of the nodes.
 
     The metrics of a checkpoint are the last that Trainer logged of each name. Those of an evaluation ("eval_...") count
     only when it was at the step that is saved. An error of a save is raised in the training loop, the same on all
@@ -98,7 +98,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse options that exclude each other, and bring the best checkpoint for `load_best_model_at_end`."""
-        if self._asynchronous and getattr(self.store, "worker", None) is not None:
+        if self._asynchronous and reports_to_ray(self.store):
             raise InvalidInput(
                 "Ray takes reports from the training thread alone, and asynchronous saves of files end on another one",
                 hint="Give asynchronous=False, or a store that does not report to Ray",
@@ -142,7 +142,10 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         directory = Path(args.output_dir) / f"checkpoint-{step}"
         links = Path(args.output_dir) / f".ckptstore-upload-{_rank():05d}"
         path, unlink = self._share(directory, links, step), partial(shutil.rmtree, links, ignore_errors=True)
-        options = {"metrics": metrics_of(state), "metadata": {"epoch": state.epoch}, **self._save_options}
+        metrics = metrics_of(state)
+        if reports_to_ray(self.store):
+            metrics["step"] = step  # as Ray's own callback has it
+        options = {"metrics": metrics, "metadata": {"epoch": state.epoch}, **self._save_options}
         if self._asynchronous:
             self._saves_in = self.store
             start_shard(self.store, lambda job: directory_of(job, step, path, **options), ended=unlink)

@@ -8,14 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import click
 
 from ckptstore.errors import InvalidInput
-from ckptstore.events import Event, RequestRetried, ResumeForgotten
+from ckptstore.events import RequestRetried, ResumeForgotten
 from ckptstore.format.encoding import dump_json
 from ckptstore.runtime.shown import printable
 from ckptstore.tools.cli.kinds import DURATION
@@ -225,10 +224,10 @@ class _Lines(logging.Handler):
         self._retry_shown_at = -_QUIET_SECONDS
 
     def emit(self, record: logging.LogRecord) -> None:
-        event = getattr(record, "event", None)
-        if isinstance(event, ResumeForgotten):
+        event: Mapping[str, Any] = getattr(record, "event", {"event": "Log"})
+        if event["event"] == ResumeForgotten.__name__:
             return  # the agent has compared the folder with the store itself
-        if isinstance(event, RequestRetried):
+        if event["event"] == RequestRetried.__name__:
             if time.monotonic() - self._retry_shown_at < _QUIET_SECONDS:
                 return
             self._retry_shown_at = time.monotonic()
@@ -239,10 +238,8 @@ class _Lines(logging.Handler):
         except (OSError, ValueError):  # nobody reads; the training goes on
             self.handleError = lambda record: None  # type: ignore[method-assign]
 
-    def _json(self, record: logging.LogRecord, event: Any) -> str:
-        fields = asdict(event) if isinstance(event, Event) else {}
-        name = type(event).__name__ if isinstance(event, Event) else "Log"
-        line = {"event": name, "level": record.levelname.lower(), "time": record.created, **fields}
+    def _json(self, record: logging.LogRecord, event: Mapping[str, Any]) -> str:
+        line = {"event": "", "level": record.levelname.lower(), "time": record.created, **event}
         return json.dumps(
             json.loads(dump_json({"version": 1, **line, "message": record.getMessage()}, what="an event"))
         )

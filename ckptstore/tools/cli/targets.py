@@ -10,7 +10,7 @@ whole text for its URI.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
 from ckptstore.opening import open_store
 from ckptstore.retention import Mode
 from ckptstore.store import CheckpointStore
+from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
 from ckptstore.transfer.opened import open_place
 
 _TARGET = re.compile(r"(.+)@(\d+|latest)")
@@ -110,8 +111,8 @@ def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple
 def opened_checkpoint(
     text: str, storage_options: Mapping[str, Any], *, fast: FastTier | None = None
 ) -> Iterator[Checkpoint]:
-    """Yield the checkpoint that TARGET names; of a store alone its latest one. With `fast` it may lie on this node
-    alone.
+    """Yield the checkpoint that TARGET names; of a store alone, or of a run that Ray keeps, its latest one. With `fast`
+    it may lie on this node alone.
 
     Raises InvalidInput with `fast` if TARGET is the best one or a checkpoint directory.
     """
@@ -122,7 +123,28 @@ def opened_checkpoint(
         yield Checkpoint.from_uri(target.uri, storage_options=storage_options)
         return
     with opened_store(target.uri, storage_options, fast=fast) as store:
-        yield checkpoint_in(store, target.step) if fast is None else _any_checkpoint_in(store, target.step)
+        if fast is not None:
+            yield _any_checkpoint_in(store, target.step)
+        elif of_ray := checkpoints_of_ray(store, storage_options):
+            yield _checkpoint_of_run(store, of_ray, target.step)
+        else:
+            yield checkpoint_in(store, target.step)
+
+
+def _checkpoint_of_run(
+    store: CheckpointStore, of_ray: Sequence[Checkpoint], step: int | str | Best | None
+) -> Checkpoint:
+    """Return a checkpoint of a run that Ray keeps: of a step the one that was stored last, else the latest."""
+    if isinstance(step, Best):
+        raise InvalidInput(
+            f"Ray keeps the checkpoints at {store.uri}, and ranks them",
+            hint="Take result.get_best_checkpoint(metric, mode), or name a step",
+        )
+    found = [checkpoint for checkpoint in of_ray if checkpoint.step == step] if isinstance(step, int) else of_ray
+    if not found:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in of_ray[-10:])
+        raise NoUsableCheckpoint(f"Step {step} is not in the run at {store.uri}, which Ray keeps; there are: {steps}")
+    return found[-1]
 
 
 def is_checkpoint(uri: str, storage_options: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +43,7 @@ def report(
     state: Mapping[str, Any] | None = None,
     step: int | None = None,
     metadata: Mapping[str, Any] | None = None,
+    shared: Collection[str] = (),
     validation: Any = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint | None:
@@ -61,6 +62,7 @@ def report(
             `CheckpointStore.save`; loaded by `ckptstore.ray.wrap(checkpoint).load(state)`.
         step: for `Checkpoint.step`; the number of the report in the run by default.
         metadata: for `Checkpoint.metadata`; that of rank 0 counts.
+        shared: names of files that have the same bytes on all ranks; stored once, under their own names.
         validation: as for `ray.train.report`.
         storage_options: credentials and the like for the run's storage, in fsspec's names; Ray's own by default.
 
@@ -68,13 +70,13 @@ def report(
     rank's files; on all ranks, and nothing is reported then. Outside of a worker of Ray Train metrics are checked and
     nothing is stored: in local mode (`num_workers=0`) Ray gets all but a state, elsewhere nothing is reported. A store
     of ckptstore's own works there. Raises RankTimeout when a worker has not called it within the rank timeout
-    (`CKPTSTORE_RANK_TIMEOUT_SECONDS`, 600).
+    (`CKPTSTORE_RANK_TIMEOUT_SECONDS`, 280).
 
     In a function of Ray Tune use it instead of `ray.tune.report`: the checkpoint is made on this node, whole and with
     its manifest, and Tune copies it. `ckptstore.ray.wrap(ray.tune.get_checkpoint())` opens it, in a clone of another
     trial too. Tune ranks and deletes.
     """
-    brought = _Brought(metrics, checkpoint, directory, state, step, metadata)
+    brought = _Brought(metrics, checkpoint, directory, state, step, metadata, tuple(sorted(shared)))
     if (session := tune_session()) is not None:
         if validation or storage_options:
             raise InvalidInput(
@@ -98,6 +100,7 @@ class _Brought:
     state: Mapping[str, Any] | None
     step: int | None
     metadata: Mapping[str, Any] | None
+    shared: Sequence[str] = ()
 
     @property
     def kind(self) -> str:
@@ -106,6 +109,8 @@ class _Brought:
         kinds = [name for name, value in sources.items() if value is not None]
         if len(kinds) > 1:
             raise InvalidInput(f"report takes a checkpoint, a directory or a state, not {' and '.join(kinds)}")
+        if self.shared and kinds == ["state"]:
+            raise InvalidInput("shared names files, and a state has none: it stores once what all ranks share")
         return "nothing" if not kinds else "state" if kinds == ["state"] else "directory"
 
     def path(self) -> str | None:
@@ -196,8 +201,8 @@ class _Reporter:
             request = transaction.checked(group, kind="state", **options)
             publisher = RayPublisher(self.run, default_directory(step))
             return transaction.save(group, publisher, self._state(group, brought), request, clock=clock)
-        shard = RayDirectoryShard(self.run, brought.path(), ranks=range(group.world_size))
-        request = transaction.checked(group, kind="directory", **options)
+        shard = RayDirectoryShard(self.run, brought.path(), ranks=range(group.world_size), shared=brought.shared)
+        request = transaction.checked(group, kind="directory", shared=list(brought.shared), **options)
         publisher = RayPublisher(self.run, default_directory(step), lambda: shard.beside)
         return transaction.save(group, publisher, shard, request, clock=clock)
 

@@ -27,6 +27,7 @@ from ckptstore.tools.cli.output import (
     show_some_metrics,
     show_where,
 )
+from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
 from ckptstore.tools.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
 from ckptstore.tools.cli.targets import opened_store
 
@@ -58,7 +59,8 @@ def command(store: str, storage_options: dict[str, Any], as_json: bool, **option
 
     The marks are "latest", "pinned" (retention does not remove it) and "resumed from" (the running job started from
     it). Checkpoints that retention has removed are counted at the end, until they are deleted from the trash. For a
-    directory above stores, the stores below it are listed.
+    directory above stores, the stores below it are listed; for a run of Ray Train that keeps its files itself, what
+    ckptstore.ray.report stored.
 
     With --fast the column "where" says whether a checkpoint is in the store, on this node, or both. What no job can
     resume from is left out, with the reason on stderr.
@@ -116,6 +118,10 @@ def _list_store(
     is_fast = fast_path is not None
     with opened_store(store, storage_options, fast=tier_at(fast_path)) as opened:
         every, trashed = opened.entries(fast=is_fast), removed_at(job_of(opened).log)
+        of_ray = checkpoints_of_ray(opened, storage_options)
+        every += [
+            Entry(checkpoint=it, is_pinned=False, is_latest=it is of_ray[-1], is_resume_source=False) for it in of_ray
+        ]
         grace_seconds = job_of(opened).config.grace_seconds
         entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
         trash_bytes = sum(record.entry.size_bytes for record, _ in trashed)
@@ -133,6 +139,8 @@ def _list_store(
         echo_table(headers, [_row(entry, metrics, with_where=is_fast) for entry in entries])
     else:
         click.echo("no checkpoints")
+    if of_ray:
+        click.echo("Ray keeps them, by its CheckpointConfig; `ckptstore show RUN@STEP` has the directory")
     if len(entries) < len(every):
         click.echo(f"{len(every) - len(entries)} more are {'there' if is_fast else 'live'}")
     if trashed:

@@ -15,6 +15,7 @@ from ckptstore.runtime.shown import show_size
 from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import as_json, engine_option, opened_executor, storage_option
 from ckptstore.tools.cli.output import print_json
+from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
 from ckptstore.tools.cli.targets import opened_checkpoint, opened_store
 from ckptstore.tools.cli.terminal import progress
 
@@ -61,7 +62,7 @@ def _chosen(target: str, every: bool, storage_options: dict[str, Any]) -> Iterat
     """Yield the checkpoints to verify, and what is wrong with the log if it is to be checked too."""
     if every:
         with opened_store(target, storage_options) as store:
-            yield list(store), store.verify_log()
+            yield list(store) or checkpoints_of_ray(store, storage_options), store.verify_log()
     else:
         with opened_checkpoint(target, storage_options) as checkpoint:
             yield [checkpoint], []
