@@ -19,6 +19,7 @@ from ckptstore.retention import Mode, Policy, Verdict, check_metric_exists, rank
 if TYPE_CHECKING:
     from ckptstore.loading.checkpoint_files import CheckpointFiles
     from ckptstore.upkeep.garbage import Garbage
+    from ckptstore.upkeep.past_saves import SaveHistory
     from ckptstore.upkeep.prune import Trashed
 
 
@@ -177,6 +178,16 @@ class Catalogue:
         ordered = [(record.entry.order, entry) for record, entry in zip(records, entries, strict=True)]
         ordered += [(one.order, _fast_entry(Checkpoint(one.files))) for one in near.values()]
         return [entry for _, entry in sorted(ordered, key=lambda pair: pair[0])]
+
+    def history(self) -> SaveHistory:
+        """Return every save that was ever committed, in the order of the commits, also those that are deleted.
+
+        The log keeps of a deleted checkpoint its step, metrics, time, epoch, number of ranks and size, and the reason
+        for which it went. Metadata, names of files and timings went with its files. Reads all records, once.
+        """
+        from ckptstore.upkeep.past_saves import past_saves
+
+        return past_saves(self._job.log)
 
     def verify_log(self) -> list[str]:
         """Read every record of the log, and return the faults of the records and of their order; empty if all is well.

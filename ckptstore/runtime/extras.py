@@ -35,7 +35,7 @@ EXTRAS = {
 
 _EQUALLY_GOOD = {"lightning": "pytorch_lightning"}
 """The same code under another name, by package."""
-_OF_ITS_OWN = ("pytest",)
+_OF_ITS_OWN = ("pandas", "pytest")
 """Packages that no extra brings."""
 
 
