@@ -39,6 +39,7 @@ COMMANDS = (
     "rollback",
     "restore",
     "restore-folder",
+    "rm",
     "prune",
     "gc",
     "doctor",
