@@ -158,7 +158,7 @@ def test_the_wheel_has_all_that_a_bare_installation_needs(tmp_path: Path) -> Non
     """Built and installed by pip; the command that it brings is called."""
     source = tmp_path / "source"
     shutil.copytree(ROOT / "ckptstore", source / "ckptstore", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", tmp_path, source]

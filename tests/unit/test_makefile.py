@@ -62,3 +62,10 @@ def test_ci_runs_everything() -> None:
     assert "set -euo pipefail" in text
     assert "export CI=true" in text
     assert re.findall(r"^make (.+)$", text, re.MULTILINE) == ["-j3 install servers check", "test", "test-slow"]
+
+
+def test_the_hooks_are_those_of_make_check() -> None:
+    (recipe,) = re.findall(r"^check: install\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    checks = [line.strip().replace("$(BIN)", ".venv/bin").removesuffix(" .") for line in recipe.splitlines()]
+    hooks = re.findall(r"entry: (.+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert [hook.replace(" --force-exclude", "") for hook in hooks] == checks
