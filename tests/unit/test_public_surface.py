@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 import zipfile
 from importlib import import_module
 from pathlib import Path
@@ -83,11 +82,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_dir_lists_the_surface() -> None:
     assert set(ckptstore.__all__) | {"dcp", "ray", "state"} == set(dir(ckptstore))
-
-
-def test_the_version_is_that_of_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert ckptstore.__version__ == project["version"]
 
 
 def test_windows_is_refused_in_a_sentence() -> None:
