@@ -24,7 +24,7 @@ EPOCHS = {"processes": 3, "ray": 6}
     is_flag=True,
     help="Two nodes with a fast tier, of which one is lost with its disk. Not with --engine ray or --store.",
 )
-@click.option("--store", help="An empty place for the demo's stores.  [temporary directory]")
+@click.option("--store", help="An empty place for the demo's stores, which stay.  [temporary directory]")
 @click.option("--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes.")
 @click.option("--width", type=click.IntRange(1, 64), help="Channels of the stem.  [32, with a fast tier 16]")
 @click.option(
