@@ -1,4 +1,5 @@
-# Everything runs in .venv, which `make install` creates; `make demo` and `make test` do so themselves.
+# Everything runs in .venv, which `make install` creates; `make test` does so itself. The demos have an environment of
+# their own, with what they need and no more.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -33,14 +34,28 @@ $(STAMP): pyproject.toml constraints.txt
 	$(INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
 	touch $@
 
-demo: install
-	$(BIN)/ckptstore demo
+# pip shows its progress here, since somebody waits for it.
+DEMOS := .venv-demo
+DEMO_PIP := $(DEMOS)/bin/python -m pip --disable-pip-version-check install --no-compile -c constraints.txt
+DEMO_EXTRAS := demo
 
-demo-ray: install
-	$(BIN)/ckptstore demo --engine ray
+$(DEMOS)/.%: pyproject.toml constraints.txt
+	test -x $(DEMOS)/bin/python || $(PYTHON) -m venv $(DEMOS)
+	$(DEMO_PIP) pip setuptools
+	$(DEMO_PIP) torch
+	$(DEMO_PIP) --no-build-isolation -e ".[$(DEMO_EXTRAS)]"
+	touch $@
 
-demo-tier: install
-	$(BIN)/ckptstore demo --fast-tier
+demo: $(DEMOS)/.demo
+	$(DEMOS)/bin/ckptstore demo
+
+demo-ray: DEMO_EXTRAS := demo,ray
+demo-ray: $(DEMOS)/.demo-ray
+	$(DEMOS)/bin/ckptstore demo --engine ray
+
+demo-tier: DEMO_EXTRAS := demo,s3
+demo-tier: $(DEMOS)/.demo-tier
+	$(DEMOS)/bin/ckptstore demo --fast-tier
 
 # The servers that the object-store tests talk to, on 127.0.0.1 alone, and the browser that the tests of pages look with.
 # Where one cannot be installed, its tests are skipped and say so; with CI set that is a failure.
@@ -112,4 +127,4 @@ bench-check: install
 	  --floors benchmarks/floors-ray.json --timeout 0
 
 clean:
-	rm -rf $(VENV) build dist .servers .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(DEMOS) build dist .servers .mypy_cache .ruff_cache .hypothesis .benchmarks

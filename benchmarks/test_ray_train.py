@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install ckptstore[ray]")
+pytest.importorskip("ray", reason="Ray is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ray"))
 
 import ray_runs

@@ -19,6 +19,7 @@ from ckptstore.retention import Mode, Policy, Verdict, check_metric_exists, rank
 if TYPE_CHECKING:
     from ckptstore.loading.checkpoint_files import CheckpointFiles
     from ckptstore.upkeep.garbage import Garbage
+    from ckptstore.upkeep.past_saves import SaveHistory
     from ckptstore.upkeep.prune import Trashed
 
 
@@ -178,6 +179,16 @@ class Catalogue:
         ordered += [(one.order, _fast_entry(Checkpoint(one.files))) for one in near.values()]
         return [entry for _, entry in sorted(ordered, key=lambda pair: pair[0])]
 
+    def history(self) -> SaveHistory:
+        """Return every save that was ever committed, in the order of the commits, also those that are deleted.
+
+        The log keeps of a deleted checkpoint its step, metrics, time, epoch, number of ranks and size, and the reason
+        for which it went. Metadata, names of files and timings went with its files. Reads all records, once.
+        """
+        from ckptstore.upkeep.past_saves import past_saves
+
+        return past_saves(self._job.log)
+
     def verify_log(self) -> list[str]:
         """Read every record of the log, and return the faults of the records and of their order; empty if all is well.
 
@@ -211,11 +222,49 @@ class Catalogue:
 
         def change(newest: Record | None) -> Change | None:
             target = self._record_of(step, newest)
-            next_save = 0 if job.tier is None or not job.tier.is_open else job.highest_save_number + 1
-            return roll_back(newest, target, epoch=job.epoch, next_save=next_save)
+            return roll_back(newest, target, epoch=job.epoch, next_save=job.next_fast_save)
 
         self._change(change)
         return self[step]
+
+    def remove(self, step: int, *, force: bool = False) -> None:
+        """Put the live checkpoint of a step in the trash, from which `restore` brings it back; a prune deletes it.
+
+        The latest, a pinned one, the one that the job resumed from and one with files that others refer to are refused
+        without `force`. With it, a pinned one is unpinned first, and the checkpoint before the latest becomes the
+        latest, as after a roll back. No file is deleted that a job, a reader on a disk or another checkpoint needs: a
+        prune leaves it in the trash. Raises CheckpointGone if the step is not live, InvalidInput.
+        """
+        job = self._job
+
+        from ckptstore.upkeep.retain import remove
+
+        if force:
+            self._unpin_for_removal(lambda newest: (self._record_of(step, newest).number,))
+        self._change(
+            lambda newest: remove(job.log, newest, step, epoch=job.epoch, next_save=job.next_fast_save, force=force)
+        )
+
+    def remove_all(self, *, force: bool = False) -> None:
+        """Put all live checkpoints in the trash, the latest too: the next start finds none, and begins at the
+        beginning.
+
+        The log stays, and a job that runs goes on saving. Pinned ones are refused without `force`, and then none goes.
+        """
+        job = self._job
+
+        from ckptstore.upkeep.retain import roll_back
+
+        if force:
+            self._unpin_for_removal(lambda newest: tuple(newest.state.live))
+        self._change(lambda newest: roll_back(newest, None, epoch=job.epoch, next_save=job.next_fast_save))
+
+    def _unpin_for_removal(self, numbers: Callable[[Record], tuple[int, ...]]) -> None:
+        def change(newest: Record | None) -> Unpin | None:
+            pinned = [number for number in numbers(newest) if number in newest.state.pinned] if newest else []
+            return Unpin(tuple(pinned), self._job.epoch) if pinned else None
+
+        self._change(change)
 
     def restore(self, step: int, *, number: int | None = None, pin: bool = True) -> Checkpoint:
         """Make a checkpoint in the trash live again, and `pin` it: otherwise the next save may drop it once more.

@@ -225,14 +225,44 @@ class Checkpoint:
 
         return open_directory(self._files)
 
-    def to_directory(self, path: str | os.PathLike[str], include: str | None = None) -> Path:
+    def to_directory(self, path: str | os.PathLike[str] | None = None, include: str | None = None) -> Path:
         """Copy the files to a new or empty directory of your own, check every byte, and return its path.
+
+        Without a path, each call makes a copy in the temporary directory, which is removed when this process ends; a
+        kill leaves it. `as_directory` shares one copy between the processes of a node.
 
         `include` is a pattern ("model*") for the stored name or the name that the rank used.
         """
-        from ckptstore.loading.story import copy_directory
+        from ckptstore.loading.story import copy_directory, copy_until_exit
 
+        if path is None:
+            return copy_until_exit(self._files, include=include)
         return copy_directory(self._files, path, include=include)
+
+    def to_dict(
+        self,
+        *,
+        include: str | Sequence[str] | None = None,
+        per_rank: PerRank = "error",
+    ) -> dict[str, Any]:
+        """Return the nested state that was saved, without a state to load into. Every block that is read is checked.
+
+        Tensors are whole, on the CPU, however ranks had divided them; tied ones are one object. Modules, optimizers and
+        other objects are their state dicts, an optimizer's with the names of its parameters in place of numbers. A
+        tuple that held objects is a list. No code that a checkpoint names is run.
+
+        Args:
+            include: only keys that fit a pattern ("model.*") or one of several; each must fit something.
+            per_rank: what to do with values that differed between ranks, unless one rank saved: raise an "error", take
+                the lowest rank's ("first"), or "skip" them. A mapping chooses by pattern, as in `load`.
+
+        Raises InvalidInput for a checkpoint without a state, or one that does not tell how its keys are nested;
+        StateMismatch for values that differed; InvalidState for pickles, and for tensors that only a live object of
+        their class can take; CheckpointDamaged. Each names the keys.
+        """
+        from ckptstore.loading.as_dict import state_as_dict
+
+        return state_as_dict(self._files.alone(), include=include, per_rank=per_rank)
 
     def load(
         self,

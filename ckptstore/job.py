@@ -242,6 +242,11 @@ class Job:
         """Leader: return the next result of `next_save_number`, if no save is committed before."""
         return max(self.highest_save_number, newest.save_number) + 1
 
+    @property
+    def next_fast_save(self) -> int:
+        """The number of this job's next save to the nodes; 0 if it saves to the store directly."""
+        return 0 if self.tier is None or not self.tier.is_open else self.highest_save_number + 1
+
     def raise_on_all(self, error: CkptstoreError) -> NoReturn:
         """Raise the error on this rank and, by failing the meeting of their present call, on all ranks."""
 

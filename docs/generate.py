@@ -25,6 +25,7 @@ import ckptstore
 from ckptstore import config, events
 from ckptstore.errors import CkptstoreError, all_errors
 from ckptstore.integrations import mlflow, trackers, wandb
+from ckptstore.runtime import extras
 from ckptstore.tools.cli import COMMANDS, main
 from ckptstore.tools.report import document
 from ckptstore.tools.run import notices
@@ -460,14 +461,24 @@ GENERATORS: dict[str, Callable[[], str]] = {
 _SECTION = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+_WORD = r"(['\"])(?:ckptstore|\.)\[([a-z0-9,-]+)\]"
+_INLINE_INSTALL = re.compile(rf"`pip install {_WORD}\1`(?: in your clone)?")
+_INSTALL_LINE = re.compile(rf"^((?:\$ )?)pip install {_WORD}\2((?: [a-z][\w-]*)*)(?:  # in your clone)?$", re.MULTILINE)
+_IS_CLONE = extras.SOURCE == "."
+
+
 def regenerated(text: str) -> str:
-    """A page with its generated parts made anew."""
-    return _SECTION.sub(lambda match: f"{match[1]}\n{GENERATORS[match[2]]()}\n\n{match[3]}", text)
+    """A page with its generated parts made anew, and with what installs ckptstore today."""
+    text = _SECTION.sub(lambda match: f"{match[1]}\n{GENERATORS[match[2]]()}\n\n{match[3]}", text)
+    where = " in your clone" if _IS_CLONE else ""
+    text = _INLINE_INSTALL.sub(lambda match: f"`{extras.install_command(match[2])}`{where}", text)
+    where = "  # in your clone" if _IS_CLONE else ""
+    return _INSTALL_LINE.sub(lambda match: f"{match[1]}{extras.install_command(match[3])}{match[4]}{where}", text)
 
 
 def pages() -> list[Path]:
     """All pages."""
-    return sorted(DOCS.rglob("*.md"))
+    return [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 WRITTEN: dict[str, Callable[[], str]] = {"reference/report-schema.json": report_schema}

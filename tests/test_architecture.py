@@ -89,6 +89,7 @@ IMPORTERS: dict[str, set[str]] = {
     "obstore": {"storage.cloud.obstore"},
     "opentelemetry": {"integrations.otel"},
     "orbax": {"tools.bench"},
+    "pandas": {"upkeep.past_saves"},
     "psutil": {"tools.bench"},
     "pydantic": {"integrations.axolotl"},
     "pyarrow": {"tools.bench", "integrations.ray"},
@@ -129,6 +130,7 @@ BEHIND_OTHERS = {
         *("fastsafetensors", "jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors"),
     },
     "a search for it first": {"uvloop"},
+    "errors that name the package, for no extra brings it": {"pandas"},
     "Axolotl, which loads the plugin": {"accelerate", "axolotl", "pydantic"},
 }
 """Optional packages that are reached only where another one of the same extra, or they themselves, were found."""

@@ -106,7 +106,7 @@ class Commit:
 class Remove:
     """Live checkpoints go to the trash, and checkpoints in the trash are dropped for good.
 
-    If `trash` has the latest one, this is a roll back: it takes all live checkpoints above one that stays.
+    If `trash` has the latest one, this is a roll back: it takes all live checkpoints above one that stays, or all.
     """
 
     trash: tuple[int, ...] = ()
@@ -286,11 +286,11 @@ def _commit(state: StoreState, number: int, change: Commit) -> StoreState:
 def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
     _check_named((*change.trash, *change.drop))
     _check_droppable(state, change.drop)
+    _check_live(state, change.trash)
+    _check_unpinned(state, change.trash)
     is_roll_back = state.latest is not None and state.latest in change.trash
     if is_roll_back:
         _check_roll_back(state, change.trash)
-    else:
-        _check_removable(state, change.trash)
     if change.voids is not None and not (is_roll_back and change.voids.before <= _end_of(state)):
         raise InvalidInput("Only a roll back voids fast checkpoints, and none of an epoch that is still to come")
     after = _to_trash(state, number, change.trash)
@@ -361,22 +361,22 @@ def _check_live(state: StoreState, numbers: Iterable[int]) -> None:
 
 def _check_removable(state: StoreState, numbers: Collection[int]) -> None:
     _check_live(state, numbers)
-    for number in numbers:
-        if number in state.pinned:
-            raise InvalidInput(f"The checkpoint with number {number} is pinned", hint="Unpin it first")
-        if number == state.resume_from:
-            raise InvalidInput(f"The checkpoint with number {number} is what the running job resumed from")
+    _check_unpinned(state, numbers)
+    if state.resume_from in numbers:
+        raise InvalidInput(f"The checkpoint with number {state.resume_from} is what the running job resumed from")
+
+
+def _check_unpinned(state: StoreState, numbers: Collection[int]) -> None:
+    pinned = sorted(number for number in numbers if number in state.pinned)
+    if pinned:
+        raise InvalidInput(f"Checkpoints that would go are pinned, by number: {pinned}", hint="Unpin them first")
 
 
 def _check_roll_back(state: StoreState, numbers: Collection[int]) -> None:
-    _check_live(state, numbers)
     gone = set(numbers)
     stays = state.live.without(gone).highest
-    if stays is None or stays > min(gone):
+    if stays is not None and stays > min(gone):
         raise InvalidInput("Only a roll back removes the latest checkpoint: with all above its target, and no others")
-    pinned = sorted(number for number in gone if number in state.pinned)
-    if pinned:
-        raise InvalidInput(f"Checkpoints above the target are pinned, by number: {pinned}", hint="Unpin them first")
 
 
 def _check_in_trash(state: StoreState, numbers: Iterable[int]) -> None:

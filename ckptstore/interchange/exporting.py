@@ -15,20 +15,19 @@ from typing import Any
 
 from ckptstore.boundary import boundary
 from ckptstore.checkpoint import Checkpoint, files_behind
-from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.layout import DCP_METADATA_NAME
-from ckptstore.format.manifest import Manifest
 from ckptstore.group.base import Group
 from ckptstore.group.find import SOLO, find_group
 from ckptstore.interchange.places import ExportPlace
 from ckptstore.interchange.safetensors_file import lay_out
-from ckptstore.interchange.selection import KINDS, Kind, Selection, beginnings, fitting, select
+from ckptstore.interchange.selection import KINDS, Kind, Selection, fitting, select
 from ckptstore.interchange.to_dcp import write_dcp
 from ckptstore.interchange.to_safetensors import write_safetensors
 from ckptstore.interchange.to_torch import build_tree, write_torch
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
+from ckptstore.loading.nesting import paths_of
 from ckptstore.state.read.stored import StoredState
 from ckptstore.transfer.executor import Executor, InProcess
 
@@ -141,7 +140,7 @@ def _export(
     except InvalidState as error:
         raise InvalidState(error.message, hint="Leave it out: include takes patterns of keys") from None
     is_copy = to == "dcp" and include is None and not strip_prefix and DCP_METADATA_NAME in manifest.by_name
-    paths = {} if to == "safetensors" or is_copy else _paths(files, manifest)
+    paths = {} if to == "safetensors" or is_copy else paths_of(files, manifest)
     selection = select(saved, include=include, strip_prefix=strip_prefix, paths=paths)
     durable = files.config.transfer.durable
     notices = _notices_of_ranks(stored, selection)
@@ -189,10 +188,3 @@ def _notices_of_ranks(stored: StoredState, selection: Selection) -> list[str]:
     apart = [key for key in selection.values if key in stored.index.value_ranks()]
     apart += [key for key in selection.sources if stored.entry(selection.sources[key]).per_rank]
     return [f"{key} differs between ranks, the lowest rank's is taken" for key in sorted(apart)]
-
-
-def _paths(files: CheckpointFiles, manifest: Manifest) -> dict[str, tuple[str | int, ...]]:
-    """Return the paths of keys, which `.metadata` holds."""
-    receipt = manifest.by_name.get(DCP_METADATA_NAME)
-    planner = None if receipt is None else load_metadata(files.read_file(receipt)).planner_data
-    return beginnings(map(tuple, planner.values())) if isinstance(planner, dict) else {}

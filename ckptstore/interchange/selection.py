@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from ckptstore.errors import InvalidInput
+from ckptstore.loading.nesting import Path, path_of
 from ckptstore.state.live.flatten import references_in
 from ckptstore.state.live.matching import Saved
 
 Kind = Literal["safetensors", "torch", "dcp"]
 """Formats of other tools."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +73,3 @@ def select(
         if other != key:
             raise InvalidInput(f"{other} and {key} would both be called {selection.name_of(key)!r}")
     return selection
-
-
-def beginnings(paths: Iterable[Path]) -> dict[str, Path]:
-    """Return the paths and all their beginnings by key."""
-    return {".".join(map(str, path[:count])): path[:count] for path in paths for count in range(1, len(path) + 1)}
-
-
-def path_of(key: str, paths: Mapping[str, Path]) -> Path:
-    """Return the path of a key: the longest known beginning, and the rest as one part."""
-    head, rest = key, ""
-    while head and head not in paths:
-        head, _, part = head.rpartition(".")
-        rest = f"{part}.{rest}" if rest else part
-    return (*paths.get(head, ()), rest) if rest else paths[key]
-
-
-def nested(items: Mapping[Path, Any]) -> Any:
-    """Put items at their paths: dicts, and lists where all positions exist."""
-    if () in items:
-        return items[()]
-    below: dict[str | int, dict[Path, Any]] = {}
-    for path, item in items.items():
-        below.setdefault(path[0], {})[path[1:]] = item
-    found = {part: nested(inner) for part, inner in below.items()}
-    is_list = all(type(part) is int for part in found) and sorted(found) == list(range(len(found)))
-    return [found[index] for index in range(len(found))] if found and is_list else found

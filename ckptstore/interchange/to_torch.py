@@ -21,8 +21,9 @@ from typing import IO, Any
 
 import torch
 
-from ckptstore.interchange.selection import Selection, nested
+from ckptstore.interchange.selection import Selection
 from ckptstore.interchange.streaming import close_off, stream_tensors
+from ckptstore.loading.nesting import nested
 from ckptstore.runtime.torch_private import tensor_rebuilders
 from ckptstore.state.live.flatten import map_tensors
 from ckptstore.state.read.stored import StoredState

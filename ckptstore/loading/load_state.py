@@ -404,20 +404,32 @@ def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
         return stored.value_of_each_rank(key)
 
 
-def open_alone(files: CheckpointFiles) -> StoredState:
-    """Open the stored state for a process on its own. Of values that differ between ranks it has the lowest rank's."""
+def open_alone(
+    files: CheckpointFiles, *, per_rank: PerRank = "first", wanted: Callable[[str], bool] = lambda key: True
+) -> StoredState:
+    """Open the stored state for a process on its own. Of values that differ between ranks it has the lowest rank's,
+    unless `per_rank` says otherwise for those that are wanted."""
     reader = _Reader(files, LoadOptions(), ExitStack())
     index = reader.open(files.read_manifest()[0], share=False)
     return StoredState(
-        index, reader.read, files.prefix, rank=0, world_size=1, per_rank="first", more=reader.more
-    )  # fmt: skip
+        index,
+        reader.read,
+        files.prefix,
+        rank=0,
+        world_size=1,
+        per_rank=per_rank,
+        asked=wanted,
+        more=reader.more,
+    )
 
 
-def open_any(files: CheckpointFiles) -> StoredState | StockState:
+def open_any(
+    files: CheckpointFiles, *, per_rank: PerRank = "first", wanted: Callable[[str], bool] = lambda key: True
+) -> StoredState | StockState:
     """Open as `open_alone` does, or a directory that torch's DCP wrote on its own. Raises InvalidInput for a checkpoint
     without a state."""
     manifest = files.read_manifest()[0]
-    options = LoadOptions(per_rank="first")
     if is_stock(manifest):
+        options = LoadOptions()
         return _open_stock(files, _Reader(files, options, ExitStack()), manifest, options)
-    return open_alone(files)
+    return open_alone(files, per_rank=per_rank, wanted=wanted)

@@ -5,9 +5,11 @@ Tensors take another way, straight into memory (`ckptstore.state`).
 
 from __future__ import annotations
 
+import atexit
 import fnmatch
 import os
 import shutil
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -139,6 +141,19 @@ def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, incl
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def copy_until_exit(files: CheckpointFiles, *, include: str | None) -> Path:
+    """Copy the files as `copy_directory` does, to a directory that is removed when this process ends."""
+    root = Path(tempfile.mkdtemp(prefix="ckptstore-copy-"))
+    maker = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == maker:  # a forked child that ends must leave the copy to its parent
+            shutil.rmtree(root, ignore_errors=True)
+
+    atexit.register(remove)
+    return copy_directory(files, root / f"step-{files.step}", include=include)
 
 
 def _copy_to(files: CheckpointFiles, path: Path, load: LoadWatch, *, include: str | None) -> None:

@@ -33,9 +33,12 @@ EXTRAS = {
 }
 """The packages that each extra cannot work without. A package of several extras is reported with the first of them."""
 
+SOURCE = "."
+"""The argument of pip for ckptstore: a clone, since it is on no package index. A release makes it "ckptstore", and
+`make docs` writes the pages anew."""
 _EQUALLY_GOOD = {"lightning": "pytorch_lightning"}
 """The same code under another name, by package."""
-_OF_ITS_OWN = ("pytest",)
+_OF_ITS_OWN = ("pandas", "pytest")
 """Packages that no extra brings."""
 
 
@@ -57,13 +60,19 @@ def not_installed(error: ModuleNotFoundError) -> InvalidInput | None:
         return None
     if missing := _missing(EXTRAS[extra]):
         return _error("This", missing, extra)
-    hint = f"Update it: pip install --upgrade {install_word(extra)}"
+    hint = f"Update it{install_line(extra, '--upgrade ')}"
     return InvalidInput(f"This needs {error.name}, which the installed {package} does not have", hint=hint)
 
 
-def install_word(extras: str) -> str:
-    """Return the argument of `pip install` for one extra, or several with commas between, quoted for a shell."""
-    return f"'ckptstore[{extras}]'"
+def install_command(extras: str, options: str = "") -> str:
+    """Return what installs one extra, or several with commas between, in a shell."""
+    return f"pip install {options}'{SOURCE}[{extras}]'"
+
+
+def install_line(extras: str, options: str = "") -> str:
+    """Return the end of a sentence on how to install extras: where, a colon, and the command."""
+    place = " in your clone of ckptstore" if SOURCE == "." else ""
+    return f"{place}: {install_command(extras, options)}"
 
 
 def _missing(packages: tuple[str, ...]) -> list[str]:
@@ -77,5 +86,5 @@ def _is_there(package: str) -> bool:
 def _error(what: str, missing: list[str], extras: str) -> InvalidInput:
     names = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
     verb, them = ("is", "it") if len(missing) == 1 else ("are", "them")
-    hint = f"Install {them}: pip install {install_word(extras)}"
+    hint = f"Install {them}{install_line(extras)}"
     return InvalidInput(f"{what} needs {names}, which {verb} not installed", hint=hint)

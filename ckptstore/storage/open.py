@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.errors import CkptstoreError, InvalidInput
-from ckptstore.runtime.extras import install_word, needs
+from ckptstore.runtime.extras import install_command, needs
 from ckptstore.storage.base import Storage
 from ckptstore.storage.uri import KINDS, parse_uri
 
@@ -107,7 +107,7 @@ def _chosen(
     if location.kind is None:
         found: ObstoreConfig | str = f"obstore does not know {scheme}://"
     elif importlib.util.find_spec("obstore") is None:
-        found = f"obstore is not installed (pip install {install_word('fast')})"
+        found = f"obstore is not installed ({install_command('fast')})"
     else:
         from ckptstore.storage.cloud.obstore import configured
 

@@ -1,13 +1,16 @@
-"""Put checkpoints in the trash by hand: apply a policy, as a save does in its own record, or roll back."""
+"""Put checkpoints in the trash by hand: apply a policy, as a save does in its own record, roll back, or remove."""
 
 from __future__ import annotations
 
+from ckptstore.errors import InvalidInput
 from ckptstore.format.changes import Remove, Resumed
-from ckptstore.format.order import SaveOrder, Void
+from ckptstore.format.order import BEGINNING, SaveOrder, Void
 from ckptstore.format.record import Record
-from ckptstore.job import candidates
+from ckptstore.job import candidates, record_of_step
 from ckptstore.log import Log
 from ckptstore.retention import Policy, Verdict, decide
+
+_BY_HAND = "removed by hand"
 
 
 def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
@@ -31,9 +34,9 @@ def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
 
 
 def roll_back(
-    newest: Record | None, target: Record, *, epoch: int | None, next_save: int = 0
+    newest: Record | None, target: Record | None, *, epoch: int | None, next_save: int = 0
 ) -> Remove | Resumed | None:
-    """Return the change that makes a live checkpoint the latest: those above it go to the trash.
+    """Return the change that makes a live checkpoint the latest: those above it go to the trash, all for None.
 
     Return None if it is the latest and the job `epoch` has made no fast checkpoint since.
 
@@ -43,17 +46,44 @@ def roll_back(
     """
     if newest is None:
         return None
-    state, entry = newest.state, target.entry
-    later = tuple(number for number in state.live if number > target.number)
+    state = newest.state
+    order, attempt = (target.entry.order, target.entry.attempt) if target else (BEGINNING, "")
+    later = tuple(number for number in state.live if target is None or number > target.number)
     is_job = epoch is not None and epoch == state.epoch
     next_save = max(next_save, state.save_number + 1)
     if not later and epoch is not None and is_job and next_save > state.save_number + 1:
-        return Resumed(epoch=epoch, source=entry.order, attempt=entry.attempt, next_save=next_save)
+        return Resumed(epoch=epoch, source=order, attempt=attempt, next_save=next_save)
     if not later:
         return None
     before = SaveOrder(state.epoch, next_save) if is_job else SaveOrder(state.epoch + 1, 0)
-    voids = Void(entry.order, before)
-    return Remove(trash=later, epoch=epoch, reason=f"roll back to step {target.entry.step}", voids=voids)
+    reason = f"roll back to step {target.entry.step}" if target else _BY_HAND
+    return Remove(trash=later, epoch=epoch, reason=reason, voids=Void(order, before))
+
+
+def remove(
+    log: Log, newest: Record | None, step: int, *, epoch: int | None, next_save: int, force: bool
+) -> Remove | Resumed | None:
+    """Return the change that puts the live checkpoint of a step in the trash; see `Catalogue.remove`.
+
+    Of the latest it is a roll back to the one before it. A pinned one must have been unpinned before.
+    """
+    target = record_of_step(log, newest, step)
+    assert newest is not None  # it has a live checkpoint
+    state, number = newest.state, target.number
+    before = state.live.without([other for other in state.live if other >= number]).highest
+    if not force:
+        users = [record.entry.step for record in log.records(state.bases.get(number, ()))]
+        why = state.protected(latest=state.latest).get(number, "")
+        why = why or (f"step {', '.join(map(str, users))} refers to its files" if users else "")
+        if why:
+            raise InvalidInput(
+                f"Step {step} was not removed: {why}",
+                step=step,
+                hint="With force it goes to the trash all the same; its files stay as long as they are needed",
+            )
+    if number != state.latest:
+        return Remove(trash=(number,), epoch=epoch, reason=_BY_HAND)
+    return roll_back(newest, None if before is None else log.records([before])[0], epoch=epoch, next_save=next_save)
 
 
 def verdicts_on(log: Log, newest: Record | None, policy: Policy) -> list[Verdict]:

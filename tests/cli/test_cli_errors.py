@@ -151,7 +151,7 @@ def test_a_help_text_is_whole_sentences_and_a_command_one_line_of_80_columns(run
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        *[("rm", "did you mean 'prune'?"), ("list", "did you mean 'ls'?"), ("delete", "did you mean 'prune'?")],
+        *[("remove", "did you mean 'rm'?"), ("list", "did you mean 'ls'?"), ("delete", "did you mean 'rm'?")],
         *[("verfy", "did you mean 'verify'?"), ("frobnicate", "no command 'frobnicate'.")],
     ],
 )

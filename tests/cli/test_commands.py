@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 from ckptstore import Checkpoint, InvalidInput, open_store
 from ckptstore.retention import KeepLatest
 from ckptstore.runtime.shown import show_duration, show_size
+from ckptstore.tools.cli import main
 from ckptstore.tools.cli.options import parse_storage_options
 from ckptstore.tools.cli.targets import Best, CommandTarget, find_target, parse_target
 
@@ -555,3 +557,26 @@ def test_what_is_called_like_a_target_is_found_and_never_mixed_up(run_json: Any,
         error = run_json(command[0], tmp_path / "both@3", *command[1:], code=2)["error"]
         assert "something that is called" in error["message"]
     assert run_json("show", tmp_path / "both@3@latest")["checkpoint"]["step"] == 8
+
+
+def test_rm_puts_one_in_the_trash_or_asks_for_all(run: Any, run_json: Any, store: Path) -> None:
+    with open_store(store) as opened:
+        live = [item.step for item in opened]
+        pinned = [entry.checkpoint.step for entry in opened.entries() if entry.is_pinned]
+    latest = live[-1]
+    assert "was not removed: the latest" in run("rm", f"{store}@latest", code=2).output
+    assert "names no checkpoint" in run("rm", store, code=2).output
+    assert "--all means a store" in run("rm", "--all", f"{store}@{latest}", code=2).output
+    found = run_json("rm", "--force", f"{store}@{latest}")
+    assert (found["trashed_steps"], found["latest_step"]) == ([latest], live[-2])
+    run("restore", "--no-pin", f"{store}@{latest}")
+    for step in pinned:
+        run("unpin", f"{store}@{step}")
+    asked = CliRunner().invoke(main, ["rm", "--all", str(store)], input="n\n")
+    assert (asked.exit_code, f"Put all {len(live)} checkpoints of" in asked.stderr) == (1, True)
+    assert "Give --yes" in run("rm", "--all", "--json", store, code=2).output
+    with open_store(store) as opened:
+        assert [item.step for item in opened] == live
+    text = run("rm", "--all", "--yes", store).output
+    assert "the next start begins at the beginning" in text
+    assert f"ckptstore prune --grace 0 {store}" in text

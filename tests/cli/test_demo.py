@@ -25,6 +25,13 @@ def test_the_demo_tells_its_story(tmp_path: Path) -> None:
     assert done.stdout.count("resumed from step 2; ranks now: 2, at the save: 2") == 2
     assert done.stdout.count("resumed from step 3; ranks now: 1, at the save: 2") == 2
     assert done.stdout.count("step 1 goes to the trash: no rule keeps it") >= 2
+    invited = done.stdout.partition("The stores stay.")[2].splitlines()[1:]
+    assert [line.split("ckptstore ")[-1].split()[0] for line in invited if "ckptstore " in line] == [
+        *("ls", "show", "diff", "report")
+    ]
+    for line in invited[:2]:
+        words = line.split("ckptstore ")[-1].split()
+        subprocess.run([sys.executable, "-m", "ckptstore.tools.cli", *words], check=True, capture_output=True)
     differences = [float(text) for text in re.findall(r"by (\S+) at most", done.stdout)]
     assert len(differences) == 2
     assert max(differences) <= 1e-6

@@ -15,7 +15,7 @@ import ckptstore
 from ckptstore import InvalidInput
 from ckptstore.tools.cli import main
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install ckptstore[ray]")
+pytest.importorskip("ray", reason="Ray is not installed")
 
 
 def test_without_a_cluster_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

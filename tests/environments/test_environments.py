@@ -19,7 +19,13 @@ import pytest
 from environments import PROJECT, ROOT, closure, make_environment
 from packaging.utils import canonicalize_name
 
-from ckptstore.runtime.extras import EXTRAS
+from ckptstore.runtime.extras import EXTRAS, install_command
+
+
+def word(extras: str) -> str:
+    """What pip is to install for an extra."""
+    return install_command(extras).removeprefix("pip install ")
+
 
 SHIPPED = {".py", ".typed", ".css", ".html", ".js"}
 
@@ -40,34 +46,34 @@ NEED_TORCH = {
         "ckptstore.testing.simulation",
     },
     "store": {"save", "save_async", "load", "resume", "warm_up", "dcp_target"},
-    "checkpoint": {"keys", "load", "per_rank", "tensors"},
+    "checkpoint": {"keys", "load", "per_rank", "tensors", "to_dict"},
     "commands": {"show --tensors", "export", "export --json", "import"},
 }
 """Everything else works without torch: stores, directories, all the care of a store."""
 NEED_MORE = {
     "names": {
-        "ckptstore.integrations.lightning.CheckpointStoreCallback": "'ckptstore[lightning]'",
-        "ckptstore.integrations.otel.Telemetry": "'ckptstore[otel]'",
-        "ckptstore.integrations.otel.instrument": "'ckptstore[otel]'",
-        "ckptstore.integrations.torchtitan.CkptstoreCheckpointManager": "'ckptstore[torchtitan]'",
-        "ckptstore.integrations.torch_checkpointing.StoreStorageConfig": "'ckptstore[torch-checkpointing]'",
-        "ckptstore.integrations.transformers.CheckpointStoreCallback": "'ckptstore[transformers]'",
-        "ckptstore.ray.s3_filesystem": "'ckptstore[ray]'",
-        "ckptstore.integrations.ray.s3_filesystem": "'ckptstore[ray]'",
+        "ckptstore.integrations.lightning.CheckpointStoreCallback": word("lightning"),
+        "ckptstore.integrations.otel.Telemetry": word("otel"),
+        "ckptstore.integrations.otel.instrument": word("otel"),
+        "ckptstore.integrations.torchtitan.CkptstoreCheckpointManager": word("torchtitan"),
+        "ckptstore.integrations.torch_checkpointing.StoreStorageConfig": word("torch-checkpointing"),
+        "ckptstore.integrations.transformers.CheckpointStoreCallback": word("transformers"),
+        "ckptstore.ray.s3_filesystem": word("ray"),
+        "ckptstore.integrations.ray.s3_filesystem": word("ray"),
         "ckptstore.testing.StorageContract": "pytest",
     },
     "store": {},
     "checkpoint": {},
     "commands": {
-        "bench": '"ckptstore[bench]"',
-        "demo": "'ckptstore[demo]'",
-        "demo --engine ray": "'ckptstore[demo,ray]'",
-        "demo --fast-tier": "'ckptstore[demo,s3]'",
-        "cp --engine ray": "'ckptstore[ray]'",
-        "serve": "'ckptstore[serve]'",
-        "s3": "'ckptstore[s3]'",
-        "gs": "'ckptstore[gcs]'",
-        "az": "'ckptstore[azure]'",
+        "bench": word("bench"),
+        "demo": word("demo"),
+        "demo --engine ray": word("demo,ray"),
+        "demo --fast-tier": word("demo,s3"),
+        "cp --engine ray": word("ray"),
+        "serve": word("serve"),
+        "s3": word("s3"),
+        "gs": word("gcs"),
+        "az": word("azure"),
     },
 }
 """What is missing in `[torch]` too, and what to install."""
@@ -106,7 +112,7 @@ def to_install(told: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def with_torch_missing() -> dict[str, dict[str, str]]:
-    return {part: {**NEED_MORE[part], **dict.fromkeys(NEED_TORCH[part], "'ckptstore[torch]'")} for part in NEED_TORCH}
+    return {part: {**NEED_MORE[part], **dict.fromkeys(NEED_TORCH[part], word("torch"))} for part in NEED_TORCH}
 
 
 def test_a_bare_installation_names_the_extra_for_everything_it_lacks(environment: Any, tmp_path: Path) -> None:
@@ -150,7 +156,7 @@ def test_the_s3_extra_stores_directories_and_names_torch_for_a_state(environment
         [environment("ckptstore[s3]"), "-I", "-c", ON_S3], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("pip install 'ckptstore[torch]'\n")
+    assert done.stdout.endswith(f"{install_command('torch')}\n")
 
 
 @pytest.mark.slow
@@ -158,7 +164,7 @@ def test_the_wheel_has_all_that_a_bare_installation_needs(tmp_path: Path) -> Non
     """Built and installed by pip; the command that it brings is called."""
     source = tmp_path / "source"
     shutil.copytree(ROOT / "ckptstore", source / "ckptstore", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", tmp_path, source]

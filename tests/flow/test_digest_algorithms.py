@@ -177,4 +177,4 @@ def test_a_reader_without_the_package_says_which_extra_it_lacks(tmp_path: Path, 
     command = [sys.executable, "-c", code, str(tmp_path / "store")]
     found = subprocess.run(command, check=True, capture_output=True, text=True)
     name, text = json.loads(found.stdout)
-    assert (name, "ckptstore[torch]" in text) == ("InvalidInput", True)
+    assert (name, "[torch]" in text) == ("InvalidInput", True)

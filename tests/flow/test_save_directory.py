@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from uuid import uuid4
 
@@ -387,3 +389,28 @@ def test_a_hundred_thousand_files_and_six_gigabytes(tmp_path: Path) -> None:
         report = checkpoint.verify()
         assert report.ok
         assert report.read_bytes == checkpoint.size_bytes > 6 << 30
+
+
+def test_a_copy_without_a_path_lasts_as_long_as_the_process_that_made_it(tmp_path: Path) -> None:
+    """A child that was forked from it ends first, and takes nothing along."""
+    with open_store(tmp_path / "store") as store:
+        store.save_directory(3, make_tree(tmp_path / "source", FILES))
+    code = """import os, sys, ckptstore
+with ckptstore.open_store("store") as store:
+    first, second = store[3].to_directory(), store[3].to_directory(include="empty")
+    (first / "own.txt").write_text("one may write to it")
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+assert first.parent.is_dir() and first.parent != second.parent
+print(first, *sorted(path.name for path in second.iterdir()))"""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    place, *names = done.stdout.split()
+    assert Path(place).is_relative_to(temporary)
+    assert Path(place).name == "step-3"
+    assert names == ["empty"]
+    assert not list(temporary.glob("ckptstore-copy-*")), "the copies go when the process ends"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install ckptstore[ray]")
+pytest.importorskip("ray", reason="Ray is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers find training functions by the names of these modules
 

@@ -145,7 +145,7 @@ def a_restore_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_removed_may_be_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(changes, "_check_removable", lambda *_: None)
+    patch.setattr(changes, "_check_unpinned", lambda *_: None)
 
 
 def a_restore_forgets_the_pin(patch: pytest.MonkeyPatch) -> None:

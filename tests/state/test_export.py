@@ -27,7 +27,7 @@ from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState,
 from ckptstore.errors import InvalidSource
 from ckptstore.interchange.exporting import KINDS, ExportReport, export
 from ckptstore.interchange.safetensors_file import NAMES, SafetensorsEntry, header, read_header
-from ckptstore.interchange.selection import beginnings, nested, path_of
+from ckptstore.loading.nesting import beginnings, nested, path_of
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.storage.open import open_storage
 

@@ -43,6 +43,15 @@ def test_every_target_does_its_own_set_up(tmp_path: Path) -> None:
         assert any("-m venv" in line for line in lines), f"make {target} does not make the environment"
 
 
+def test_a_demo_installs_what_it_needs_alone(tmp_path: Path) -> None:
+    for target, extras in (("demo", "demo"), ("demo-ray", "demo,ray"), ("demo-tier", "demo,s3")):
+        lines = commands_of(target, tmp_path)
+        installs = [line for line in lines if " pip " in line]
+        assert all("-c constraints.txt" in line and line.startswith(".venv-demo/") for line in installs)
+        assert [line.split()[-1] for line in installs] == ["setuptools", "torch", f'".[{extras}]"']
+        assert lines[-1].startswith(".venv-demo/bin/ckptstore demo")
+
+
 def test_the_slow_tests_are_the_rest(tmp_path: Path) -> None:
     quick, slow = (
         [line.partition(" -m pytest ")[2] for line in commands_of(target, tmp_path) if " -m pytest " in line]
@@ -62,3 +71,10 @@ def test_ci_runs_everything() -> None:
     assert "set -euo pipefail" in text
     assert "export CI=true" in text
     assert re.findall(r"^make (.+)$", text, re.MULTILINE) == ["-j3 install servers check", "test", "test-slow"]
+
+
+def test_the_hooks_are_those_of_make_check() -> None:
+    (recipe,) = re.findall(r"^check: install\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    checks = [line.strip().replace("$(BIN)", ".venv/bin").removesuffix(" .") for line in recipe.splitlines()]
+    hooks = re.findall(r"entry: (.+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert [hook.replace(" --force-exclude", "") for hook in hooks] == checks

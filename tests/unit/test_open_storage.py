@@ -108,7 +108,7 @@ def test_a_package_of_no_extra_that_is_missing_is_said_to_be_missing(monkeypatch
 def test_obstore_is_used_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     choice = choose_engine("s3://bucket")
-    assert (choice.engine, "ckptstore[fast]" in choice.reason) == ("fsspec", True)
+    assert (choice.engine, "[fast]" in choice.reason) == ("fsspec", True)
     with pytest.raises(InvalidInput, match="obstore is not installed"):
         choose_engine("s3://bucket", engine="obstore")
 

@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 import zipfile
 from importlib import import_module
 from pathlib import Path
@@ -85,6 +84,16 @@ def test_dir_lists_the_surface() -> None:
     assert set(ckptstore.__all__) | {"dcp", "ray", "state"} == set(dir(ckptstore))
 
 
-def test_the_version_is_that_of_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert ckptstore.__version__ == project["version"]
+def test_windows_is_refused_in_a_sentence() -> None:
+    code = "import sys; sys.platform = 'win32'; import ckptstore"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: ckptstore does not run on Windows")
+
+
+def test_the_version_stands_once() -> None:
+    """Where people and tools look for it, it is read from there."""
+    names = ("pyproject.toml", "CITATION.cff", "README.md", "ckptstore/__init__.py")
+    assert [name for name in names if f'"{ckptstore.__version__}"' in (ROOT / name).read_text()] == [
+        "ckptstore/__init__.py"
+    ]
+    assert (ROOT / "CHANGELOG.md").read_text().count(f"## {ckptstore.__version__}") == 1

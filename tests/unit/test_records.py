@@ -34,7 +34,7 @@ from ckptstore.format.changes import (
     Unpin,
     apply,
 )
-from ckptstore.format.order import MAX_VOIDS, SaveOrder, Void, void_of, with_void
+from ckptstore.format.order import BEGINNING, MAX_VOIDS, SaveOrder, Void, void_of, with_void
 from ckptstore.format.ranges import Numbers, decode_sequence, encode_sequence
 from ckptstore.format.record import Record, sealed
 
@@ -199,17 +199,30 @@ def test_a_replaced_resume_source_is_trashed_but_never_dropped() -> None:
 def test_retention_cannot_trash_what_is_pinned_or_resumed_from(number: int) -> None:
     state = states(*commits(2), CLAIM, Pin((2,)), Commit(entry(7, 2)))
     assert state.resume_from == 3
-    for change in (Commit(entry(8, 2), drops=(number,)), Remove(trash=(number,), epoch=2)):
-        with pytest.raises(InvalidInput, match=r"pinned|resumed from"):
-            apply(state, 7, change)
+    with pytest.raises(InvalidInput, match=r"pinned|resumed from"):
+        apply(state, 7, Commit(entry(8, 2), drops=(number,)))
+
+
+def test_a_person_trashes_the_resume_source_and_nothing_pinned() -> None:
+    state = states(*commits(2), CLAIM, Pin((2,)), Commit(entry(7, 2)))
+    with pytest.raises(InvalidInput, match="pinned"):
+        apply(state, 7, Remove(trash=(2,)))
+    with pytest.raises(InvalidInput, match="pinned"):
+        apply(state, 7, Remove(trash=(2, 3, 6)))
+    trashed = apply(state, 7, Remove(trash=(3,)))
+    assert trashed.trash == {3: 7}
+    assert trashed.droppable([3]) == ()
 
 
 def test_the_latest_goes_only_in_a_roll_back() -> None:
     state = states(*commits(4))
     assert apply(state, 6, Remove(trash=(4, 5), reason="roll back to step 1")).latest == 3
-    for trash in [(2, 5), (2, 3, 4, 5)]:
+    for trash in [(2, 5), (2, 3, 5)]:
         with pytest.raises(InvalidInput, match="roll back"):
             apply(state, 6, Remove(trash=trash))
+    empty = apply(state, 6, Remove(trash=(2, 3, 4, 5), voids=Void(BEGINNING, SaveOrder(2, 0))))
+    assert (empty.latest, empty.resume_from) == (None, None)
+    assert empty.droppable([2, 3, 4, 5]) == (2, 3, 4, 5)
 
 
 def test_a_roll_back_names_what_is_pinned_above_the_target() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptstore.errors import InvalidInput, RankFailed
 from ckptstore.runtime.beat import beat
+from ckptstore.runtime.extras import install_line
 from ckptstore.transfer.executor import Item, Result, Task, deal
 
 _TICK_SECONDS = 0.5
@@ -26,7 +27,7 @@ def ray_executor() -> Iterator[RayExecutor]:
     try:
         import ray
     except ImportError as error:
-        raise InvalidInput("Ray is not installed", hint="pip install 'ckptstore[ray]'") from error
+        raise InvalidInput("Ray is not installed", hint=f"Install it{install_line('ray')}") from error
     if ray.is_initialized():
         yield RayExecutor()
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -124,6 +124,12 @@ class StoredState:
         fitting = (choice for pattern, choice in self.per_rank.items() if any(fits(place, pattern) for place in places))
         return next(fitting, "error")
 
+    def all_keys(self) -> set[str]:
+        """Return the keys of tensors and of plain values, of all ranks."""
+        index = self.whole_index()
+        tensors = {key for key, entry in index.tensors.items() if not entry.beside_value}
+        return {*tensors, *index.aliases, *index.common_values(), *index.value_ranks()}
+
     def is_common(self, key: str) -> bool:
         """Return True if all ranks of the save had the same value of that key."""
         return key in self.index.common_values()
@@ -240,3 +246,18 @@ class StoredState:
                     check_memory(piece.tensor, source)
                 plan.add(source, pieces, rank=rank)
         yield from plan.steps()
+
+
+class Fills(Protocol):
+    """A stored state whose tensors can be read into memory."""
+
+    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]]) -> None:
+        """Read tensors into memory; see `StoredState.fill`."""
+
+
+@outside_inference()
+def read_whole(stored: Fills, entries: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
+    """Return these tensors whole, in new memory of the host. Raises CheckpointDamaged."""
+    found = {key: torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu") for key, entry in entries.items()}
+    stored.fill({key: (tensor, key) for key, tensor in found.items()})
+    return found

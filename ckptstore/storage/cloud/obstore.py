@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
-from ckptstore.runtime.extras import install_word
+from ckptstore.runtime.extras import install_command
 from ckptstore.storage.base import Storage, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.answers import check_answer
@@ -61,7 +61,7 @@ def configured(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreCo
     try:
         kind = parse_uri(uri).kind
         if kind is not None and not chains.installed(kind):
-            return f"parts and credentials need the SDK of that cloud (pip install {install_word(f'{kind},fast')})"
+            return f"parts and credentials need the SDK of that cloud ({install_command(f'{kind},fast')})"
         return for_obstore(uri, storage_options)
     except CannotExpress as refusal:
         return str(refusal)

@@ -158,8 +158,8 @@ def _break_a_rule(world: World, where: str, store: Any) -> None:
             wrong += [Remove(drop=(number,)), Restore((number,))]
         for number in state.trash:
             wrong += [Pin((number,)), Unpin((number,)), Remove(trash=(number,))]
-        for number in {*state.pinned, state.resume_from or unknown} - {state.latest}:
-            wrong += [Remove(trash=(number,)), Remove(drop=(number,))]
+        wrong += [Remove(trash=(number,)) for number in state.pinned]
+        wrong += [Remove(drop=(number,)) for number in {*state.pinned, state.resume_from or unknown}]
         if len(state.live) > 2:
             wrong.append(Remove(trash=(state.live.highest or 0, min(state.live))))
         return wrong[int(world.plan.chance("rule", where) * len(wrong))]
@@ -210,12 +210,16 @@ def _with_checkpoint(world: World, member: Member, index: int, action: Action, s
         return
     where = f"{member.process.name}/{index}"
     checkpoint = checkpoints[int(world.plan.chance("which", where) * len(checkpoints))]
-    if action.kind == "pin":
-        store.pin(checkpoint.step)
-    elif action.kind == "unpin":
-        store.unpin(checkpoint.step)
-    elif action.kind == "roll back":
-        store.roll_back(checkpoint.step)
+    force = world.plan.chance("force", where) < 0.7
+    changes = {
+        "pin": store.pin,
+        "unpin": store.unpin,
+        "roll back": store.roll_back,
+        "remove": lambda step: store.remove(step, force=force),
+        "remove all": lambda step: store.remove_all(force=force),
+    }
+    if action.kind in changes:
+        changes[action.kind](checkpoint.step)
     elif action.kind == "verify":
         report = checkpoint.verify()
         saved = world.model.saved[checkpoint.number]

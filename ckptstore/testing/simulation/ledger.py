@@ -82,14 +82,12 @@ class Ledger:
         self._require(self.live, trash, record)
         self._require(self.trash, drop, record)
         self._check_kept(record, drop)
+        if trash & self.pinned:
+            self._fail("what is pinned stays", record)
         if max(self.live, default=0) in trash:
             stays = max(self.live - trash, default=0)
-            if trash & self.pinned:
-                self._fail("what is pinned stays", record)
-            if trash != {number for number in self.live if number > stays > 0}:
+            if trash != {number for number in self.live if number > stays}:
                 self._fail("the latest goes in a roll back alone", record)
-        else:
-            self._check_kept(record, trash)
         if any(not self.users.get(number, set()) <= drop for number in drop):
             self._fail("what others refer to stays", record)
         if change.voids is not None:

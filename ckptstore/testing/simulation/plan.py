@@ -360,6 +360,8 @@ def _others_for(rng: Random, plan: Plan, theme: str) -> list[Actor]:
 RESTORE_RATE = 0.25
 HARM_RATE = 0.2
 _HARMS = ("break a rule", "tear the hint")
+REMOVE_RATE = 0.2
+_REMOVALS = ("remove", "remove", "remove", "remove all")
 _CHANGES = ("pin", "unpin", "roll back", "restore", "restore", "prune", "retain", "break a rule", "tear the hint")
 _COMMANDS = ("pin", "unpin", "roll back", "prune", "retain", "gc", "gc", "gc --claim", "cp", "cp", "gc of the copy")
 
@@ -387,13 +389,15 @@ def _others(rng: Random, plan: Plan) -> list[Actor]:
 
 
 def _restoring(plan: Plan, actor: Actor) -> Actor:
-    """Replace some commands of a process by a restore, or by harm."""
+    """Replace some commands of a process by a restore, by harm, or by a removal."""
 
     def changed(index: int, action: Action) -> Action:
         if action.kind in _COMMANDS and plan.chance("restore", actor.name, index) < RESTORE_RATE:
             return replace(action, kind="restore")
         if action.kind in _COMMANDS and (harm := plan.chance("harm", actor.name, index)) < HARM_RATE:
             return replace(action, kind=_HARMS[int(harm / HARM_RATE * len(_HARMS))])
+        if action.kind in _COMMANDS and (removal := plan.chance("remove", actor.name, index)) < REMOVE_RATE:
+            return replace(action, kind=_REMOVALS[int(removal / REMOVE_RATE * len(_REMOVALS))])
         return action
 
     return replace(actor, actions=tuple(changed(index, action) for index, action in enumerate(actor.actions)))

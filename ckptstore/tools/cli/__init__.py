@@ -23,7 +23,7 @@ from ckptstore.runtime.near import meant, nearest
 GROUPS = {
     "Look": ("ls", "show", "watch", "latest", "best", "diff", "report", "serve"),
     "Copy": ("cp", "export", "import", "restore-folder"),
-    "Care": ("verify", "doctor", "pin", "unpin", "rollback", "restore", "prune", "gc", "fast"),
+    "Care": ("verify", "doctor", "pin", "unpin", "rollback", "restore", "rm", "prune", "gc", "fast"),
     "Run": ("run", "watch-folder", "demo", "s3-test"),
     "Measure": ("plan", "bench"),
 }
@@ -37,7 +37,8 @@ OTHER_WORDS = {
     "show": ("info", "cat", "inspect", "describe"),
     "watch": ("status", "tail", "top", "monitor"),
     "cp": ("copy", "mirror", "sync", "upload", "download"),
-    "prune": ("rm", "delete", "remove", "del", "clean"),
+    "rm": ("delete", "remove", "del"),
+    "prune": ("clean",),
     "verify": ("check", "fsck", "validate"),
     "diff": ("compare", "cmp"),
     "rollback": ("revert", "reset"),

@@ -18,7 +18,7 @@ from ckptstore.tools.demo.digits import write_digits
 from ckptstore.tools.demo.picture import Shown, draw
 from ckptstore.tools.demo.ray_worker import BATCH_SIZE, TOP_K, Reader, train
 from ckptstore.tools.demo.resnet import load_digits
-from ckptstore.tools.demo.telling import DemoFailed, head, require_empty, say, shout
+from ckptstore.tools.demo.telling import DemoFailed, head, invite, require_empty, say, shout
 from ckptstore.tools.demo.train import Progress
 
 _OBJECT_STORE_BYTES = 100 << 20
@@ -52,7 +52,7 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, picture: 
     started = time.monotonic()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-")))
-        place = (root or str(directory / "runs")).rstrip("/")
+        place = (root or tempfile.mkdtemp(prefix="ckptstore-demo-runs-")).rstrip("/")
         if root is not None:
             require_empty(root)
         shout(f"ResNet-18 of width {width} on 1,437 handwritten digits, in Ray Train: {num_ranks} workers,")
@@ -79,6 +79,7 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, picture: 
             runs.append(_play(scene))
     draw(runs, picture)
     shout(f"\nThe demo took {time.monotonic() - started:.0f} s. Losses, kept checkpoints and digits: {picture}")
+    invite(("ls", place), place=place)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, parse_reco
 from ckptstore.storage.open import open_storage
 from ckptstore.tools.demo.digits import write_digits
 from ckptstore.tools.demo.launch import Ended, run_job
-from ckptstore.tools.demo.telling import DemoFailed, command, head, require_empty, require_success, say, shout
+from ckptstore.tools.demo.telling import DemoFailed, command, head, invite, require_empty, require_success, say, shout
 
 TOLERANCE = 1e-6
 """The largest relative difference between two losses that count as the same."""
@@ -48,7 +48,7 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, html: Pat
     started = time.monotonic()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-")))
-        place = (root or str(directory / "stores")).rstrip("/")
+        place = (root or tempfile.mkdtemp(prefix="ckptstore-demo-stores-")).rstrip("/")
         if root is not None:
             require_empty(root)
         shout(f"ResNet-18 of width {width} on 1,437 handwritten digits: {num_ranks} processes,")
@@ -79,6 +79,14 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, html: Pat
             _clean(scene)
     seconds = time.monotonic() - started
     shout(f"\nThe demo took {seconds:.0f} s; both jobs ended as if nothing had happened.")
+    stores = [scene.store for scene in scenes]
+    invite(
+        ("ls", place),
+        ("show", f"{stores[0]}@latest", "--timings"),
+        ("diff", f"{stores[0]}@latest", f"{stores[1]}@latest"),
+        ("report", *stores, "--html", "demo.html"),
+        place=place,
+    )
 
 
 def _play(scene: Scene) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ckptstore import InvalidInput
 from ckptstore.storage.open import open_storage
@@ -47,6 +49,20 @@ def command(*arguments: str, environment: Mapping[str, str] | None = None) -> No
         say(line)
     if done.returncode:
         raise DemoFailed(f"ckptstore {arguments[0]} failed with exit code {done.returncode}")
+
+
+def invite(*commands: Sequence[str], place: str) -> None:
+    """Print commands to look at the stores with, as they can be run from here; the stores stay in `place`."""
+    program = shutil.which("ckptstore") and "ckptstore"
+    beside = Path(sys.executable).with_name("ckptstore")
+    if program is None and beside.exists():
+        program = os.path.relpath(beside)
+    program = program or f"{sys.executable} -m ckptstore.tools.cli"
+    shout("\nThe stores stay. Look for yourself:")
+    for arguments in commands:
+        say(f"{program} {shlex.join(arguments)}")
+    if "://" not in place:
+        say(f"rm -r {shlex.quote(place)}")
 
 
 def head(text: str) -> None:

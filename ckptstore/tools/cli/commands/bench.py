@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptstore.errors import InvalidInput
+from ckptstore.runtime.extras import install_line
 from ckptstore.tools.cli.options import storage_option
 from ckptstore.tools.cli.output import echo_table, redacted_command_line
 from ckptstore.tools.cli.terminal import counting
@@ -158,7 +159,7 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
         from ckptstore.tools.bench.peers.registry import FAMILIES
         from ckptstore.tools.bench.run import run
     except ImportError as error:
-        raise InvalidInput(f"the benchmark needs {error.name}", hint='pip install "ckptstore[bench]"') from error
+        raise InvalidInput(f"the benchmark needs {error.name}", hint=f"Install it{install_line('bench')}") from error
     peers = tuple(given["peers"].split(","))
     unknown = sorted({*peers} - {*FAMILIES, "all", "none"})
     if unknown:

@@ -24,7 +24,12 @@ EPOCHS = {"processes": 3, "ray": 6}
     is_flag=True,
     help="Use two nodes with fast tiers; one is lost with its disk. Not with --engine ray or --store.",
 )
-@click.option("--store", metavar="PLACE", show_default="temporary directory", help="Empty place for the demo's stores.")
+@click.option(
+    "--store",
+    metavar="PLACE",
+    show_default="temporary directory",
+    help="Empty place for the demo's stores, which stay.",
+)
 @click.option(
     "--ranks", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Number of processes."
 )

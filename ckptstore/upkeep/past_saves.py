@@ -1,0 +1,99 @@
+"""The history of a store: every save that was committed, as the records of its log tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ckptstore.boundary import boundary
+from ckptstore.format.changes import Commit, Remove, StoreState
+from ckptstore.format.record import Record
+from ckptstore.log import Log
+from ckptstore.upkeep.prune import backwards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastSave:
+    """One save that was committed, whatever became of it."""
+
+    number: int
+    step: int
+    epoch: int
+    """The writer epoch of the job: it grows with every start."""
+    created_at: float
+    """The time of the commit, in seconds since the epoch by the leader's clock."""
+    world_size: int
+    size_bytes: int
+    kind: str
+    status: Literal["live", "trash", "deleted"]
+    """Live, in the trash, or dropped for good together with its files."""
+    removed_because: str
+    """The reason for which it is not live; empty if it is."""
+    metrics: Mapping[str, float]
+
+
+class SaveHistory(list[PastSave]):
+    """Every save of a store, in the order of the commits."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dict for each save: its facts, and its metrics under their own names.
+
+        A metric that has the name of a fact is called "metrics." and its name.
+        """
+        names = [item.name for item in fields(PastSave) if item.name != "metrics"]
+        return [
+            {name: getattr(save, name) for name in names}
+            | {f"metrics.{name}" if name in names else name: value for name, value in save.metrics.items()}
+            for save in self
+        ]
+
+    @boundary
+    def to_pandas(self) -> Any:
+        """Return the rows as a `pandas.DataFrame`, NaN for a metric that a save lacks. Raises InvalidInput without
+        pandas."""
+        import pandas
+
+        return pandas.DataFrame(self.rows())
+
+
+def past_saves(log: Log) -> SaveHistory:
+    """Return every save that the log has; see `Catalogue.history`."""
+    newest = log.newest()
+    if newest is None:
+        return SaveHistory()
+    reasons: dict[int, str] = {}
+    commits: list[Record] = []
+    for record in backwards(log, newest):
+        for number, reason in _removals(record):
+            reasons.setdefault(number, reason)
+        if isinstance(record.change, Commit):
+            commits.append(record)
+    return SaveHistory(_past_save(record, newest.state, reasons) for record in reversed(commits))
+
+
+def _removals(record: Record) -> Iterable[tuple[int, str]]:
+    """Yield what a record put in the trash, with the reason."""
+    change = record.change
+    if isinstance(change, Remove):
+        yield from ((number, change.reason) for number in change.trash)
+    if isinstance(change, Commit):
+        yield from ((number, change.reasons.get(number) or "retention dropped it") for number in change.drops)
+        yield from ((number, f"step {change.entry.step} was saved again") for number in change.replaces)
+
+
+def _past_save(record: Record, state: StoreState, reasons: Mapping[int, str]) -> PastSave:
+    entry, number = record.entry, record.number
+    is_live = number in state.live
+    return PastSave(
+        number=number,
+        step=entry.step,
+        epoch=entry.epoch,
+        created_at=entry.created_at,
+        world_size=entry.world_size,
+        size_bytes=entry.size_bytes,
+        kind=entry.kind,
+        status="live" if is_live else "trash" if number in state.trash else "deleted",
+        removed_because="" if is_live else reasons.get(number, ""),
+        metrics=dict(entry.metrics),
+    )
