@@ -165,7 +165,8 @@ class Job:
             return next((file.key for file in files if file.key.endswith(f"/{MANIFEST_NAME}")), None)
 
         found = retrying(self.config.retry, f"list {CHECKPOINT_PREFIX}", find)
-        if found is not None:
+        # Another job may have begun the log, and saved, since this one saw it empty: the claim sees that by itself.
+        if found is not None and self.log.found([1]) == [None]:
             raise StoreMissing(
                 f"The log of the store at {self.storage.uri} is gone, and its checkpoints are not: {found}, for one",
                 hint=SALVAGE_HINT,

@@ -12,6 +12,7 @@ from forked_ranks import run_ranks
 
 import ckptstore
 from ckptstore.errors import StoreMissing
+from ckptstore.testing import Call, with_faults
 
 Loss = Callable[[Path], object]
 
@@ -128,6 +129,21 @@ def test_a_job_does_not_begin_anew_beside_its_checkpoints(tmp_path: Path) -> Non
         for act in (lambda: store.resume({"a": 9}), lambda: store.save(2, {"a": 2})):
             with pytest.raises(StoreMissing, match=r"The log of the store at .* is gone, and its checkpoints are not"):
                 act()
+
+
+def test_a_job_that_begins_beside_another_one_does_not_take_its_log_for_lost(tmp_path: Path) -> None:
+    """It has seen an empty log, and lists the checkpoints when the other one has saved."""
+    others: list[ckptstore.CheckpointStore] = []
+
+    def save_between(call: Call) -> None:
+        if (call.verb, call.key, call.phase) == ("list", "checkpoints/", "before") and not others:
+            others.append(begun(tmp_path / "store"))
+
+    with with_faults(ckptstore.open_store(tmp_path / "store", durable=False), save_between) as store:
+        store.save(1, {"a": 1})
+        assert [checkpoint.step for checkpoint in store] == [0, 1]
+    assert len(others) == 1
+    others[0].close()
 
 
 def test_a_restart_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
