@@ -34,7 +34,7 @@ from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
-_OWN_FILE = re.compile(r"state-rank=\d{5,}-\d{2,}\.distcp")
+_OWN_FILE = re.compile(r"(?:[0-9a-f]+/)?state-rank=\d{5,}-\d{2,}\.distcp")
 
 
 class DirectoryTarget:
@@ -67,6 +67,13 @@ class DirectoryTarget:
             config = StoreConfig.from_env(transfer=self._config)
             self._opened = open_place(self._given, config=config, storage_options=self._storage_options)
         return self._opened.storage, self._opened.transfer
+
+    @property
+    def num_prefixes(self) -> int:
+        """The number of directories over which the files of all ranks are spread."""
+        self.open()
+        assert self._opened is not None  # opened just now
+        return self._opened.config.num_prefixes
 
     def begin(self, step: int | None) -> str:
         """Remove the files that a failed save left. Raises InvalidInput when the directory holds a checkpoint: nothing
@@ -136,6 +143,11 @@ class StoreTarget:
     def uri(self) -> str:
         """The URI of the store, without secrets."""
         return self.storage.uri
+
+    @property
+    def num_prefixes(self) -> int:
+        """The number of directories over which the files of all ranks are spread."""
+        return self.config.num_prefixes
 
     def open(self) -> tuple[Storage, Transfer]:
         """Return the storage and its transfer."""
