@@ -41,7 +41,7 @@ from ckptstore.loading.index_read import IndexReader
 from ckptstore.runtime.torch_private import is_wrapper
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.values import Frame
-from ckptstore.state.read.stored import PerRank, StoredState
+from ckptstore.state.read.stored import PerRank, StoredState, check_per_rank
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.wrapped import Wrapped, check_same, unwrap
 from ckptstore.storage.base import Storage
@@ -89,6 +89,7 @@ class StoreReader(StorageReader):
     ) -> None:
         super().__init__()
         refuse_transforms("_extension_registry", _extension_registry)
+        check_per_rank(per_rank)
         self._given = uri
         self._per_rank = per_rank
         self._allow_pickle = allow_pickle

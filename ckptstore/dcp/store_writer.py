@@ -85,10 +85,20 @@ class StoreWriter(StorageWriter):
     ) -> None:
         super().__init__()
         refuse_transforms("_extensions", _extensions)
+        if num_files < 1:
+            raise InvalidInput(f"num_files is {num_files!r}, it must be above 0")
+        if split_plain_bytes is not None and split_plain_bytes < 0:
+            raise InvalidInput(f"split_plain_bytes is {split_plain_bytes!r}, it must be at least 0, or None")
         self._given: str | os.PathLike[str] | None = None
         if isinstance(target, str | os.PathLike):
             self._given = target
             target = DirectoryTarget(target, storage_options=storage_options)
+        elif storage_options is not None:
+            raise InvalidInput(
+                "storage_options are for a URI", hint="Give them where the target or its store is opened"
+            )
+        if step is not None and isinstance(target, DirectoryTarget):
+            raise InvalidInput(f"step={step!r} is for a place in a store", hint="Give StoreWriter store.dcp_target()")
         self._target = target
         self._told: Told | None = None
         self._clock = SaveClock()
