@@ -51,6 +51,8 @@ class DirectoryTarget:
         self._given = os.fspath(uri)
         self._storage_options = storage_options
         self._config = config or TransferConfig.from_env()
+        self.num_prefixes = StoreConfig.from_env(transfer=self._config).num_prefixes
+        """The number of directories over which the files of all ranks are spread."""
         self._opened: OpenedPlace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,13 +69,6 @@ class DirectoryTarget:
             config = StoreConfig.from_env(transfer=self._config)
             self._opened = open_place(self._given, config=config, storage_options=self._storage_options)
         return self._opened.storage, self._opened.transfer
-
-    @property
-    def num_prefixes(self) -> int:
-        """The number of directories over which the files of all ranks are spread."""
-        self.open()
-        assert self._opened is not None  # opened just now
-        return self._opened.config.num_prefixes
 
     def begin(self, step: int | None) -> str:
         """Remove the files that a failed save left. Raises InvalidInput when the directory holds a checkpoint: nothing
