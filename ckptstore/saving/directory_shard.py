@@ -120,7 +120,12 @@ class DirectoryShard:
 
     def decide(self, descriptions: Sequence[Any]) -> Decision:
         """See `Shard.decide`."""
-        naming = agree([Offer.from_json(offer) for offer in descriptions])
+        offers = [Offer.from_json(offer) for offer in descriptions]
+        naming = agree(offers)
+        for name in sorted(set(self._shared).difference(*(offer.shared for offer in offers))):
+            if (self._storage.uri, name) not in _surprises:
+                _surprises.add((self._storage.uri, name))
+                logger.warning("shared=[%r]: no rank has a file of that name", name)
         return Decision(naming.to_json(), naming.size_bytes)
 
     def hear(self, told: Any) -> None:

@@ -41,6 +41,15 @@ def test_calls(message: str, call: Callable[[CheckpointStore], object]) -> None:
         call(store)
 
 
+def test_a_shared_name_that_no_rank_has_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with open_store("memory://shared") as store:
+        for step in (1, 2):
+            store.save_directory(step, tmp_path, shared=["config.json", "confg.json"])
+    assert caplog.text.count("no rank has a file of that name") == 1
+    assert "shared=['confg.json']" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("DIGEST", "md5"), ("NUM_PREFIXES", "-1"), ("CACHE_BUDGET_BYTES", "-5"), ("GRACE_SECONDS", "-1")],
