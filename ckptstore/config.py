@@ -30,11 +30,19 @@ class _Config:
         """Return the values of the call, completed from the environment. A None counts as left out."""
         environ = os.environ if environ is None else environ
         values = {name: value for name, value in options.items() if value is not None}
+        found = {}
         for item in fields(cls):
-            text = environ.get(f"CKPTSTORE_{item.name.upper()}")
+            text = environ.get(variable := f"CKPTSTORE_{item.name.upper()}")
             if item.name not in values and text:
+                found[item.name] = variable
                 values[item.name] = _parse(item.name, text, str(item.type))
-        return cls(**values)
+        try:
+            return cls(**values)
+        except InvalidInput as error:
+            variable = found.get(error.message.split(" ", 1)[0], "")
+            if not variable:
+                raise
+            raise InvalidInput(f"{variable} in the environment: {error.message}", hint=error.hint) from None
 
     def _check_positive(self, *names: str) -> None:
         for name in names:
@@ -119,6 +127,8 @@ class CacheConfig(_Config):
 
     def __post_init__(self) -> None:
         self._check_positive("cache_idle_seconds", "cache_wait_seconds")
+        if self.cache_budget_bytes < 0:
+            raise InvalidInput(f"cache_budget_bytes is {self.cache_budget_bytes!r}, it must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ from ckptstore.group import Group, check_shared, find_group
 from ckptstore.group.base import GroupOfParent
 from ckptstore.log import SALVAGE_HINT, Log
 from ckptstore.log.identity import read_or_create_identity
-from ckptstore.retention import Candidate, Policy
+from ckptstore.retention import Candidate, Missing, Policy
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Disk, Storage
@@ -71,7 +71,7 @@ class Job:
     transfer: Transfer
     config: StoreConfig
     policy: Policy
-    missing: str
+    missing: Missing
     given_group: object = None
     epoch: int | None = None
     """The writer epoch that this job has claimed; None before the claim."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ckptstore.boundary import boundary
 from ckptstore.config import StoreConfig, TransferConfig
@@ -12,7 +12,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import store_of
 from ckptstore.job import Job
 from ckptstore.log import Log
-from ckptstore.retention import KeepAll, Policy
+from ckptstore.retention import KeepAll, Missing, Policy
 from ckptstore.storage.uri import parse_uri
 from ckptstore.store import CheckpointStore
 from ckptstore.transfer.opened import open_place
@@ -26,7 +26,7 @@ def open_store(
     uri: str | os.PathLike[str],
     *,
     retention: Policy | None = None,
-    missing: str = "error",
+    missing: Missing = "error",
     grace_seconds: float | None = None,
     durable: bool | None = None,
     engine: str | None = None,
@@ -64,8 +64,8 @@ def open_store(
 
     Raises InvalidInput for an unknown scheme or a bad value, and for the directory of a checkpoint in a store.
     """
-    if missing not in ("error", "worst"):
-        raise InvalidInput(f"missing is {missing!r}, it is 'error' or 'worst'")
+    if missing not in get_args(Missing):
+        raise InvalidInput(f"missing is {missing!r}, it is one of {', '.join(get_args(Missing))}")
     policy = KeepAll() if retention is None else retention
     if not isinstance(policy, Policy):
         raise InvalidInput(f"retention is {retention!r}, it is a policy such as KeepLatest(3)")

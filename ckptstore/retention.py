@@ -20,6 +20,8 @@ from ckptstore.errors import InvalidInput, InvalidMetric
 from ckptstore.runtime.shown import read_duration
 
 Mode = Literal["min", "max"]
+Missing = Literal["error", "worst"]
+"""The treatment of a save without a metric that retention needs."""
 
 _WORDS: dict[Mode, frozenset[str]] = {
     "min": frozenset({"loss", "error", "err", "perplexity", "ppl", "nll", "mse", "rmse", "mae", "wer", "cer"}),
@@ -345,7 +347,7 @@ def _as_float(name: str, value: Any) -> float:
     return number
 
 
-def check_required(policy: Policy, metrics: Mapping[str, float], *, missing: str) -> None:
+def check_required(policy: Policy, metrics: Mapping[str, float], *, missing: Missing) -> None:
     """Raise InvalidMetric when the policy ranks by a metric that is missing; missing="worst" allows it."""
     absent = sorted(policy.required_metrics() - metrics.keys())
     if absent and missing == "error":

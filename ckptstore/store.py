@@ -328,13 +328,15 @@ class CheckpointStore(Catalogue):
 
         Raises NoUsableCheckpoint if there are checkpoints but none can be used; StateMismatch.
         """
-        from ckptstore.loading.newest import resume
+        from ckptstore.loading.newest import refuse_load_options, resume
 
+        asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
+        asked |= {"per_rank": per_rank, "allow_pickle": allow_pickle}
         if state is None:
+            refuse_load_options(asked)
             files = resume(self._in_turn())
             return self._gone_on_from(Checkpoint(files)) if files else None
-        asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
-        return self._load(state, claim=True, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
+        return self._load(state, claim=True, **asked)
 
     def close(self) -> None:
         """Finish the work in the background, and close connections. Collective if this store has saved.

@@ -42,8 +42,7 @@ class DcpShard:
         planner: SavePlanner,
         *,
         rank: int,
-        num_files: int,
-        on_disk: bool,
+        striping: Striping,
         algorithm: str,
         allow_pickle: bool,
     ) -> None:
@@ -72,7 +71,6 @@ class DcpShard:
         self._described.items = self._items
         empty = tuple(number for number, item in enumerate(self._items) if 0 in item.shape)
         planned = RankPlan(tuple(self._writes), empty, self._flags, common=tuple(self._described.values))
-        striping = Striping(num_files, on_disk=on_disk)
         self.files = ShardFiles(self._described, planned, rank=rank, striping=striping, algorithm=algorithm)
         self.stock = self.files.add_frames(self._frames)
         """The places of plain values for stock readers."""

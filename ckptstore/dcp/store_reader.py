@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.dcp.stock.stock_read import StockState
-from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable
+from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable, refuse_transforms
 from ckptstore.dcp.view import View, view_of_state
 from ckptstore.errors import (
     CheckpointDamaged,
@@ -41,7 +41,7 @@ from ckptstore.loading.index_read import IndexReader
 from ckptstore.runtime.torch_private import is_wrapper
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.values import Frame
-from ckptstore.state.read.stored import PerRank, StoredState
+from ckptstore.state.read.stored import PerRank, StoredState, check_per_rank
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.wrapped import Wrapped, check_same, unwrap
 from ckptstore.storage.base import Storage
@@ -73,6 +73,7 @@ class StoreReader(StorageReader):
             "first" (take the lowest rank's) or "skip".
         allow_pickle: True to read plain values whose reading can run code. Only for checkpoints that you trust.
         storage_options: for the storage of the URI.
+        _extension_registry: torch's stream transforms, refused: StoreReader undoes none.
 
     Damage raises CheckpointDamaged, in torch's CheckpointException; `translated` raises it alone.
     """
@@ -84,8 +85,11 @@ class StoreReader(StorageReader):
         per_rank: PerRank = "error",
         allow_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
+        _extension_registry: Any = None,
     ) -> None:
         super().__init__()
+        refuse_transforms("_extension_registry", _extension_registry)
+        check_per_rank(per_rank)
         self._given = uri
         self._per_rank = per_rank
         self._allow_pickle = allow_pickle
@@ -95,7 +99,8 @@ class StoreReader(StorageReader):
         self._view = View()
         self._rank = 0
         self._failed: CkptstoreError | None = None
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
+        """The id of the load, which `reset` renews."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None, "_state": None, "_view": View()}
@@ -115,7 +120,7 @@ class StoreReader(StorageReader):
         if checkpoint_id is not None and not is_same_place(checkpoint_id, self._open().storage.uri):
             raise InvalidInput(f"the reader reads {self.checkpoint_id}, checkpoint_id is {checkpoint_id}")
         self._state, self._view, self._failed = None, View(), None
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the contents of the checkpoint in the form of stock planners. Raises CheckpointDamaged, FileMissing.
@@ -137,7 +142,7 @@ class StoreReader(StorageReader):
             raise
 
     def _read_metadata(self, storage: Storage, transfer: Transfer, kwargs: Mapping[str, Any]) -> Metadata:
-        meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
+        meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self.load_id)
         if kwargs.get("rank") is not None:
             return self._stock_metadata(storage, transfer, f"__{self._rank}{DCP_METADATA_NAME}", meta)
         try:

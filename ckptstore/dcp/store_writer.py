@@ -40,6 +40,7 @@ from ckptstore.state.index.outline import INDEX_NAME, Outline, PartFile, Span, e
 from ckptstore.state.index.part import Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.write.replicas import check_alike
+from ckptstore.state.write.shard_files import Striping
 from ckptstore.storage.base import Disk
 from ckptstore.storage.traffic import counted_twice
 from ckptstore.storage.uri import parse_uri, redact
@@ -64,6 +65,7 @@ class StoreWriter(StorageWriter):
         num_files: the number of files that a rank writes at once when there is much to write.
         allow_pickle: True to store plain values whose reading can run code. The reader must allow it too.
         storage_options: for the storage of a URI.
+        _extensions: torch's stream transforms, refused: files are read in ranges, against the digests of their bytes.
 
     Anything that could not be read back is refused with its key. `dcp.save` raises torch's CheckpointException when a
     rank fails; `translated` turns it into a CkptstoreError. A directory that holds a checkpoint is refused, and no file
@@ -79,12 +81,24 @@ class StoreWriter(StorageWriter):
         num_files: int = 4,
         allow_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
+        _extensions: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
+        refuse_transforms("_extensions", _extensions)
+        if num_files < 1:
+            raise InvalidInput(f"num_files is {num_files!r}, it must be above 0")
+        if split_plain_bytes is not None and split_plain_bytes < 0:
+            raise InvalidInput(f"split_plain_bytes is {split_plain_bytes!r}, it must be at least 0, or None")
         self._given: str | os.PathLike[str] | None = None
         if isinstance(target, str | os.PathLike):
             self._given = target
             target = DirectoryTarget(target, storage_options=storage_options)
+        elif storage_options is not None:
+            raise InvalidInput(
+                "storage_options are for a URI", hint="Give them where the target or its store is opened"
+            )
+        if step is not None and isinstance(target, DirectoryTarget):
+            raise InvalidInput(f"step={step!r} is for a place in a store", hint="Give StoreWriter store.dcp_target()")
         self._target = target
         self._told: Told | None = None
         self._clock = SaveClock()
@@ -96,7 +110,8 @@ class StoreWriter(StorageWriter):
         self._allow_pickle = allow_pickle
         self._rank = 0
         self._is_coordinator = True
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
+        """The id of the save, which `reset` renews; stored in `.metadata`."""
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -108,11 +123,11 @@ class StoreWriter(StorageWriter):
         one."""
         if checkpoint_id is not None and not is_same_place(checkpoint_id, self._target.uri):
             raise InvalidInput(f"the writer goes to {self.checkpoint_id}, checkpoint_id is {checkpoint_id}")
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
         """Return the metadata of the save for planners."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Prepare a save; DCP calls it first of all on every rank. The coordinator names the checkpoint: if that fails,
@@ -143,7 +158,6 @@ class StoreWriter(StorageWriter):
             raise InvalidState("the coordinator's answer did not reach this rank: no file can be named")
         deal_id = self._check_assignment(plan)
         storage, transfer = self._target.open()
-        on_disk = isinstance(storage, Disk)
         name = (self._told.prefix or storage.uri).rstrip("/").rpartition("/")[2]
         attempt = Attempt.parse(name)
         self._clock.agreed(name, step=attempt.step if attempt else 0, rank=self._rank)
@@ -151,8 +165,7 @@ class StoreWriter(StorageWriter):
             plan,
             planner,
             rank=self._rank,
-            num_files=self._num_files,
-            on_disk=on_disk,
+            striping=Striping(self._num_files, self._target.num_prefixes, on_disk=isinstance(storage, Disk)),
             algorithm=transfer.algorithm,
             allow_pickle=self._allow_pickle,
         )
@@ -305,6 +318,16 @@ def _outline_of(index: TensorIndex, parts: Sequence[bytes]) -> bytes:
         spans=tuple(Span(rank, 0, len(tensors) - 1) for rank in ranks if tensors),
         is_packed=True,
     ).encode()
+
+
+def refuse_transforms(name: str, transforms: Any) -> None:
+    """Raise InvalidInput if torch's argument of that name asks for transforms of streams. An empty one asks for none,
+    as with torch's classes."""
+    if transforms:
+        raise InvalidInput(
+            f"{name} would transform what is stored, and files of ckptstore are read in ranges, against digests",
+            hint=f"Leave {name} out, or use torch's FileSystemWriter and FileSystemReader",
+        )
 
 
 def printable(given: str | os.PathLike[str]) -> str | os.PathLike[str]:

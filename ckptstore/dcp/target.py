@@ -34,7 +34,7 @@ from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
-_OWN_FILE = re.compile(r"state-rank=\d{5,}-\d{2,}\.distcp")
+_OWN_FILE = re.compile(r"(?:[0-9a-f]+/)?state-rank=\d{5,}-\d{2,}\.distcp")
 
 
 class DirectoryTarget:
@@ -51,6 +51,8 @@ class DirectoryTarget:
         self._given = os.fspath(uri)
         self._storage_options = storage_options
         self._config = config or TransferConfig.from_env()
+        self.num_prefixes = StoreConfig.from_env(transfer=self._config).num_prefixes
+        """The number of directories over which the files of all ranks are spread."""
         self._opened: OpenedPlace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,6 +138,11 @@ class StoreTarget:
     def uri(self) -> str:
         """The URI of the store, without secrets."""
         return self.storage.uri
+
+    @property
+    def num_prefixes(self) -> int:
+        """The number of directories over which the files of all ranks are spread."""
+        return self.config.num_prefixes
 
     def open(self) -> tuple[Storage, Transfer]:
         """Return the storage and its transfer."""

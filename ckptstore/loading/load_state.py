@@ -366,9 +366,11 @@ def _match(
 
 def _judged(parts: list[Any], options: LoadOptions) -> dict[str, Any]:
     """Return the keys that do not fit, over all ranks, or raise as `Mismatch.check` does. Warn of names of the state
-    that the load leaves out."""
+    that the load leaves out, and tell of modules that take what their `state_dict()` returned."""
     joined = Mismatch.joined(map(Mismatch.from_json, parts))
     joined.check(strict=options.strict)
+    for name in sorted(joined.from_dicts):
+        logger.info("%r was saved as what state_dict() returned, and is loaded into the module itself", name)
     for name in sorted(joined.absent):
         logger.warning("the load leaves %r of the state as it is: %s", name, joined.absence(name))
     return joined.to_json()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoUsableCheckpoint, StorageError
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CheckpointGone,
+    InvalidInput,
+    InvalidName,
+    NoUsableCheckpoint,
+    StorageError,
+)
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.format.record import Record
 from ckptstore.job import Job, Tier
@@ -18,6 +25,9 @@ T = TypeVar("T")
 Order = Callable[[Sequence[int]], Iterable[int]]
 """A function from the numbers of the live checkpoints, oldest first, to the order in which to try them. The leader
 calls it."""
+
+_DEFAULTS = {"strict": True, "dtype": "same", "read_once": "rank", "per_rank": "error", "allow_pickle": False}
+"""The defaults of those keywords of a load for which it is not None."""
 
 
 class Candidates(Protocol):
@@ -39,6 +49,15 @@ class Candidates(Protocol):
 def newest_first(numbers: Sequence[int]) -> Iterable[int]:
     """Return the order of a usual resume: the newest checkpoint first."""
     return reversed(numbers)
+
+
+def refuse_load_options(options: Mapping[str, Any]) -> None:
+    """Raise InvalidInput if a resume without a state has keywords of a load with other values than their defaults."""
+    if changed := [name for name, value in options.items() if value != _DEFAULTS.get(name)]:
+        raise InvalidInput(
+            f"{', '.join(changed)}: a resume without a state loads nothing, and takes no keywords of a load",
+            hint="Give the state, or leave them out",
+        )
 
 
 def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptstore.errors import InvalidInput
 from ckptstore.events import SaveStarted, emit
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
@@ -110,6 +111,8 @@ class DirectoryShard:
 
     def describe(self) -> list[Any]:
         """See `Shard.describe`."""
+        if self._link and not isinstance(self._storage, Disk):
+            raise InvalidInput(f"link=True makes hard links, and {self._storage.uri} is no disk", hint="Leave link out")
         found = self._found = self._find()
         digests = sha256_of_files(found, sorted(self._shared))
         size_bytes = 0 if self._link else found.size_bytes
@@ -117,7 +120,12 @@ class DirectoryShard:
 
     def decide(self, descriptions: Sequence[Any]) -> Decision:
         """See `Shard.decide`."""
-        naming = agree([Offer.from_json(offer) for offer in descriptions])
+        offers = [Offer.from_json(offer) for offer in descriptions]
+        naming = agree(offers)
+        for name in sorted(set(self._shared).difference(*(offer.shared for offer in offers))):
+            if (self._storage.uri, name) not in _surprises:
+                _surprises.add((self._storage.uri, name))
+                logger.warning("shared=[%r]: no rank has a file of that name", name)
         return Decision(naming.to_json(), naming.size_bytes)
 
     def hear(self, told: Any) -> None:

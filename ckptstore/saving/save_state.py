@@ -222,7 +222,14 @@ class StateSaver:
     ) -> StateShard:
         if options.incremental not in (False, True, "reference"):
             raise InvalidInput(f"incremental is {options.incremental!r}, it is True, False or 'reference'")
+        if options.stock_readable not in (True, False, "auto"):
+            raise InvalidInput(f"stock_readable is {options.stock_readable!r}, it is True, False or 'auto'")
         if options.incremental == "reference":  # stock readers look in one directory
+            if options.stock_readable is True:
+                raise InvalidInput(
+                    "incremental='reference' leaves files where stock readers do not look, and stock_readable is True",
+                    hint="Give incremental=True, which links or copies the files, or leave stock_readable out",
+                )
             options = replace(options, stock_readable=False)
         job = self.job
         options = replace(

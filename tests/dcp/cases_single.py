@@ -42,6 +42,13 @@ class Plain:
     size: int = 3
 
 
+def bytes_io(data: bytes, **attributes: str) -> io.BytesIO:
+    made = io.BytesIO(data)
+    made.seek(2)
+    vars(made).update(attributes)
+    return made
+
+
 VALUES: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "bool": lambda: True,
@@ -57,6 +64,8 @@ VALUES: dict[str, Callable[[], Any]] = {
     "bytes": lambda: b"\x00\xff",
     "bytes of 100 KiB": lambda: bytes(range(256)) * 400,
     "bytearray": lambda: bytearray(b"abc"),
+    "BytesIO": lambda: bytes_io(b"abc"),
+    "BytesIO of 100 KiB": lambda: bytes_io(bytes(range(256)) * 400),
     "empty list": list,
     "list": lambda: [1, "two", 3.0, None],
     "lists in lists": lambda: [[1, 2], [[3], []]],
@@ -95,7 +104,7 @@ CODE_VALUES: dict[str, Callable[[], Any]] = {
     "namedtuple": lambda: Point(1, 2),
     "dataclass": Plain,
     "function": lambda: functools.partial(int, base=2),
-    "BytesIO": lambda: io.BytesIO(b"abc"),
+    "BytesIO with attributes": lambda: bytes_io(b"abc", label="x"),
     "numpy array of objects": lambda: numpy.array([None, 1], dtype=object),
     "lists with code in them": lambda: [1, [Colour.RED]],
 }
@@ -562,19 +571,20 @@ def wrapper_key_taken() -> Trial:
 @case("identity", "`checkpoint_id`, `save_id`, `load_id` and version")
 def identity() -> Trial:
     def save(writer: Any, state: dict[str, Any], planner: Any) -> None:
-        before = writer.storage_meta().save_id
+        before = writer.save_id
         metadata = dcp.save(state, storage_writer=writer, checkpoint_id=writer.checkpoint_id, no_dist=True)
         assert metadata.version == "1.0.0"
         assert metadata.storage_meta is not None
-        assert metadata.storage_meta.save_id not in (None, before)
+        assert metadata.storage_meta.save_id == writer.save_id != before
         assert str(metadata.storage_meta.checkpoint_id) == str(writer.checkpoint_id)
 
     def load(reader: Any, state: dict[str, Any], planner: Any) -> dict[str, Any]:
         dcp.load(state, storage_reader=reader, checkpoint_id=reader.checkpoint_id, no_dist=True)
         metadata = reader.read_metadata()
-        first = metadata.storage_meta.load_id
+        first = reader.load_id
+        assert metadata.storage_meta.load_id == first
         reader.reset()
-        assert first not in (None, reader.read_metadata().storage_meta.load_id)
+        assert first != reader.load_id
         assert metadata.storage_meta.save_id
         assert metadata.version == "1.0.0"
         assert not str(reader.checkpoint_id).startswith("//")

@@ -103,7 +103,7 @@ def bits(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return type(value).__name__, sorted(map(repr, value))
     if hasattr(value, "getvalue"):
-        return type(value).__name__, value.getvalue()
+        return type(value).__name__, value.getvalue(), value.tell(), vars(value)
     return type(value).__name__, repr(value)
 
 

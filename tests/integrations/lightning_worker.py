@@ -330,6 +330,7 @@ def refusals(root: str) -> list[str]:
         lambda: CheckpointStoreCallback(root, retension=KeepLatest(1)),
         lambda: CheckpointStoreCallback(root, save_weights_only=True),
         lambda: CheckpointStoreCallback(root, train_time_interval=60),
+        lambda: CheckpointStoreCallback(root, resume=False, load_options={"strict": False}),
     ):
         try:
             action()

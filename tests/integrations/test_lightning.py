@@ -157,7 +157,9 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     assert "pointer/checkpoint.ckpt" in path
     assert path.endswith("call fit without ckpt_path")
     for text, expected in zip(
-        keywords, ("give retention=", "did you mean 'retention'", "resume=False", "60"), strict=True
+        keywords,
+        ("give retention=", "did you mean 'retention'", "resume=False", "60", "load_options are for a resume"),
+        strict=True,
     ):
         assert expected in text
 

@@ -76,11 +76,12 @@ def test_one_process_waits_for_each_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_saved_or_resumed_is_refused(tmp_path: Path) -> None:
-    ((missing, in_the_way, kind),) = run_ranks(1, call, "damaged", str(tmp_path))
+    ((missing, in_the_way, kind, failures),) = run_ranks(1, call, "damaged", str(tmp_path))
     assert "No rank has files in" in missing
     assert "step 3" in missing
     assert "cannot get a second name" in in_the_way
     assert "is not a Trainer's: it holds tensor state" in kind
+    assert "max_failures=1 is for asynchronous saves" in failures
 
 
 @pytest.mark.slow

@@ -205,6 +205,7 @@ def damaged(root: str) -> list[str]:
     with open_store(f"{root}/c") as store:
         store.save(3, {"epoch": 1})
     refused(lambda: fit(f"{root}/c", f"{root}/out"))
+    refused(lambda: fit(f"{root}/d", f"{root}/out", max_failures=1))
     return found
 
 

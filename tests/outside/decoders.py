@@ -364,7 +364,7 @@ def _value_texts() -> list[bytes]:
             {n: (n, str(n % 7), None, n % 2 == 0, n / 3, b"x", [10**30]) for n in range(200)},
             Counter(range(1100)),
         ],
-        "bytes": [b"abc", bytearray(b"x"), b"y" * 70_000, list(range(2000)), [0.5] * 2000],
+        "bytes": [b"abc", bytearray(b"x"), io.BytesIO(b"x"), b"y" * 70_000, list(range(2000)), [0.5] * 2000],
         "times": [
             datetime.date(2026, 1, 1),
             datetime.time(1, 2),

@@ -63,7 +63,7 @@ _VALUES: list[Any] = [
     for kind in (
         *("int", "float", "complex", "tuple", "set", "frozenset", "slice", "dict", "OrderedDict", "Counter", "bytes"),
         *("defaultdict", "bytearray", "ints", "floats", "range", "Ellipsis", "date", "time", "datetime", "timedelta"),
-        *("numpy", "ndarray", "torch.dtype", "torch.device", "torch.Size", "tensor", "pickle", "nothing"),
+        *("BytesIO", "numpy", "ndarray", "torch.dtype", "torch.device", "torch.Size", "tensor", "pickle", "nothing"),
     )
     for content in (None, "", "x", 1, 10**30, [], [1, 2], [[]], [[1, 2]], {}, ["<f8", [2**40], "AAAA"], ["O", "AAAA"])
 ]

@@ -1,9 +1,10 @@
 """Puts the servers that PyPI's packages in the `dev` extra do not bring into `.servers/`: run by `make servers`.
 
-Azurite comes from npm. gcp-storage-emulator, which stands for a store that ignores preconditions, and MLflow's server
-get an environment each, because what they need is older than what ckptstore is tested with. Prometheus, which reads our
-metrics, is Debian's package, unpacked and not installed. Training frameworks lie in a folder each, which tests put
-behind the packages of `.venv`: what else they need is there, or is not used. What is there already is left alone.
+Azurite comes from npm, and pyright, which checks types beside mypy. gcp-storage-emulator, which stands for a store that
+ignores preconditions, and MLflow's server get an environment each, because what they need is older than what ckptstore
+is tested with. Prometheus, which reads our metrics, is Debian's package, unpacked and not installed. Training
+frameworks lie in a folder each, which tests put behind the packages of `.venv`: what else they need is there, or is not
+used. What is there already is left alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import debian
 
 SERVERS = Path(__file__).resolve().parents[2] / ".servers"
-AZURITE = "3.37.0"
+NPM = {"azurite": "3.37.0", "pyright": "1.1.414"}
 GCP_STORAGE_EMULATOR = (
     "gcp-storage-emulator==2026.7.19",
     "google-crc32c==1.9.0",
@@ -112,7 +113,7 @@ XGBOOST = ("xgboost-cpu==3.2.0",)
 def main() -> int:
     SERVERS.mkdir(exist_ok=True)
     failed = max(
-        install_azurite(),
+        install_from_npm(),
         install_environment("gcp-storage-emulator", GCP_STORAGE_EMULATOR),
         install_environment("mlflow", MLFLOW),
         install_beside("torchtitan", TORCHTITAN),
@@ -136,16 +137,18 @@ def main() -> int:
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why
 
 
-def install_azurite() -> int:
-    package = SERVERS / "node_modules" / "azurite" / "package.json"
-    if package.exists() and json.loads(package.read_text())["version"] == AZURITE:
+def install_from_npm() -> int:
+    modules = SERVERS / "node_modules"
+    there = {name: modules / name / "package.json" for name in NPM}
+    if all(path.exists() and json.loads(path.read_text())["version"] == NPM[name] for name, path in there.items()):
         return 0
     npm = shutil.which("npm")
     if npm is None:
-        print("npm is not installed: the tests that need Azurite cannot run", file=sys.stderr)
+        print(f"npm is not installed: the tests that need {' or '.join(NPM)} cannot run", file=sys.stderr)
         return 1
     (SERVERS / "package.json").write_text('{"private": true}\n')
-    command = [npm, "install", f"azurite@{AZURITE}", "--no-audit", "--no-fund", "--save-exact", "--loglevel=error"]
+    packages = [f"{name}@{version}" for name, version in NPM.items()]
+    command = [npm, "install", *packages, "--no-audit", "--no-fund", "--save-exact", "--loglevel=error"]
     return subprocess.run(command, cwd=SERVERS, check=False).returncode
 
 

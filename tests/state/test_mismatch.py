@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn, ones, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptstore import StateMismatch, open_store
 
@@ -27,24 +31,72 @@ def state_dicts() -> dict[str, Any]:
     return {name: item.state_dict() for name, item in objects().items()}
 
 
-@pytest.mark.parametrize(
-    ("saved", "resumed", "cause"),
-    [
-        (state_dicts, objects, "The checkpoint has what state_dict() returned for 'model'"),
-        (objects, state_dicts, "The state has what state_dict() returned for 'optimizer'"),
-    ],
-)
-def test_state_dicts_in_place_of_objects_are_recognised(
-    saved: State, resumed: State, cause: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(item, other[name]) for name, item in one.items())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_state_dicts_in_place_of_objects_are_recognised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_store(tmp_path) as store:
-        store.save(1, saved())
+        store.save(1, objects())
         with caplog.at_level(logging.INFO, "ckptstore"), pytest.raises(StateMismatch) as caught:
-            store.resume(resumed())
+            store.resume(state_dicts())
     text = str(caught.value)
-    assert cause in text
+    assert "The state has what state_dict() returned for 'optimizer'" in text
     assert "strict=False" not in text
     assert len(text) < 1500
+
+
+def test_objects_take_the_state_dicts_that_were_saved_under_their_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = state_dicts()
+    with open_store(tmp_path) as store, caplog.at_level(logging.INFO, "ckptstore"):
+        store.save(1, saved)
+        for load in (store.resume, store.load):
+            found = objects()
+            caplog.clear()
+            load(found)
+            assert same({name: item.state_dict() for name, item in found.items()}, saved)
+            assert caplog.text.count("'model' was saved as what state_dict() returned") == 1
+
+
+def test_a_sharded_optimizer_takes_no_state_dict_before_it_has_state(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'init'}", rank=0, world_size=1)
+    try:
+        weight = nn.Parameter(distribute_tensor(ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        trained = optim.AdamW([weight])
+        weight.sum().backward()
+        trained.step()
+        with open_store(tmp_path / "store") as store:
+            store.save(1, {"optimizer": trained.state_dict()})
+            with pytest.raises(StateMismatch, match=r"optimizer cannot be loaded: .*: save the optimizer itself"):
+                store.load({"optimizer": optim.AdamW([weight])})
+            store.load({"optimizer": trained})  # it has tensors to be filled
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("saved", "cause"),
+    [
+        (lambda: {"model": {"module": nn.Linear(2, 3).state_dict()}}, "for 'model'"),
+        (
+            lambda: {"model": {**nn.Linear(2, 3).state_dict(), "more": torch.ones(2)}},
+            "place in the state: model, model.more",
+        ),
+        (lambda: {"model": {**nn.Linear(2, 3).state_dict(), "epoch": 3}}, "place in the state: model. "),
+        (lambda: {"model": {"weight": torch.ones(3, 2)}}, "1 missing in the checkpoint: model.bias"),
+    ],
+)
+def test_a_module_takes_no_dict_that_does_not_fit_exactly(saved: State, cause: str, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.save(1, saved())
+        with pytest.raises(StateMismatch) as caught:
+            store.resume({"model": nn.Linear(2, 3)})
+    assert cause in str(caught.value)
+    assert "The checkpoint has what state_dict() returned for 'model'" in str(caught.value)
 
 
 def test_ten_keys_are_named_and_all_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

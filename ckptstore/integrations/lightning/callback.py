@@ -114,6 +114,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
                 "save_weights_only=True stores nothing that a training can go on from",
                 hint="Give resume=False, and a store of its own beside the one that is resumed from",
             )
+        if load_options and not resume:
+            raise InvalidInput("load_options are for a resume, and resume=False loads nothing", hint="Leave them out")
         if train_time_interval is not None and not isinstance(train_time_interval, timedelta):
             raise InvalidInput(f"train_time_interval is {train_time_interval!r}, it is a timedelta")
         self._lazy_store = LazyStore(store, open_keywords)

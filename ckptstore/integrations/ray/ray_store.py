@@ -24,7 +24,7 @@ from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
 from ckptstore.integrations.ray.reports import LateReports, Reports
 from ckptstore.integrations.ray.worker_group import RayWorkers
-from ckptstore.loading.newest import Order, newest_first, resume
+from ckptstore.loading.newest import Order, newest_first, refuse_load_options, resume
 from ckptstore.opening import open_store
 from ckptstore.saving.background import OnBusy, PendingSave
 from ckptstore.saving.phases import SaveClock
@@ -235,6 +235,8 @@ class RayStore(CheckpointStore):
         """
         if prefer not in ("newest", "ray"):
             raise InvalidInput(f"prefer is {prefer!r}, it is 'newest' or 'ray'")
+        if state is None:
+            refuse_load_options(options)
         if self._reports is None:
             return super().resume(state, **options)
         self._background.wait()

@@ -62,6 +62,11 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         save_options: Mapping[str, Any] | None = None,
         **open_keywords: Any,
     ) -> None:
+        if max_failures and not asynchronous:
+            raise InvalidInput(
+                f"max_failures={max_failures} is for asynchronous saves: all others raise their error at once",
+                hint="Give asynchronous=True, or leave it out",
+            )
         self._lazy_store = LazyStore(store, open_keywords)
         self._asynchronous = asynchronous
         self._max_failures = max_failures

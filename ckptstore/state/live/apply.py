@@ -86,6 +86,7 @@ class Loading:
         for unit in sorted(units, key=lambda unit: unit.kind):  # stable: the caller's order within a kind
             if unit.kind is Kind.MODULE:
                 materialised, finish = load_module(unit, matching, device=device)
+                matching.take_state_dict(unit.key)
                 self.materialised.append(materialised)
                 self._finishes.append(finish)
             elif unit.kind is Kind.OPTIMIZER and unit.key not in matching.saved.values:

@@ -15,6 +15,7 @@ import torch
 from ckptstore.errors import StateMismatch
 from ckptstore.state.live.flatten import (
     ATOMS,
+    Kind,
     Path,
     Replicated,
     TensorRef,
@@ -185,6 +186,11 @@ def load_stateful(unit: Unit, matching: Matching, *, device: torch.device | None
     if unit.key not in matching.saved.values and not below:
         matching.miss(unit.key, "an object with a state_dict")
         return lambda: None
+    if unit.kind is Kind.OPTIMIZER and not unit.item.state and _is_distributed(unit.item):
+        reason = "it was saved as what state_dict() returned, and has no state yet in which its parts have a place: "
+        reason += "save the optimizer itself"
+        matching.refuse(unit.key, StateMismatch(reason))
+        return lambda: None
     # Asking some objects (data loaders) for their state starts them, so it is done only where it is needed.
     needs_current = unit.key not in matching.saved.values or bool(references_in(saved))
     with same_random_numbers():
@@ -198,6 +204,10 @@ def load_stateful(unit: Unit, matching: Matching, *, device: torch.device | None
             unit.item.load_state_dict(contents.result())
 
     return finish
+
+
+def _is_distributed(optimizer: torch.optim.Optimizer) -> bool:
+    return any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def default_device() -> torch.device:

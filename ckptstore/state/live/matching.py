@@ -15,6 +15,7 @@ import torch
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.near import meant, nearest, nearest_key, shown
 from ckptstore.state.index.part import Tensor
+from ckptstore.state.live.flatten import TensorRef
 from ckptstore.state.tensors.overlap import Conflict, PlacedTensor, conflicts_of, local_memory, overlaps_itself
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, name_of, wrapped_in
 from ckptstore.state.tensors.tensor_memory import obstacle_of
@@ -54,7 +55,7 @@ class Mismatch:
     gives to its parts, `absent` those of them under which the checkpoint has nothing at all, `there` the names of the
     checkpoint's own parts. `unused` are patterns that fit nothing, with the nearest key that may have been meant.
     `is_empty` is True if nothing at all would be loaded. `left_out` are the checkpoint's own parts that the state does
-    not name.
+    not name. `from_dicts` has the keys of modules for which the checkpoint has what their `state_dict()` returned.
     """
 
     missing: set[str] = field(default_factory=set)
@@ -66,6 +67,7 @@ class Mismatch:
     unused: dict[str, str | None] = field(default_factory=dict)
     is_empty: bool = field(default=False, compare=False)
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
+    from_dicts: frozenset[str] = field(default=frozenset(), compare=False)
 
     def check(self, *, strict: bool) -> None:
         """Raise StateMismatch with the whole list. Without `strict` only differing keys count, and that something is
@@ -139,6 +141,7 @@ class Mismatch:
             },
             is_empty=bool(every) and all(part.is_empty for part in every),
             left_out=frozenset.intersection(*(part.left_out for part in every)) if every else frozenset(),
+            from_dicts=frozenset().union(*(part.from_dicts for part in every)),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -149,7 +152,7 @@ class Mismatch:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Mismatch:
         mutable = {name: set(value[name]) for name in ("missing", "unexpected")}
-        frozen = {name: frozenset(value[name]) for name in ("names", "absent", "there", "left_out")}
+        frozen = {name: frozenset(value[name]) for name in ("names", "absent", "there", "left_out", "from_dicts")}
         return Mismatch(**{**value, **mutable, **frozen})
 
 
@@ -279,6 +282,19 @@ class Matching:
                 return False
             self._fill_wrapped(name, target, saved[name])
         return True
+
+    def take_state_dict(self, key: str) -> None:
+        """Give the checkpoint's dict of a module's tensors its place, if the module at this key took exactly those.
+
+        Call it when the module is matched. A module's own state has nothing under the key itself.
+        """
+        held = self.saved.values.get(key)
+        if not isinstance(held, Mapping) or not all(isinstance(item, TensorRef) for item in held.values()):
+            return
+        names = {f"{key}.{name}" for name in held}
+        if names == set(self.below(key)) == {name for name in self._placed if name.startswith(f"{key}.")}:
+            self._placed.add(key)
+            self.mismatch.from_dicts |= {key}
 
     def refuse(self, key: str, error: StateMismatch) -> None:
         """Note that the contents of the checkpoint under a key, or in parts of it, cannot be loaded at all."""

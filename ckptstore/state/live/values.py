@@ -17,6 +17,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import chain
 from typing import Any
 
@@ -97,6 +98,8 @@ class Encoder:
             return _tagged(*simple(value))
         if kind is bytes or kind is bytearray:
             return _tagged(kind.__name__, self._encode_bytes(value))
+        if kind is BytesIO and not value.closed and not vars(value):
+            return _tagged("BytesIO", [self._encode_bytes(value.getvalue()), value.tell()])
         foreign = self._encode_foreign(value)
         return self._pickled(value, path) if foreign is None else foreign
 
@@ -276,6 +279,12 @@ class Decoder:
 
         return numpy.asarray(self._fetch(_reference(content))).tobytes()
 
+    def _bytes_io(self, content: Any) -> BytesIO:
+        data, position = content
+        made = BytesIO(self._bytes(data))
+        made.seek(position)
+        return made
+
     def _packed(self, content: Any) -> Any:
         levels, data = content
         with collector_paused():
@@ -419,6 +428,7 @@ _DECODE_NESTED: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "text": lambda self, content: self._bytes(content).decode("utf-8", "surrogatepass"),
     "bytes": Decoder._bytes,
     "bytearray": lambda self, content: bytearray(self._bytes(content)),
+    "BytesIO": Decoder._bytes_io,
     "packed": Decoder._packed,
     "ints": lambda self, content: self._fetch(content).tolist(),
     "floats": lambda self, content: self._fetch(content).tolist(),

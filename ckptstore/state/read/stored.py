@@ -30,6 +30,15 @@ Read = Callable[[Sequence[RangeRead]], None]
 """`Transfer.read`."""
 
 
+def check_per_rank(per_rank: PerRank) -> None:
+    """Raise InvalidInput unless the choice, or each choice of a mapping, is one that there is."""
+    for choice in per_rank.values() if isinstance(per_rank, Mapping) else (per_rank,):
+        if choice not in ("error", "first", "skip"):
+            raise InvalidInput(
+                f"per_rank is {choice!r}, it is 'error', 'first' or 'skip', or a mapping of patterns to these"
+            )
+
+
 @dataclass(slots=True)
 class StoredState:
     """The state of one checkpoint for one rank."""
@@ -53,12 +62,7 @@ class StoredState:
     """The rank whose value is taken, for each key that differs between ranks."""
 
     def __post_init__(self) -> None:
-        given = self.per_rank.values() if isinstance(self.per_rank, Mapping) else (self.per_rank,)
-        for choice in given:
-            if choice not in ("error", "first", "skip"):
-                raise InvalidInput(
-                    f"per_rank is {choice!r}, it is 'error', 'first' or 'skip', or a mapping of patterns to these"
-                )
+        check_per_rank(self.per_rank)
 
     @outside_inference()
     def saved(self, wanted: Callable[[str], bool] = lambda key: True) -> Saved:
