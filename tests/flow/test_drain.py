@@ -47,7 +47,7 @@ from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.testing import Call, CountCalls, FailAt, combine
 
-SECONDS = 20
+SECONDS = 60
 
 
 @pytest.fixture(autouse=True)
