@@ -39,6 +39,7 @@ Address = tuple[str, int]
 logger = logging.getLogger("ckptstore")
 
 LOOPBACK = "127.0.0.1"
+_LINGER_SECONDS = 1.0
 _MAX_STRANGERS = 64
 """The most connections without a proof at once; one more replaces the oldest of them."""
 _GREETING_SECONDS = 10.0
@@ -184,12 +185,13 @@ class NodeServer:
         return key
 
     def _take(self, channel: Channel, asked: Mapping[str, Any]) -> None:
-        """Receive and write a file. An error ends the connection: the rest of the bytes is not read."""
+        """Receive and write a file. An error ends the connection: the rest of the bytes is not used."""
         try:
             hasher = Hasher(asked["algorithm"])
             _write(self._disk, self._new_key(asked), int(asked["size_bytes"]), channel, hasher)
         except CkptstoreError as error:
             channel.send({"error": error.to_wire()})
+            _linger(channel.line)
             raise ConnectionAbortedError from error
         channel.send({"digest": str(hasher.digest())})
 
@@ -220,6 +222,17 @@ class NodeServer:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise posix.translate(error, what="Reading", file=key, directory=str(path)) from error
+
+
+def _linger(connection: socket.socket) -> None:
+    """Read for a moment what the other side still sends: a close with bytes unread takes back the error that was sent
+    (RFC 9293, 3.10.4)."""
+    connection.shutdown(socket.SHUT_WR)
+    until = time.monotonic() + _LINGER_SECONDS
+    while (left_seconds := until - time.monotonic()) > 0:
+        connection.settimeout(left_seconds)
+        if not connection.recv(1 << 20):
+            return
 
 
 def _write(disk: NodeDisk, key: str, size_bytes: int, channel: Channel, hasher: Hasher) -> None:
