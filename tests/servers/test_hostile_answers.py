@@ -36,9 +36,9 @@ pytestmark = pytest.mark.usefixtures("two_tries")
 
 CLOUDS = {"s3": "fast_s3", "gs": "fake_gcs", "az": "azurite"}
 ENGINES = [
-    pytest.param(cloud, engine, marks=[pytest.mark.slow] if cloud != "s3" and engine == "fsspec" else [])
+    pytest.param(cloud, engine, marks=[pytest.mark.slow] if cloud != "s3" and engine == "sdk" else [])
     for cloud in CLOUDS
-    for engine in ("obstore", "fsspec")
+    for engine in ("obstore", "sdk")
 ]
 """As elsewhere the second engine is slow, but on S3, where most of it is our own."""
 SEEN: list[Manner] = [
@@ -162,7 +162,7 @@ def test_what_is_wrong_on_every_way_is_damage(two_steps: tuple[str, dict[str, An
 def test_what_is_doubted_again_and_again_uses_up_no_descriptors(request: pytest.FixtureRequest, cloud: str) -> None:
     server: Any = request.getfixturevalue(CLOUDS[cloud])
     uri = f"{cloud}://test/doubted/{os.urandom(4).hex()}"
-    with closing(open_storage(uri, storage_options=server.storage_options, engine="fsspec")) as storage:
+    with closing(open_storage(uri, storage_options=server.storage_options, engine="sdk")) as storage:
         storage.write("file", [memoryview(b"data")])
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(30):
