@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from test_contract_azure import AzureContract
+from test_contract_gcs import GcsContract
 from test_contract_s3 import OnOwnServer, S3Contract
 
 from ckptstore.storage.base import CreatesExclusively, Doubts
@@ -10,5 +12,15 @@ POWERS = (CreatesExclusively, Doubts)
 
 
 class TestS3fsOnOwnServer(OnOwnServer, S3Contract):
+    engine = "fsspec"
+    powers = POWERS
+
+
+class TestAdlfsOnAzurite(AzureContract):
+    engine = "fsspec"
+    powers = POWERS
+
+
+class TestGcsfsOnFakeGcs(GcsContract):
     engine = "fsspec"
     powers = POWERS
