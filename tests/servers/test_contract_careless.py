@@ -51,15 +51,16 @@ class TestSdkOnCarelessServer(OnCarelessServer):
     """Slow, as the second engine is on every server."""
 
 
-def test_a_store_asks_for_a_promise(careless_gcs: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["sdk", "fsspec"])
+def test_a_store_asks_for_a_promise(careless_gcs: Any, tmp_path: Path, engine: str) -> None:
     options = careless_gcs.storage_options
     with (
-        ckptstore.open_store("gs://test/careless/alone", storage_options=options, engine="sdk") as store,
+        ckptstore.open_store("gs://test/careless/alone", storage_options=options, engine=engine) as store,
         pytest.raises(InvalidInput, match="create") as caught,
     ):
         store.save_directory(1, tmp_path)
     assert "single_writer=True" in str(caught.value.hint)
-    with closing(open_storage("gs://test/careless/alone", storage_options=options, engine="sdk")) as storage:
+    with closing(open_storage("gs://test/careless/alone", storage_options=options, engine=engine)) as storage:
         assert not list(storage.list("log/"))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName
+from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageError
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import Storage, StoredFile
 from ckptstore.storage.cloud import foreign
@@ -24,8 +24,9 @@ _CLOUDS = {"s3fs": "S3FileSystem", "gcsfs": "GCSFileSystem", "adlfs": "AzureBlob
 _DELETE_THREADS = 16
 _WHOLE_BYTES = 2 * PART_BYTES
 """The most bytes of a file that goes up in one request, from one buffer."""
-_GCSFS_BORDER = b"\n--==0=="
-"""The border that gcsfs sets between the parts of an upload in one request; a file that has it would be cut there."""
+_GCSFS_BORDER = b"--==0=="
+"""The border that gcsfs sets between the parts of an upload in one request; a file that has it would be cut there. A
+resumable upload has none."""
 
 
 def open_fsspec(uri: str, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> Storage:
@@ -58,24 +59,25 @@ class CloudStorage(GenericStorage):
         path, size_bytes = self.path(key), total_bytes(views)
         with self.seam("write", key):
             if size_bytes <= _WHOLE_BYTES:
-                self._pipe(path, b"".join(views))
+                data = b"".join(views)
+                resumable = {"chunksize": len(data)} if self._has_border(data) else {}
+                self.system.pipe_file(path, data, **resumable)
             else:
                 self.stream(path, views, block_size=part_bytes(size_bytes))
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `CreatesExclusively`."""
+        """See `CreatesExclusively`. Raises StorageError for what does not fit into one request."""
+        if len(data) > _WHOLE_BYTES or self._has_border(data):
+            raise StorageError("An upload in several requests may overwrite a file that exists", file=key)
         try:
             with self.seam("create", key):
-                self._pipe(self.path(key), data, mode="create")
+                self.system.pipe_file(self.path(key), data, mode="create")
         except foreign.ConditionFailed:
             return False
         return True
 
-    def _pipe(self, path: str, data: bytes, **mode: str) -> None:
-        options: dict[str, Any] = dict(mode)
-        if _GCSFS_BORDER in data and _comes_from("gcsfs", type(self.system)):
-            options["chunksize"] = len(data)  # one resumable upload, which has no border
-        self.system.pipe_file(path, data, **options)
+    def _has_border(self, data: bytes) -> bool:
+        return _GCSFS_BORDER in data and _comes_from("gcsfs", type(self.system))
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         container, _, rest = self.root.partition("/")

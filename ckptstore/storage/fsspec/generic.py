@@ -191,7 +191,7 @@ def _checked(fs: Any, location: Location, options: Mapping[str, Any]) -> Any:
         raise InvalidInput("storage_options and fs are both given", hint="The file system has options of its own")
     if isinstance(fs, CachingFileSystem):
         raise InvalidInput("fs has a cache in front of it, which shows what was", hint="Give the file system behind it")
-    if fs.asynchronous:
+    if getattr(fs, "asynchronous", False):
         raise InvalidInput("fs is asynchronous", hint="Make it without asynchronous=True")
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
     if location.scheme not in protocols:
