@@ -28,6 +28,7 @@ numbers = itertools.count()
 STORES = [
     pytest.param(("s3", "obstore"), id="s3-obstore"),
     pytest.param(("s3", "sdk"), id="s3-sdk"),
+    pytest.param(("s3", "fsspec"), id="s3-fsspec", marks=pytest.mark.slow),
     pytest.param(("gs", "obstore"), id="gs-obstore", marks=pytest.mark.slow),
     pytest.param(("gs", "sdk"), id="gs-sdk", marks=pytest.mark.slow),
     pytest.param(("az", "obstore"), id="az-obstore", marks=pytest.mark.slow),

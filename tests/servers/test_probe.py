@@ -17,11 +17,15 @@ from ckptstore.testing.s3_server import Fault, S3Server
     [
         ("fast_s3", "s3", "obstore"),
         ("fast_s3", "s3", "sdk"),
+        ("fast_s3", "s3", "fsspec"),
+        ("fake_gcs", "gs", "fsspec"),
+        ("azurite", "az", "fsspec"),
         ("fake_gcs", "gs", "sdk"),
         ("azurite", "az", "obstore"),
         ("azurite", "az", "sdk"),
         pytest.param("ceph", "s3", "obstore", marks=pytest.mark.ceph),
         pytest.param("ceph", "s3", "sdk", marks=pytest.mark.ceph),
+        pytest.param("ceph", "s3", "fsspec", marks=pytest.mark.ceph),
     ],
 )
 def test_real_stores_have_it(request: pytest.FixtureRequest, server: str, scheme: str, engine: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageError
+from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageError, StorageUnavailable
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import Storage, StoredFile
 from ckptstore.storage.cloud import foreign
@@ -21,6 +21,8 @@ from ckptstore.storage.fsspec.generic import GenericStorage, class_for, stored
 from ckptstore.storage.uri import parse_uri
 
 _CLOUDS = {"s3fs": "S3FileSystem", "gcsfs": "GCSFileSystem", "adlfs": "AzureBlobFileSystem"}
+_DAMAGED = frozenset({"ChecksumError", "FlexibleChecksumError", "ClientPayloadError", "ResponseParserError"})
+"""The names of the packages' errors for answers that are not what was sent."""
 _DELETE_THREADS = 16
 _WHOLE_BYTES = 2 * PART_BYTES
 """The most bytes of a file that goes up in one request, from one buffer."""
@@ -113,6 +115,8 @@ class CloudStorage(GenericStorage):
     def translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
         if isinstance(error, FileExistsError):
             return foreign.ConditionFailed(f"{what}: it exists", file=key)
+        if any(type(item).__name__ in _DAMAGED for item in foreign.chain_of(error)):
+            return StorageUnavailable(f"{what}: the bytes were damaged on their way", file=key)
         status, code = _status_of(error)
         if status is None:
             return super().translated(error, what=what, key=key)
