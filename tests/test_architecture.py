@@ -313,6 +313,11 @@ def test_a_third_party_has_one_importer(name: str) -> None:
         assert is_inside(name, IMPORTERS.get(third_party, set())), f"ckptstore.{name} imports {third_party}"
 
 
+def test_exclusive_locks_are_those_of_filelock() -> None:
+    assert [name for name, path in MODULES.items() if re.search(r"LOCK_EX|\blockf\(", path.read_text())] == []
+    assert [name for name, path in MODULES.items() if "LOCK_SH" in path.read_text()] == ["runtime.file_locks"]
+
+
 def test_few_modules_name_an_algorithm_of_digests() -> None:
     assert {name for name, path in MODULES.items() if DIGESTS.search(path.read_text())} == NAMES_OF_DIGESTS
 
