@@ -30,6 +30,7 @@ def open_store(
     grace_seconds: float | None = None,
     durable: bool | None = None,
     engine: str | None = None,
+    fs: object = None,
     storage_options: Mapping[str, Any] | None = None,
     group: object = None,
     rank_timeout_seconds: float | None = None,
@@ -49,7 +50,8 @@ def open_store(
         missing: how to treat a save without a metric that retention needs: raise an "error", or rank it as the "worst".
         grace_seconds: how long a dropped checkpoint stays in the trash, by the storage's clock (3600).
         durable: whether files on a disk are synced before a commit (True).
-        engine: "fsspec" or "obstore", None for the faster one that fits.
+        engine: "obstore", "sdk" or "fsspec"; None for the fastest one that fits.
+        fs: a file system of fsspec that serves the URI, with its own options and credentials.
         storage_options: credentials and the like in fsspec's names; never written anywhere, never logged.
         group: a torch ProcessGroup or a `StorageGroup`; None for torch.distributed where it is initialised, "solo" for
             this process alone, such as an evaluation beside the job, or one rank that looks something up.
@@ -84,7 +86,7 @@ def open_store(
         compare_every=compare_every,
         transfer=TransferConfig.from_env(durable=durable, memory_budget_bytes=memory_budget_bytes),
     )
-    place = open_place(uri, config=config, storage_options=storage_options, engine=engine)
+    place = open_place(uri, config=config, storage_options=storage_options, engine=engine, fs=fs)
     job = Job(
         storage=place.storage,
         log=Log(place.storage, retry=config.retry, single_writer=config.single_writer),

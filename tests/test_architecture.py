@@ -125,11 +125,10 @@ IMPORTERS: dict[str, set[str]] = {
 REQUIRED = {"awscrt", "click", "filelock", "fsspec", "rich", "tenacity"}
 """What every installation has."""
 BEHIND_OTHERS = {
-    "s3fs, gcsfs and adlfs": {"azure", "botocore", "certifi", "google", "requests"},
     "psutil, each in a peer that says whether it can run": {
         *("fastsafetensors", "jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors"),
     },
-    "a search for it first": {"uvloop"},
+    "a search for it first": {"certifi", "uvloop"},
     "errors that name the package, for no extra brings it": {"pandas"},
     "Axolotl, which loads the plugin": {"accelerate", "axolotl", "pydantic"},
 }
@@ -316,13 +315,19 @@ def test_a_third_party_has_one_importer(name: str) -> None:
         assert is_inside(name, IMPORTERS.get(third_party, set())), f"ckptstore.{name} imports {third_party}"
 
 
+def test_exclusive_locks_are_those_of_filelock() -> None:
+    assert [name for name, path in MODULES.items() if re.search(r"LOCK_EX|\blockf\(", path.read_text())] == []
+    assert [name for name, path in MODULES.items() if "LOCK_SH" in path.read_text()] == ["runtime.file_locks"]
+
+
 def test_few_modules_name_an_algorithm_of_digests() -> None:
     assert {name for name, path in MODULES.items() if DIGESTS.search(path.read_text())} == NAMES_OF_DIGESTS
 
 
 def test_an_optional_package_has_an_extra_that_errors_name() -> None:
     """The boundary of the public surface finds it there, and says what to install."""
-    named = {package for packages in EXTRAS.values() for package in packages} - {"adlfs", "gcsfs", "s3fs"}
+    named = {package.partition(".")[0] for packages in EXTRAS.values() for package in packages}
+    named -= set(EXTRAS["fsspec-clouds"])  # fsspec imports them
     named |= {"pytorch_lightning"}  # as good as lightning
     assert set(IMPORTERS) == REQUIRED | named | set().union(*BEHIND_OTHERS.values())
 

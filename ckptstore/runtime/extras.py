@@ -15,10 +15,11 @@ TORCH = ("torch", "numpy", "xxhash")
 
 EXTRAS = {
     "torch": TORCH,
-    "s3": ("s3fs",),
-    "gcs": ("gcsfs",),
-    "azure": ("adlfs",),
+    "s3": ("botocore",),
+    "gcs": ("google.auth", "requests"),
+    "azure": ("azure.storage.blob", "azure.identity"),
     "fast": ("obstore",),
+    "fsspec-clouds": ("s3fs", "gcsfs", "adlfs"),
     "ray": ("ray", "pyarrow"),
     "lightning": (*TORCH, "lightning"),
     "transformers": (*TORCH, "transformers"),
@@ -52,16 +53,21 @@ def needs(*extras: str, what: str = "This") -> None:
 
 def not_installed(error: ModuleNotFoundError) -> InvalidInput | None:
     """Return the error for a module of an optional package that could not be imported, None for any other module."""
-    package = (error.name or "").partition(".")[0]
+    package = _top(error.name or "")
     if package in _OF_ITS_OWN:
         return InvalidInput(f"This needs {package}, which is not installed", hint=f"Install it: pip install {package}")
-    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+    extra = next((extra for extra, packages in EXTRAS.items() if package in map(_top, packages)), None)
     if extra is None:
         return None
     if missing := _missing(EXTRAS[extra]):
         return _error("This", missing, extra)
     hint = f"Update it{install_line(extra, '--upgrade ')}"
     return InvalidInput(f"This needs {error.name}, which the installed {package} does not have", hint=hint)
+
+
+def installed(extra: str) -> bool:
+    """Return True if all packages of an extra are installed. Imports none of them."""
+    return not _missing(EXTRAS[extra])
 
 
 def install_command(extras: str, options: str = "") -> str:
@@ -79,8 +85,15 @@ def _missing(packages: tuple[str, ...]) -> list[str]:
     return [name for name in packages if not (_is_there(name) or _is_there(_EQUALLY_GOOD.get(name, name)))]
 
 
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
 def _is_there(package: str) -> bool:
-    return package in sys.modules or find_spec(package) is not None
+    try:
+        return package in sys.modules or find_spec(package) is not None
+    except ModuleNotFoundError:  # of what it is inside of
+        return False
 
 
 def _error(what: str, missing: list[str], extras: str) -> InvalidInput:

@@ -1,27 +1,31 @@
 """Open the storage at a URI with the back-end that serves it.
 
 A plain path, `file://` and `memory://` are served by ckptstore itself. Cloud schemes are served by obstore ("the fast
-engine") if it is installed and understands the options, else by fsspec, which serves every other scheme as well. Those
-modules, and the packages behind them, are loaded by the first URI that needs them.
+engine") if it is installed and understands the options, else by the SDK of the cloud; every other scheme by fsspec, and
+what is asked to. Those modules, and the packages behind them, are loaded by the first URI that needs them.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.errors import CkptstoreError, InvalidInput
-from ckptstore.runtime.extras import install_command, needs
+from ckptstore.runtime.extras import install_command, install_line
 from ckptstore.storage.base import Storage
 from ckptstore.storage.uri import KINDS, parse_uri
 
 if TYPE_CHECKING:
     from ckptstore.storage.cloud.client_options import ObstoreConfig
 
-Engine = Literal["local", "memory", "obstore", "fsspec"]
+logger = logging.getLogger("ckptstore")
+
+Engine = Literal["local", "memory", "obstore", "sdk", "fsspec"]
+_REQUESTED = "it was asked for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class EngineChoice:
 
     engine: Engine
     reason: str
+    moved: bool = False
+    """True if an option or a variable moved the URI away from the engine that it would have had."""
 
 
 def open_storage(
@@ -39,17 +45,22 @@ def open_storage(
     engine: str | None = None,
     durable: bool = True,
     direct_io: bool = True,
+    fs: object = None,
 ) -> Storage:
     """Return the storage at a URI. Creates nothing there, and does not try to reach it.
 
-    `storage_options` go to the client of an object store and are shown nowhere. `engine` is "obstore" or "fsspec",
-    to get that one or an error. `durable=False` lets a disk write back at any time, `direct_io=False` has it write
-    through the page cache. Raises InvalidInput for a URI, option or engine that cannot be used, naming the extra to
-    install if one is missing.
+    `storage_options` go to the client of an object store and are shown nowhere. `engine` is "obstore", "sdk" or
+    "fsspec", to get that one or an error. `fs` is a file system of fsspec, which then serves the URI. `durable=False`
+    lets a disk write back at any time, `direct_io=False` has it write through the page cache. Raises InvalidInput for a
+    URI, option or engine that cannot be used, naming the extra to install if one is missing.
     """
     location = parse_uri(uri)
     uri = location.uri
-    choice, config = _chosen(uri, storage_options, engine)
+    if fs is not None and engine not in (None, "fsspec"):
+        raise InvalidInput(f"fs and engine={engine!r} are both given", hint="Leave engine out")
+    if fs is not None and location.scheme in ("", "memory"):
+        raise InvalidInput(f"fs does not serve {uri!r}", hint="Give a URI with the scheme of the file system")
+    choice, config = _chosen(uri, storage_options, engine if fs is None else "fsspec")
     if choice.engine == "local":
         from ckptstore.storage.disk.local import LocalStorage
 
@@ -63,15 +74,21 @@ def open_storage(
             from ckptstore.storage.cloud.obstore import open_fast
 
             return open_fast(uri, storage_options, config)
-        from ckptstore.storage.fsspec import open_remote
+        if choice.engine == "sdk":
+            from ckptstore.storage.cloud.sdk import open_sdk
 
-        return open_remote(uri, storage_options)
+            if choice.moved:
+                logger.info("%s is served by the SDK of its cloud, not by obstore: %s", uri, choice.reason)
+            return open_sdk(uri, storage_options)
+        from ckptstore.storage.fsspec.clouds import open_fsspec
+
+        return open_fsspec(uri, storage_options, fs)
     except CkptstoreError:
         raise
     except ImportError as error:
-        if location.kind is not None:
-            needs(location.kind, what=repr(location.uri))  # fsspec's own words name the package alone
         hint = "Install the package that fsspec needs for it"
+        if location.kind is not None:
+            hint = f"Install it{install_line('fsspec-clouds')}"
         raise InvalidInput(f"{location.uri!r} cannot be opened: {error}", hint=hint) from error
     except ValueError:  # fsspec does not know the scheme
         known = ", ".join(["a path", "file://", "memory://", *(f"{name}://" for name in KINDS)])
@@ -100,20 +117,24 @@ def _chosen(
             raise InvalidInput(f"storage_options mean nothing for {location.uri!r}", hint="Leave them out")
         choice = EngineChoice("memory", "memory://") if scheme == "memory" else EngineChoice("local", "a path")
         return choice, None
-    if engine not in (None, "obstore", "fsspec"):
-        raise InvalidInput(f'engine is {engine!r}, it must be "obstore" or "fsspec"')
+    if engine not in (None, "obstore", "sdk", "fsspec"):
+        raise InvalidInput(f'engine is {engine!r}, it must be "obstore", "sdk" or "fsspec"')
     if engine == "fsspec":
-        return EngineChoice("fsspec", "it was asked for"), None
+        return EngineChoice("fsspec", _REQUESTED), None
     if location.kind is None:
-        found: ObstoreConfig | str = f"obstore does not know {scheme}://"
-    elif importlib.util.find_spec("obstore") is None:
-        found = f"obstore is not installed ({install_command('fast')})"
-    else:
+        if engine is not None:
+            raise InvalidInput(f"{engine} does not know {scheme}://")
+        return EngineChoice("fsspec", f"no other engine knows {scheme}://"), None
+    if engine == "sdk":
+        return EngineChoice("sdk", _REQUESTED), None
+    has_obstore = importlib.util.find_spec("obstore") is not None
+    found: ObstoreConfig | str = f"obstore is not installed ({install_command('fast')})"
+    if has_obstore:
         from ckptstore.storage.cloud.obstore import configured
 
         found = configured(location.uri, storage_options)
     if not isinstance(found, str):
-        return EngineChoice("obstore", "the faster engine" if engine is None else "it was asked for"), found
+        return EngineChoice("obstore", "the faster engine" if engine is None else _REQUESTED), found
     if engine == "obstore":
         raise InvalidInput(f"obstore cannot serve {location.uri!r}: {found}")
-    return EngineChoice("fsspec", found), None
+    return EngineChoice("sdk", found, moved=has_obstore), None

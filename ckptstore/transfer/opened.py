@@ -38,6 +38,7 @@ def open_place(
     config: StoreConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
     engine: str | None = None,
+    fs: object = None,
 ) -> OpenedPlace:
     """Open the place at a URI, with the environment's configuration if `config` is None. Creates nothing.
 
@@ -48,6 +49,7 @@ def open_place(
         os.fspath(uri),
         storage_options=storage_options,
         engine=engine,
+        fs=fs,
         durable=config.transfer.durable,
         direct_io=config.transfer.direct_io,
     )

@@ -16,7 +16,7 @@ def archived(match: str) -> Fault:
     return Fault(action="status", match=f"^GET .*{match}", times=None, status=403, code="InvalidObjectState")
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 def test_old_records_in_an_archive_keep_nobody_from_the_newest(fast_s3: S3Server, engine: str) -> None:
     uri, options = f"s3://test/archived/{uuid.uuid4().hex[:8]}", fast_s3.storage_options
     with ckptstore.open_store(uri, storage_options=options, engine=engine, retention=KeepAll()) as store:
@@ -42,7 +42,7 @@ def test_old_records_in_an_archive_keep_nobody_from_the_newest(fast_s3: S3Server
         assert "step-0000000006" in str(caught.value.file)
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 def test_a_store_that_is_archived_as_a_whole_is_no_empty_one(fast_s3: S3Server, engine: str) -> None:
     uri, options = f"s3://test/archived/{uuid.uuid4().hex[:8]}", fast_s3.storage_options
     with ckptstore.open_store(uri, storage_options=options, engine=engine) as store:

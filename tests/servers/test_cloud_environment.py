@@ -12,7 +12,7 @@ from ckptstore.errors import AccessDenied, InvalidInput
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.testing.s3_server import S3Server, s3_server
 
-ENGINES = ["obstore", "fsspec"]
+ENGINES = ["obstore", "sdk"]
 
 
 def roundtrip(uri: str, engine: str | None, **keywords: Any) -> None:
@@ -105,7 +105,7 @@ def test_fsspecs_own_configuration_counts(fast_s3: S3Server, monkeypatch: pytest
 def test_the_faster_engine_that_understands_the_options() -> None:
     assert choose_engine("s3://b/x", storage_options={"key": "k", "secret": "s"}).engine == "obstore"
     choice = choose_engine("s3://b/x", storage_options={"s3_additional_kwargs": {"ACL": "private"}})
-    assert choice.engine == "fsspec"
+    assert choice.engine == "sdk"
     assert "ACL" in choice.reason
     assert choose_engine("sftp://host/x").engine == "fsspec"
     with pytest.raises(InvalidInput, match="ACL"):
@@ -115,6 +115,18 @@ def test_the_faster_engine_that_understands_the_options() -> None:
 @pytest.mark.parametrize("name", ["a-typo", "client_kwarg"])
 def test_an_option_that_nobody_knows_is_refused(fast_s3: S3Server, name: str) -> None:
     options = {**fast_s3.storage_options, name: 1}
-    assert choose_engine("s3://test/x", storage_options=options).engine == "fsspec"
-    with pytest.raises(InvalidInput, match="options"):
-        open_storage("s3://test/x", storage_options=options)
+    assert choose_engine("s3://test/x", storage_options=options).engine == "sdk"
+    for engine in (None, "fsspec"):
+        with pytest.raises(InvalidInput, match="options"):
+            open_storage("s3://test/x", storage_options=options, engine=engine)
+
+
+def test_an_option_that_moves_a_store_to_another_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ckptstore")
+    open_storage("s3://b/run", storage_options={"key": "k", "secret": "s"}).close()
+    open_storage("s3://b/run", storage_options={"s3_additional_kwargs": {"ACL": "private"}}, engine="sdk").close()
+    assert not caplog.messages
+    open_storage("s3://b/run", storage_options={"s3_additional_kwargs": {"ACL": "private"}}).close()
+    (line,) = caplog.messages
+    assert line.startswith("s3://b/run is served by the SDK of its cloud, not by obstore: ")
+    assert "ACL" in line

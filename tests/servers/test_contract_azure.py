@@ -47,5 +47,5 @@ class TestObstoreOnAzurite(AzureContract):
 
 
 @pytest.mark.slow
-class TestFsspecOnAzurite(AzureContract):
-    engine = "fsspec"
+class TestSdkOnAzurite(AzureContract):
+    engine = "sdk"

@@ -28,9 +28,9 @@ DEVIATIONS = {
 
 
 class OnCarelessServer(GcsContract):
-    """With fsspec alone: the emulator's answers lack the Last-Modified header that obstore insists on."""
+    """Without obstore: the emulator's answers lack the Last-Modified header that obstore insists on."""
 
-    engine = "fsspec"
+    engine = "sdk"
 
     @pytest.fixture
     def storage(self, careless_gcs: Any) -> Any:
@@ -47,19 +47,20 @@ for name, ignored in DEVIATIONS.items():
 
 
 @pytest.mark.slow
-class TestFsspecOnCarelessServer(OnCarelessServer):
+class TestSdkOnCarelessServer(OnCarelessServer):
     """Slow, as the second engine is on every server."""
 
 
-def test_a_store_asks_for_a_promise(careless_gcs: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["sdk", "fsspec"])
+def test_a_store_asks_for_a_promise(careless_gcs: Any, tmp_path: Path, engine: str) -> None:
     options = careless_gcs.storage_options
     with (
-        ckptstore.open_store("gs://test/careless/alone", storage_options=options, engine="fsspec") as store,
+        ckptstore.open_store("gs://test/careless/alone", storage_options=options, engine=engine) as store,
         pytest.raises(InvalidInput, match="create") as caught,
     ):
         store.save_directory(1, tmp_path)
     assert "single_writer=True" in str(caught.value.hint)
-    with closing(open_storage("gs://test/careless/alone", storage_options=options, engine="fsspec")) as storage:
+    with closing(open_storage("gs://test/careless/alone", storage_options=options, engine=engine)) as storage:
         assert not list(storage.list("log/"))
 
 
@@ -69,4 +70,4 @@ def test_an_answer_that_obstore_cannot_read_is_no_outage(careless_gcs: Any) -> N
         with pytest.raises(StorageError, match="does not understand the server") as caught:
             storage.read("there")
         assert not caught.value.retryable
-        assert "fsspec" in str(caught.value.hint)
+        assert "sdk" in str(caught.value.hint)

@@ -33,5 +33,5 @@ class TestObstoreOnCeph(OnCeph, S3Contract):
     engine = "obstore"
 
 
-class TestFsspecOnCeph(OnCeph, S3Contract):
-    engine = "fsspec"
+class TestSdkOnCeph(OnCeph, S3Contract):
+    engine = "sdk"

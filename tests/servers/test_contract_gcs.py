@@ -46,8 +46,8 @@ class GcsContract(StorageContract):
         return answer.content
 
 
-class TestFsspecOnFakeGcs(GcsContract):
-    engine = "fsspec"
+class TestSdkOnFakeGcs(GcsContract):
+    engine = "sdk"
 
 
 @pytest.mark.slow

@@ -62,8 +62,8 @@ class TestObstoreOnOwnServer(OnOwnServer, S3Contract):
     engine = "obstore"
 
 
-class TestFsspecOnOwnServer(OnOwnServer, S3Contract):
-    engine = "fsspec"
+class TestSdkOnOwnServer(OnOwnServer, S3Contract):
+    engine = "sdk"
 
 
 def left_out(reason: str) -> Any:
@@ -95,5 +95,5 @@ class TestObstoreOnMoto(OnMoto, S3Contract):
 
 
 @pytest.mark.slow
-class TestFsspecOnMoto(OnMoto, S3Contract):
-    engine = "fsspec"
+class TestSdkOnMoto(OnMoto, S3Contract):
+    engine = "sdk"

@@ -46,7 +46,7 @@ def check(uri: str, options: dict[str, Any] | None, directory: Path, into: Path)
         assert (path / name).read_bytes() == (directory / name).read_bytes()
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 def test_no_payload_goes_up_from_here(fast_s3: S3Server, directory: Path, tmp_path: Path, engine: str) -> None:
     options, uri = fast_s3.storage_options, f"s3://test/inside/{engine}"
     with ckptstore.open_store(uri, storage_options=options, engine=engine) as store:
@@ -114,7 +114,7 @@ def test_disks_copy_by_themselves_into_files_of_their_own(directory: Path, tmp_p
 
 
 @pytest.mark.parametrize(("name", "scheme"), [("fake_gcs", "gs"), ("azurite", "az")])
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 def test_other_clouds(request: pytest.FixtureRequest, name: str, scheme: str, engine: str) -> None:
     options = request.getfixturevalue(name).storage_options
     source, target = (

@@ -17,7 +17,7 @@ from ckptstore.tools.doctor.examination import Examination, examine
 from ckptstore.tools.doctor.finding import Finding
 
 MIB = 1 << 20
-ENGINES = ["obstore", "fsspec"]
+ENGINES = ["obstore", "sdk"]
 
 
 @pytest.fixture

@@ -27,14 +27,15 @@ numbers = itertools.count()
 # Not moto: of several creates of one key more than one may win there, and a store that finds that out refuses to write.
 STORES = [
     pytest.param(("s3", "obstore"), id="s3-obstore"),
-    pytest.param(("s3", "fsspec"), id="s3-fsspec"),
+    pytest.param(("s3", "sdk"), id="s3-sdk"),
+    pytest.param(("s3", "fsspec"), id="s3-fsspec", marks=pytest.mark.slow),
     pytest.param(("gs", "obstore"), id="gs-obstore", marks=pytest.mark.slow),
-    pytest.param(("gs", "fsspec"), id="gs-fsspec", marks=pytest.mark.slow),
+    pytest.param(("gs", "sdk"), id="gs-sdk", marks=pytest.mark.slow),
     pytest.param(("az", "obstore"), id="az-obstore", marks=pytest.mark.slow),
-    pytest.param(("az", "fsspec"), id="az-fsspec", marks=pytest.mark.slow),
-    pytest.param(("careless", "fsspec"), id="careless-fsspec", marks=pytest.mark.slow),
+    pytest.param(("az", "sdk"), id="az-sdk", marks=pytest.mark.slow),
+    pytest.param(("careless", "sdk"), id="careless-sdk", marks=pytest.mark.slow),
     pytest.param(("ceph", "obstore"), id="ceph-obstore", marks=pytest.mark.ceph),
-    pytest.param(("ceph", "fsspec"), id="ceph-fsspec", marks=pytest.mark.ceph),
+    pytest.param(("ceph", "sdk"), id="ceph-sdk", marks=pytest.mark.ceph),
 ]
 FIXTURES = {
     "s3": "fast_s3",

@@ -68,7 +68,7 @@ def transfer_of(storage: Any) -> Transfer:
     return Transfer(storage, config=TransferConfig(num_threads=4, durable=False), retry=RetryConfig())
 
 
-@pytest.fixture(params=["disk", "memory", "s3-obstore", "s3-fsspec"])
+@pytest.fixture(params=["disk", "memory", "s3-obstore", "s3-sdk"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
     """Opens a place; in a child, where it is asked for the engine that works there."""
     if request.param == "disk":

@@ -104,7 +104,7 @@ def refusing() -> Iterator[Refusing]:
         thread.join()
 
 
-@pytest.fixture(params=["gs-obstore", "gs-fsspec", "az-obstore", "az-fsspec"])
+@pytest.fixture(params=["gs-obstore", "gs-sdk", "az-obstore", "az-sdk"])
 def storage(request: pytest.FixtureRequest, refusing: Refusing) -> Iterator[Any]:
     scheme, engine = request.param.split("-")
     connection = f"AccountName=acc;AccountKey={KEY};BlobEndpoint={refusing.url}/acc;"

@@ -36,11 +36,13 @@ pytestmark = pytest.mark.usefixtures("two_tries")
 
 CLOUDS = {"s3": "fast_s3", "gs": "fake_gcs", "az": "azurite"}
 ENGINES = [
-    pytest.param(cloud, engine, marks=[pytest.mark.slow] if cloud != "s3" and engine == "fsspec" else [])
+    pytest.param(cloud, engine, marks=[pytest.mark.slow] if cloud != "s3" and engine == "sdk" else [])
     for cloud in CLOUDS
-    for engine in ("obstore", "fsspec")
+    for engine in ("obstore", "sdk")
 ]
 """As elsewhere the second engine is slow, but on S3, where most of it is our own."""
+GENERIC = pytest.param("s3", "fsspec")
+"""s3fs keeps the head of an answer to itself, so that digests alone find what is odd there (`UNSEEN`)."""
 SEEN: list[Manner] = [
     ignores_the_range,
     answers_another_range,
@@ -52,6 +54,7 @@ SEEN: list[Manner] = [
     breaks_off,
 ]
 """What shows in the head of an answer, or in its length."""
+UNSEEN = (answers_another_range, says_no_range, answers_an_odd_status)
 DATA = os.urandom(9 << 20)
 RANGES = {"a small range": (1 << 20, 1000), "a large range": (1 << 20, 6 << 20), "the end": (len(DATA) - 1000, 1000)}
 
@@ -64,9 +67,11 @@ def place(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any],
         yield f"{cloud}://test/hostile/{os.urandom(4).hex()}", options, front
 
 
-@pytest.mark.parametrize(("place", "engine"), ENGINES, indirect=["place"])
+@pytest.mark.parametrize(("place", "engine"), [*ENGINES, GENERIC], indirect=["place"])
 @pytest.mark.parametrize("manner", SEEN)
 def test_what_is_no_answer_is_no_damage(place: tuple[str, dict[str, Any], Front], engine: str, manner: Manner) -> None:
+    if engine == "fsspec" and manner in UNSEEN:
+        pytest.skip("s3fs does not look at it")
     uri, options, front = place
     with closing(open_storage(uri, storage_options=options, engine=engine)) as storage:
         storage.write("file", [memoryview(DATA)])
@@ -115,8 +120,10 @@ def two_steps(place: tuple[str, dict[str, Any], Front], engine: str) -> tuple[st
     return place
 
 
-@pytest.mark.parametrize(("place", "engine"), ENGINES, indirect=["place"])
-@pytest.mark.parametrize("manner", [ignores_the_range, flips_a_bit, is_gone, ends_early, compresses])
+@pytest.mark.parametrize(("place", "engine"), [*ENGINES, GENERIC], indirect=["place"])
+@pytest.mark.parametrize(
+    "manner", [ignores_the_range, answers_another_range, flips_a_bit, is_gone, ends_early, compresses]
+)
 def test_a_resume_passes_over_nothing_for_one_odd_answer(
     two_steps: tuple[str, dict[str, Any], Front],
     engine: str,
@@ -125,7 +132,7 @@ def test_a_resume_passes_over_nothing_for_one_odd_answer(
 ) -> None:
     uri, options, front = two_steps
     for match in ("step-0000000002.*distcp", "step-0000000002.*ckptstore.json", "step-0000000002"):
-        if manner is ignores_the_range and match != "step-0000000002.*distcp":
+        if manner in (ignores_the_range, answers_another_range) and match != "step-0000000002.*distcp":
             continue  # what is read whole has no range
         front.misbehave(manner, match, times=1)
         caplog.clear()
@@ -133,7 +140,8 @@ def test_a_resume_passes_over_nothing_for_one_odd_answer(
             assert resumed(uri, options, engine) == 2
         assert front.done == 1
         if manner in (flips_a_bit, is_gone, ends_early):
-            assert "was whole when it was read again" in caplog.text
+            by_s3fs = engine == "fsspec" and "damaged on their way" in caplog.text  # it checks whole files
+            assert by_s3fs or "was whole when it was read again" in caplog.text
 
 
 @pytest.mark.parametrize(("place", "engine"), ENGINES, indirect=["place"])
@@ -144,7 +152,7 @@ def test_what_nobody_can_read_is_not_passed_over(two_steps: tuple[str, dict[str,
         resumed(uri, options, engine)
 
 
-@pytest.mark.parametrize(("place", "engine"), ENGINES, indirect=["place"])
+@pytest.mark.parametrize(("place", "engine"), [*ENGINES, GENERIC], indirect=["place"])
 def test_what_is_wrong_on_every_way_is_damage(two_steps: tuple[str, dict[str, Any], Front], engine: str) -> None:
     uri, options, front = two_steps
     front.misbehave(flips_a_bit, "step-0000000002.*distcp")
@@ -162,7 +170,7 @@ def test_what_is_wrong_on_every_way_is_damage(two_steps: tuple[str, dict[str, An
 def test_what_is_doubted_again_and_again_uses_up_no_descriptors(request: pytest.FixtureRequest, cloud: str) -> None:
     server: Any = request.getfixturevalue(CLOUDS[cloud])
     uri = f"{cloud}://test/doubted/{os.urandom(4).hex()}"
-    with closing(open_storage(uri, storage_options=server.storage_options, engine="fsspec")) as storage:
+    with closing(open_storage(uri, storage_options=server.storage_options, engine="sdk")) as storage:
         storage.write("file", [memoryview(b"data")])
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(30):

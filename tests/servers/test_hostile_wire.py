@@ -63,7 +63,7 @@ MANNERS: list[OnWire] = [
     has_a_head_without_end,
 ]
 pytestmark = pytest.mark.usefixtures("two_tries")
-ENGINES = ("obstore", "fsspec")
+ENGINES = ("obstore", "sdk")
 
 
 CLOUDS = {"gs": "fake_gcs", "az": "azurite"}
@@ -118,7 +118,7 @@ def twice(call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("engine", ["fsspec", pytest.param("obstore", marks=pytest.mark.slow)])  # on sockets of our own
+@pytest.mark.parametrize("engine", ["sdk", pytest.param("obstore", marks=pytest.mark.slow)])  # on sockets of our own
 @pytest.mark.parametrize("manner", MANNERS)
 def test_a_call_is_right_or_fails_in_time(front: tuple[dict[str, Any], Front], engine: str, manner: OnWire) -> None:
     options, place = front

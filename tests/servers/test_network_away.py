@@ -30,7 +30,7 @@ from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.testing.s3_server import S3Server, s3_server
 
-ENGINES = ("obstore", "fsspec")
+ENGINES = ("obstore", "sdk")
 AWAY_SECONDS = 1.5
 KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()
 QUICK = RetryConfig(retry_attempts=1000, retry_deadline_seconds=60.0, retry_wait_max_seconds=0.2)

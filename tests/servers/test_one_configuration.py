@@ -26,7 +26,7 @@ from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.uri import parse_uri
 from ckptstore.testing.s3_server import S3Server, s3_server
 
-ENGINES = ["obstore", "fsspec"]
+ENGINES = ["obstore", "sdk"]
 LARGE = memoryview(bytes(17 << 20))
 
 
@@ -402,7 +402,7 @@ def test_a_variable_that_only_one_client_knows_moves_the_store(
         monkeypatch.setenv(variable, value.format(**places))
     monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
     choice = choose_engine("s3://test/one")
-    assert choice.engine == "fsspec"
+    assert choice.engine == "sdk"
     assert "AWS_SERVER_SIDE_ENCRYPTION" in choice.reason
 
 
@@ -443,11 +443,11 @@ def test_small_and_large_ask_the_same_host_of_aws(
 
 
 TRUSTED: dict[str, tuple[str, str]] = {
-    "AWS_CA_BUNDLE": ("AWS_CA_BUNDLE", "fsspec"),
-    "REQUESTS_CA_BUNDLE": ("REQUESTS_CA_BUNDLE", "fsspec"),
+    "AWS_CA_BUNDLE": ("AWS_CA_BUNDLE", "sdk"),
+    "REQUESTS_CA_BUNDLE": ("REQUESTS_CA_BUNDLE", "sdk"),
     "SSL_CERT_FILE": ("SSL_CERT_FILE", "obstore"),
-    "the profile": ("", "fsspec"),
-    "a file as an option": ("", "fsspec"),
+    "the profile": ("", "sdk"),
+    "a file as an option": ("", "sdk"),
     "no verification": ("", "obstore"),
 }
 
@@ -472,7 +472,7 @@ def test_certificates(
         if through_proxy:
             monkeypatch.setenv("HTTPS_PROXY", proxy.url)
         proxy.lines.clear()
-        for strict in ("obstore", "fsspec"):
+        for strict in ("obstore", "sdk"):
             with closing(open_storage("s3://test/tls", engine=strict)) as storage:
                 for act in OPERATIONS.values():
                     with pytest.raises(StorageError, match="certificate"):
@@ -489,8 +489,8 @@ def test_certificates(
         choice = choose_engine("s3://test/tls", storage_options=options)
         assert choice.engine == engine, choice
         every_operation("s3://test/tls", None, options)
-        every_operation("s3://test/tls", "fsspec", options)
-        if engine == "fsspec":
+        every_operation("s3://test/tls", "sdk", options)
+        if engine == "sdk":
             with pytest.raises(InvalidInput, match="certificates"):
                 open_storage("s3://test/tls", storage_options=options, engine="obstore")
 
@@ -525,7 +525,7 @@ OTHER_CLOUDS: dict[str, tuple[dict[str, str], bool]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 @pytest.mark.parametrize("name", OTHER_CLOUDS)
 @pytest.mark.parametrize("cloud", ["gs", "az"])
 def test_every_operation_goes_one_way_elsewhere(
@@ -555,5 +555,5 @@ def test_certificates_on_azure(variable: str, azurite: Any, certificate: Path, m
                     with pytest.raises(StorageError, match="certificate of the server is not trusted"):
                         OPERATIONS[name](storage)
         monkeypatch.setenv(variable, str(certificate))
-        for engine in (None, "fsspec"):
+        for engine in (None, "sdk"):
             every_operation("az://test/tls", engine, options)

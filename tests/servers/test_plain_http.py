@@ -222,7 +222,7 @@ def test_a_line_break_in_a_header_is_refused(http: PlainHttp, echo: str, bad: st
         http.send("GET", f"{echo}/x", {"X": bad}, ())
 
 
-@pytest.fixture(params=["obstore", "fsspec"])
+@pytest.fixture(params=["obstore", "sdk"])
 def open_at(request: pytest.FixtureRequest, fast_s3: S3Server) -> Iterator[Callable[..., Any]]:
     opened: list[Any] = []
 
@@ -276,9 +276,9 @@ def test_no_proxy_is_heeded(open_at: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def test_tls_is_not_gone_around(fast_s3: S3Server, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with behind_tls(certificate, fast_s3.endpoint_url) as url:
         options = {**fast_s3.storage_options, "endpoint_url": url}
-        untrusting = open_storage("s3://test/tls", storage_options=options, engine="fsspec")
+        untrusting = open_storage("s3://test/tls", storage_options=options, engine="sdk")
         with closing(untrusting), pytest.raises(StorageError, match="certificate"):
             untrusting.read("k")
         monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
-        with closing(open_storage("s3://test/tls", storage_options=options, engine="fsspec")) as storage:
+        with closing(open_storage("s3://test/tls", storage_options=options, engine="sdk")) as storage:
             there_and_back(storage)

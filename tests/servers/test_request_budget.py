@@ -16,7 +16,7 @@ from ckptstore.testing.s3_server import S3Server
 NUM_FILES = 7
 
 
-@pytest.fixture(params=["obstore", "fsspec"])
+@pytest.fixture(params=["obstore", "sdk"])
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -57,7 +57,7 @@ ANSWERS = [
 ]
 
 
-@pytest.fixture(params=["obstore", "fsspec"])
+@pytest.fixture(params=["obstore", "sdk"])
 def storage(request: pytest.FixtureRequest, fast_s3: S3Server) -> Iterator[Any]:
     options = {**fast_s3.storage_options, "config_kwargs": {"read_timeout": 2, "connect_timeout": 2}}
     storage = open_storage(f"s3://test/faults/{next(numbers)}", storage_options=options, engine=request.param)
@@ -118,7 +118,7 @@ def test_an_upload_reset_midway_leaves_nothing(storage: Any, fault: Any) -> None
 
 
 def test_a_missing_bucket_is_no_missing_file(fast_s3: S3Server) -> None:
-    for engine in ("obstore", "fsspec"):
+    for engine in ("obstore", "sdk"):
         storage = open_storage("s3://nowhere/x", storage_options=fast_s3.storage_options, engine=engine)
         error = error_of(lambda storage=storage: storage.read("k"))  # type: ignore[misc]
         assert type(error) is StorageError

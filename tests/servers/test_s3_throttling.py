@@ -20,7 +20,7 @@ DEADLINE_SECONDS = 120.0
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("engine", ["obstore", pytest.param("fsspec", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["obstore", pytest.param("sdk", marks=pytest.mark.slow)])
 def test_fewer_requests_while_every_second_one_is_throttled(
     fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str
 ) -> None:

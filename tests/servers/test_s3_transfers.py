@@ -37,7 +37,7 @@ def local_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-@pytest.fixture(params=["obstore", pytest.param("fsspec", marks=pytest.mark.slow)])
+@pytest.fixture(params=["obstore", pytest.param("sdk", marks=pytest.mark.slow)])
 def transfer(request: pytest.FixtureRequest, fast_s3: S3Server) -> Iterator[Transfer]:
     options = {**fast_s3.storage_options, "config_kwargs": {"read_timeout": 3, "connect_timeout": 3}}
     storage = open_storage(f"s3://test/transfers/{next(numbers)}", storage_options=options, engine=request.param)
@@ -114,7 +114,7 @@ def test_throttling_without_end_is_an_error_in_time(fast_s3: S3Server, local_fil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 def test_a_minute_of_throttling(engine: str, fast_s3: S3Server, local_files: list[Path], tmp_path: Path) -> None:
     import threading
 
@@ -190,7 +190,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 def test_memory_stays_within_the_budget(engine: str, tmp_path: Path) -> None:
     """2 GiB through 128 MiB; the server keeps only sizes, so what comes back is zeros."""
     size_bytes, budget_bytes = 2 << 30, 128 << 20

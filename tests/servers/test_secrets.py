@@ -147,7 +147,7 @@ def shown(error: BaseException) -> str:
     return text + json.dumps(to_wire(error, rank=0), default=str)
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_error_log_or_event_has_a_secret(
     server: str, case: str, engine: str, caplog: pytest.LogCaptureFixture
@@ -209,7 +209,7 @@ def test_azure_identity_does_not_warn_with_what_a_service_answers(
     assert CANARY in caplog.text, "what others ask for is theirs"
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 def test_a_whole_save_shows_none_either(
     engine: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from ckptstore.testing.s3_server import S3Server
 from ckptstore.transfer.opened import open_place
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 @pytest.mark.parametrize(
     ("prefix", "text"),
     [

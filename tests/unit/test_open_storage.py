@@ -100,7 +100,7 @@ def test_an_unknown_scheme_names_those_that_are_known() -> None:
 
 
 def test_a_package_of_no_extra_that_is_missing_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ckptstore.storage.fsspec", None)
+    monkeypatch.setitem(sys.modules, "ckptstore.storage.fsspec.clouds", None)
     with pytest.raises(InvalidInput, match="package that fsspec needs"):
         open_storage("ftp://host/run")
 
@@ -108,14 +108,14 @@ def test_a_package_of_no_extra_that_is_missing_is_said_to_be_missing(monkeypatch
 def test_obstore_is_used_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     choice = choose_engine("s3://bucket")
-    assert (choice.engine, "[fast]" in choice.reason) == ("fsspec", True)
+    assert (choice.engine, "[fast]" in choice.reason) == ("sdk", True)
     with pytest.raises(InvalidInput, match="obstore is not installed"):
         choose_engine("s3://bucket", engine="obstore")
 
 
 def test_engines_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="engine"):
-        open_storage(tmp_path, engine="fsspec")
+        open_storage(tmp_path, engine="sdk")
     with pytest.raises(InvalidInput, match="storage_options"):
         open_storage("memory://x", storage_options={"key": "value"})
     with pytest.raises(InvalidInput, match="must be"):
@@ -123,7 +123,7 @@ def test_engines_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> No
     with pytest.raises(InvalidInput, match="obstore does not know"):
         choose_engine("ftp://host/x", engine="obstore")
     assert choose_engine("ftp://host/x").engine == "fsspec"
-    assert choose_engine("s3://bucket", engine="fsspec").reason == "it was asked for"
+    assert choose_engine("s3://bucket", engine="sdk").reason == "it was asked for"
 
 
 @pytest.mark.parametrize(

@@ -114,11 +114,11 @@ ALIKE = ("exp#1", "exp#2", "exp", "a b", "a%20b", "a+b", "a%2Fb", "a/b", "é", "
 
 def test_both_engines_of_s3_find_one_name_at_one_key(server: S3Server) -> None:
     options, objects = server.storage_options, server.objects.buckets["test"]
-    for name, engine in zip(ALIKE, ("obstore", "fsspec") * len(ALIKE), strict=False):
+    for name, engine in zip(ALIKE, ("obstore", "sdk") * len(ALIKE), strict=False):
         storage = open_storage(f"s3://test/alike/{name}", storage_options=options, engine=engine)
         storage.write("x", [memoryview(name.encode())])
     assert {key for key in objects if key.startswith("alike/")} == {f"alike/{name}/x" for name in ALIKE}
-    for name, engine in zip(ALIKE, ("fsspec", "obstore") * len(ALIKE), strict=False):
+    for name, engine in zip(ALIKE, ("sdk", "obstore") * len(ALIKE), strict=False):
         storage = open_storage(f"s3://test/alike/{name}", storage_options=options, engine=engine)
         assert storage.read("x") == name.encode()
         assert "x" in [file.key for file in storage.list("")]
@@ -142,7 +142,7 @@ def test_google_and_azure_are_asked_for_the_very_name(name: str) -> None:
 def test_runs_whose_names_differ_behind_a_mark_do_not_meet(server: S3Server, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("of one")
     options = server.storage_options
-    for engine in ("obstore", "fsspec"):
+    for engine in ("obstore", "sdk"):
         with ckptstore.open_store(f"s3://test/{engine}#1", storage_options=options, engine=engine) as store:
             checkpoint = store.save_directory(1, tmp_path)
         with ckptstore.open_store(f"s3://test/{engine}#2", storage_options=options, engine=engine) as store:

@@ -1,4 +1,4 @@
-"""S3 through botocore, SDK of s3fs, as `aws_settings` makes it: the fsspec engine on S3, and for the obstore engine the
+"""S3 through botocore as `aws_settings` makes it: the engine "sdk" on S3, and for the obstore engine the
 parts, and over plain HTTP the large reads.
 
 Requests run on the calling thread, not on s3fs' one event loop. botocore makes and signs all of them, and parses the

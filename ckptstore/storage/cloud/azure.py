@@ -1,4 +1,4 @@
-"""Azure Blob Storage through its SDK: the fsspec engine on Azure, and the parts of the obstore engine.
+"""Azure Blob Storage through its SDK: the engine "sdk" on Azure, and the parts of the obstore engine.
 
 Beside `chains` the only importer of azure, the SDK of adlfs. Requests run on the calling thread, not on adlfs' one
 event loop. Over HTTPS the transport protects a body in transit; bodies have no checksum, as the only one that the SDK

@@ -12,7 +12,6 @@ responds with an error or breaks off is in trouble; an unreachable one exists on
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import logging
 import os
 import re
@@ -42,15 +41,6 @@ _WAYS = {
     "`az login`; all ways: https://learn.microsoft.com/azure/developer/python/sdk/authentication/overview",
 }
 """The ways to set credentials, and the cloud's own page on them."""
-
-
-def installed(kind: Kind) -> bool:
-    """Return True if the SDK of that cloud is installed to find credentials."""
-    module = {"s3": "botocore", "gcs": "google.auth", "azure": "azure.identity"}[kind]
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 Giver = Callable[[], dict[str, Any]]

@@ -1,8 +1,8 @@
 """Translate fsspec's options and the environment to obstore's configuration.
 
-`storage_options` and the environment have the names of s3fs, gcsfs, adlfs and their SDKs on both engines. obstore gets
+`storage_options` and the environment have the names of s3fs, gcsfs, adlfs and their SDKs on all engines. obstore gets
 all settings explicitly and must not look for any: it reads variables too, also others, and understands some in another
-way. A setting that obstore cannot express raises `CannotExpress` with the reason; then fsspec serves the URI.
+way. A setting that obstore cannot express raises `CannotExpress` with the reason; then the SDK serves the URI.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckptstore.storage.uri import Kind, Location, parse_uri
 if TYPE_CHECKING:
     from ckptstore.storage.cloud.aws_settings import AwsAddress, AwsSettings
 
-_CACHING = frozenset(
+INSIDE_FSSPEC = frozenset(
     [
         "asynchronous",
         "batch_size",
@@ -57,6 +57,8 @@ _CACHING = frozenset(
     ]
 )
 """Options that concern only the inside of fsspec, not the place of the bytes or the access to them."""
+OF_S3 = frozenset(["anon", "endpoint_url", "key", "password", "profile", "secret", "token", "use_ssl", "username"])
+OF_GCS = frozenset(["access", "consistency", "endpoint_url", "project", "timeout", "token"])
 
 _OF_OBSTORE_ALONE: Mapping[Kind, tuple[str, ...]] = {
     "s3": (
@@ -125,7 +127,7 @@ class _Remaining:
     """Options that are taken one by one; those left at the end have no equivalent."""
 
     def __init__(self, options: Mapping[str, Any], path: str = "storage_options") -> None:
-        self._options = {name: value for name, value in options.items() if name not in _CACHING}
+        self._options = {name: value for name, value in options.items() if name not in INSIDE_FSSPEC}
         self._path = path
 
     @property
@@ -189,7 +191,7 @@ def _s3(location: Location, options: _Remaining) -> ObstoreConfig:
     client_options, config_options = options.nested("client_kwargs"), options.nested("config_kwargs")
     s3_options = config_options.nested("s3")
     for taken, names in (
-        (options, ("key", "username", "secret", "password", "token", "anon", "endpoint_url", "use_ssl", "profile")),
+        (options, OF_S3),
         (client_options, ("endpoint_url", "region_name", "use_ssl", "verify")),
         (client_options, ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")),
         (config_options, ("region_name", "signature_version", "retries", "max_pool_connections", "tcp_keepalive")),
@@ -258,7 +260,6 @@ def _is_token(token: Any) -> bool:
 def _gcs(location: Location, options: _Remaining) -> ObstoreConfig:
     endpoint = gcs_endpoint(options.rest)
     check_endpoint(endpoint)
-    options.take("endpoint_url")
     url = (endpoint or GOOGLE).rstrip("/")
     config: Options = {"base_url": url, "skip_signature": False}
     token = options.take("token") or ("anon" if endpoint else None)
@@ -267,10 +268,11 @@ def _gcs(location: Location, options: _Remaining) -> ObstoreConfig:
         config |= {"skip_signature": True, "bearer_token": "anonymous"}
     elif not _is_token(token):
         raise options.fail("token")
-    for name in ("project", "access", "consistency"):
+    read_seconds = options.take("timeout")
+    for name in OF_GCS:
         options.take(name)
     route = gcs_route(url)
-    client = _client(url, route, read_seconds=options.take("timeout"))
+    client = _client(url, route, read_seconds=read_seconds)
     options.end()
     return ObstoreConfig(location, config, client, token != "anon", route)
 
@@ -284,6 +286,17 @@ _AZURE_VARIABLES = {
     "client_secret": "AZURE_STORAGE_CLIENT_SECRET",
     "tenant_id": "AZURE_STORAGE_TENANT_ID",
 }
+OF_AZURE = frozenset(
+    [
+        *_AZURE_VARIABLES,
+        "account_host",
+        "anon",
+        "assume_container_exists",
+        "blocksize",
+        "location_mode",
+        "socket_timeout",
+    ]
+)
 
 
 def azure_names(location: Location, options: Mapping[str, Any]) -> Options:
@@ -331,11 +344,7 @@ def gcs_endpoint(options: Mapping[str, Any]) -> str | None:
 
 def _azure(location: Location, options: _Remaining) -> ObstoreConfig:
     names = azure_names(location, options.rest)
-    for name in (*_AZURE_VARIABLES, "account_host", "anon"):
-        options.take(name)
-    if options.take("version_aware"):
-        raise options.fail("version_aware")
-    for name in ("blocksize", "location_mode", "socket_timeout", "assume_container_exists"):
+    for name in OF_AZURE:
         options.take(name)
     connected = from_connection_string(names.get("connection_string") or "")
     account = connected.get("account_name") or names.get("account_name")

@@ -1,7 +1,7 @@
-"""Google Cloud Storage over its JSON API: the fsspec engine on GCS, and the parts of the obstore engine.
+"""Google Cloud Storage over its JSON API: the engine "sdk" on GCS, and the parts of the obstore engine.
 
-The only importer of google-auth (beside `chains`) and of requests, SDKs of gcsfs. Requests run on the calling thread,
-not on gcsfs' one event loop. Each upload carries a checksum, which GCS checks before it makes the object visible.
+The only importer of google-auth (beside `chains`) and of requests, which gcsfs uses too. Requests run on the calling
+thread, not on one event loop. Each upload carries a checksum, which GCS checks before it makes the object visible.
 
 GCS has no parts in its JSON API: a large file goes up as temporary objects beside it (".part-..."), which are composed
 and deleted. A process that is killed meanwhile leaves them in the attempt's directory, which `gc` removes whole.
@@ -10,6 +10,7 @@ and deleted. A process that is killed meanwhile leaves them in the attempt's dir
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
-from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageUnavailable
+from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.format.digest import Digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
@@ -259,6 +260,7 @@ class GcsFiles(CloudFiles):
         import google.auth
         import google.auth.compute_engine
         import google.auth.credentials
+        import google.oauth2.credentials
 
         token = self._token
         if token == "anon":
@@ -269,7 +271,12 @@ class GcsFiles(CloudFiles):
             return google.auth.compute_engine.Credentials()  # type: ignore[no-untyped-call]
         if isinstance(token, dict):
             return google.auth.load_credentials_from_dict(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
+        if token in ("browser", "cache"):
+            hint = 'Run `gcloud auth application-default login` and leave it out, or take engine="fsspec"'
+            raise InvalidInput(f"The token {token!r} needs gcsfs", hint=hint)
         if isinstance(token, str) and token != "google_default":
+            if not token.endswith(".json") and not os.path.exists(token):  # an access token itself
+                return google.oauth2.credentials.Credentials(token)  # type: ignore[no-untyped-call]
             return google.auth.load_credentials_from_file(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
         return google.auth.default(scopes=_SCOPES)[0]
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
-from ckptstore.runtime.extras import install_command
+from ckptstore.runtime.extras import install_command, installed
 from ckptstore.storage.base import Storage, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.answers import check_answer
@@ -60,7 +60,7 @@ def configured(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreCo
         return reason
     try:
         kind = parse_uri(uri).kind
-        if kind is not None and not chains.installed(kind):
+        if kind is not None and not installed(kind):
             return f"parts and credentials need the SDK of that cloud ({install_command(f'{kind},fast')})"
         return for_obstore(uri, storage_options)
     except CannotExpress as refusal:
@@ -215,7 +215,7 @@ class ObstoreFiles(CloudFiles):
         with self._store_lock:
             if self._store is None:
                 if reason := _lost_threads():
-                    raise StorageError(f"obstore cannot be used: {reason}", hint='Open it with engine="fsspec"')
+                    raise StorageError(f"obstore cannot be used: {reason}", hint='Open it with engine="sdk"')
                 _threads.add(os.getpid())
                 self._make_store()
             return self._store
@@ -272,7 +272,7 @@ class ObstoreFiles(CloudFiles):
         if isinstance(error, foreign_errors.GenericError):
             if "source: Header" in text:  # a retry changes nothing
                 return StorageError(
-                    f"{what}: obstore does not understand the server", file=key, hint='Open it with engine="fsspec"'
+                    f"{what}: obstore does not understand the server", file=key, hint='Open it with engine="sdk"'
                 )
             if status:
                 return foreign.from_status(status, code, key=key, what=what)

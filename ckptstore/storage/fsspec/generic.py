@@ -1,7 +1,7 @@
 """Serve any URL that fsspec knows, by its calls for one file. No create-if-absent works on all of them.
 
-So a store there needs `single_writer=True`. Further guarantees (atomic writes, fresh listings) depend on the file
-system; ckptstore's digests and manifests find the damage where it breaks them.
+So a store there needs `single_writer=True`, but on the three of `clouds`. Further guarantees (atomic writes, fresh
+listings) depend on the file system; ckptstore's digests and manifests find the damage where it breaks them.
 """
 
 from __future__ import annotations
@@ -35,30 +35,34 @@ _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", 
 class GenericStorage(ProcessBound):
     """Files below a path of a file system."""
 
-    def __init__(self, uri: str, options: Mapping[str, Any]) -> None:
-        import fsspec
-
+    def __init__(self, uri: str, options: Mapping[str, Any], fs: Any = None) -> None:
+        """Open it by a file system that is given, else by one that is made with these options."""
         location = parse_uri(uri)
         super().__init__(location.uri)
-        self._options = dict(options)
-        cls = fsspec.get_filesystem_class(location.scheme)  # raises ImportError for a missing package
-        with self._seam("open", ""):
-            self._system, self._root = _open(cls, location, options)
+        self._opened_as = (uri, dict(options), fs)
+        with self.seam("open", ""):
+            self.system = _checked(fs, location, options) if fs is not None else _opened(location, options)
+            self.root = _root_of(type(self.system), location)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.uri, self._options)
+        return type(self), self._opened_as
+
+    def reopen(self) -> None:
+        """Send later requests by a new file system, with new connections."""
+        self.system = _again(self.system, skip_instance_cache=True)
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
-        path = self._path(key)
-        with self._seam("write", key):
+        path = self.path(key)
+        with self.seam("write", key):
             try:
-                self._put(path, views)
+                self.stream(path, views)
             except FileNotFoundError:  # where directories exist, they have to be made
-                self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
-                self._put(path, views)
+                self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self.stream(path, views)
 
-    def _put(self, path: str, views: Sequence[memoryview]) -> None:
-        with self._system.open(path, "wb") as file:
+    def stream(self, path: str, views: Sequence[memoryview], **options: Any) -> None:
+        """Write the views to a file that is open meanwhile."""
+        with self.system.open(path, "wb", **options) as file:
             for view in views:
                 done = 0
                 while done < len(view):
@@ -66,8 +70,8 @@ class GenericStorage(ProcessBound):
                     done += len(view) - done if written is None else written
 
     def read(self, key: str) -> bytes:
-        with self._seam("read", key):
-            return bytes(self._system.cat_file(self._path(key)))
+        with self.seam("read", key):
+            return bytes(self.system.cat_file(self.path(key)))
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
         """Fill the views; there are no versions, so `version` is always None."""
@@ -75,100 +79,149 @@ class GenericStorage(ProcessBound):
         if not total_bytes(views):
             return
         end = offset + filling.missing_bytes
-        with self._seam("read", key):
+        with self.seam("read", key):
             try:
-                filling.take(self._system.cat_file(self._path(key), start=offset, end=end))
-            except (OSError, ValueError):
+                filling.take(self.system.cat_file(self.path(key), start=offset, end=end))
+            except Exception:
                 if self.stat(key).size_bytes > offset:
                     raise  # else some file systems refuse a range that begins behind the end
         filling.end(file_bytes=self.stat(key).size_bytes if filling.missing_bytes else None, end_offset=end)
 
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
         """See `Doubts`."""
-        self._system.invalidate_cache()
+        self.system.invalidate_cache()
 
     def stat(self, key: str) -> StoredFile:
-        path = self._path(key)
-        with self._seam("stat", key):
-            self._system.invalidate_cache()
-            found = self._system.info(path)
+        path = self.path(key)
+        with self.seam("stat", key):
+            self.system.invalidate_cache()
+            found = self.system.info(path)
             if found["type"] != "file":
                 raise FileNotFoundError(path)
-            return _stored(key, found)
+            return stored(key, found)
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        directory = self._path(prefix).rpartition("/")[0]
-        cut = len(self._root) + 1
-        with self._seam("list", prefix):
-            self._system.invalidate_cache()
-            found = self._system.find(directory, detail=True)
+        directory = self.path(prefix).rpartition("/")[0]
+        cut = len(self.root) + 1
+        with self.seam("list", prefix):
+            self.system.invalidate_cache()
+            found = self.system.find(directory, detail=True)
         for path, item in found.items():
             key = str(path)[cut:]
             if key.startswith(prefix):
-                yield _stored(key, item)
+                yield stored(key, item)
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in dict.fromkeys(keys):
-            path = self._path(key)
-            with suppress(FileMissing), self._seam("delete", key):
-                if self._system.info(path)["type"] == "file":
-                    self._system.rm_file(path)
+            path = self.path(key)
+            with suppress(FileMissing), self.seam("delete", key):
+                if self.system.info(path)["type"] == "file":
+                    self.system.rm_file(path)
 
     def close(self) -> None:
         """Do nothing: the file system closes itself."""
 
-    def _path(self, key: str) -> str:
+    def path(self, key: str) -> str:
         self.check_process()
-        path = f"{self._root}/{key}"
-        if self._system._strip_protocol(path).rstrip("/") != path.rstrip("/"):
+        path = f"{self.root}/{key}"
+        if self.system._strip_protocol(path).rstrip("/") != path.rstrip("/"):
             raise InvalidName(f"{key!r} is another name to the file system of {self.uri}", hint="Rename the file")
         return path
 
-    def _seam(self, what: str, key: str) -> AbstractContextManager[None]:
+    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
         """Translate foreign errors to those of ckptstore."""
-        return foreign.seam(lambda error: _translated(error, what=f"{what} {self.uri}", key=key))
+        return foreign.seam(lambda error: self.translated(error, what=f"{what} {self.uri}", key=key))
+
+    def translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+        """Return the error of ckptstore for one of the file system."""
+        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+            return FileMissing(f"{what}: it is not there", file=key)
+        if isinstance(error, PermissionError):
+            return AccessDenied(f"{what}: {type(error).__name__}", file=key)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return StorageFull(f"{what}: {type(error).__name__}", file=key)
+        if isinstance(error, _BROKEN) or type(error).__name__ == "FSTimeoutError" or foreign.passing_trouble(error):
+            return foreign.broken_off(error, what=what, key=key)
+        if isinstance(error, OSError) and error.errno is not None:
+            return StorageError(f"{what}: {os.strerror(error.errno)}", file=key)
+        return foreign.unexpected(error, what=what, key=key)
 
 
-def _open(cls: Any, location: Location, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the file system and the path of a location. Raises InvalidInput if it reads the URI as another one."""
+def class_for(uri: str) -> type:
+    """Return the class of file systems that serves a URL. Raises ImportError if its package is missing."""
+    # gcsfs reads this at import: with it, it asks Google over gRPC about each bucket, and hangs where that is blocked.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     import fsspec
+
+    return fsspec.get_filesystem_class(parse_uri(uri).scheme)  # type: ignore[no-any-return]
+
+
+def _opened(location: Location, options: Mapping[str, Any]) -> Any:
+    """Return the file system of a location. Raises InvalidInput if it reads the URI as another one."""
+    uri = location.uri
+    cls: Any = class_for(uri)
+    named = cls._get_kwargs_from_urls(uri)
+    for name in named.keys() & options.keys():
+        if named[name] != options[name]:
+            raise InvalidInput(f"{uri} and storage_options[{name!r}] differ", hint="Give it once")
+    host = str(named.get("host") or (location.container if location.scheme in ("http", "https") else ""))
+    if host != host.lower():
+        raise InvalidInput(f"The host of {uri} has capital letters", hint="Write it in small letters")
+    refused = InvalidInput(f"storage_options of {location.scheme}:// cannot be used")
+    if {"asynchronous", "loop"} & options.keys():
+        raise refused
+    import fsspec
+
+    try:
+        return fsspec.filesystem(location.scheme, **{"use_listings_cache": False, **named, **options})
+    except TypeError:
+        raise refused from None
+
+
+def _checked(fs: Any, location: Location, options: Mapping[str, Any]) -> Any:
+    """Return a file system that was given, without its cache of listings. Raises InvalidInput if it does not serve the
+    location."""
+    from fsspec import AbstractFileSystem
+    from fsspec.implementations.cached import CachingFileSystem
+
+    uri = location.uri
+    if not isinstance(fs, AbstractFileSystem):
+        raise InvalidInput(f"fs is a {type(fs).__name__}, it is a file system of fsspec")
+    if options:
+        raise InvalidInput("storage_options and fs are both given", hint="The file system has options of its own")
+    if isinstance(fs, CachingFileSystem):
+        raise InvalidInput("fs has a cache in front of it, which shows what was", hint="Give the file system behind it")
+    if getattr(fs, "asynchronous", False):
+        raise InvalidInput("fs is asynchronous", hint="Make it without asynchronous=True")
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    if location.scheme not in protocols:
+        raise InvalidInput(f"fs does not serve {uri}", hint=f"It serves {', '.join(sorted(protocols))}")
+    for name, value in fs._get_kwargs_from_urls(uri).items():
+        if fs.storage_options.get(name, getattr(fs, name, None)) != value:
+            raise InvalidInput(f"{uri} names another {name} than fs has")
+    return _again(fs) if getattr(fs.dircache, "use_listings_cache", False) else fs
+
+
+def _again(fs: Any, **more: Any) -> Any:
+    """Return a file system with the same arguments, without a cache of listings."""
+    return type(fs)(*fs.storage_args, **{**fs.storage_options, "use_listings_cache": False, **more})
+
+
+def _root_of(cls: Any, location: Location) -> str:
+    """Return the path of a location. Raises InvalidInput if it is another one to its file system."""
     from fsspec.implementations.local import LocalFileSystem
 
     uri = location.uri
-    told = cls._get_kwargs_from_urls(uri)
-    for name in told.keys() & options.keys():
-        if told[name] != options[name]:
-            raise InvalidInput(f"{uri} and storage_options[{name!r}] differ", hint="Give it once")
-    host = str(told.get("host") or (location.container if location.scheme in ("http", "https") else ""))
-    if host != host.lower():
-        raise InvalidInput(f"The host of {uri} has capital letters", hint="Write it in small letters")
-    try:
-        system = fsspec.filesystem(location.scheme, **{"use_listings_cache": False, **told, **options})
-    except TypeError:
-        raise InvalidInput(f"storage_options of {location.scheme}:// cannot be used") from None
-    if type(system) is LocalFileSystem:
+    if cls is LocalFileSystem:
         raise InvalidInput(f"{uri} is a path of this machine", hint="Give the path itself")
     path = str(cls._strip_protocol(uri)).rstrip("/")
     if not f"/{path}".endswith(f"/{location.prefix}".rstrip("/")):
         raise InvalidInput(f"{uri} is {path!r} to its file system", hint="Give a name without special characters")
-    return system, path
+    return path
 
 
-def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError:
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return FileMissing(f"{what}: it is not there", file=key)
-    if isinstance(error, PermissionError):
-        return AccessDenied(f"{what}: {type(error).__name__}", file=key)
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return StorageFull(f"{what}: {type(error).__name__}", file=key)
-    if isinstance(error, _BROKEN) or type(error).__name__ == "FSTimeoutError" or foreign.passing_trouble(error):
-        return foreign.broken_off(error, what=what, key=key)
-    if isinstance(error, OSError) and error.errno is not None:
-        return StorageError(f"{what}: {os.strerror(error.errno)}", file=key)
-    return foreign.unexpected(error, what=what, key=key)
-
-
-def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
+def stored(key: str, item: Mapping[str, Any]) -> StoredFile:
+    """Return what a file system says about a file."""
     value = next((item[name] for name in _TIME_NAMES if item.get(name)), 0.0)
     if isinstance(value, str):
         value = datetime.fromisoformat(value)

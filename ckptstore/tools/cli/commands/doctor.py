@@ -13,7 +13,7 @@ from ckptstore.tools.doctor.examination import Examination, examine
 
 @click.command()
 @click.argument("uri")
-@click.option("--engine", type=click.Choice(["obstore", "fsspec"]), help="Use this storage engine, or fail.")
+@click.option("--engine", type=click.Choice(["obstore", "sdk", "fsspec"]), help="Use this storage engine, or fail.")
 @click.option("--fast", "fast_path", metavar="DIR", help="Check DIR for fast checkpoints on this node, too.")
 @storage_option
 @as_json

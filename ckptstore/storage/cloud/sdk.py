@@ -1,0 +1,55 @@
+"""The engine of the SDKs: S3 by botocore, GCS by google-auth and requests, Azure by azure-storage-blob.
+
+The names of the options are those of s3fs, gcsfs and adlfs, none of which it needs. An option that it does not know, or
+could not obey, is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ckptstore.errors import InvalidInput
+from ckptstore.runtime.extras import needs
+from ckptstore.storage.base import Storage
+from ckptstore.storage.cloud.aws import S3Files
+from ckptstore.storage.cloud.aws_settings import AwsSettings
+from ckptstore.storage.cloud.azure import AzureFiles
+from ckptstore.storage.cloud.client_options import INSIDE_FSSPEC, OF_AZURE, OF_GCS, OF_S3
+from ckptstore.storage.cloud.gcs import GcsFiles
+from ckptstore.storage.uri import Kind, Location, parse_uri
+
+_KNOWN: Mapping[Kind, frozenset[str]] = {
+    "s3": OF_S3 | {"client_kwargs", "config_kwargs", "requester_pays", "s3_additional_kwargs"},
+    "gcs": OF_GCS,
+    "azure": OF_AZURE | {"connection_timeout", "credential", "read_timeout"},
+}
+
+
+def open_sdk(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """Return the storage at an s3, gs or az URI. It connects on its first use.
+
+    Raises InvalidInput for options that it does not know, and for an SDK that is not installed.
+    """
+    options = dict(storage_options or {})
+    location = parse_uri(uri)
+    kind: Kind = location.kind or "s3"
+    needs(kind, what=repr(location.uri))
+    _check_names(location, kind, options)
+    opened_as = (open_sdk, (uri, options))
+    if kind == "s3":
+        return S3Files(location, AwsSettings(location, options), opened_as)
+    if kind == "gcs":
+        return GcsFiles(location, options, opened_as)
+    if inspect.iscoroutinefunction(getattr(options.get("credential"), "get_token", None)):
+        raise InvalidInput("The credential is asynchronous", hint="Take it from azure.identity, not its aio")
+    return AzureFiles(location, options, opened_as)
+
+
+def _check_names(location: Location, kind: Kind, options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _KNOWN[kind] | INSIDE_FSSPEC and value is not None and value is not False:
+            package = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}[kind]
+            hint = f'Compare it with the page of this cloud; engine="fsspec" gives all options to {package}'
+            raise InvalidInput(f"storage_options[{name!r}] cannot be used with {location.scheme}://", hint=hint)

@@ -1,0 +1,141 @@
+"""The generic engine on s3fs, gcsfs and adlfs, which can create-if-absent: by a condition that the server decides.
+
+fsspec's own `mode="create"` is no such thing: it looks first and then writes, so two writers may both win. Therefore
+only these three have the power, and a store tries it on the server before its first commit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageError, StorageUnavailable
+from ckptstore.runtime.parallel import mapped
+from ckptstore.storage.base import Storage, StoredFile
+from ckptstore.storage.cloud import foreign
+from ckptstore.storage.cloud.bodies import PART_BYTES, part_bytes, total_bytes
+from ckptstore.storage.cloud.client_options import INSIDE_FSSPEC
+from ckptstore.storage.fsspec.generic import GenericStorage, class_for, stored
+from ckptstore.storage.uri import parse_uri
+
+_CLOUDS = {"s3fs": "S3FileSystem", "gcsfs": "GCSFileSystem", "adlfs": "AzureBlobFileSystem"}
+_DAMAGED = frozenset({"ChecksumError", "FlexibleChecksumError", "ClientPayloadError", "ResponseParserError"})
+"""The names of the packages' errors for answers that are not what was sent."""
+_DELETE_THREADS = 16
+_WHOLE_BYTES = 2 * PART_BYTES
+"""The most bytes of a file that goes up in one request, from one buffer."""
+_GCSFS_BORDER = b"--==0=="
+"""The border that gcsfs sets between the parts of an upload in one request; a file that has it would be cut there. A
+resumable upload has none."""
+
+
+def open_fsspec(uri: str, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> Storage:
+    """Return the storage at any URL of fsspec, by the file system `fs` if it is given. It connects on its first use.
+
+    Raises ValueError for a scheme that fsspec does not know, ImportError if its package is missing, InvalidInput for
+    options that the package does not accept, and for a file system that does not serve the URL.
+    """
+    family: type = class_for(uri) if fs is None else type(fs)
+    options = storage_options or {}
+    is_cloud = any(_comes_from(package, family) for package in _CLOUDS)
+    if is_cloud:  # their keywords are open, and what nobody knows of them fails at the first request, or never
+        accepted = [inspect.signature(base.__init__).parameters for base in family.__mro__]  # type: ignore[misc]
+        unknown = [name for name in options if name not in INSIDE_FSSPEC.union({"profile"}, *accepted)]
+        if unknown:
+            raise InvalidInput(f"storage_options[{unknown[0]!r}] cannot be used with {parse_uri(uri).scheme}://")
+    return (CloudStorage if is_cloud else GenericStorage)(uri, options, fs)
+
+
+def _comes_from(package: str, family: type) -> bool:
+    return any(
+        (base.__module__.partition(".")[0], base.__name__) == (package, _CLOUDS[package]) for base in family.__mro__
+    )
+
+
+class CloudStorage(GenericStorage):
+    """Files below a prefix of a bucket or container."""
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        path, size_bytes = self.path(key), total_bytes(views)
+        with self.seam("write", key):
+            if size_bytes <= _WHOLE_BYTES:
+                data = b"".join(views)
+                resumable = {"chunksize": len(data)} if self._has_border(data) else {}
+                self.system.pipe_file(path, data, **resumable)
+            else:
+                self.stream(path, views, block_size=part_bytes(size_bytes))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See `CreatesExclusively`. Raises StorageError for what does not fit into one request."""
+        if len(data) > _WHOLE_BYTES or self._has_border(data):
+            raise StorageError("An upload in several requests may overwrite a file that exists", file=key)
+        try:
+            with self.seam("create", key):
+                self.system.pipe_file(self.path(key), data, mode="create")
+        except foreign.ConditionFailed:
+            return False
+        return True
+
+    def _has_border(self, data: bytes) -> bool:
+        return _GCSFS_BORDER in data and _comes_from("gcsfs", type(self.system))
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        container, _, rest = self.root.partition("/")
+        cut = len(self.root) + 1
+        with self.seam("list", prefix):
+            self.system.invalidate_cache()
+            found = self.system.find(container, prefix=f"{rest}/{prefix}" if rest else prefix, detail=True)
+        for path, item in found.items():
+            key = str(path)[cut:]
+            if item["type"] == "file" and f"{path}".startswith(f"{self.root}/{prefix}") and not key.endswith("/"):
+                yield stored(key, item)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        unique = list(dict.fromkeys(keys))
+        if unique:
+            mapped(self._delete_one, unique, num_threads=_DELETE_THREADS, name="ckptstore-delete")
+
+    def _delete_one(self, key: str) -> None:
+        with suppress(FileMissing), self.seam("delete", key):
+            self.system.rm_file(self.path(key))
+
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        """See `Doubts`."""
+        self.reopen()
+
+    def path(self, key: str) -> str:
+        path = super().path(key)
+        container, name, _ = self.system.split_path(path)
+        if f"{container}/{name}" != path:  # they cut off the version that they take the end of a name for
+            raise InvalidName(f"{key!r} is another name to the file system of {self.uri}", hint="Rename the file")
+        return path
+
+    def translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+        if isinstance(error, FileExistsError):
+            return foreign.ConditionFailed(f"{what}: it exists", file=key)
+        if any(type(item).__name__ in _DAMAGED for item in foreign.chain_of(error)):
+            return StorageUnavailable(f"{what}: the bytes were damaged on their way", file=key)
+        status, code = _status_of(error)
+        if status is None:
+            return super().translated(error, what=what, key=key)
+        return foreign.from_status(status, code, key=key, what=what)
+
+
+def _status_of(error: Exception) -> tuple[int | None, str]:
+    """Return the status of an answer and the store's code for it, from the errors of the three packages."""
+    for item in foreign.chain_of(error):
+        answer = getattr(item, "response", None)
+        if isinstance(answer, Mapping):  # of botocore
+            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return status, str(answer.get("Error", {}).get("Code", ""))
+        if type(item).__name__ == "HttpError":  # of gcsfs
+            code = str(getattr(item, "code", ""))
+            return (int(code) if code.isdigit() else None), ""
+        status = getattr(item, "status_code", None)
+        if isinstance(status, int):  # of Azure
+            named = getattr(item, "error_code", None)
+            return status, str(getattr(named, "value", None) or named or "")
+    is_refusal = type(error) is OSError and str(error).startswith("Forbidden")  # of gcsfs
+    return (403 if is_refusal else None), ""
