@@ -30,11 +30,13 @@ class TestS3fsOnOwnServer(OnOwnServer, S3Contract):
     powers = POWERS
 
 
+@pytest.mark.slow
 class TestAdlfsOnAzurite(AzureContract):
     engine = "fsspec"
     powers = POWERS
 
 
+@pytest.mark.slow
 class TestGcsfsOnFakeGcs(GcsContract):
     engine = "fsspec"
     powers = POWERS

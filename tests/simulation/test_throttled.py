@@ -15,7 +15,7 @@ RANKS = 4
 
 
 def save_of(
-    simulation: Simulation, *, board: str, who: int, what: str, minutes: float, at_call: int = 26
+    simulation: Simulation, *, board: str, who: int, what: str, minutes: float, at_call: int = 27
 ) -> list[Attempted]:
     """How the second save of a job ended on each rank, with the default deadlines."""
     saves = Action("directory", step=10), Action("directory", step=20)
@@ -38,8 +38,8 @@ def save_of(
 @pytest.mark.parametrize(
     ("board", "who", "what", "at_call"),
     [
-        *((board, 0, what, 26) for board in ("torch", "storage") for what in ("checkpoints/", "log/", "")),
-        *(("storage", 2, what, 26) for what in ("checkpoints/", "")),
+        *((board, 0, what, 27) for board in ("torch", "storage") for what in ("checkpoints/", "log/", "")),
+        *(("storage", 2, what, 27) for what in ("checkpoints/", "")),
         *(("torch", 2, what, 3) for what in ("checkpoints/", "")),
         *(("storage", 2, "", at_call) for at_call in (16, 23, 30)),  # while it reads a result, posts an answer, stores
     ],

@@ -14,7 +14,9 @@ def commands_of(target: str, tmp_path: Path) -> list[str]:
     """What `make target` would run on a fresh machine."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
-    done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     return done.stdout.splitlines()
 
 

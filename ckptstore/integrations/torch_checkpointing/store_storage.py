@@ -16,7 +16,7 @@ from torch_checkpointing.storage.base_storage import ReadArgs, Storage
 
 from ckptstore.boundary import bounded
 from ckptstore.errors import FileMissing, InvalidInput, StorageError
-from ckptstore.format.changes import Claim, Remove
+from ckptstore.format.changes import Claim
 from ckptstore.format.record import Record
 from ckptstore.group import SOLO
 from ckptstore.integrations.torch_checkpointing.committed import Committed, Shelf
@@ -28,6 +28,7 @@ from ckptstore.log import Log
 from ckptstore.retention import Policy
 from ckptstore.storage.base import CreatesExclusively
 from ckptstore.transfer.opened import OpenedPlace
+from ckptstore.upkeep.retain import remove
 
 logger = logging.getLogger("ckptstore")
 
@@ -178,9 +179,9 @@ class StoreStorage(Storage):
             self._refuse_change(place)
         if not place.is_draft:
             found = self._committed(place)
-            removal = Remove(trash=(found.record.number,), reason="removed by torch_checkpointing")
+            log, step = self._job.log, found.record.entry.step
             try:
-                self._job.log.append(lambda _: removal)
+                log.append(lambda newest: remove(log, newest, step, epoch=None, next_save=0, force=False))
             except InvalidInput as error:
                 raise PermissionError(errno.EPERM, f"{found.name} stays in {self._job.storage.uri}: {error}") from error
             return

@@ -187,6 +187,8 @@ class _Run:
         }
         if not case.save.startswith("incremental"):
             del kinds["incremental"]
+        elif kinds["incremental"] == "reference":  # files where stock readers do not look
+            kinds["stock_readable"] = False
         try:
             if case.save.endswith("async"):
                 pending = self._store.save_async(step, ours.state, **kinds)

@@ -26,7 +26,7 @@ from ckptstore.tools.cli.targets import checkpoint_in, find_target, opened_store
 def command(
     target: str, everything: bool, yes: bool, force: bool, storage_options: dict[str, Any], as_json: bool
 ) -> None:
-    """Put the checkpoint STORE@STEP in the trash, or with --all those of STORE.
+    """Put a checkpoint, or all of a store, in the trash.
 
     The latest, a pinned one, the one that the running job resumed from and one with files that others refer to are
     refused without --force. --all is refused if one is pinned. A prune deletes what was in the trash for the grace
