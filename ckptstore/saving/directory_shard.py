@@ -169,7 +169,7 @@ def directory_of(
     return request, shard
 
 
-_surprises: set[tuple[str, str]] = set()
+_surprises: set[tuple[str, ...]] = set()
 """The stores and names that this process has logged: each is a line once, not with each save."""
 
 
@@ -185,9 +185,10 @@ def _tell_surprises(store: str, step: int, receipts: Sequence[Receipt]) -> None:
         return
     same = sorted(name for name, copies in renamed.items() if len(copies) > 1 and _is_one_content(copies))
     name = min(same or renamed)
-    if (store, name) in _surprises:
+    surprise = store, name, "same" if same else "renamed"
+    if surprise in _surprises:
         return
-    _surprises.add((store, name))
+    _surprises.add(surprise)
     what = f"{name} is {', '.join(receipt.name for receipt in renamed[name][:2])}"
     more = f", and so for {len(same or renamed) - 1} other names" if len(same or renamed) > 1 else ""
     if same:
