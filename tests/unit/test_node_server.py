@@ -17,7 +17,7 @@ import pytest
 
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageUnavailable
 from ckptstore.fast.nodes import node_server
-from ckptstore.fast.nodes.node_channel import NodeKeys, greet
+from ckptstore.fast.nodes.node_channel import Channel, NodeKeys, greet
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.fast.nodes.node_server import NodeClient, NodeServer, own_addresses
 from ckptstore.format.digest import Digest
@@ -124,6 +124,24 @@ def test_nothing_is_written_into_what_is_complete(disk: NodeDisk, client: NodeCl
     with pytest.raises(InvalidInput, match="is complete"):
         write(client, "a", b"other")
     assert read(client, "a", 0, 4) == b"data"
+
+
+@pytest.mark.parametrize("data", [b"", b"other"])
+def test_a_refusal_is_heard_though_the_line_breaks_before_all_is_sent(
+    disk: NodeDisk, client: NodeClient, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    disk.storage.write(ATTEMPT.key("fast.json"), [memoryview(b"{}")])
+    prove = Channel.prove
+
+    def late(channel: Channel, views: Sequence[memoryview]) -> None:
+        if threading.current_thread() is threading.main_thread() and [*map(bytes, views)] in ([], [data]):
+            time.sleep(0.2)  # until the node has refused, and closed its side
+            raise ConnectionResetError
+        prove(channel, views)
+
+    monkeypatch.setattr(Channel, "prove", late)
+    with pytest.raises(InvalidInput, match="is complete"):
+        write(client, "a", data)
 
 
 def test_who_has_no_key_of_the_job_is_sent_away(disk: NodeDisk) -> None:

@@ -39,7 +39,6 @@ Address = tuple[str, int]
 logger = logging.getLogger("ckptstore")
 
 LOOPBACK = "127.0.0.1"
-_LINGER_SECONDS = 1.0
 _MAX_STRANGERS = 64
 """The most connections without a proof at once; one more replaces the oldest of them."""
 _GREETING_SECONDS = 10.0
@@ -185,13 +184,12 @@ class NodeServer:
         return key
 
     def _take(self, channel: Channel, asked: Mapping[str, Any]) -> None:
-        """Receive and write a file. An error ends the connection: the rest of the bytes is not used."""
+        """Receive and write a file. An error ends the connection: the rest of the bytes is not read."""
         try:
             hasher = Hasher(asked["algorithm"])
             _write(self._disk, self._new_key(asked), int(asked["size_bytes"]), channel, hasher)
         except CkptstoreError as error:
             channel.send({"error": error.to_wire()})
-            _linger(channel.line)
             raise ConnectionAbortedError from error
         channel.send({"digest": str(hasher.digest())})
 
@@ -222,17 +220,6 @@ class NodeServer:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise posix.translate(error, what="Reading", file=key, directory=str(path)) from error
-
-
-def _linger(connection: socket.socket) -> None:
-    """Read for a moment what the other side still sends: a close with bytes unread takes back the error that was sent
-    (RFC 9293, 3.10.4)."""
-    connection.shutdown(socket.SHUT_WR)
-    until = time.monotonic() + _LINGER_SECONDS
-    while (left_seconds := until - time.monotonic()) > 0:
-        connection.settimeout(left_seconds)
-        if not connection.recv(1 << 20):
-            return
 
 
 def _write(disk: NodeDisk, key: str, size_bytes: int, channel: Channel, hasher: Hasher) -> None:
@@ -336,12 +323,10 @@ class NodeClient:
                 with source.open() as read:
                     for offset in range(0, source.size_bytes, len(block) or 1):
                         views = read(offset, min(len(block), source.size_bytes - offset), block)
-                        if not _sent(channel.line, views):
+                        if not _sent(channel, views, proves=is_small):
                             break  # it may have sent an error before it broke off
-                        if is_small:
-                            channel.prove(views)
                 if is_small and not source.size_bytes:
-                    channel.prove([])
+                    _sent(channel, [], proves=True)
                 return channel.receive()
 
         return Digest.parse(self._talk(name, talk)["digest"])
@@ -434,11 +419,13 @@ def _set_up(connection: socket.socket, timeout_seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # between saves, nothing is said for hours
 
 
-def _sent(connection: socket.socket, views: Sequence[memoryview]) -> bool:
-    """Send these. Return False if the other side has closed the connection."""
+def _sent(channel: Channel, views: Sequence[memoryview], *, proves: bool) -> bool:
+    """Send these, and their HMAC with `proves`. Return False if the other side has closed the connection."""
     try:
         for view in views:
-            connection.sendall(view)
+            channel.line.sendall(view)
+        if proves:
+            channel.prove(views)
     except ConnectionError:
         return False
     return True
