@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.uri import redact
 
@@ -147,3 +147,22 @@ def test_engines_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> No
 def test_what_is_shown_of_a_uri(uri: str, shown: str) -> None:
     assert redact(uri) == shown
     assert redact(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("uri", "name", "value"),
+    [("s3://b", "use_sll", False), ("s3://b", "version_aware", True), ("gs://b", "requester_pays", True)],
+)
+def test_an_option_that_the_sdk_does_not_obey_is_refused_whatever_its_value(uri: str, name: str, value: bool) -> None:
+    with pytest.raises(InvalidInput, match=f"storage_options\\['{name}'\\] cannot be used"):
+        open_storage(uri, engine="sdk", storage_options={name: value})
+
+
+def test_an_option_that_is_off_is_no_reason_to_refuse() -> None:
+    open_storage("s3://b", engine="sdk", storage_options={"version_aware": False, "session": None}).close()
+
+
+def test_a_token_with_a_slash_is_a_file_and_is_never_sent() -> None:
+    storage = open_storage("gs://b", engine="sdk", storage_options={"token": "/nowhere/credentials"})
+    with pytest.raises(CkptstoreError, match=r"credentials|DefaultCredentialsError"):
+        storage.stat("a")

@@ -275,7 +275,8 @@ class GcsFiles(CloudFiles):
             hint = 'Run `gcloud auth application-default login` and leave it out, or take engine="fsspec"'
             raise InvalidInput(f"The token {token!r} needs gcsfs", hint=hint)
         if isinstance(token, str) and token != "google_default":
-            if not token.endswith(".json") and not os.path.exists(token):  # an access token itself
+            is_path = "/" in token or token.endswith(".json") or os.path.exists(token)
+            if not is_path:  # an access token itself, in which no "/" may be
                 return google.oauth2.credentials.Credentials(token)  # type: ignore[no-untyped-call]
             return google.auth.load_credentials_from_file(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
         return google.auth.default(scopes=_SCOPES)[0]

@@ -25,6 +25,12 @@ _KNOWN: Mapping[Kind, frozenset[str]] = {
     "gcs": OF_GCS,
     "azure": OF_AZURE | {"connection_timeout", "credential", "read_timeout"},
 }
+_ONLY_OFF: Mapping[Kind, frozenset[str]] = {
+    "s3": frozenset({"session", "version_aware"}),
+    "gcs": frozenset({"requester_pays", "requests_timeout", "secure_serialize", "session_kwargs", "version_aware"}),
+    "azure": frozenset({"request_session", "version_aware"}),
+}
+"""Options of those packages that are not obeyed here: a program may give them to say that it does not want them."""
 
 
 def open_sdk(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -49,7 +55,8 @@ def open_sdk(uri: str, storage_options: Mapping[str, Any] | None = None) -> Stor
 
 def _check_names(location: Location, kind: Kind, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
-        if name not in _KNOWN[kind] | INSIDE_FSSPEC and value is not None and value is not False:
+        is_off = name in _ONLY_OFF[kind] and not value
+        if not is_off and name not in _KNOWN[kind] | INSIDE_FSSPEC:
             package = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}[kind]
             hint = f'Compare it with the page of this cloud; engine="fsspec" gives all options to {package}'
             raise InvalidInput(f"storage_options[{name!r}] cannot be used with {location.scheme}://", hint=hint)

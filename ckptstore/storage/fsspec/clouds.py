@@ -79,7 +79,7 @@ class CloudStorage(GenericStorage):
         return True
 
     def _has_border(self, data: bytes) -> bool:
-        return _GCSFS_BORDER in data and _comes_from("gcsfs", type(self.system))
+        return _comes_from("gcsfs", type(self.system)) and _GCSFS_BORDER in data
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         container, _, rest = self.root.partition("/")
