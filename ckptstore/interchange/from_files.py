@@ -25,6 +25,7 @@ from ckptstore.interchange.intake import Intake, is_optimizer
 from ckptstore.interchange.safetensors_file import INDEX_NAME, SafetensorsEntry, read_header
 from ckptstore.state.live.flatten import FlatState, join_path
 from ckptstore.state.live.optimizers import GROUPS, STATE
+from ckptstore.state.read.stored import read_whole
 from ckptstore.transfer import RangeRead
 
 _REFUSED_CLASS = re.compile(r"GLOBAL (\w[\w.]*)")
@@ -176,12 +177,7 @@ def read_dcp(
 
     aliases = {key: source for key, source in stock.index.aliases.items() if wanted(key)}
     sources = {*aliases.values(), *(key for key in stock.index.tensors if wanted(key) and key not in aliases)}
-    tensors = {
-        key: torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
-        for key, entry in stock.index.tensors.items()
-        if key in sources
-    }
-    stock.fill({key: (tensor, key) for key, tensor in tensors.items()})
+    tensors = read_whole(stock, {key: entry for key, entry in stock.index.tensors.items() if key in sources})
     nested: dict[tuple[Any, ...], dict[str, Any]] = {path: {} for path in optimizers}
     everything = {**tensors, **{key: tensors[source] for key, source in aliases.items()}, **stock.values(wanted)}
     for key, item in everything.items():

@@ -13,7 +13,7 @@ from ckptstore.runtime.near import meant, nearest_key, shown
 from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.live.flatten import children, find_references, join_path, map_tensors
 from ckptstore.state.live.matching import Matching, Saved, fits
-from ckptstore.state.read.stored import PerRank, read_whole
+from ckptstore.state.read.stored import PerRank, check_per_rank, read_whole
 from ckptstore.state.tensors.wrapped import Wrapped
 
 _LEAVE_OUT = "Name the keys to read with include=, or load it into a state that has one"
@@ -21,6 +21,7 @@ _LEAVE_OUT = "Name the keys to read with include=, or load it into a state that 
 
 def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None, per_rank: PerRank) -> dict[str, Any]:
     """Return the nested state of a checkpoint; see `Checkpoint.to_dict`."""
+    check_per_rank(per_rank)
     includes = Matching(Saved({}, {}), include=include).includes
     with files.held():
         stored = open_any(files, per_rank=per_rank, wanted=includes)

@@ -123,8 +123,7 @@ class DirectoryShard:
         offers = [Offer.from_json(offer) for offer in descriptions]
         naming = agree(offers)
         for name in sorted(set(self._shared).difference(*(offer.shared for offer in offers))):
-            if (self._storage.uri, name) not in _surprises:
-                _surprises.add((self._storage.uri, name))
+            if _is_new(self._storage.uri, name, "shared"):
                 logger.warning("shared=[%r]: no rank has a file of that name", name)
         return Decision(naming.to_json(), naming.size_bytes)
 
@@ -170,7 +169,14 @@ def directory_of(
 
 
 _surprises: set[tuple[str, ...]] = set()
-"""The stores and names that this process has logged: each is a line once, not with each save."""
+"""The stores, names and kinds of line that this process has logged: each once, not with each save."""
+
+
+def _is_new(*surprise: str) -> bool:
+    """Return True the first time."""
+    found = surprise not in _surprises
+    _surprises.add(surprise)
+    return found
 
 
 def _tell_surprises(store: str, step: int, receipts: Sequence[Receipt]) -> None:
@@ -185,10 +191,8 @@ def _tell_surprises(store: str, step: int, receipts: Sequence[Receipt]) -> None:
         return
     same = sorted(name for name, copies in renamed.items() if len(copies) > 1 and _is_one_content(copies))
     name = min(same or renamed)
-    surprise = store, name, "same" if same else "renamed"
-    if surprise in _surprises:
+    if not _is_new(store, name, "same" if same else "renamed"):
         return
-    _surprises.add(surprise)
     what = f"{name} is {', '.join(receipt.name for receipt in renamed[name][:2])}"
     more = f", and so for {len(same or renamed) - 1} other names" if len(same or renamed) > 1 else ""
     if same:

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import InvalidState
 from ckptstore.loading.load_state import open_alone
 from ckptstore.retention import KeepAny, KeepBest, Mode, Policy
 from ckptstore.state.live.flatten import map_tensors, references_in
-from ckptstore.state.read.stored import StoredState
+from ckptstore.state.read.stored import read_whole
 from ckptstore.state.tensors.wrapped import Wrapped
 
 FILE_NAME = "lightning.ckpt"
@@ -47,7 +46,7 @@ def write_file(checkpoint: Checkpoint, directory: Path, *, version: str, allow_p
         sources = {key: saved.aliases.get(key, key) for key in (*saved.tensors, *saved.aliases)}
         needed = {source for key, source in sources.items() if key.startswith(_MODEL)}
         needed |= {sources[key] for value in saved.values.values() for key in references_in(value)}
-        tensors = _read(stored, needed)
+        tensors = read_whole(stored, {key: stored.entry(key) for key in needed})
 
     def whole(key: str, value: Any) -> Any:
         return map_tensors(value, (key,), lambda _, leaf: tensors[sources[leaf.key]])
@@ -64,10 +63,3 @@ def write_file(checkpoint: Checkpoint, directory: Path, *, version: str, allow_p
         "pytorch-lightning_version": version,
     }
     torch.save(contents, directory / FILE_NAME)
-
-
-def _read(stored: StoredState, keys: set[str]) -> dict[str, Tensor]:
-    entries = {key: stored.entry(key) for key in keys}
-    tensors = {key: torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu") for key, entry in entries.items()}
-    stored.fill({key: (tensor, key) for key, tensor in tensors.items()})
-    return tensors

@@ -57,7 +57,7 @@ def invite(*commands: Sequence[str], place: str) -> None:
     beside = Path(sys.executable).with_name("ckptstore")
     if program is None and beside.exists():
         program = os.path.relpath(beside)
-    program = program or f"{sys.executable} -m ckptstore.tools.cli"
+    program = program or f"{sys.executable} -m ckptstore"
     shout("\nThe stores stay. Look for yourself:")
     for arguments in commands:
         say(f"{program} {shlex.join(arguments)}")

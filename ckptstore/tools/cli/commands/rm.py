@@ -18,9 +18,9 @@ from ckptstore.tools.cli.targets import checkpoint_in, find_target, opened_store
 
 @click.command()
 @click.argument("target", type=TARGET)
-@click.option("--all", "everything", is_flag=True, help="All checkpoints of STORE, the latest too.")
-@click.option("--yes", is_flag=True, help="Do not ask before --all.")
-@click.option("--force", is_flag=True, help="Also the latest, one that is pinned, and one that others need.")
+@click.option("--all", "everything", is_flag=True, help="Remove all checkpoints of STORE, the latest too.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation of --all.")
+@click.option("--force", is_flag=True, help="Remove it even if it is the latest, pinned, or needed by others.")
 @storage_option
 @as_json
 def command(
@@ -44,7 +44,7 @@ def command(
             store.remove(found[0].step, force=force)
         else:
             found = list(store)
-            if not yes:
+            if found and not yes:
                 _ask(store, found, as_json=as_json)
             store.remove_all(force=force)
         steps, size_bytes = [item.step for item in found], sum(item.size_bytes for item in found)
