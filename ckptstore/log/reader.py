@@ -129,10 +129,7 @@ class LogReader:
 
         Raises CheckpointDamaged for a record that is missing or cannot be read.
         """
-        wanted = list(numbers)
-        missing = [number for number in dict.fromkeys(wanted) if number not in self._cache]
-        read = dict(zip(missing, self._in_parallel(self._read, missing), strict=True))
-        return [read.get(number) or self._read(number) for number in wanted]
+        return self._each(self._read, numbers)
 
     def readable(self, numbers: Iterable[int]) -> list[Record]:
         """Return these records without those in an archive class; a warning names each of these once.
@@ -147,7 +144,7 @@ class LogReader:
             except StorageArchived as error:
                 return error
 
-        found = self._in_parallel(read, list(numbers))
+        found = self._each(read, numbers)
         if found and isinstance(found[0], StorageArchived) and not any(isinstance(one, Record) for one in found):
             raise found[0]
         for error in found:
@@ -171,7 +168,7 @@ class LogReader:
         A record that is missing or cannot be read is no error. Raises StorageError if the storage fails for longer than
         retries last.
         """
-        return self._in_parallel(self._probe, list(numbers))
+        return self._each(self._probe, numbers)
 
     def record_time(self, number: int) -> float:
         """Return the time at which a record was written, in seconds since the epoch by the storage's clock. Cached."""
@@ -302,6 +299,14 @@ class LogReader:
             if len(self._cache) > _MAX_CACHED:
                 del self._cache[next(iter(self._cache))]
         return record
+
+    def _each(self, read: Callable[[int], T], numbers: Iterable[int]) -> list[T]:
+        """Return `read` of each number in the same order: those in the cache at once, the others in parallel."""
+        wanted = list(numbers)
+        # A save asks for every live checkpoint: to start threads for what is in memory took a third of a small save.
+        missing = [number for number in dict.fromkeys(wanted) if number not in self._cache]
+        found = dict(zip(missing, self._in_parallel(read, missing), strict=True))
+        return [found[number] if number in found else read(number) for number in wanted]
 
     def _in_parallel(self, read: Callable[[int], T], numbers: list[int]) -> list[T]:
         return mapped(read, numbers, num_threads=self._num_threads, name="ckptstore-log")

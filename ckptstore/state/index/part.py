@@ -81,10 +81,10 @@ class Tensor(NamedTuple):
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of torch. Raises CheckpointDamaged if the name is that of no dtype."""
-        import torch
+        found = _torch_dtype(self.dtype)
+        if found is None:
+            import torch
 
-        found = getattr(torch, self.dtype, None) if self.dtype in DTYPES else None
-        if not isinstance(found, torch.dtype):
             raise CheckpointDamaged(f"{self.key} has the dtype {self.dtype!r}, which torch {torch.__version__} lacks")
         return found
 
@@ -95,6 +95,14 @@ class Tensor(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
+
+
+@lru_cache(maxsize=256)
+def _torch_dtype(name: str) -> torch.dtype | None:
+    import torch
+
+    found = getattr(torch, name, None) if name in DTYPES else None
+    return found if isinstance(found, torch.dtype) else None
 
 
 @lru_cache(maxsize=65_536)

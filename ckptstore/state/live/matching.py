@@ -213,7 +213,7 @@ class Matching:
         tensor is made, and noted in `moved`, if something else is to be filled into the same memory.
         """
         self._placed.update(keys)
-        asked = [key for key in keys if self.includes(key)]
+        asked = keys if self._include is None else [key for key in keys if self.includes(key)]
         if not asked or not self.saved.skipped.isdisjoint(keys):
             return False
         obstacle = obstacle_of(tensor)
@@ -243,9 +243,12 @@ class Matching:
     def _take_placed(self, place: PlacedTensor, first: str) -> bool:
         """Pair a tensor, known as `first`, with one of the stored tensors that belong there. The first one fills it."""
         tensor, source = place.tensor, place.source
-        wanted, present = Tensor(source, name_of(tensor.dtype), tuple(tensor.shape)), self.saved.tensors[source]
-        can_cast = self.may_cast and _can_cast(present, wanted)
-        if wanted.form != present.form and not can_cast:
+        present, can_cast = self.saved.tensors[source], False
+        form = name_of(tensor.dtype), tuple(tensor.shape)
+        if form != present.form:
+            wanted = Tensor(source, *form)
+            can_cast = self.may_cast and _can_cast(present, wanted)
+        if form != present.form and not can_cast:
             way = ' (dtype="state" casts it)' if _can_cast(present, wanted) else ""
             name = first if first not in self.mismatch.differing and first not in self.targets else place.key
             self.mismatch.differing[name] = f"is {present} in the checkpoint and {wanted} in the state{way}"

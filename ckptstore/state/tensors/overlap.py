@@ -198,13 +198,15 @@ class Conflict(NamedTuple):
     """True if both are for all of the memory, element by element; else they have some elements in common."""
 
 
-def local_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in which this process has its part of a plain or distributed tensor. Yield none for other
+def local_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors in which this process has its part of a plain or distributed tensor; none for other
     subclasses, whose memory is unknown."""
+    if type(tensor) in PLAIN_TYPES:
+        return [tensor]
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
     shards = getattr(local, "local_shards", None) if type(local) not in PLAIN_TYPES else None
     parts = [local] if shards is None else [getattr(shard, "tensor", shard) for shard in shards()]
-    yield from (part for part in parts if type(part) in PLAIN_TYPES)
+    return [part for part in parts if type(part) in PLAIN_TYPES]
 
 
 def conflicts_of(places: Sequence[PlacedTensor]) -> tuple[list[Conflict], list[PlacedTensor]]:

@@ -189,7 +189,7 @@ def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    return _is_of("torch.distributed.tensor", "DTensor", value)
+    return type(value) not in PLAIN_TYPES and _is_of("torch.distributed.tensor", "DTensor", value)
 
 
 def is_fsdp1(value: object) -> TypeGuard[FullyShardedDataParallel]:
