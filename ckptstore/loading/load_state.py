@@ -27,7 +27,7 @@ from ckptstore.log.identity import read_identity
 from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
-from ckptstore.state.live.flatten import Kind, units_of
+from ckptstore.state.live.flatten import Kind, is_loader, units_of
 from ckptstore.state.live.matching import Matching, Mismatch, Saved
 from ckptstore.state.read.settle import unsettled
 from ckptstore.state.read.shared_reads import SharedSteps
@@ -382,9 +382,7 @@ def _warn_of_loaders(stored: StoredState, state: Mapping[str, Any], options: Loa
         return
     includes = Matching(Saved({}, {}), include=options.include).includes
     for unit in units_of(state):
-        names = " ".join(cls.__name__.lower() for cls in type(unit.item).__mro__)
-        is_loader = unit.kind is Kind.STATEFUL and ("loader" in names or "sampler" in names)
-        if is_loader and includes(unit.key) and stored.is_common(unit.key):
+        if unit.kind is Kind.STATEFUL and is_loader(unit.item) and includes(unit.key) and stored.is_common(unit.key):
             logger.warning(
                 "the %s at %r gets back the state that all %d ranks had alike, and there are %d ranks now: samples may "
                 "be repeated or left out. Mark it with ckptstore.state.per_rank where it is saved",

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+import ckptstore
 from ckptstore import open_store
 from ckptstore.testing import accelerator
 from ckptstore.testing.accelerator import NAME, Gate
@@ -249,3 +250,18 @@ def test_the_default_device_of_torch_changes_nothing(store_root: Path) -> None:
     assert (found["array"].tolist(), found["bytes"]) == (state["array"].tolist(), state["bytes"])
     assert bits(found["tensor"]) == bits(state["tensor"])
     assert not any(b"standin" in path.read_bytes() for path in store_root.rglob("*") if path.is_file())
+
+
+def test_a_resumed_run_draws_the_numbers_of_its_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, other = (torch.nn.Linear(2, 2).to(SECOND) for _ in range(2))
+    host = torch.nn.Linear(2, 2)
+    with open_store(tmp_path / "store", group="solo") as store:
+        store.save(1, ckptstore.all_state(model, host=host))
+        drawn = torch.rand(4, device=SECOND).cpu()
+        torch.rand(3, device=SECOND)
+        store.load(ckptstore.all_state(other, host=host))
+        assert torch.equal(torch.rand(4, device=SECOND).cpu(), drawn)
+        assert not caplog.records
+        state = ckptstore.all_state(host)["rng"]
+        state.load_state_dict({**state.state_dict(), "accelerators": {"cuda:0": torch.zeros(16, dtype=torch.uint8)}})
+    assert "cuda:0 is not in use here" in caplog.text

@@ -331,6 +331,12 @@ def kind_of(item: Any) -> Kind | None:
     return Kind.STATEFUL if all(map(callable, methods)) else None
 
 
+def is_loader(item: Any) -> bool:
+    """Return True for data loaders and samplers, of whatever library."""
+    names = " ".join(base.__name__.lower() for base in type(item).__mro__)
+    return "loader" in names or "sampler" in names
+
+
 def units_of(state: Any) -> list[Unit]:
     """Take a state apart, in its own order.
 

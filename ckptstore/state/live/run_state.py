@@ -1,0 +1,187 @@
+"""Everything that a run needs to go on as if it had never ended, found from its objects."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ckptstore.errors import InvalidState
+from ckptstore.state.live.flatten import Kind, is_loader, kind_of, per_rank, units_of
+
+logger = logging.getLogger(__name__)
+
+RANDOM_KEY = "rng"
+"""The key of the random numbers in what `all_state` returns."""
+
+
+def all_state(*objects: Any, **named: Any) -> dict[str, Any]:
+    """Return a state with these objects, with what belongs to them, and with the random numbers of this process.
+
+    Objects without a name are known by their kind: "model", "optimizer", "scheduler", "scaler", "loader", "generator".
+    Of a kind that there is more than once, and of an object of another kind, each needs a name:
+    `all_state(model, optimizer, ema=ema, epoch=0)`. The optimizer of a scheduler is found if it is not given. "rng" has
+    the random numbers of torch, numpy and Python, and of each accelerator that has a tensor of the modules. Data
+    loaders and samplers are marked with `per_rank`, since the same position means other samples on other ranks.
+
+    A run that resumes into such a state takes the same steps as one that never ended, if its loader can give its
+    position (torchdata's StatefulDataLoader does), if each rank's loader and random numbers come back to that rank, and
+    if its computation gives the same numbers twice. Everything else that changes in the run needs a name here.
+
+    Raises InvalidState for an object without a state (torch's own DataLoader has none), for one whose kind is not
+    known, and for two with one name.
+    """
+    state: dict[str, Any] = {}
+    for item in _with_optimizers([*objects, *named.values()], objects):
+        name = _name_of(item)
+        if name in state or name in named:
+            raise InvalidState(
+                f"two objects would have the key {name!r} in the state",
+                hint=f"Give each a name: all_state(..., {name}_a=..., {name}_b=...)",
+            )
+        state[name] = _storable(name, item)
+    state |= {name: _storable(name, item) for name, item in named.items()}
+    if RANDOM_KEY in state:
+        raise InvalidState(f"{RANDOM_KEY!r} is the key of the random numbers", hint="Give the object another name")
+    state[RANDOM_KEY] = RandomNumbers(unit.item for unit in units_of(state) if unit.kind is Kind.MODULE)
+    return state
+
+
+class RandomNumbers:
+    """The random numbers of this process: those of torch, numpy and Python, and of the accelerators in use.
+
+    In use are those that have a tensor of `modules` when the state is taken, and the current one if torch has
+    initialised it.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module] = ()) -> None:
+        self._modules = list(modules)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all generators. Draws no number and initialises no accelerator."""
+        return {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "accelerators": {str(device): _get_rng_state(device) for device in self._accelerators()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all generators. A warning names the accelerators that only the checkpoint or only this process has."""
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        saved = state["accelerators"]
+        present = {str(device): device for device in self._accelerators()}
+        for name in saved.keys() & present.keys():
+            _set_rng_state(present[name], saved[name])
+        lost, new = saved.keys() - present.keys(), present.keys() - saved.keys()
+        if lost or new:
+            told = [f"{name} is not in use here" for name in sorted(lost)] + [f"{name} is new" for name in sorted(new)]
+            logger.warning("the run cannot repeat the saved one's random numbers: %s", ", ".join(told))
+
+    def _accelerators(self) -> list[torch.device]:
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        if kind is None:
+            return []
+        found = {
+            tensor.device
+            for module in self._modules
+            for tensor in (*module.parameters(), *module.buffers())
+            if tensor.device.type == kind.type
+        }
+        if getattr(torch.get_device_module(kind), "is_initialized", lambda: False)():
+            found.add(torch.device(kind.type, torch.accelerator.current_device_index()))
+        return sorted(found, key=str)
+
+
+def _with_optimizers(all_objects: list[Any], unnamed: Iterable[Any]) -> Iterator[Any]:
+    """Yield the objects without a name, and the optimizers of schedulers that nobody has given."""
+    given = {id(item) for item in all_objects}
+    yield from unnamed
+    for item in all_objects:
+        optimizer = getattr(item, "optimizer", None)
+        if isinstance(item, LRScheduler) and id(optimizer) not in given:
+            given.add(id(optimizer))
+            yield optimizer
+
+
+def _name_of(item: Any) -> str:
+    kind = kind_of(item)
+    if kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER):
+        return {Kind.MODULE: "model", Kind.OPTIMIZER: "optimizer", Kind.SCHEDULER: "scheduler"}[kind]
+    if isinstance(item, torch.Generator):
+        return "generator"
+    if is_loader(item):
+        return "loader"
+    if isinstance(item, torch.amp.GradScaler) or "GradScaler" in {base.__name__ for base in type(item).__mro__}:
+        return "scaler"
+    raise InvalidState(
+        f"all_state does not know what a {type(item).__name__} is called in a state",
+        hint="Give it a name: all_state(..., name=object)",
+    )
+
+
+def _storable(name: str, item: Any) -> Any:
+    """Return what stands for an object in a state."""
+    if isinstance(item, torch.Generator):
+        return _GeneratorState(item)
+    if not is_loader(item):
+        return item
+    if kind_of(item) is not Kind.STATEFUL:
+        raise InvalidState(
+            f"{name} is a {type(item).__name__}, which cannot say where it is in its data: it has no state_dict",
+            hint="Use torchdata's StatefulDataLoader; or leave it out, save at the ends of epochs, and give all_state "
+            "the generator that shuffles, if it has one",
+        )
+    return per_rank(_LoaderState(item))
+
+
+class _LoaderState:
+    """A data loader or sampler whose next iteration draws no random number that the saved one had drawn already."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> Any:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._loader.load_state_dict(state)
+        # torchdata's loader makes its iterator when it is asked for its state, and that draws a seed. Left to the first
+        # `iter` of the training, it would be drawn from the random numbers that are restored after this.
+        self._loader.state_dict()
+
+
+class _GeneratorState:
+    """A generator of torch as an object with a state."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._generator.set_state(state["state"])
+
+
+def _get_rng_state(device: torch.device) -> torch.Tensor:
+    module = torch.get_device_module(device)
+    found: torch.Tensor = module.get_rng_state() if _is_only(device) else module.get_rng_state(device.index)
+    return found
+
+
+def _set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    module = torch.get_device_module(device)
+    module.set_rng_state(state) if _is_only(device) else module.set_rng_state(state, device.index)
+
+
+def _is_only(device: torch.device) -> bool:
+    """Return True for the device that is meant without a number; some backends (MPS) take none."""
+    return device.index == torch.accelerator.current_device_index()

@@ -1,0 +1,143 @@
+"""A run that resumes into `all_state` takes the steps of one that never ended, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import run_ranks
+
+import ckptstore
+
+Steps = dict[int, tuple[float, list[float]]]
+"""For each step its loss and its samples."""
+
+
+class Run:
+    """Train with dropout, shuffled data, and noise from each generator that a training draws from."""
+
+    def __init__(self, layout: str, num_workers: int = 0) -> None:
+        import random
+
+        import numpy as np
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        rank = 0 if layout == "one" else torch.distributed.get_rank()
+        torch.manual_seed(0)
+        np.random.seed(rank)
+        random.seed(rank)
+        self.noise = torch.Generator().manual_seed(rank)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+        self.model = _in_layout(net, layout)
+        torch.manual_seed(100 + rank)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        data = torch.arange(20.0) + 100 * rank
+        self.loader = StatefulDataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers)
+        self.state = ckptstore.all_state(
+            self.model, self.scheduler, self.scaler, self.loader, self.noise, epoch=0, step=0
+        )
+        self.optimizer = self.state["optimizer"]
+        assert self.optimizer is optimizer
+
+    def steps(self, store: Any, *, save_at: int = -1, at_the_end: bool = False) -> Steps:
+        """Train from where the store is to the end, or until a save of that step, which is the last."""
+        found: Steps = {}
+        state = self.state
+        store.resume(state)
+        while state["epoch"] < 3:
+            for batch in self.loader:
+                found[state["step"]] = self.step(batch), batch.tolist()
+                state["step"] += 1
+                if state["step"] == save_at and not at_the_end:
+                    store.save(save_at, state)
+                    return found
+            state["epoch"] += 1
+            if state["step"] == save_at:
+                store.save(save_at, state)
+                return found
+        return found
+
+    def step(self, batch: torch.Tensor) -> float:
+        import random
+
+        import numpy as np
+
+        self.optimizer.zero_grad()
+        noise = np.random.rand() + random.random() + torch.rand((), generator=self.noise)
+        loss = self.model(batch[:, None].expand(-1, 4) * noise).square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        return loss.item()
+
+
+def _in_layout(net: Any, layout: str) -> Any:
+    if layout == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(net)
+    if layout == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard(net)
+    return net
+
+
+def differences(
+    directory: Path, layout: str, save_at: int, *, num_workers: int = 0, at_the_end: bool = False
+) -> list[int]:
+    """The steps of an interrupted run that are not those of one without an end."""
+    with ckptstore.open_store(directory / "never") as store:
+        whole = Run(layout, num_workers).steps(store)
+    torch.manual_seed(999)  # another process begins with other numbers
+    with ckptstore.open_store(directory / "ended") as store:
+        before = Run(layout, num_workers).steps(store, save_at=save_at, at_the_end=at_the_end)
+        after = Run(layout, num_workers).steps(store)
+    assert list(before) == list(range(save_at))
+    assert list(after) == list(range(save_at, 15))
+    assert len({loss for loss, _ in whole.values()}) == 15
+    return [step for step, found in whole.items() if {**before, **after}[step] != found]
+
+
+@pytest.mark.parametrize(
+    ("save_at", "at_the_end", "num_workers"),
+    [(1, False, 0), (7, False, 0), (10, False, 0), (10, True, 0), (7, False, 2), (10, True, 2)],
+)
+def test_one_process(tmp_path: Path, save_at: int, at_the_end: bool, num_workers: int) -> None:
+    assert not differences(tmp_path, "one", save_at, num_workers=num_workers, at_the_end=at_the_end)
+
+
+def in_ranks(directory: Path) -> dict[str, list[int]]:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return {
+        f"{layout} {save_at}": differences(directory / layout / str(save_at), layout, save_at, at_the_end=save_at == 10)
+        for layout in ("ddp", "fsdp2")
+        for save_at in (7, 10)
+    }
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(2, in_ranks, tmp_path):
+        assert found == {"ddp 7": [], "ddp 10": [], "fsdp2 7": [], "fsdp2 10": []}
+
+
+def test_what_has_no_name_or_no_state_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ckptstore.InvalidState, match=r"'model'.*model_a="):
+        ckptstore.all_state(model, torch.nn.Linear(2, 2))
+    with pytest.raises(ckptstore.InvalidState, match="'model'"):
+        ckptstore.all_state(model, model=torch.nn.Linear(2, 2))
+    with pytest.raises(ckptstore.InvalidState, match=r"what a dict is called.*name="):
+        ckptstore.all_state(model, {"epoch": 3})
+    with pytest.raises(ckptstore.InvalidState, match=r"loader is a DataLoader.*no state_dict.*StatefulDataLoader"):
+        ckptstore.all_state(model, torch.utils.data.DataLoader(range(3)))
+    with pytest.raises(ckptstore.InvalidState, match="'rng'"):
+        ckptstore.all_state(model, rng=1)
+    with pytest.raises(ckptstore.InvalidState, match="two objects"):
+        ckptstore.all_state(model, torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1), optimizer=1)
