@@ -22,7 +22,7 @@ AT_ONCE := -n 4 $(SHARED) --ignore=tests/ray
 # a test that takes too long ends its process.
 PYTEST_RAY := $(PYTEST) --timeout-method=thread -n 3 $(SHARED)
 
-.PHONY: install demo demo-ray demo-tier test test-slow simulate states soak test-ceph check format docs pictures bench bench-check servers clean
+.PHONY: install demo demo-ray demo-tier test test-slow simulate states soak test-ceph check format docs site pictures bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -98,13 +98,18 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The parts of the reference that follow from the code; a test fails when they are not up to date.
+# The parts of pages that follow from the code; a test fails when they are not up to date.
 docs: install
 	$(BIN)/python docs/generate.py
 
 # The pictures of the docs, taken by the tests of pages.
 pictures: install servers
 	PICTURES=$(CURDIR)/docs/pictures $(PYTEST) tests/browser/test_pictures.py
+
+# The pages with search and the whole reference, in site/.
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 bench: install servers
 	CKPTSTORE_BENCH=full $(PYTEST) benchmarks --timeout 0

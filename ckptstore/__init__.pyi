@@ -47,7 +47,7 @@ from ckptstore.retention import KeepLatest as KeepLatest
 from ckptstore.retention import KeepSince as KeepSince
 from ckptstore.saving.background import PendingSave as PendingSave
 from ckptstore.saving.health import StoreHealth as StoreHealth
-from ckptstore.state.live.run_state import all_state as all_state
+from ckptstore.state.everything import all_state as all_state
 from ckptstore.store import CheckpointStore as CheckpointStore
 from ckptstore.upkeep.prune import Trashed as Trashed
 

