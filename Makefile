@@ -22,7 +22,7 @@ AT_ONCE := -n 4 $(SHARED) --ignore=tests/ray
 # a test that takes too long ends its process.
 PYTEST_RAY := $(PYTEST) --timeout-method=thread -n 3 $(SHARED)
 
-.PHONY: install demo demo-ray demo-tier test test-slow simulate states soak test-ceph check format docs site pictures bench bench-check servers clean
+.PHONY: install demo demo-ray demo-tier test test-slow test-long simulate states soak matrix test-ceph check format docs site pictures bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -64,14 +64,19 @@ servers:
 	$(PYTHON) tests/browser/install.py || test -z "$$CI"
 
 test: install servers
-	$(PYTEST) $(AT_ONCE) -m "not slow and not ceph"
-	$(PYTEST_RAY) -m "not slow" tests/ray
+	$(PYTEST) $(AT_ONCE) -m "not slow and not long and not ceph"
+	$(PYTEST_RAY) -m "not slow and not long" tests/ray
 
 # The benchmarks run too, at a small size: that shows that they work, and no more.
 test-slow: install servers
 	$(PYTEST) $(AT_ONCE) -m "slow and not ceph"
 	$(PYTEST_RAY) -m slow tests/ray
 	$(PYTEST) benchmarks -q
+
+# What takes longer than CI has: every trainer, every layout, the demo, the judge. Installs the trainers' packages.
+test-long: install servers
+	$(PYTHON) tests/servers/install.py --all
+	$(PYTEST) $(AT_ONCE) -m "long"
 
 # Seeds of the simulation that no test has run yet, for as long as one likes.
 simulate: install
@@ -84,6 +89,10 @@ states: install
 # A day of use, every kill and the simulation; ends with a table.
 soak: install
 	$(BIN)/python tests/soak/soak.py --seconds $(or $(SECONDS),600)
+
+# The quick tests with the lowest, a middle and the newest torch, on three versions of Python; fetches gigabytes.
+matrix: install
+	$(BIN)/python tests/environments/matrix.py
 
 test-ceph: install
 	$(BIN)/python tests/servers/install_ceph.py

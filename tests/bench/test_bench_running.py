@@ -95,7 +95,7 @@ def test_a_fast_tier_is_measured_and_asks_the_bucket_for_nothing_before_a_checkp
     assert not (tmp_path / "place").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_benchmarks_for_developers_have_floors_too(tmp_path: Path) -> None:
     floors, root = tmp_path / "floors.json", Path(__file__).parents[2]
     case, told = "test_command[save without fsync, Llama, 1 rank]", tmp_path / "told.json"
@@ -244,7 +244,7 @@ def test_a_secret_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sesame" not in redacted_command_line()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With short curves: each point is a contest in as many processes as there are ranks. The fast tier and the other
@@ -276,7 +276,7 @@ def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "place").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_on_the_test_server(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     options = ["--size", "24MiB", "--ranks", 2, "--repeat", 1, "--peers", "dcp,s3torchconnector"]

@@ -160,7 +160,7 @@ def test_what_peers_saved_to_a_disk_they_load_equal(tmp_path: Path) -> None:
     assert len(kept) == len([one for one in found.values() if one.status == "measured"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("_peers_are_imported_once")
 def test_two_ranks_save_to_a_disk_with_every_setting(tmp_path: Path) -> None:
     """Their loads, and saves in the background, are in the test of the fast tier."""
@@ -168,7 +168,7 @@ def test_two_ranks_save_to_a_disk_with_every_setting(tmp_path: Path) -> None:
         assert_all_took_part(run(["save"], place, ranks=2)["save"], but=ON_S3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("_peers_are_imported_once")
 def test_two_ranks_save_to_s3_and_load_with_every_setting() -> None:
     with opened_place("s3-test", {}) as place:
@@ -252,7 +252,7 @@ def test_peers_copy_directories_to_and_from_each_place(tmp_path: Path, where: st
     assert_all_took_part(found["node-cache"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("_peers_are_imported_once")
 def test_peers_stand_beside_a_fast_tier(tmp_path: Path) -> None:

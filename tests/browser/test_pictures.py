@@ -129,7 +129,7 @@ def lost_node(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return done.stdout, html
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_lost_node_costs_no_step(lost_node: tuple[str, Path]) -> None:
     told, _ = lost_node

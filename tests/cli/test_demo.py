@@ -13,7 +13,7 @@ import pytest
 from ckptstore import open_store
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_demo_tells_its_story(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckptstore.tools.cli", "demo", "--store", str(tmp_path / "stores")]

@@ -372,7 +372,7 @@ def test_many_small_files(tmp_path: Path) -> None:
         assert checkpoint.verify().ok
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_thousand_files_and_six_gigabytes(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for directory in range(100):

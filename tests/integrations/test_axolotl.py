@@ -36,7 +36,7 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_from_the_disk_of_the_node(tmp_path: Path) -> None:
     cfg = {"output_dir": str(tmp_path / "out"), "ckptstore_store": str(tmp_path / "store")}
     cfg |= {"ckptstore_keep": ["latest=2"], "ckptstore_fast": str(tmp_path / "disk")}

@@ -217,7 +217,7 @@ def test_the_last_step_leaves_the_model_for_hugging_face_in_a_bucket(
     assert not list(Path(tempfile.gettempdir()).glob("ckptstore-import-*")), "no download is left"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_weights_come_from_wherever_they_are(tmp_path: Path) -> None:
     """A folder of theirs and a store, for either manager; a seed; steps that are not there."""
     theirs, ours = tmp_path / "theirs/checkpoint/step-4", tmp_path / "ours/checkpoint"

@@ -16,13 +16,13 @@ def judged(name: str, work: Path, *, most: int) -> Counter[str]:
     return verdicts(work)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_loop_is_resumed_wherever_it_was_ended(tmp_path: Path) -> None:
     found = judged("loop: ckptstore", tmp_path / "runs", most=12)
     assert found.keys() == {"PASS"}
     assert found.total() > 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_judge_condemns(tmp_path: Path) -> None:
     assert judged("loop: torch's DCP", tmp_path / "runs", most=8)["HARD_FAIL"]

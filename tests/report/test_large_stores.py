@@ -94,7 +94,7 @@ def test_ten_thousand_checkpoints_on_a_disk(tmp_path: Path) -> None:
     assert seconds < 30, "of the processor's time"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ten_thousand_checkpoints_in_a_bucket(s3: Any) -> None:
     filled("s3://test/run")
     seen, seconds, counted = looked_at("s3://test/run")

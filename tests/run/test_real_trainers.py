@@ -89,8 +89,13 @@ def place(case: Case, directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "s3://test/run", server.storage_options
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ("trl", "lightning") else pytest.mark.slow)
+        for name in CASES
+    ],
+)
 def test_a_killed_trainer_goes_on_with_the_same_losses(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     if case.needs and not (BESIDE / case.needs / ".installed").exists():

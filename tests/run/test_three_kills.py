@@ -138,8 +138,13 @@ def runs_trainer(command: list[str]) -> bool:
     return any(Path(part).parent == TRAINERS for part in command) and CKPTSTORE[-1] not in command
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+IN_CI = ("nanogpt-like", "imagenet-ddp", "keras", "xgboost")
+"""`make test-long` runs all."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.long) for name in CASES]
+)
 def test_a_trainer_that_is_killed_in_three_ways_ends_as_if_nobody_had(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     if case.needs and not (BESIDE / case.needs / ".installed").exists():

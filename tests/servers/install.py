@@ -110,6 +110,22 @@ TIMM = ("timm==1.0.31", "torchvision==0.28.0")  # the one for GPUs: no operator 
 XGBOOST = ("xgboost-cpu==3.2.0",)
 
 
+ONLY_LONG = {
+    "composer": COMPOSER,
+    "coqui": COQUI,
+    "fvcore": FVCORE,
+    "ignite": IGNITE,
+    "lightgbm": LIGHTGBM,
+    "mmengine": MMENGINE,
+    "spacy": SPACY,
+    "stable-baselines3": STABLE_BASELINES3,
+    "timm": TIMM,
+    "trl": TRL,
+    "ultralytics": ULTRALYTICS,
+}
+"""What only tests of `make test-long` use."""
+
+
 def main() -> int:
     SERVERS.mkdir(exist_ok=True)
     failed = max(
@@ -117,22 +133,12 @@ def main() -> int:
         install_environment("gcp-storage-emulator", GCP_STORAGE_EMULATOR),
         install_environment("mlflow", MLFLOW),
         install_beside("torchtitan", TORCHTITAN),
-        install_beside("trl", TRL),
         install_beside("deepspeed", DEEPSPEED),
         install_beside("axolotl", AXOLOTL),
-        install_beside("lightgbm", LIGHTGBM),
-        install_beside("spacy", SPACY),
-        install_beside("timm", TIMM),
         install_beside("xgboost", XGBOOST),
         install_beside("keras", KERAS),
-        install_beside("ignite", IGNITE),
-        install_beside("stable-baselines3", STABLE_BASELINES3),
-        install_beside("composer", COMPOSER),
-        install_beside("coqui", COQUI),
-        install_beside("fvcore", FVCORE),
-        install_beside("mmengine", MMENGINE),
-        install_beside("ultralytics", ULTRALYTICS),
         install_prometheus(),
+        *(install_beside(name, packages) for name, packages in ONLY_LONG.items() if "--all" in sys.argv),
     )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why
 

@@ -113,8 +113,9 @@ def test_throttling_without_end_is_an_error_in_time(fast_s3: S3Server, local_fil
     storage.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("obstore", marks=pytest.mark.slow), pytest.param("sdk", marks=pytest.mark.long)]
+)
 def test_a_minute_of_throttling(engine: str, fast_s3: S3Server, local_files: list[Path], tmp_path: Path) -> None:
     import threading
 

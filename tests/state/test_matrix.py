@@ -132,7 +132,7 @@ def test_every_layout_and_optimizer_on_two_ranks(tmp_path: Path) -> None:
     check_matrix(2, tmp_path, TWO_RANKS, list(OPTIMIZERS))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 def test_every_layout_and_optimizer_on_four_ranks(tmp_path: Path) -> None:

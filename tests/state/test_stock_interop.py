@@ -322,7 +322,7 @@ def test_a_frame_that_is_no_tensor_is_damage(tmp_path):
         StockState(metadata, make_transfer(tmp_path).read, "", {"f": 300}).values()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_tensor_above_4_gib_goes_both_ways(tmp_path):
     size_bytes = (4 << 30) + 12_345
     tensor = torch.zeros(size_bytes, dtype=torch.uint8)  # memory that is never touched costs nothing

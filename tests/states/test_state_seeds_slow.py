@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from seed_runs import check
 
+LONG = [pytest.param(first, marks=pytest.mark.long) for first in (10_000, 11_000, 13_000)]
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(10_000, 14_000, 1_000))
+
+@pytest.mark.parametrize("first", [*LONG, pytest.param(12_000, marks=pytest.mark.slow)])
 def test_seeds(first: int) -> None:
     check(range(first, first + 1_000))
