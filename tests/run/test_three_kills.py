@@ -55,6 +55,9 @@ class Case:
 KERAS = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(BESIDE / "keras")}
 CASES = {
     "accelerate": Case("accelerate_loop"),
+    "transformers": Case("hf_trainer"),
+    "trl": Case("hf_trainer", needs="trl", mode="sft"),
+    "lightning": Case("lightning_fit"),
     "nanogpt-like": Case("one_file"),
     "xgboost": Case("xgboost_rounds", needs="xgboost", agent=("--quiet", "1s")),
     "lightgbm": Case("lightgbm_rounds", needs="lightgbm", agent=("--quiet", "1s")),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from typing import Any
 
 import click
 
 from ckptstore.tools.cli.options import as_json, storage_option
 from ckptstore.tools.cli.output import print_json
+from ckptstore.tools.cli.terminal import is_terminal
 from ckptstore.tools.doctor.examination import Examination, examine
 
 
@@ -44,7 +48,12 @@ def command(
 
 def _echo(found: Examination) -> None:
     width = max(len(finding.name) for finding in found.findings)
+    columns = max(60, shutil.get_terminal_size().columns) if is_terminal(sys.stdout) else 10**6
+    below = " " * (width + 11)
     for finding in found.findings:
-        click.echo(f"{finding.status:8} {finding.name.ljust(width)}  {finding.detail}")
-        if finding.hint and finding.status != "ok":
-            click.echo(f"{'':8} {'':{width}}  {finding.hint}")
+        texts = [finding.detail, finding.hint] if finding.hint and finding.status != "ok" else [finding.detail]
+        head = f"{finding.status:8} {finding.name.ljust(width)}  "
+        for text in texts:
+            for line in text.splitlines() or [""]:
+                click.echo(textwrap.fill(head + line, columns, subsequent_indent=below, break_on_hyphens=False))
+                head = below

@@ -65,7 +65,8 @@ def command(
         click.echo(f"step {latest.step} is the latest")
     if steps:
         size = show_size(size_bytes)
-        click.echo(f"`ckptstore restore` brings it back; `ckptstore prune --grace 0 {wanted.uri}` frees {size}")
+        click.echo("`ckptstore restore` brings it back")
+        click.echo(f"`ckptstore prune --grace 0 {wanted.uri}` frees {size}")
     for step, why in held.items():
         click.echo(f"step {step} stays in the trash: {why}")
 
