@@ -69,14 +69,15 @@ test: install servers
 
 # The benchmarks run too, at a small size: that shows that they work, and no more.
 test-slow: install servers
-	$(PYTEST) $(AT_ONCE) -m "slow and not ceph"
-	$(PYTEST_RAY) -m slow tests/ray
+	$(PYTEST) $(AT_ONCE) -m "slow and not long and not ceph"
+	$(PYTEST_RAY) -m "slow and not long" tests/ray
 	$(PYTEST) benchmarks -q
 
 # What takes longer than CI has: every trainer, every layout, the demo, the judge. Installs the trainers' packages.
 test-long: install servers
 	$(PYTHON) tests/servers/install.py --all
-	$(PYTEST) $(AT_ONCE) -m "long"
+	$(PYTEST) $(AT_ONCE) -m long
+	$(PYTEST_RAY) -m long tests/ray
 
 # Seeds of the simulation that no test has run yet, for as long as one likes.
 simulate: install

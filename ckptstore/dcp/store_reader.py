@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.dcp.stock.stock_read import StockState
-from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable, refuse_transforms
+from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable, refuse_transforms, told_rank
 from ckptstore.dcp.view import View, view_of_state
 from ckptstore.errors import (
     CheckpointDamaged,
@@ -130,7 +130,7 @@ class StoreReader(StorageReader):
         place = self._open()
         storage, transfer = place.storage, place.transfer
         wanted_rank = kwargs.get("rank")
-        self._rank = int(wanted_rank) if wanted_rank is not None else dist.get_rank() if dist.is_initialized() else 0
+        self._rank = told_rank(kwargs)
         if wanted_rank is not None and self._failed is not None:
             raise self._failed  # DCP tries the rank's after any failure: a damaged one is not missing
         try:
@@ -159,7 +159,9 @@ class StoreReader(StorageReader):
         view = self._view
         if stock is not None and stock.storage_meta is not None:
             meta.save_id, meta.modules = stock.storage_meta.save_id, stock.storage_meta.modules
-        return Metadata(view.items, view.paths, view.places, meta, DCP_VERSION)
+        found = Metadata(view.items, view.paths, view.places, meta)
+        found.version = DCP_VERSION
+        return found
 
     def _planned(self, storage: Storage) -> Metadata | None:
         """Return the `.metadata` beside an index, None if there is none. It shows how the planner of the save saw the

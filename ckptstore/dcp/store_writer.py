@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -137,7 +138,7 @@ class StoreWriter(StorageWriter):
         self._told = None
         if not kwargs.get("use_collectives", True):
             raise InvalidInput("use_collectives=False writes one checkpoint for each rank, which StoreWriter does not")
-        self._rank = int(kwargs.get("rank") or 0)
+        self._rank = told_rank(kwargs)
         self._is_coordinator = is_coordinator
         if is_coordinator:
             self._told = Told(self._target.begin(self._step))
@@ -274,7 +275,9 @@ class StoreWriter(StorageWriter):
         paths = metadata.planner_data
         if isinstance(paths, dict):
             paths = {**paths, **_inner_paths(paths, inner)}
-        data = pickle.dumps(Metadata(items, paths, storage, storage_meta=metadata.storage_meta, version=DCP_VERSION))
+        stock = Metadata(items, paths, storage, metadata.storage_meta)
+        stock.version = DCP_VERSION
+        data = pickle.dumps(stock)
         if not self._allow_pickle:
             try:
                 load_metadata(data)
@@ -334,6 +337,15 @@ def printable(given: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return a location as the caller wrote it, without secrets."""
     text = os.fspath(given)
     return given if redact(text) == text else redact(text)
+
+
+def told_rank(options: Mapping[str, Any]) -> int:
+    """Return this process's rank: what DCP says when it sets up a writer or reader, or, before torch 2.9, that of the
+    default process group; 0 without one."""
+    rank = options.get("rank")
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+    return int(rank)
 
 
 def is_same_place(one: str | os.PathLike[str], uri: str) -> bool:

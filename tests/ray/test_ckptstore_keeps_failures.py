@@ -63,7 +63,7 @@ def when(is_so: Callable[[], bool], act: Callable[[], object]) -> threading.Thre
     ("parallel", "how", "where", "before", "after"),
     [
         ("fsdp", "sync", "s3", 2, 1),
-        ("ddp", "async", "local", 1, 2),
+        pytest.param("ddp", "async", "local", 1, 2, marks=pytest.mark.long),
     ],
 )
 def test_every_way_to_save_survives_a_kill_and_another_number_of_workers(

@@ -61,7 +61,7 @@ def train_one_more(config: dict[str, Any]) -> None:
     store.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_no_way_from_one_to_another_loses_a_step(cluster: RayCluster, tmp_path: Path) -> None:
     """In one run, whose name holds what URIs are cut at elsewhere. Each line is a start of its own."""

@@ -13,7 +13,7 @@ from cluster import ROOT, RayCluster, fit
 
 import ckptstore
 
-GUIDES = pytest.param("before", marks=pytest.mark.slow)
+GUIDES = pytest.param("before", marks=pytest.mark.long)
 """As the guides have it, to show that the patterns are theirs."""
 
 
@@ -50,7 +50,10 @@ def test_patterns_that_start_from_nothing(cluster: RayCluster, tmp_path: Path, h
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the workers start twice, on whatever is left of the machine
-@pytest.mark.parametrize(("how", "by"), [("report", "ray"), ("store", "trainer"), ("before", "ray")])
+@pytest.mark.parametrize(
+    ("how", "by"),
+    [("report", "ray"), ("store", "trainer"), pytest.param("before", "ray", marks=pytest.mark.long)],
+)
 def test_patterns_that_go_on_after_a_failure(cluster: RayCluster, tmp_path: Path, how: str, by: str) -> None:
     """By Ray itself, or by a trainer of the same name.
 

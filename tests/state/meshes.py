@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +36,10 @@ def new_uri() -> str:
 
 def mesh_for(rank: int, ranks: Any) -> DeviceMesh:
     """A mesh of these ranks, as one of them sees it; it never communicates."""
-    return DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False, _rank=rank)
+    if "_rank" in inspect.signature(DeviceMesh).parameters:
+        return DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False, _rank=rank)
+    with patch("torch.distributed.device_mesh.get_rank", return_value=rank):  # torch 2.8
+        return DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
 
 
 def distributed(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], *, zeros: bool = False) -> DTensor:
