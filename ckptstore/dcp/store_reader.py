@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.dcp.stock.stock_read import StockState
-from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable, refuse_transforms, told_rank
+from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable, rank_of_dcp, refuse_transforms
 from ckptstore.dcp.view import View, view_of_state
 from ckptstore.errors import (
     CheckpointDamaged,
@@ -130,7 +130,7 @@ class StoreReader(StorageReader):
         place = self._open()
         storage, transfer = place.storage, place.transfer
         wanted_rank = kwargs.get("rank")
-        self._rank = told_rank(kwargs)
+        self._rank = rank_of_dcp(kwargs)
         if wanted_rank is not None and self._failed is not None:
             raise self._failed  # DCP tries the rank's after any failure: a damaged one is not missing
         try:

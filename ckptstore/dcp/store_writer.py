@@ -138,7 +138,7 @@ class StoreWriter(StorageWriter):
         self._told = None
         if not kwargs.get("use_collectives", True):
             raise InvalidInput("use_collectives=False writes one checkpoint for each rank, which StoreWriter does not")
-        self._rank = told_rank(kwargs)
+        self._rank = rank_of_dcp(kwargs)
         self._is_coordinator = is_coordinator
         if is_coordinator:
             self._told = Told(self._target.begin(self._step))
@@ -339,7 +339,7 @@ def printable(given: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return given if redact(text) == text else redact(text)
 
 
-def told_rank(options: Mapping[str, Any]) -> int:
+def rank_of_dcp(options: Mapping[str, Any]) -> int:
     """Return this process's rank: what DCP says when it sets up a writer or reader, or, before torch 2.9, that of the
     default process group; 0 without one."""
     rank = options.get("rank")

@@ -145,3 +145,36 @@ def beside_model_checkpoint(root: str) -> dict[str, tuple[list[int], list[int]]]
         with open_store(store, group="solo") as opened:
             found[name] = (sorted({file["global_step"] for file in files}), [checkpoint.step for checkpoint in opened])
     return found
+
+
+def by_their_file(root: str) -> tuple[list[float], list[float], list[float], list[str]]:
+    """The weights of a fit of four epochs, of one that went on from Lightning's file after two, those that are in the
+    best file, and the names of the stored files."""
+
+    def fit(store: Any, last: int, where: str | None) -> tuple[list[float], CheckpointStoreCallback]:
+        torch.manual_seed(2)
+        callback = CheckpointStoreCallback(store, as_file=True, resume=False, monitor="val_loss")
+        trainer = pytorch_lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=last,
+            callbacks=[callback],
+            logger=False,
+            enable_progress_bar=False,
+            num_sanity_val_steps=0,
+        )
+        module = Small()
+        trainer.fit(module, data, data, ckpt_path=where)
+        return module.layer.weight.flatten().tolist(), callback
+
+    torch.manual_seed(1)
+    data = DataLoader(torch.rand(12, 4), batch_size=4)
+    whole, _ = fit(f"{root}/whole", 4, None)
+    with open_store(f"{root}/ended") as store:
+        fit(store, 2, None)
+        checkpoint = store.resume()
+        assert checkpoint is not None
+        with checkpoint.as_directory() as directory:
+            ended, callback = fit(store, 4, f"{directory}/{CheckpointStoreCallback.CHECKPOINT_NAME}")
+        best = Small.load_from_checkpoint(callback.best_model_path).layer.weight.flatten().tolist()
+        names = [receipt.name for each in store for receipt in each.files]
+    return whole, ended, best, names

@@ -212,3 +212,10 @@ def test_an_epoch_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
     (found,) = forked_ranks.run_ranks(1, call_alone, "ends_of_epochs", str(tmp_path))
     assert [name for name, is_same in found if not is_same] == []
     assert len(found) == 18
+
+
+def test_the_file_that_lightning_writes_is_stored_on_request(tmp_path: Path) -> None:
+    ((whole, ended, best, names),) = forked_ranks.run_ranks(1, call_alone, "by_their_file", str(tmp_path))
+    assert ended == whole
+    assert best == whole, "the loss falls, so the last one is the best"
+    assert names == ["checkpoint.ckpt"] * 4

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint import Checkpoint, files_behind
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ckptstore.lightning")
 
+CHECKPOINT_NAME = "checkpoint.ckpt"
+"""The name of Lightning's file in a checkpoint, as Ray's callback has it."""
+
 _RETENTION = "give retention=KeepBest(3, metric=..., mode='min') | KeepLatest(1)"
 _OF_MODEL_CHECKPOINT = {
     "dirpath": "the store is the first argument",
@@ -74,6 +80,9 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         save_last: save at the end of training too, where its last step is not saved.
         save_on_exception: save when an exception, Ctrl-C among them, ends the training. All ranks have to meet it; if
             one does not, the save fails after the timeout of the store, with a warning.
+        as_file: store the file that Lightning writes, in place of a state: `checkpoint.as_directory()` has it under
+            `CHECKPOINT_NAME`, for `ckpt_path` of `fit` and for `load_from_checkpoint`. Lightning gathers it, and
+            training waits until it is stored. Takes `resume=False`: Lightning itself resumes, from a `ckpt_path`.
         save_weights_only: save the model alone. Nothing can go on from that, so it takes `resume=False`.
         asynchronous: go on training while the state is stored, with `save_async`.
         resume: claim the store at the start of `fit` and load the newest checkpoint that verifies, unless `ckpt_path`
@@ -89,6 +98,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
     or at the end of training.
     """
 
+    CHECKPOINT_NAME = CHECKPOINT_NAME
+
     def __init__(
         self,
         store: StoreSource,
@@ -99,6 +110,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         monitor: str | None = None,
         save_last: bool = False,
         save_on_exception: bool = False,
+        as_file: bool = False,
         save_weights_only: bool = False,
         asynchronous: bool = False,
         resume: bool = True,
@@ -114,6 +126,11 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
                 "save_weights_only=True stores nothing that a training can go on from",
                 hint="Give resume=False, and a store of its own beside the one that is resumed from",
             )
+        if as_file and (resume or asynchronous):
+            raise InvalidInput(
+                "as_file=True stores Lightning's own file: nothing copies it in the background, nor loads it here",
+                hint="Give resume=False without asynchronous, and fit(ckpt_path=...) the file of store.resume()",
+            )
         if load_options and not resume:
             raise InvalidInput("load_options are for a resume, and resume=False loads nothing", hint="Leave them out")
         if train_time_interval is not None and not isinstance(train_time_interval, timedelta):
@@ -128,7 +145,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         self._interval_seconds = None if train_time_interval is None else train_time_interval.total_seconds()
         self._due_at_seconds = 0.0
         self._saves_last, self._saves_on_exception = save_last, save_on_exception
-        self._weights_only = save_weights_only
+        self._weights_only, self._as_file = save_weights_only, as_file
         self._monitor = monitor
         self._asynchronous = asynchronous
         self._resume = resume
@@ -169,6 +186,9 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         checkpoint = self.best()
         if checkpoint is None:
             return ""
+        if self._as_file:
+            self._held_file.close()
+            return str(self._held_file.enter_context(checkpoint.as_directory()) / CHECKPOINT_NAME)
         if self._file is None or self._file[0] != checkpoint.uri:
             self._held_file.close()
             files, allow = files_behind(checkpoint), bool(self._load_options.get("allow_pickle", False))
@@ -293,13 +313,32 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         if reports_to_ray(self.store):
             metrics |= {"epoch": epoch, "step": step}  # as Ray's own callback has it
         options = {"metrics": metrics, "metadata": {"epoch": epoch}, **self._save_options}
-        if self._asynchronous:
+        if self._as_file:
+            with _written_by_lightning(trainer, weights_only=self._weights_only) as directory:
+                self.store.save_directory(step, directory, **options)
+        elif self._asynchronous:
             self._pending = self.store.save_async(step, state, **options)
             if self._pending.skipped:
                 return
         else:
             self.store.save(step, state, **options)
         self._schedule.saved(step=step)
+
+
+@contextmanager
+def _written_by_lightning(trainer: Any, *, weights_only: bool) -> Iterator[str | None]:
+    """Have Lightning write its file into a new directory on each node, and yield that for one process of each node."""
+    with tempfile.TemporaryDirectory(prefix="ckptstore-lightning-") as own:
+        # Rank 0's path: under FSDP all ranks write there, whatever path they were given.
+        directory = Path(trainer.strategy.broadcast(own))
+        directory.mkdir(exist_ok=True)
+        try:
+            trainer.save_checkpoint(directory / CHECKPOINT_NAME, weights_only=weights_only)
+            is_first = trainer.local_rank == 0
+            yield str(directory) if is_first and any(directory.iterdir()) else None
+        finally:
+            if trainer.local_rank == 0:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _check_keywords(keywords: Mapping[str, Any]) -> None:
