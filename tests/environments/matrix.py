@@ -28,7 +28,7 @@ ABOUT_THE_PINS = ("test_constraints", "test_makefile", "test_object_store_option
 def run(python: str, torch: str) -> bool:
     """Make the environment if it is not there, run the tests, print the row. Returns True if all passed."""
     interpreter = shutil.which(f"python{python}")
-    if interpreter is None:
+    if interpreter is None or subprocess.run([interpreter, "--version"], check=False).returncode:  # a shim of pyenv
         print(f"| {python} | {torch} | not run: there is no python{python} here | |")
         return False
     home = ROOT / ".matrix" / f"{python}-{torch}"

@@ -77,7 +77,10 @@ def test_no_server(config: StoreConfig) -> None:
     with s3_server(buckets=["test"]) as server:
         options = server.storage_options
     examination = examine("s3://test/x", storage_options=options, config=config)
-    assert found_by(examination)["put"].code == "storage-unavailable"
+    found = found_by(examination)
+    assert [found[name].code for name in ("put", "get")] == ["storage-unavailable"] * 2
+    assert found["log"].detail == "the storage cannot be reached"
+    assert found["node cache"].status == "ok"
     assert examination.exit_code == 34
 
 

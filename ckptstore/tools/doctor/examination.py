@@ -22,6 +22,7 @@ from ckptstore.errors import (
     CkptstoreError,
     FileMissing,
     StorageError,
+    StorageUnavailable,
     all_errors,
 )
 from ckptstore.format.layout import CHECKPOINT_PREFIX, PROBE_PREFIX
@@ -82,6 +83,13 @@ class _Place:
     prefix: str = field(default_factory=lambda: f"{PROBE_PREFIX}doctor-{uuid.uuid4().hex}/")
     used: list[str] = field(default_factory=list)
     is_writable: bool = True
+    num_unavailable: int = 0
+    """The number of checks that did not reach the storage, with all retries."""
+
+    @property
+    def is_away(self) -> bool:
+        """True if nothing can be learnt from the storage any more."""
+        return self.num_unavailable >= 2
 
     def key(self, name: str) -> str:
         """Return a key for a probe, to be removed in the end."""
@@ -120,10 +128,9 @@ def examine(
         made = _missing_directories(storage)
         try:
             findings += [_run(check, place) for check in _CHECKS]
-            if (
-                found := finding_of("list of Ray Train", lambda: examine_ray_list(storage, storage_options, engine))
-            ).detail:
-                findings.append(found)
+            if not place.is_away:
+                found = finding_of("list of Ray Train", lambda: examine_ray_list(storage, storage_options, engine))
+                findings += [found] if found.detail else []
             if fast_directory is not None:
                 findings += examine_fast(fast_directory, storage, config)
         finally:
@@ -136,7 +143,11 @@ def _run(check: _Check, place: _Place) -> Finding:
         return Finding("unknown", "nothing can be written there", name=check.name)
     if check.local and place.is_local:
         return Finding("ok", check.local, name=check.name)
-    return finding_of(check.name, lambda: check.run(place))
+    if place.is_away and check.run is not _cache:  # each try would take as long as its retries
+        return Finding("unknown", "the storage cannot be reached", name=check.name)
+    found = finding_of(check.name, lambda: check.run(place))
+    place.num_unavailable += found.code == StorageUnavailable.code
+    return found
 
 
 def _put(place: _Place) -> str:
