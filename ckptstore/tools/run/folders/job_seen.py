@@ -119,10 +119,13 @@ def _descriptors(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
 
 def _mappings(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
     try:
-        lines = (PROC / str(pid) / "maps").read_bytes().splitlines()
+        with open(f"{PROC}/{pid}/maps", "rb") as file:
+            maps = file.read()
     except OSError:
         return
-    for line in lines:
+    if root not in maps:  # nearly always; a process of torch has a thousand lines, and a look comes every few seconds
+        return
+    for line in maps.splitlines():
         fields = line.split(None, 5)
         if len(fields) == 6 and fields[5].startswith(root):
             yield fields[5], fields[1] == b"rw-s"
