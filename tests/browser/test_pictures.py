@@ -150,7 +150,7 @@ def test_a_lost_node_costs_no_step(lost_node: tuple[str, Path]) -> None:
     assert "\033" not in told, "it was told to a pipe"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_pictures_of_a_lost_node(lost_node: tuple[str, Path], reader: Reader, picture: Picture, dark: bool) -> None:
