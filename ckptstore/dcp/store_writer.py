@@ -340,8 +340,8 @@ def printable(given: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def rank_of_dcp(options: Mapping[str, Any]) -> int:
-    """Return this process's rank: what DCP says when it sets up a writer or reader, or, before torch 2.9, that of the
-    default process group; 0 without one."""
+    """Return this process's rank: what DCP says when it sets up a writer or reader, else (torch 2.8 says nothing) that
+    in the default process group, 0 without one."""
     rank = options.get("rank")
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0

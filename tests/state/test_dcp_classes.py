@@ -188,7 +188,7 @@ def test_damaged_metadata_is_noticed(written, tmp_path):
     with pytest.raises(CheckpointDamaged, match="metadata is damaged"):
         StoreReader(tmp_path / "copy").read_metadata()
     shutil.copy(path, tmp_path / "copy" / "__0.metadata")  # where torch looks next
-    with pytest.raises(RankFailed, match="metadata is damaged"), translated():
+    with pytest.raises((RankFailed, CheckpointDamaged), match="metadata is damaged"), translated():
         load_ours(tmp_path / "copy", many_tensors())
 
 
