@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +24,7 @@ from ckptstore.group.base import LEADER, new_start_token
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.caller import Caller
 from ckptstore.group.life import LEFT, Pace
-from ckptstore.runtime.torch_private import cloned, default_store
+from ckptstore.runtime.torch_private import cloned, default_store, uncounted_group
 
 logger = logging.getLogger("ckptstore.group")
 
@@ -192,14 +194,16 @@ def _meet(process_group: Any, store: Any, *, rank_timeout_seconds: float, node: 
 
 def _gloo_group(group: TorchGroup, process_group: Any) -> Any:
     """Make a gloo group of the same ranks; an error on one of them is raised on all."""
-    with group.meeting("make a gloo group"):
+    with group.meeting("make a gloo group") as meeting:
+        number = meeting.tell(lambda: secrets.randbits(60))
         try:
-            return dist.new_group(
-                dist.get_process_group_ranks(process_group),
-                timeout=timedelta(seconds=max(group.rank_timeout_seconds, _LEAST_GLOO_SECONDS)),
-                backend="gloo",
-                use_local_synchronization=process_group is not None,  # the others do not call this
-            )
+            with uncounted_group(number) if process_group is not None else nullcontext():
+                return dist.new_group(
+                    dist.get_process_group_ranks(process_group),
+                    timeout=timedelta(seconds=max(group.rank_timeout_seconds, _LEAST_GLOO_SECONDS)),
+                    backend="gloo",
+                    use_local_synchronization=process_group is not None,  # the others do not call this
+                )
         except Exception as error:
             raise GroupMissing(
                 f"No gloo group could be made on {group.node}: {type(error).__name__}: {error}",

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-TRIED_VERSIONS = ("2.10.0", "2.13.0")
+TRIED_VERSIONS = ("2.8.0", "2.10.0", "2.13.0", "2.15.0")
 
 
 def default_store() -> Any:
@@ -37,6 +39,22 @@ def cloned(store: Any) -> Any:
         return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):
         return store
+
+
+@contextmanager
+def uncounted_group(number: int) -> Iterator[None]:
+    """Make a process group of some ranks without a trace for the others. `number` is the same for these ranks, and new.
+
+    torch 2.15 counts the groups that each rank has made, and names the next one of all ranks by that: after a group of
+    some ranks, the others would wait under another name.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    before, _world.group_count = _world.group_count, number
+    try:
+        yield
+    finally:
+        _world.group_count = before
 
 
 def canonical_names(root: Any, name: str) -> tuple[str, ...]:
