@@ -76,7 +76,7 @@ def test_a_storage_that_lacks_a_verb_is_never_opened() -> None:
     assert len(verbs) == 8, "with uri"
     for verb in verbs:
         methods = {name: getattr(MemoryStorage, name) for name in verbs if name != verb}
-        with pytest.raises(TypeError, match=f"abstract method {verb}$"):
+        with pytest.raises(TypeError, match=f"abstract method '?{verb}'?$"):
             type("Lacking", (base.Storage,), methods)()
 
 
