@@ -24,7 +24,7 @@ class Run:
         import numpy as np
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        rank = 0 if layout == "one" else torch.distributed.get_rank()
+        rank = torch.distributed.get_rank() if layout in ("ddp", "fsdp2") else 0
         torch.manual_seed(0)
         np.random.seed(rank)
         random.seed(rank)
@@ -37,9 +37,16 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         data = torch.arange(20.0) + 100 * rank
         self.loader = StatefulDataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers)
-        self.state = ckptstore.all_state(
-            self.model, self.scheduler, self.scaler, self.loader, self.noise, epoch=0, step=0
-        )
+        named: dict[str, Any] = {}
+        if layout == "accelerate":
+            from accelerate import Accelerator, DataLoaderConfiguration
+
+            accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+            parts = (self.model, optimizer, self.loader, self.scheduler)
+            self.model, optimizer, self.loader, self.scheduler = accelerator.prepare(*parts)
+            named = {"optimizer": optimizer, "scheduler": self.scheduler}
+        found = [self.model, self.scaler, self.loader, self.noise] + ([] if named else [self.scheduler])
+        self.state = ckptstore.all_state(*found, **named, epoch=0, step=0)
         self.optimizer = self.state["optimizer"]
         assert self.optimizer is optimizer
 
@@ -125,6 +132,15 @@ def in_ranks(directory: Path) -> dict[str, list[int]]:
 def test_two_ranks(tmp_path: Path) -> None:
     for found in run_ranks(2, in_ranks, tmp_path):
         assert found == {"ddp 7": [], "ddp 10": [], "fsdp2 7": [], "fsdp2 10": []}
+
+
+def with_accelerate(directory: Path) -> list[int]:
+    torch.set_num_threads(1)
+    return differences(directory, "accelerate", 7)
+
+
+def test_the_wrappers_of_accelerate(tmp_path: Path) -> None:
+    assert run_ranks(1, with_accelerate, tmp_path) == [[]]
 
 
 def test_what_has_no_name_or_no_state_is_refused() -> None:

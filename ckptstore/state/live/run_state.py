@@ -107,7 +107,7 @@ def _name_of(item: Any) -> str:
         return "generator"
     if is_loader(item):
         return "loader"
-    if isinstance(item, torch.amp.GradScaler) or "GradScaler" in {base.__name__ for base in type(item).__mro__}:
+    if isinstance(item, torch.amp.GradScaler):
         return "scaler"
     raise InvalidState(
         f"all_state does not know what a {type(item).__name__} is called in a state",
@@ -142,8 +142,9 @@ class _LoaderState:
     def load_state_dict(self, state: Any) -> None:
         self._loader.load_state_dict(state)
         # torchdata's loader makes its iterator when it is asked for its state, and that draws a seed. Left to the first
-        # `iter` of the training, it would be drawn from the random numbers that are restored after this.
-        self._loader.state_dict()
+        # `iter` of the training, it would be drawn from the random numbers that are restored after this. Accelerate's
+        # loader has one of torchdata's inside, and does not ask it.
+        getattr(self._loader, "base_dataloader", self._loader).state_dict()
 
 
 class _GeneratorState:
