@@ -118,3 +118,24 @@ def test_an_error_of_the_system_is_a_finding(tmp_path: Path, monkeypatch: pytest
     failed = {finding.name: finding.detail for finding in found.findings if finding.status == "failed"}
     assert failed["list of Ray Train"] == "Input/output error: the list"
     assert failed["fast locks"].startswith("File name too long: ")
+
+
+def test_it_fits_the_terminal_and_folds_no_command(run: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore.tools.cli.commands import doctor
+
+    wide = run("doctor", store).stdout
+    assert max(map(len, wide.splitlines())) > 80
+    monkeypatch.setattr(doctor, "is_terminal", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    hint = "aws s3api put-bucket-lifecycle-configuration " + "x" * 80
+    found = examination.examine(str(store))
+    told = examination.Examination(
+        uri=found.uri,
+        engine=found.engine,
+        findings=(*found.findings, examination.Finding("warning", "none", hint, name="rule")),
+    )
+    lines: list[str] = []
+    monkeypatch.setattr(doctor.click, "echo", lambda text: lines.extend(text.splitlines()))
+    doctor._echo(told)
+    assert [line for line in lines if len(line) > 80] == [line for line in lines if hint in line] != []
+    assert " ".join(" ".join(lines).split()).count("reads the bytes") == 1

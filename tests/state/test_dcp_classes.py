@@ -188,7 +188,9 @@ def test_damaged_metadata_is_noticed(written, tmp_path):
     with pytest.raises(CheckpointDamaged, match="metadata is damaged"):
         StoreReader(tmp_path / "copy").read_metadata()
     shutil.copy(path, tmp_path / "copy" / "__0.metadata")  # where torch looks next
-    with pytest.raises((RankFailed, CheckpointDamaged), match="metadata is damaged"), translated():
+    told_ranks = torch.__version__ >= (2, 10)  # before, DCP looks for no metadata of a rank
+    wanted = RankFailed if told_ranks else CheckpointDamaged
+    with pytest.raises(wanted, match="metadata is damaged"), translated():
         load_ours(tmp_path / "copy", many_tensors())
 
 

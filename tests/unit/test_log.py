@@ -280,6 +280,16 @@ def test_records_are_read_once_and_in_the_order_asked_for() -> None:
     assert counts.total == 50
 
 
+def test_records_in_memory_start_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, numbers = Log(filled(5), retry=ONCE), range(1, 6)
+    log.records(numbers)
+    before: list[threading.Thread] = []
+    monkeypatch.setattr(threading.Thread, "start", before.append)
+    for ask in (log.records, log.readable, log.found):
+        assert [record.number for record in ask(numbers)] == list(numbers)  # type: ignore[operator]
+    assert before == []
+
+
 def test_a_record_that_is_missing_or_garbage_is_damaged() -> None:
     storage = filled(5)
     storage.delete([record_key(2)])

@@ -307,38 +307,37 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
     def _save(self, trainer: Any) -> None:
         if trainer.fast_dev_run:
             return
-        step = trainer.global_step
-        state = state_of(trainer, weights_only=self._weights_only)
+        step, only = trainer.global_step, self._weights_only
         metrics, epoch = metrics_of(trainer), trainer.current_epoch
         if reports_to_ray(self.store):
             metrics |= {"epoch": epoch, "step": step}  # as Ray's own callback has it
         options = {"metrics": metrics, "metadata": {"epoch": epoch}, **self._save_options}
         if self._as_file:
-            with _written_by_lightning(trainer, weights_only=self._weights_only) as directory:
+            with _written_by_lightning(trainer, weights_only=only) as directory:
                 self.store.save_directory(step, directory, **options)
         elif self._asynchronous:
-            self._pending = self.store.save_async(step, state, **options)
+            self._pending = self.store.save_async(step, state_of(trainer, weights_only=only), **options)
             if self._pending.skipped:
                 return
         else:
-            self.store.save(step, state, **options)
+            self.store.save(step, state_of(trainer, weights_only=only), **options)
         self._schedule.saved(step=step)
 
 
 @contextmanager
 def _written_by_lightning(trainer: Any, *, weights_only: bool) -> Iterator[str | None]:
     """Have Lightning write its file into a new directory on each node, and yield that for one process of each node."""
-    with tempfile.TemporaryDirectory(prefix="ckptstore-lightning-") as own:
-        # Rank 0's path: under FSDP all ranks write there, whatever path they were given.
-        directory = Path(trainer.strategy.broadcast(own))
-        directory.mkdir(exist_ok=True)
-        try:
-            trainer.save_checkpoint(directory / CHECKPOINT_NAME, weights_only=weights_only)
-            is_first = trainer.local_rank == 0
-            yield str(directory) if is_first and any(directory.iterdir()) else None
-        finally:
-            if trainer.local_rank == 0:
-                shutil.rmtree(directory, ignore_errors=True)
+    made = tempfile.mkdtemp(prefix="ckptstore-lightning-") if trainer.is_global_zero else None
+    # Rank 0's path: under FSDP all ranks write there, whatever path they were given.
+    directory = Path(trainer.strategy.broadcast(made))
+    directory.mkdir(exist_ok=True)
+    is_first = trainer.local_rank == 0
+    try:
+        trainer.save_checkpoint(directory / CHECKPOINT_NAME, weights_only=weights_only)
+        yield str(directory) if is_first and any(directory.iterdir()) else None
+    finally:
+        if is_first:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _check_keywords(keywords: Mapping[str, Any]) -> None:

@@ -51,9 +51,8 @@ def _echo(found: Examination) -> None:
     columns = max(60, shutil.get_terminal_size().columns) if is_terminal(sys.stdout) else 10**6
     below = " " * (width + 11)
     for finding in found.findings:
-        texts = [finding.detail, finding.hint] if finding.hint and finding.status != "ok" else [finding.detail]
-        head = f"{finding.status:8} {finding.name.ljust(width)}  "
-        for text in texts:
-            for line in text.splitlines() or [""]:
-                click.echo(textwrap.fill(head + line, columns, subsequent_indent=below, break_on_hyphens=False))
-                head = below
+        text = f"{finding.status:8} {finding.name.ljust(width)}  {finding.detail}"
+        for line in text.splitlines():
+            click.echo(textwrap.fill(line, columns, subsequent_indent=below, break_long_words=False))
+        if finding.hint and finding.status != "ok":
+            click.echo(f"{below}{finding.hint}")  # not folded: it may be a command to copy

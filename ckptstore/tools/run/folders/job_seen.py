@@ -119,8 +119,7 @@ def _descriptors(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
 
 def _mappings(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
     try:
-        with open(f"{PROC}/{pid}/maps", "rb") as file:
-            maps = file.read()
+        maps = (PROC / str(pid) / "maps").read_bytes()
     except OSError:
         return
     if root not in maps:  # nearly always; a process of torch has a thousand lines, and a look comes every few seconds
