@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -315,6 +316,18 @@ def test_a_damaged_checkpoint_is_passed_over(store: CheckpointStore, tmp_path: P
     with pytest.raises(NoUsableCheckpoint, match="step 8"):
         restored(store, tmp_path / "other", step=8)
     assert tree_of(tmp_path / "other") == {}
+
+
+def test_what_was_restored_is_whole_where_the_folder_alone_was_lost(store: CheckpointStore, tmp_path: Path) -> None:
+    rules = Rules(patterns=("mine_*",), quiet_seconds=1e-6)
+    write(tmp_path / "out", {"mine_1/weights": b"in a form that does not show its end"})
+    assert save_all(store, Folder(tmp_path / "out", rules)) == [1]
+    shutil.rmtree(tmp_path / "out")
+    folder = Folder(tmp_path / "out", rules)  # what was found finished is known beside it, with other times
+    assert restore_folder(folder, newest_first(store, None)).step == 1
+    look = looked(folder)
+    assert [found.name for found in look.finished] == ["mine_1"]
+    assert not look.unfinished
 
 
 def test_an_empty_store_restores_nothing(store: CheckpointStore, tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ class Finisher:
         self._seen: dict[str, _Seen] = {}
         self._is_first = True
 
+    def learn(self, candidate: Prospect) -> None:
+        """Count a candidate as finished before this process began: it comes from the store."""
+        if self._known is not None:
+            self._known = {**self._known, candidate.name: fingerprint(candidate)}
+
     def judge(
         self,
         candidates: Iterable[Prospect],

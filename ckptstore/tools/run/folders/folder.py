@@ -201,6 +201,7 @@ class Folder:
     def remember_restored(self, candidate: Prospect) -> None:
         """Note that a candidate was restored, so that it is finished, and known to be in the store."""
         self._write(_RESTORED_NAME, {**self.restored(), candidate.name: fingerprint(candidate)})
+        self._finisher.learn(candidate)
 
     def is_whole(self, candidate: Prospect) -> bool:
         """Return True if a candidate was finished when its job ended, for a folder that no job writes to."""
