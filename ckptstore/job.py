@@ -128,6 +128,13 @@ class Job:
         """True if this process is rank 0."""
         return self.group.rank == 0
 
+    @property
+    def claimed_epoch(self) -> int:
+        """The writer epoch, after the claim. Raises RuntimeError before it: nothing is written without one."""
+        if self.epoch is None:
+            raise RuntimeError("This job has not claimed the store")
+        return self.epoch
+
     def claim(self, newest: Record | None) -> Record:
         """Leader: make sure that this job owns the store, and return the newest record.
 
@@ -145,7 +152,6 @@ class Job:
                 return Claim(start_token=self.group.start_token, world_size=self.group.world_size)
 
             newest = self.log.append(change)
-            assert newest is not None  # a claim is always written
             self.epoch, self.resume_from = newest.state.epoch, newest.state.resume_from
             self._claim = newest.number, newest.sha256
         elif newest is None or newest.state.epoch != self.epoch:
@@ -260,8 +266,7 @@ class Job:
 
     def new_attempt(self, step: int) -> Attempt:
         """Leader, after `claim`: return a new attempt, with a unique name."""
-        assert self.epoch is not None  # the store is claimed before anything is written
-        return Attempt(step, self.epoch, secrets.token_hex(4))
+        return Attempt(step, self.claimed_epoch, secrets.token_hex(4))
 
     def candidates(self, newest: Record | None, *, timed: bool = False) -> list[Candidate]:
         """Return the live checkpoints as retention sees them; see `candidates`."""

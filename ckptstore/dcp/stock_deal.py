@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import cached_plans
@@ -131,10 +131,16 @@ def _held(item: WriteItem) -> _Held:
     return item.index.fqn, tuple(item.index.offset or ())
 
 
+def tensor_data_of(item: WriteItem) -> TensorWriteData:
+    """Return the description of the tensor of an item. Raises InvalidState for an item without one: those of bytes."""
+    if item.tensor_data is None:
+        raise InvalidState(f"the planner made an item of {item.index.fqn} that is no bytes and has no tensor")
+    return item.tensor_data
+
+
 def _dealt(item: WriteItem, split_plain_bytes: int | None) -> tuple[Box, Dealt]:
     """Return the box of an item, and the item for dealing; a plain tensor below the limit stays in one piece."""
-    data = item.tensor_data
-    assert data is not None  # every item but bytes has it
+    data = tensor_data_of(item)
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     made = Dealt(box.sizes, data.properties.dtype.itemsize)
     is_plain = item.type is WriteItemType.TENSOR

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ckptstore.dcp.stock_deal import Assignment
+from ckptstore.dcp.stock_deal import Assignment, tensor_data_of
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import is_wrapper
 from ckptstore.state.index.items import Item, Mode
@@ -107,8 +107,7 @@ class DcpShard:
         self._frames[key] = frame
 
     def _take_tensor(self, item: WriteItem, tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
-        key, told = item.index.fqn, item.tensor_data
-        assert told is not None  # every item but bytes has it
+        key, told = item.index.fqn, tensor_data_of(item)
         held = Box(tuple(told.chunk.offsets), tuple(told.chunk.sizes))
         if type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
             self._take_wrapped(key, tensor, held, tuple(told.size), boxes)

@@ -227,7 +227,8 @@ class StoreReader(StorageReader):
 
     @property
     def _stored(self) -> StoredState | StockState:
-        assert self._state is not None  # DCP reads the metadata first
+        if self._state is None:
+            raise InvalidInput("StoreReader reads tensors after the metadata", hint="Use it through dcp.load")
         return self._state
 
     def _framed(self, key: str) -> io.BytesIO:

@@ -119,6 +119,13 @@ class StoreWriter(StorageWriter):
         """The location of the checkpoint, as the caller wrote it, or the URI of the store; without secrets."""
         return self._target.uri if self._given is None else printable(self._given)
 
+    @property
+    def _message(self) -> Told:
+        """The coordinator's message for the present save. Raises InvalidState if it did not reach this rank."""
+        if self._told is None:
+            raise InvalidState("the coordinator's answer did not reach this rank: no file can be named")
+        return self._told
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin again. A `checkpoint_id` of `dcp.save` would be a second place; it is refused unless it is the same
         one."""
@@ -149,17 +156,14 @@ class StoreWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: deal the boxes that several ranks hold, and send the place of the files."""
-        assert self._told is not None  # DCP sets up first
-        return deal_plans(plans, self._told, split_plain_bytes=self._split_plain_bytes)
+        return deal_plans(plans, self._message, split_plain_bytes=self._split_plain_bytes)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; return when they are stored."""
         self._told = self._told or heard()
-        if self._told is None:
-            raise InvalidState("the coordinator's answer did not reach this rank: no file can be named")
         deal_id = self._check_assignment(plan)
         storage, transfer = self._target.open()
-        name = (self._told.prefix or storage.uri).rstrip("/").rpartition("/")[2]
+        name = (self._message.prefix or storage.uri).rstrip("/").rpartition("/")[2]
         attempt = Attempt.parse(name)
         self._clock.agreed(name, step=attempt.step if attempt else 0, rank=self._rank)
         shard = DcpShard(
@@ -172,7 +176,7 @@ class StoreWriter(StorageWriter):
         )
         sources = shard.files.sources()
         with self._clock.part(storage.uri, is_last=False), counted_twice() as traffic:
-            stored = self._upload([PlannedFile(self._told.prefix + name, source) for name, source in sources])
+            stored = self._upload([PlannedFile(self._message.prefix + name, source) for name, source in sources])
         part = shard.files.index_part([one.block_digests for one in stored])
         self._clock.ended("upload")
         self._report = self._clock.report(traffic, node=this_node())
@@ -221,7 +225,6 @@ class StoreWriter(StorageWriter):
         self._target.close()
 
     def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self._told is not None  # written with it
         told = [result[0].storage_data if result else None for result in results]
         if len({one["deal"] for one in told if one}) > 1:
             raise InvalidState("the ranks went by plans of different saves", hint="Do not cache plans")
@@ -232,7 +235,7 @@ class StoreWriter(StorageWriter):
         stored = self._stored_metadata(metadata, index, [one for one in told if one])
         files = {INDEX_NAME: b"".join([_outline_of(index, parts), *parts]), DCP_METADATA_NAME: stored}
         planned = [
-            PlannedFile(self._told.prefix + name, MemorySource([memoryview(data)])) for name, data in files.items()
+            PlannedFile(self._message.prefix + name, MemorySource([memoryview(data)])) for name, data in files.items()
         ]
         receipts += [
             Receipt(name, one.size_bytes, one.digest, self._rank)
@@ -241,7 +244,7 @@ class StoreWriter(StorageWriter):
         reports = {one["timings"]["rank"]: one["timings"] for one in told if one} | {self._rank: self._report}
         took = [reports[rank] for rank in sorted(reports)]  # a rank that has nothing to write has no report
         self._target.finish(
-            self._told.prefix, receipts, world_size=len(results), timings=lambda: self._clock.timings(took)
+            self._message.prefix, receipts, world_size=len(results), timings=lambda: self._clock.timings(took)
         )
         self._clock.met(longest_seconds(took))
 

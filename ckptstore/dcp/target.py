@@ -182,7 +182,8 @@ class StoreTarget:
 
         Raises InvalidInput when another checkpoint was committed since `begin`.
         """
-        assert self._begun is not None  # `begin` came first
+        if self._begun is None:
+            raise InvalidInput("finish without a begin: nothing was stored", hint="Use the target through dcp.save")
         request, attempt, number = self._begun
         job = self._alone(world_size=world_size)
         record = LogPublisher(job, after=number).commit(request, attempt, Contents(receipts, timings=timings))

@@ -57,9 +57,7 @@ class Certificate:
     @cached_property
     def attempt(self) -> Attempt:
         """The attempt; its directory has the same name."""
-        attempt = Attempt.parse(self.manifest.attempt)
-        assert attempt is not None  # `decode` has checked it
-        return attempt
+        return Attempt.of(self.manifest.attempt)
 
     @property
     def order(self) -> SaveOrder:

@@ -149,11 +149,10 @@ def _resumed(seen: Findings, files: CheckpointFiles | None) -> None:
         def change(newest: Record | None) -> Resumed:
             beat()
             state = job.claim(newest).state
-            assert job.epoch is not None  # claimed
-            return Resumed(epoch=job.epoch, source=source, attempt=attempt, next_save=job.peek_save_number(state))
+            next_save = job.peek_save_number(state)
+            return Resumed(epoch=job.claimed_epoch, source=source, attempt=attempt, next_save=next_save)
 
         newest = job.log.append(change)
-        assert newest is not None  # a change is always written
         beat()
         return _sweeps(job, place, view, newest, source)
 
@@ -165,11 +164,9 @@ def _resumed(seen: Findings, files: CheckpointFiles | None) -> None:
     deleted = [(name, reason) for name, reason in mine["deleted"] if name not in place.in_use]
     place.saved = [name for name, _ in mine["deleted"] if name in place.in_use] + mine["kept"]
     for name, reason in deleted:
-        attempt = Attempt.parse(name)
         try:
-            assert attempt is not None  # the leader got it from this node
             logger.info("the fast checkpoint %s on %s is deleted: %s", name, place.disk.node, reason)
-            if not place.disk.delete_as(place.epoch, attempt):
+            if not place.disk.delete_as(place.epoch, Attempt.of(name)):
                 place.saved.insert(0, name)  # somebody reads it: the next save tries again
         except CkptstoreError as error:
             logger.warning("the fast checkpoint %s on %s could not be deleted: %s", name, place.disk.node, error)
@@ -264,7 +261,6 @@ def _sweeps(job: Job, place: FastPlace, seen: LeaderView, newest: Record, source
 
     A candidate newer than the source was found damaged: it goes, or is the first to go if the log has it.
     """
-    assert job.epoch is not None
     keep = place.tier.keep
     certified = [one for one in reversed(seen.merged.candidates) if one.certificate is not None]
     usable = [one.attempt for one in certified if source is not None and one.order <= source]
@@ -274,7 +270,7 @@ def _sweeps(job: Job, place: FastPlace, seen: LeaderView, newest: Record, source
         committed=job.log.records([*newest.state.live, *newest.state.trash]),
         claims=seen.claims,
         store_id=job.store_id(),
-        epoch=job.epoch,
+        epoch=job.claimed_epoch,
         has_resumed=True,
         kept=frozenset(usable[-keep:]),
     )

@@ -140,6 +140,4 @@ class _Sending:
 def _named(key: str) -> tuple[Attempt, str]:
     """Return the attempt of a key, and the name of the file in it."""
     attempt_name, _, name = key.removeprefix(CHECKPOINT_PREFIX).partition("/")
-    attempt = Attempt.parse(attempt_name)
-    assert attempt is not None  # the uploader made the key from one
-    return attempt, name
+    return Attempt.of(attempt_name), name

@@ -63,9 +63,7 @@ class FastPublisher:
     def join(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
         """See `Publisher.join`."""
         self._save_number = self._job.highest_save_number = begun["save_number"]
-        attempt = Attempt.parse(begun["attempt"])
-        assert attempt is not None  # the leader has just made it up
-        return attempt
+        return Attempt.of(begun["attempt"])
 
     def publish(self, request: Request, attempt: Attempt, contents: Contents) -> bytes:
         """See `Publisher.publish`. Return the compressed certificate, which every node will have."""

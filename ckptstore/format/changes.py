@@ -57,8 +57,7 @@ class CheckpointEntry:
     @property
     def is_of_own_epoch(self) -> bool:
         """True if its directory was begun in the epoch in which it is committed."""
-        attempt = Attempt.parse(self.attempt)
-        return attempt is not None and attempt.epoch == self.epoch
+        return Attempt.of(self.attempt).epoch == self.epoch
 
     def __post_init__(self) -> None:
         if not 0 <= self.step <= MAX_STEP:

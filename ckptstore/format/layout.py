@@ -93,6 +93,14 @@ class Attempt:
         match = _ATTEMPT.fullmatch(directory)
         return Attempt(int(match[1]), int(match[2]), match[3]) if match else None
 
+    @staticmethod
+    def of(directory: str) -> Attempt:
+        """Return the attempt with a directory name that was checked before. Raises ValueError if it is none."""
+        attempt = Attempt.parse(directory)
+        if attempt is None:
+            raise ValueError(f"{directory[:80]!r} is not the name of an attempt")
+        return attempt
+
 
 def store_of(uri: str) -> str | None:
     """Return the URI of the store whose checkpoint lies at a URI, None if that is not the directory of an attempt."""

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptstore.catalogue import Catalogue, job_of
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, StoreMissing
-from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Pin
+from ckptstore.format.changes import CheckpointEntry, Claim, Commit, Pin
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
@@ -193,7 +193,7 @@ def copy_all(
     epoch = 0
     if any(_origin(item.entry) not in held for item in items):  # above every epoch in the names that are copied
         claim = Claim(start_token=f"cp-{uuid.uuid4().hex}", world_size=1, above_epoch=above)
-        epoch = _appended(own, lambda _newest: claim).state.epoch
+        epoch = own.append(lambda _newest: claim).state.epoch
     for entry, files, is_pinned in items:
         if _origin(entry) in held:
             total = replace(total, present=(*total.present, entry.step))
@@ -236,16 +236,14 @@ def _copy_and_commit(
     def change(newest: Record | None) -> Commit:
         return Commit(entry=replace(entry, save_number=newest.state.save_number + 1 if newest else 1))
 
-    committed = _appended(own, change)
+    committed = own.append(change)
     delete_attempts(own, target.storage, committed, [str(try_) for try_ in earlier])
     return report, committed
 
 
 def _origin(entry: CheckpointEntry) -> Attempt:
     """Return the attempt without its epoch, which a checkpoint shares with its copies."""
-    attempt = Attempt.parse(entry.attempt)
-    assert attempt is not None  # an entry has checked it
-    return replace(attempt, epoch=0)
+    return replace(Attempt.of(entry.attempt), epoch=0)
 
 
 def _earlier_tries(storage: Storage, own: Log, attempt: Attempt) -> list[Attempt]:
@@ -258,12 +256,6 @@ def _earlier_tries(storage: Storage, own: Log, attempt: Attempt) -> list[Attempt
     names = {file.key.split("/")[1] for file in storage.list(f"{CHECKPOINT_PREFIX}{step}-e")}
     tries = [try_ for name in names - named if (try_ := Attempt.parse(name))]
     return sorted(try_ for try_ in tries if try_.suffix == attempt.suffix and try_.epoch < attempt.epoch)
-
-
-def _appended(log: Log, change: Callable[[Record | None], Change]) -> Record:
-    record = log.append(change)
-    assert record is not None  # the change is never left out
-    return record
 
 
 def _refuse_other_contents(

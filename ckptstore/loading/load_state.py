@@ -196,8 +196,8 @@ class _Reader:
         self._stack = stack
         self._is_near = options.read_once == "node" and not isinstance(files.storage, Disk)
         self._is_held = False
-        self._copies: NodeCopies | None = None
-        self._local: Transfer | None = None
+        self._copies: tuple[NodeCopies, Transfer] | None = None
+        """The copies on this node, and the transfer that reads them."""
         self._elsewhere: dict[str, str] = {}
         """The keys of files that lie in the directories of other checkpoints, by the key that they would have in this
         one."""
@@ -217,11 +217,12 @@ class _Reader:
         """
         files = self._files
         if share and self._copies is None and not isinstance(files.storage, Disk):
-            self._copies = NodeCopies(files, manifest, self._stack)
+            copies = NodeCopies(files, manifest, self._stack)
             config = files.config
-            disk = LocalStorage(self._copies.root, durable=False)
-            self._local = Transfer(disk, config=config.transfer, retry=config.retry)
-            self._stack.callback(self._local.close)
+            disk = LocalStorage(copies.root, durable=False)
+            local = Transfer(disk, config=config.transfer, retry=config.retry)
+            self._stack.callback(local.close)
+            self._copies = copies, local
         self._elsewhere = {
             files.prefix + receipt.name: files.key_of(receipt) for receipt in manifest.files if receipt.attempt
         }
@@ -237,7 +238,7 @@ class _Reader:
     def _read_index(self, ranges: Sequence[RangeRead]) -> None:
         """Read ranges of the index, from this node's copy of its main file if there is one."""
         if self._copies is not None and ranges and ranges[0].key == f"{self._files.prefix}{INDEX_NAME}":
-            self._read_near(ranges, self._copies)
+            self._read_near(ranges, *self._copies)
         else:
             self._files.read(ranges)
 
@@ -254,19 +255,18 @@ class _Reader:
     def read(self, ranges: Sequence[RangeRead]) -> None:
         """See `Transfer.read`."""
         if self._is_near and self._copies is not None:
-            self._read_near(ranges, self._copies)
+            self._read_near(ranges, *self._copies)
             return
         if self._elsewhere:
             ranges = [replace(item, key=self._elsewhere.get(item.key, item.key)) for item in ranges]
         self._files.read(ranges)
 
-    def _read_near(self, ranges: Sequence[RangeRead], copies: NodeCopies) -> None:
+    def _read_near(self, ranges: Sequence[RangeRead], copies: NodeCopies, local: Transfer) -> None:
         """Read from the copies on this node."""
-        assert self._local is not None  # made with them
         names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
         keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
         with copies.lost_is_told(), counting():  # the download was counted already; a read of the copy is no traffic
-            self._local.read([replace(item, key=keys[item.key]) for item in ranges])
+            local.read([replace(item, key=keys[item.key]) for item in ranges])
 
 
 def has_state(manifest: Manifest) -> bool:

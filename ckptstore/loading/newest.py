@@ -112,14 +112,13 @@ def _resume_first(job: Job, tier: Tier) -> CheckpointFiles | None:
 
 def told_resumed(job: Job, files: CheckpointFiles) -> None:
     """Emit the event of a resume from these files."""
-    assert job.epoch is not None  # a job that resumes has claimed
     record = files.record
     emit(
         CheckpointResumed(
             step=files.step,
             number=files.number,
             rank=job.group.rank,
-            epoch=job.epoch,
+            epoch=job.claimed_epoch,
             store=job.storage.uri,
             created_at=record.entry.created_at if record else files.read_manifest()[0].created_at,
         )

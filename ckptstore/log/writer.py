@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from itertools import pairwise
 from threading import RLock
+from typing import overload
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import (
@@ -111,6 +112,12 @@ class Log(LogReader):
                 hint=SALVAGE_HINT,
                 committed=False,
             ) from None
+
+    @overload
+    def append(self, decide: Callable[[Record | None], Change]) -> Record: ...
+
+    @overload
+    def append(self, decide: Decide) -> Record | None: ...
 
     def append(self, decide: Decide) -> Record | None:
         """Write the change that `decide` returns for the newest record as the next record, and return that.

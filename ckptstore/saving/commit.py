@@ -51,16 +51,19 @@ def commit(
     write_manifest(job.storage, job.config, attempt, contents, data)
     beat()
 
-    def check(newest: Record | None) -> bool:
+    def change(newest: Record | None) -> Commit:
+        beat()
         if after is not None and newest is not None:
             _refuse_overtaken(job.log.records(range(after + 1, newest.number + 1)), request.step)
         if newest is not None and not isinstance(job.storage, Disk):
             job.check_latest_there(newest)
-        return True
+        return _change(job, newest, entry, manifest.references)
 
-    record = _append(job, manifest, entry_of(manifest, data), check)
-    assert record is not None  # a commit is always written, or an error raised
-    return record
+    entry = entry_of(manifest, data)
+    try:
+        return job.log.append(change)
+    except CkptstoreError as error:
+        return _found_all_the_same(job, attempt, error)
 
 
 def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: int) -> Record:
@@ -70,19 +73,23 @@ def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: i
     later save of this job is committed already, the record that `covering` finds. Raises CheckpointGone if that
     checkpoint is no longer live or a roll back has voided this save, and the errors of `commit`.
     """
-    attempt, contents = _attempt_of(manifest), Contents(manifest.files, manifest.directories)
+    attempt, contents = Attempt.of(manifest.attempt), Contents(manifest.files, manifest.directories)
     check_stored(job.storage, attempt, contents.receipts, beside=[MANIFEST_NAME])
     beat()
     write_manifest(job.storage, job.config, attempt, contents, data)
     beat()
 
-    def is_next(newest: Record | None) -> bool:
+    def change(newest: Record | None) -> Commit | None:
+        beat()
         state = job.claim(newest).state
         refuse_void(state, SaveOrder(manifest.epoch, save_number), step=manifest.step)
-        return state.save_number < save_number
+        return _change(job, newest, entry, manifest.references) if state.save_number < save_number else None
 
     entry = replace(entry_of(manifest, data), save_number=save_number)
-    return _append(job, manifest, entry, is_next) or covering(job, save_number, step=manifest.step)
+    try:
+        return job.log.append(change) or covering(job, save_number, step=manifest.step)
+    except CkptstoreError as error:
+        return _found_all_the_same(job, attempt, error)
 
 
 def refuse_void(state: StoreState, order: SaveOrder, *, step: int) -> None:
@@ -105,31 +112,12 @@ def covering(job: Job, save_number: int, *, step: int) -> Record:
     return own[0] if own else max(here, key=lambda record: record.entry.order)
 
 
-def _append(
-    job: Job, manifest: Manifest, entry: CheckpointEntry, check: Callable[[Record | None], bool]
-) -> Record | None:
-    """Append the commit, and return its record; None if `check` returns False for the newest record.
-
-    After an error with an unknown outcome, return the record if the log has it.
-    """
-
-    def change(newest: Record | None) -> Commit | None:
-        beat()
-        return _change(job, newest, entry, manifest.references) if check(newest) else None
-
-    try:
-        return job.log.append(change)
-    except CkptstoreError as error:
-        record = job.log.commit_of(_attempt_of(manifest)) if error.committed is None else None
-        if record is None:
-            raise
-        return record
-
-
-def _attempt_of(manifest: Manifest) -> Attempt:
-    attempt = Attempt.parse(manifest.attempt)
-    assert attempt is not None  # the name is one of ours
-    return attempt
+def _found_all_the_same(job: Job, attempt: Attempt, error: CkptstoreError) -> Record:
+    """Return the commit of the attempt if its append failed with an unknown outcome, and the log has it; else raise."""
+    record = job.log.commit_of(attempt) if error.committed is None else None
+    if record is None:
+        raise error
+    return record
 
 
 def entry_of(manifest: Manifest, data: bytes) -> CheckpointEntry:

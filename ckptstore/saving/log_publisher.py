@@ -61,9 +61,7 @@ class LogPublisher:
     def join(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
         """See `Publisher.join`."""
         self.job.join_claim(begun)
-        attempt = Attempt.parse(begun["attempt"])
-        assert attempt is not None  # the leader has just named it
-        return attempt
+        return Attempt.of(begun["attempt"])
 
     def publish(self, request: Request, attempt: Attempt, contents: Contents) -> Any:
         """See `Publisher.publish`."""

@@ -102,14 +102,13 @@ class FastPlace:
 
         Raises CheckpointDamaged when it is not the expected one, StorageError when no place has it.
         """
-        failure: CkptstoreError | None = None
+        failures: list[CkptstoreError] = []
         for at in sorted(places, key=lambda found: found.node != self.disk.node):
             try:
                 return self._certificate_at(at)
             except (StorageError, CheckpointDamaged) as error:
-                failure = failure or error
-        assert failure is not None  # there is a place
-        raise failure
+                failures.append(error)
+        raise failures[0]
 
     def _certificate_at(self, at: CertificatePlace) -> Certificate:
         attempt = Attempt.parse(at.attempt)

@@ -129,30 +129,29 @@ class HeldStorage(Storage):
 
     def _from_any(self, key: str, places: Sequence[str], first: int, action: Callable[[str], T]) -> T:
         """Return the result of `action` at the first place where it succeeds, beginning at `places[first]`, cyclic."""
-        failure: CkptstoreError | None = None
+        failures: list[CkptstoreError] = []
         for number in range(len(places)):
             place = places[(first + number) % len(places)]
             try:
                 found = action(place)
             except (StorageError, CheckpointDamaged) as error:
-                failure = failure or error
+                failures.append(error)
                 continue
             if place != places[0]:
-                self._tell(key, place, failure)
+                self._tell(key, place, failures)
             return found
-        assert failure is not None  # there is a place
         if self._ask_store():
             found = action("")
-            self._tell(key, "", failure)
+            self._tell(key, "", failures)
             return found
-        raise failure
+        raise failures[0]
 
-    def _tell(self, key: str, place: str, failure: CkptstoreError | None) -> None:
+    def _tell(self, key: str, place: str, failures: Sequence[CkptstoreError]) -> None:
         with self._lock:
             if key in self._told:
                 return
             self._told.add(key)
-        why = "its digest was wrong" if failure is None else failure.message
+        why = failures[0].message if failures else "its digest was wrong"
         logger.warning("%s is read from %s, for where it was read first: %s", key, place or "the store", why)
 
     def read(self, key: str) -> bytes:
