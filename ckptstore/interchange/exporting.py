@@ -20,10 +20,10 @@ from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.group.base import Group
 from ckptstore.group.find import SOLO, find_group
 from ckptstore.interchange.places import ExportPlace
-from ckptstore.interchange.safetensors_file import lay_out
+from ckptstore.interchange.safetensors_file import check_shard_size, lay_out
 from ckptstore.interchange.selection import KINDS, Kind, Selection, fitting, select
 from ckptstore.interchange.to_dcp import write_dcp
-from ckptstore.interchange.to_safetensors import write_safetensors
+from ckptstore.interchange.to_safetensors import OneCheckpoint, write_safetensors
 from ckptstore.interchange.to_torch import build_tree, write_torch
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
@@ -97,8 +97,7 @@ def export(
     """
     if to not in KINDS:
         raise InvalidInput(f"to is {to!r}, it is one of {', '.join(KINDS)}")
-    if shard_size_bytes <= 0:
-        raise InvalidInput(f"shard_size_bytes is {shard_size_bytes}, it is at least 1")
+    check_shard_size(shard_size_bytes)
     place = ExportPlace(
         target=os.fspath(directory), beside_from=beside, overwrite=overwrite, storage_options=storage_options
     )
@@ -150,7 +149,8 @@ def _export(
         num_values = len(stored.index.common_values().keys() | stored.index.value_ranks().keys())
         notices += [f"{num_values} plain values are left out, safetensors holds tensors only"] if num_values else []
         notices += [f"{name} is tied to {kept}, and stored as that" for name, kept in layout.tied.items()]
-        names = write_safetensors(files, layout, place, manifest=data, group=group, executor=executor)
+        source = OneCheckpoint(files.alone())
+        names = write_safetensors(source, layout, place, identity=data, group=group, executor=executor)
         size_bytes = layout.size_bytes
     elif to == "torch":
         tree = build_tree(stored, selection)

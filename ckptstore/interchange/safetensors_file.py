@@ -14,8 +14,8 @@ from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, InvalidState
 from ckptstore.interchange.selection import Selection
+from ckptstore.interchange.streaming import ReadableState
 from ckptstore.state.index.part import DTYPES, total_bytes
-from ckptstore.state.read.stored import StoredState
 
 NAMES: Mapping[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
@@ -144,9 +144,9 @@ class Layout:
         tied = {other: name for other, name in self.tied.items() if name in names}
         return header(file[1], {"format": "pt", **tied})
 
-    def digest(self, manifest: bytes) -> str:
-        """Return a digest that distinguishes this layout, and the checkpoint's manifest, from every other one."""
-        hasher = hashlib.sha256(manifest)
+    def digest(self, identity: bytes) -> str:
+        """Return a digest that distinguishes this layout, and the identity of the bytes, from every other one."""
+        hasher = hashlib.sha256(identity)
         for file in self.files:
             head = self.head(file)
             hasher.update(b"%d %s %d " % (len(file[0]), file[0].encode(), len(head)))
@@ -160,7 +160,13 @@ class Layout:
         return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weights.items()))}, indent=2).encode()
 
 
-def lay_out(stored: StoredState, selection: Selection, *, shard_size_bytes: int) -> Layout:
+def check_shard_size(shard_size_bytes: int) -> None:
+    """Raise InvalidInput unless a file can have that size."""
+    if shard_size_bytes <= 0:
+        raise InvalidInput(f"shard_size_bytes is {shard_size_bytes}, it is at least 1")
+
+
+def lay_out(stored: ReadableState, selection: Selection, *, shard_size_bytes: int) -> Layout:
     """Deal the tensors to files of at most so many bytes; a larger tensor has a file of its own.
 
     Raises InvalidState for tensors that the format cannot hold, InvalidInput when there is no tensor.

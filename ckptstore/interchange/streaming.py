@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import IO
+from typing import IO, Protocol
 
 import torch
 
 from ckptstore.events import BytesMoved, emit, is_heard
-from ckptstore.state.read.stored import StoredState
-from ckptstore.state.tensors.boxes import boxes_of_range
+from ckptstore.state.index.part import Tensor
+from ckptstore.state.tensors.boxes import Box, boxes_of_range
 from ckptstore.state.tensors.placement import Piece
 from ckptstore.state.tensors.tensor_memory import view_of
 
@@ -24,7 +24,20 @@ _Stretch = tuple[str, int, int]
 """A tensor's key, and the first byte and size of a stretch of its elements."""
 
 
-def stream_tensors(stored: StoredState, keys: Iterable[str]) -> Iterator[tuple[str, memoryview]]:
+class ReadableState(Protocol):
+    """A state whose tensors can be read in pieces: a `StoredState`, or several checkpoints that are merged."""
+
+    buffer_bytes: int
+    """The most that buffers of a read take."""
+
+    def entry(self, key: str) -> Tensor:
+        """Return a tensor's dtype and shape."""
+
+    def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
+        """Read boxes of tensors, each into memory of its shape and dtype."""
+
+
+def stream_tensors(stored: ReadableState, keys: Iterable[str]) -> Iterator[tuple[str, memoryview]]:
     """Yield each tensor's bytes in order, as it is when contiguous, in one piece or several: (key, bytes).
 
     A piece is valid until the next one is taken. A tensor without elements comes as one empty piece. Every block is
@@ -52,7 +65,7 @@ def stream_tensors(stored: StoredState, keys: Iterable[str]) -> Iterator[tuple[s
                 emit(BytesMoved(key=key, size_bytes=len(memory), total_bytes=total_bytes))
 
 
-def _batches(stored: StoredState, keys: Iterable[str], batch_bytes: int) -> Iterator[list[_Stretch]]:
+def _batches(stored: ReadableState, keys: Iterable[str], batch_bytes: int) -> Iterator[list[_Stretch]]:
     batch: list[_Stretch] = []
     used = 0
     for key in keys:
@@ -68,7 +81,7 @@ def _batches(stored: StoredState, keys: Iterable[str], batch_bytes: int) -> Iter
         yield batch
 
 
-def boxes_of_stretch(stored: StoredState, key: str, start: int, memory: torch.Tensor) -> list[Piece]:
+def boxes_of_stretch(stored: ReadableState, key: str, start: int, memory: torch.Tensor) -> list[Piece]:
     """Divide memory for the bytes of a tensor from `start` on into boxes of the tensor."""
     entry = stored.entry(key)
     dtype = entry.torch_dtype

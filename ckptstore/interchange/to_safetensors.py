@@ -8,7 +8,6 @@ killed are found by their marks and not written again.
 from __future__ import annotations
 
 import json
-import mmap
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,9 +30,10 @@ from ckptstore.errors import (
 from ckptstore.group.base import LEADER, Group
 from ckptstore.interchange.places import PART_NAME, PROGRESS_FOLDER, ExportPlace, leads
 from ckptstore.interchange.safetensors_file import INDEX_NAME, LaidOut, Layout, SafetensorsEntry
-from ckptstore.interchange.streaming import boxes_of_stretch
+from ckptstore.interchange.streaming import ReadableState, boxes_of_stretch
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_alone
+from ckptstore.runtime.new_memory import new_memory
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.tensor_memory import view_of
 from ckptstore.storage.base import Bucket
@@ -43,29 +43,59 @@ from ckptstore.transfer.opened import OpenedPlace
 from ckptstore.transfer.sources import FileSource, MemorySource, Read
 
 _RECORD = f"{PROGRESS_FOLDER}plan.json"
-WINDOW_BYTES = 16 << 20
-"""Bytes read at once. A multiple of every element's size, so that no element spans two windows."""
-_NUM_WINDOWS = 2
-"""Parts are requested roughly in order: the window before may still be needed."""
+WINDOW_BYTES = 8 << 20
+"""Bytes read at once. A multiple of every element's size, and parts begin at such multiples, so that no element spans
+two windows."""
 _BUFFER_BYTES = 32 << 20
 """The most memory for buffers beside a window, for pieces whose order in the checkpoint and the file differ."""
 
 
+class ExportSource(Protocol):
+    """The checkpoints that are exported. It can be pickled, and is opened where the files are written."""
+
+    @property
+    def uri(self) -> str:
+        """The name of the checkpoint, for people."""
+
+    def opened(self) -> ReadableState:
+        """Open the state in this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneCheckpoint:
+    """See `ExportSource`."""
+
+    files: CheckpointFiles
+
+    @property
+    def uri(self) -> str:
+        """See `ExportSource.uri`."""
+        return self.files.uri
+
+    def opened(self) -> StoredState:
+        """See `ExportSource.opened`."""
+        stored = open_alone(self.files)
+        stored.saved(lambda key: False)  # chooses the lowest rank where ranks differ
+        return stored
+
+
 def write_safetensors(
-    files: CheckpointFiles, layout: Layout, place: ExportPlace, *, manifest: bytes, group: Group, executor: Executor
+    source: ExportSource, layout: Layout, place: ExportPlace, *, identity: bytes, group: Group, executor: Executor
 ) -> tuple[str, ...]:
     """Write all files, or the missing ones, and return all names. Collective: each rank writes a share.
+
+    An export of the same layout and `identity`, which stands for all bytes of the tensors, goes on where it was killed.
 
     Raises InvalidInput before anything is written, CheckpointDamaged (nothing is left then), and errors of writing to
     the target (complete files stay, and the same export goes on there).
     """
-    plan = layout.digest(manifest)
+    plan = layout.digest(identity)
     tag = f"export {plan[:16]}"
     with place.opened_target() as target:
         progress = ExportProgress(target, plan)
         with group.meeting(f"begin {tag}") as meeting:
-            left, replaced = meeting.tell(lambda: _begin(layout, place, progress, checkpoint=files.uri))
-        write = partial(_write, files.alone(), layout, progress)
+            left, replaced = meeting.tell(lambda: _begin(layout, place, progress, checkpoint=source.uri))
+        write = partial(_write, source, layout, progress)
         left = [file for file in layout.files if file[0] in left]
         try:
             if group.world_size == 1:
@@ -105,7 +135,7 @@ def _begin(layout: Layout, place: ExportPlace, progress: ExportProgress, *, chec
     return [names, replaced]
 
 
-def _write(files: CheckpointFiles, layout: Layout, progress: ExportProgress, share: Sequence[LaidOut]) -> None:
+def _write(source: ExportSource, layout: Layout, progress: ExportProgress, share: Sequence[LaidOut]) -> None:
     """Write some of the files, in any process. The state is opened there, as it cannot be pickled."""
     if not share:
         return
@@ -113,14 +143,13 @@ def _write(files: CheckpointFiles, layout: Layout, progress: ExportProgress, sha
     if not progress.is_begun():
         hint = "Export to an object store, or to a file system that all nodes share"
         raise InvalidInput(f"{target.storage.uri} is not seen by a node that is to write to it", hint=hint)
-    stored = open_alone(files)
-    stored.saved(lambda key: False)  # chooses the lowest rank where ranks differ
+    stored = source.opened()
     for file in share:
         name, entries = file
         if not progress.is_done(name):
-            source = SafetensorsSource(stored, layout.head(file), entries, layout.keys)
-            target.transfer.upload([PlannedFile(name, source)])
-            progress.done(name, source.size_bytes)
+            contents = SafetensorsSource(stored, layout.head(file), entries, layout.keys)
+            target.transfer.upload([PlannedFile(name, contents)])
+            progress.done(name, contents.size_bytes)
 
 
 def _finish(layout: Layout, place: ExportPlace, progress: ExportProgress, replaced: Sequence[str]) -> list[str]:
@@ -240,15 +269,15 @@ class SafetensorsSource:
     """A file that is made while it is read: a `Source`. Every block of the checkpoint is checked as it is read.
 
     The position of each byte is known before the first one is read. So the file can be written in the parts that a
-    storage wants, and its bytes pass through two windows of memory, whatever the sizes of the file and of its tensors.
-    One window is read at a time, itself in parallel; threads write the parts concurrently.
+    storage wants, by several threads, and its bytes pass through one window of memory for each thread that reads,
+    whatever the sizes of the file and of its tensors. One window is filled at a time, itself in parallel.
     """
 
     payloads: Sequence[tuple[int, int]] = ()
     in_memory = False
 
     def __init__(
-        self, stored: StoredState, head: bytes, entries: Sequence[SafetensorsEntry], keys: Mapping[str, str]
+        self, stored: ReadableState, head: bytes, entries: Sequence[SafetensorsEntry], keys: Mapping[str, str]
     ) -> None:
         """Create the source; `keys` maps each tensor's name to its key in the checkpoint."""
         stored.buffer_bytes = _BUFFER_BYTES
@@ -258,36 +287,43 @@ class SafetensorsSource:
         self._keys = keys
         *self._starts, self.size_bytes = accumulate((entry.size_bytes for entry in entries), initial=len(head))
         self._lock = threading.Lock()
-        self._windows: dict[int, torch.Tensor] = {}
-        """By position in the file, oldest first."""
+        self._unused: list[torch.Tensor] = []
+        """Windows whose bytes are all read."""
 
     @contextmanager
     def open(self) -> Iterator[Read]:
-        """Yield a function that reads the file. Reading raises CheckpointDamaged."""
-        yield self._read
+        """Yield a function that reads the file, best from front to back. Reading raises CheckpointDamaged."""
+        begin, window = 0, torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def _read(self, offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
-        view, done = scratch[:size_bytes], 0
-        with self._lock:
+        def read(offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
+            nonlocal begin, window
+            view, done = scratch[:size_bytes], 0
             while done < size_bytes:
-                number, start = divmod(offset + done, WINDOW_BYTES)
-                found = self._window(number)[start : start + size_bytes - done]
+                start = offset + done
+                if not begin <= start < begin + len(window):
+                    window = window.new_empty(0)  # unusable after an error
+                    begin, window = start, self._filled(start)
+                found = view_of(window)[start - begin :][: size_bytes - done]
                 view[done : done + len(found)] = found
                 done += len(found)
-        return [view]
+                if start + len(found) == begin + len(window):
+                    if len(window) == WINDOW_BYTES:  # not the end of a file, which is shorter
+                        self._unused.append(window)
+                    begin, window = 0, window.new_empty(0)
+            return [view]
 
-    def _window(self, number: int) -> memoryview:
-        window = self._windows.get(number)
-        if window is None:
-            if len(self._windows) < _NUM_WINDOWS:
-                # Mapped memory returns to the system when unused; the heaps of several threads would keep it.
-                size_bytes, flags = min(WINDOW_BYTES, self.size_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                window = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=torch.uint8)
-            else:
-                window = self._windows.pop(next(iter(self._windows)))
-            self._fill(window, number * WINDOW_BYTES)  # stays unreachable after an error
-            self._windows[number] = window
-        return view_of(window)
+        yield read
+
+    def _filled(self, begin: int) -> torch.Tensor:
+        """Return a window with the bytes of the file from `begin` on."""
+        try:
+            window = self._unused.pop()
+        except IndexError:
+            # Mapped memory returns to the system when unused; the heaps of several threads would keep it.
+            window = torch.frombuffer(new_memory(min(WINDOW_BYTES, self.size_bytes)), dtype=torch.uint8)
+        with self._lock:
+            self._fill(window, begin)
+        return window[: self.size_bytes - begin]
 
     def _fill(self, memory: torch.Tensor, begin: int) -> None:
         """Read the bytes of the file from `begin` on."""
