@@ -144,7 +144,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
 WIDE_SIGNATURES = {"open_store", "save", "save_async", "save_directory", "directory_of", "load", "resume"}
-WIDE_SIGNATURES |= {"import_state", "export", "report", "integrations.lightning.callback.__init__"}
+WIDE_SIGNATURES |= {"import_state", "export", "merge", "report", "integrations.lightning.callback.__init__"}
 """The public surface, where each keyword has a default and a line in the reference."""
 
 READS_ENVIRONMENT = {"config", "group.find", "tools.run.nodes", "storage", "testing", "tools.demo"}

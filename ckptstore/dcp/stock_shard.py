@@ -107,17 +107,17 @@ class DcpShard:
         self._frames[key] = frame
 
     def _take_tensor(self, item: WriteItem, tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
-        key, told = item.index.fqn, tensor_data_of(item)
-        held = Box(tuple(told.chunk.offsets), tuple(told.chunk.sizes))
+        key, data = item.index.fqn, tensor_data_of(item)
+        held = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         if type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
-            self._take_wrapped(key, tensor, held, tuple(told.size), boxes)
+            self._take_wrapped(key, tensor, held, tuple(data.size), boxes)
             return
         tensor = _dense(tensor.detach(), key)
         if tuple(tensor.shape) != held.sizes:
             raise InvalidState(f"the planner gave {tuple(tensor.shape)} for {key}, its plan says {held.sizes}")
         number = self._numbers.setdefault(key, len(self._items))
         if number == len(self._items):
-            self._items.append(Item(key, Mode.SHARD, dtype_name(tensor.dtype, key), tuple(told.size)))
+            self._items.append(Item(key, Mode.SHARD, dtype_name(tensor.dtype, key), tuple(data.size)))
         one = self._items[number]
         self._items[number] = one._replace(boxes=(*one.boxes, held))
         self._described.memory[key] = (*self._described.memory.get(key, ()), tensor)

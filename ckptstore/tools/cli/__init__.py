@@ -22,7 +22,7 @@ from ckptstore.runtime.near import meant, nearest
 
 GROUPS = {
     "Look": ("ls", "show", "watch", "latest", "best", "diff", "report", "serve"),
-    "Copy": ("cp", "export", "import", "restore-folder"),
+    "Copy": ("cp", "export", "import", "merge", "restore-folder"),
     "Care": ("verify", "doctor", "pin", "unpin", "rollback", "restore", "rm", "prune", "gc", "fast"),
     "Run": ("run", "watch-folder", "demo", "s3-test"),
     "Measure": ("plan", "bench"),
@@ -45,6 +45,7 @@ OTHER_WORDS = {
     "restore": ("undelete", "undo"),
     "export": ("convert", "save"),
     "import": ("load", "add"),
+    "merge": ("average", "soup"),
 }
 """Words that people try, by the command that does it."""
 

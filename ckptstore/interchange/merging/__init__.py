@@ -1,0 +1,1 @@
+"""Merge checkpoints of one run into one model."""

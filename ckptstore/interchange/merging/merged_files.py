@@ -1,0 +1,327 @@
+"""Add up the tensors of several checkpoints while the files of the result are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from ckptstore.errors import InvalidInput, InvalidState
+from ckptstore.format.manifest import sha256_of
+from ckptstore.group.base import Group
+from ckptstore.interchange.places import ExportPlace
+from ckptstore.interchange.safetensors_file import check_shard_size, lay_out
+from ckptstore.interchange.selection import fitting, select
+from ckptstore.interchange.streaming import stream_tensors
+from ckptstore.interchange.to_safetensors import write_safetensors
+from ckptstore.loading.checkpoint_files import CheckpointFiles
+from ckptstore.loading.load_state import is_stock, open_alone
+from ckptstore.runtime.new_memory import new_memory
+from ckptstore.state.index.part import Tensor
+from ckptstore.state.live.matching import Saved
+from ckptstore.state.read.stored import StoredState
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.transfer.executor import Executor, InProcess
+
+_CHUNK_ELEMENTS = 1 << 20
+"""The elements that are widened at once."""
+_ALIGN_BYTES = 64
+_LEAST_SINE = 1e-4
+"""Below it two tensors have nearly one direction, and the arc between them is the line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeReport:
+    """The result of a merge."""
+
+    uri: str
+    """The location of the files."""
+    files: tuple[str, ...]
+    """Names of the files."""
+    steps: tuple[int, ...]
+    """The steps of the checkpoints, in the order in which they were merged."""
+    coefficients: tuple[float, ...]
+    """The share of each checkpoint; with "slerp" its share of the arc."""
+    num_tensors: int
+    """Number of tensors by name; tied ones count once each."""
+    size_bytes: int
+    """Bytes of all tensors; tied ones count once."""
+    left_out: Mapping[str, str]
+    """Tensors that are not in the result, each with the reason."""
+    notices: tuple[str, ...]
+    """For people: what the files hold in another form."""
+
+
+def write_merged(
+    source: MergeSource,
+    place: ExportPlace,
+    *,
+    steps: tuple[int, ...],
+    include: str | Sequence[str] | None,
+    strip_prefix: str,
+    shard_size_bytes: int,
+    group: Group,
+    executor: Executor | None,
+) -> MergeReport:
+    """Write the safetensors files of a merge. Collective; see `merge`."""
+    _check_dtype(source.dtype)
+    check_shard_size(shard_size_bytes)
+    merged = source.opened()
+    saved, left_out = merged.agreed(fitting(include))
+    if not saved.tensors and left_out:
+        key, why = next(iter(left_out.items()))
+        raise InvalidInput(f"No tensor is the same in all checkpoints. For example {key}: {why}")
+    selection = select(saved, include=include, strip_prefix=strip_prefix, paths={})
+    layout = lay_out(merged, selection, shard_size_bytes=shard_size_bytes)
+    if source.is_arc:
+        with group.meeting("angles") as meeting:
+            source = source.along(meeting.tell(lambda: merged.arcs(layout.keys.values())))
+    identity, executor = source.identity(), executor or InProcess()
+    names = write_safetensors(source, layout, place, identity=identity, group=group, executor=executor)
+    return MergeReport(
+        uri=place.uri,
+        files=(*names, *(file.name for file in place.beside if file.name not in names)),
+        steps=steps,
+        coefficients=source.coefficients,
+        num_tensors=len(selection.sources),
+        size_bytes=layout.size_bytes,
+        left_out=left_out,
+        notices=tuple(merged.notices(selection.sources.values(), layout.tied)),
+    )
+
+
+def _check_dtype(dtype: str | None) -> None:
+    found = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise InvalidInput(f"dtype is {dtype!r}, which is no dtype of floats", hint='For example "bfloat16"')
+
+
+@dataclass(frozen=True, slots=True)
+class MergeSource:
+    """Several checkpoints and the way to add them up. It can be pickled; see `to_safetensors.ExportSource`."""
+
+    files: tuple[CheckpointFiles, ...]
+    coefficients: tuple[float, ...]
+    dtype: str | None
+    is_arc: bool
+    arcs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """The coefficients of each tensor, where they are not the same for all."""
+
+    @property
+    def uri(self) -> str:
+        """The names of the checkpoints, for people."""
+        return f"{len(self.files)} checkpoints from {self.files[0].uri} to {self.files[-1].uri}"
+
+    def along(self, arcs: Mapping[str, Sequence[float]]) -> MergeSource:
+        """Return this with coefficients for each tensor."""
+        found = {key: (first, second) for key, (first, second) in arcs.items()}
+        return replace(self, arcs=found)
+
+    def identity(self) -> bytes:
+        """Return bytes that distinguish this merge from every other one."""
+        manifests = [sha256_of(one.read_manifest()[1]) for one in self.files]
+        return repr((manifests, self.coefficients, self.dtype, self.is_arc)).encode()
+
+    def opened(self) -> MergedState:
+        """Open the checkpoints in this process."""
+        states = []
+        for one in self.files:
+            if is_stock(one.read_manifest()[0]):
+                hint = "Import it into a store, and merge that"
+                raise InvalidInput(f"{one.uri} was written by torch's DCP, and has no digests to check", hint=hint)
+            state = open_alone(one)
+            states.append(_Opened(state, state.saved(lambda key: False), one.uri))
+        return MergedState(self, states)
+
+
+class _Opened(NamedTuple):
+    """One of the checkpoints."""
+
+    state: StoredState
+    saved: Saved
+    uri: str
+
+    def entry(self, key: str) -> Tensor | None:
+        return self.saved.tensors.get(self.saved.aliases.get(key, key))
+
+
+class MergedState:
+    """The sum of the checkpoints; it reads as a `StoredState` does."""
+
+    def __init__(self, source: MergeSource, states: Sequence[_Opened]) -> None:
+        self._source = source
+        self._states = states
+        self._scratch = _Scratch(), _Scratch()
+        """The sums, and the elements of one checkpoint."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that buffers of a read take."""
+        return self._states[0].state.buffer_bytes
+
+    @buffer_bytes.setter
+    def buffer_bytes(self, size_bytes: int) -> None:
+        for opened in self._states:
+            opened.state.buffer_bytes = size_bytes
+
+    def agreed(self, fits: Callable[[str], bool]) -> tuple[Saved, dict[str, str]]:
+        """Return the tensors that fit and that all checkpoints have with one shape and dtype, tied if they are in all;
+        and the others that fit, each with the reason."""
+        tensors: dict[str, Tensor] = {}
+        aliases: dict[str, str] = {}
+        left_out: dict[str, str] = {}
+        last = self._states[-1].saved
+        keys = {key for opened in self._states for key in (*opened.saved.tensors, *opened.saved.aliases)}
+        for key in sorted(filter(fits, keys)):
+            found = [opened.entry(key) for opened in self._states]
+            first = found[-1]
+            lacking = [opened.uri for opened, entry in zip(self._states, found, strict=True) if entry is None]
+            forms = {entry.form for entry in found if entry is not None}
+            if lacking or first is None:
+                others = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+                left_out[key] = f"it is not in {lacking[0]}{others}"
+            elif len(forms) > 1:
+                left_out[key] = f"it is {' and '.join(sorted(f'{dtype} {shape}' for dtype, shape in forms))}"
+            elif all(opened.saved.aliases.get(key) == last.aliases.get(key, "") for opened in self._states):
+                aliases[key] = last.aliases[key]
+            else:
+                tensors[key] = self._entry(key, first)
+        for key in [key for key, target in aliases.items() if target not in tensors]:  # the other name does not fit
+            tensors[key] = self.entry(key)
+            del aliases[key]
+        return Saved(tensors, {}, aliases), left_out
+
+    def entry(self, key: str) -> Tensor:
+        """Return the tensor of the result, for a key that all checkpoints have."""
+        return self._entry(key, _form(self._states[-1], key))
+
+    def _entry(self, key: str, last: Tensor) -> Tensor:
+        is_cast = self._source.dtype is not None and last.torch_dtype.is_floating_point
+        return Tensor(key, self._source.dtype if is_cast and self._source.dtype else last.dtype, last.shape)
+
+    def notices(self, keys: Iterable[str], tied: Mapping[str, str]) -> list[str]:
+        """Report what somebody might not expect of the result."""
+        entries = {key: _form(self._states[-1], key) for key in keys}
+        whole = sorted(key for key, entry in entries.items() if not _is_added(entry))
+        apart = sorted(key for key, entry in entries.items() if entry.per_rank)
+        found = [f"{key} is no tensor of floats, it is that of the last checkpoint" for key in whole]
+        found += [f"{key} differs between ranks, the lowest rank's is taken" for key in apart]
+        return [*found, *(f"{name} is tied to {other}, and stored as that" for name, other in tied.items())]
+
+    def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
+        """Fill memory with boxes of the result. Raises CheckpointDamaged, InvalidState for a value out of range."""
+        last = self._states[-1]
+        whole = [(key, box, memory) for key, box, memory in wanted if not _is_added(_form(last, key))]
+        added = [(key, box, memory) for key, box, memory in wanted if _is_added(_form(last, key))]
+        if whole:
+            last.state.fill_boxes([(_source_of(last, key), box, memory) for key, box, memory in whole])
+        if not added:
+            return
+        sums = self._scratch[0].divided([(box.sizes, _wide(_form(last, key))) for key, box, _ in added])
+        for total in sums:
+            total.zero_()
+        for number, opened in enumerate(self._states):
+            coefficients = [self._source.arcs.get(key, self._source.coefficients)[number] for key, _, _ in added]
+            if not any(coefficients):  # its infinities do not count either
+                continue
+            parts = self._scratch[1].divided([(box.sizes, _form(opened, key).torch_dtype) for key, box, _ in added])
+            opened.state.fill_boxes(
+                [(_source_of(opened, key), box, part) for (key, box, _), part in zip(added, parts, strict=True)]
+            )
+            for total, part, coefficient in zip(sums, parts, coefficients, strict=True):
+                for several, more in _chunks(total, part) if coefficient else ():
+                    several.add_(more.to(several.dtype), alpha=coefficient)
+        for (key, _, memory), total in zip(added, sums, strict=True):
+            memory.copy_(total)
+            is_narrow = torch.finfo(memory.dtype).max < torch.finfo(total.dtype).max
+            if is_narrow and any(_is_beyond(*pair) for pair in _chunks(memory, total)):
+                raise InvalidState(
+                    f"{key} has values that {memory.dtype} cannot hold", hint="Choose a dtype of a wider range"
+                )
+
+    def arcs(self, keys: Iterable[str]) -> dict[str, tuple[float, float]]:
+        """Return the coefficients of each of these tensors of floats on the arc from the first checkpoint to the
+        second. Reads both."""
+        floats = [key for key in dict.fromkeys(keys) if self.entry(key).torch_dtype.is_floating_point]
+        return _arcs(self._states, floats, self._source.coefficients[1])
+
+
+class _Scratch:
+    """Memory that one call after another divides: what each thread allocated anew would stay with its heap."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def divided(self, forms: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
+        """Return a tensor for each shape and dtype, valid until the next call."""
+        counts = [math.prod(sizes) * dtype.itemsize for sizes, dtype in forms]
+        *starts, end = accumulate((-(-count // _ALIGN_BYTES) * _ALIGN_BYTES for count in counts), initial=0)
+        if end > len(self._memory):
+            self._memory = torch.frombuffer(new_memory(end), dtype=torch.uint8)
+        return [
+            self._memory[start : start + count].view(dtype).view(sizes)
+            for start, count, (sizes, dtype) in zip(starts, counts, forms, strict=True)
+        ]
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the same elements of contiguous tensors of one shape, some at a time."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    for start in range(0, len(flat[0]), _CHUNK_ELEMENTS):
+        yield tuple(one[start : start + _CHUNK_ELEMENTS] for one in flat)
+
+
+def _source_of(opened: _Opened, key: str) -> str:
+    return opened.saved.aliases.get(key, key)
+
+
+def _form(opened: _Opened, key: str) -> Tensor:
+    """Return the entry of a tensor that all checkpoints have."""
+    entry = opened.entry(key)
+    if entry is None:
+        raise KeyError(key)
+    return entry
+
+
+def _is_added(entry: Tensor) -> bool:
+    return entry.torch_dtype.is_floating_point or entry.torch_dtype.is_complex
+
+
+def _wide(entry: Tensor) -> torch.dtype:
+    """Return the dtype in which elements are added up."""
+    dtype = entry.torch_dtype
+    return dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
+
+
+def _is_beyond(narrow: torch.Tensor, wide: torch.Tensor) -> bool:
+    return bool((wide.isfinite() & ~narrow.to(wide.dtype).isfinite()).any())
+
+
+def _arcs(states: Sequence[_Opened], keys: Sequence[str], share: float) -> dict[str, tuple[float, float]]:
+    """Return the coefficients of each pair of tensors, `share` of the way along the arc from the first to the second.
+
+    The angle is that of all elements together. Pairs without an angle, of one direction or of zeros, are on a line.
+    """
+    products = dict.fromkeys(keys, (0.0, 0.0, 0.0))
+    streams = [stream_tensors(opened.state, [_source_of(opened, key) for key in keys]) for opened in states]
+    names = {_source_of(states[-1], key): key for key in keys}
+    for (_, first), (source, second) in zip(*streams, strict=True):
+        dtype = states[-1].state.entry(source).torch_dtype
+        size_bytes = _CHUNK_ELEMENTS * dtype.itemsize
+        for start in range(0, len(second), size_bytes):
+            pieces = (torch.frombuffer(one[start : start + size_bytes], dtype=dtype) for one in (first, second))
+            a, b = (piece.to(torch.float64) for piece in pieces)
+            dot, one, other = products[names[source]]
+            products[names[source]] = dot + float(a @ b), one + float(a @ a), other + float(b @ b)
+    return {key: _arc(dot, math.sqrt(one * other), share) for key, (dot, one, other) in products.items()}
+
+
+def _arc(dot: float, length: float, share: float) -> tuple[float, float]:
+    angle = math.acos(max(-1.0, min(1.0, dot / length))) if length and math.isfinite(length) else 0.0
+    if math.sin(angle) < _LEAST_SINE:
+        return 1 - share, share
+    return math.sin((1 - share) * angle) / math.sin(angle), math.sin(share * angle) / math.sin(angle)

@@ -1,0 +1,179 @@
+"""`ckptstore merge`: checkpoints of one run as one model."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import InvalidInput
+from ckptstore.opening import open_store
+from ckptstore.runtime.extras import needs
+from ckptstore.runtime.shown import show_size
+from ckptstore.tools.cli.commands.export import parse_size
+from ckptstore.tools.cli.options import as_json, engine_option, opened_executor, options_by_place, storage_option
+from ckptstore.tools.cli.output import checkpoint_json, print_json
+from ckptstore.tools.cli.targets import opened_checkpoint, parse_target
+from ckptstore.tools.cli.terminal import progress
+
+if TYPE_CHECKING:
+    from ckptstore.interchange.merging.merged_files import MergeReport
+
+_STEPS = re.compile(r"(.+)@\{(\d+)\.\.(\d+)(?:\.\.(\d+))?\}")
+_LISTED = 10
+"""The most tensors without a place in the result that are listed."""
+
+
+@click.command()
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.argument("destination")
+@click.option(
+    "--method",
+    type=click.Choice(["average", "ema", "wsm-decay", "slerp"]),
+    default="average",
+    show_default=True,
+    help="How the checkpoints are added up.",
+)
+@click.option("--weights", metavar="A,B,...", help="Share of each TARGET, for average and slerp. Default: equal.")
+@click.option("--decay", type=float, metavar="X", help="Share of the average before, for ema, such as 0.9.")
+@click.option(
+    "--schedule",
+    type=click.Choice(["1-sqrt", "cosine", "linear"]),
+    help="Learning rate decay to imitate, for wsm-decay. Default: 1-sqrt.",
+)
+@click.option("--dtype", metavar="NAME", help="Dtype of the result, such as bfloat16. Default: as stored.")
+@click.option(
+    "--include", multiple=True, metavar="PATTERN", help='Merge only keys that match, such as "model.*"; repeatable.'
+)
+@click.option(
+    "--strip-prefix", default="", metavar="PREFIX", help='Remove this from the start of keys, such as "model.".'
+)
+@click.option(
+    "--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest size of one safetensors file."
+)
+@click.option(
+    "--with", "beside", metavar="DIR", help="Copy the other files in DIR too, such as a model's config and tokenizer."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export in DESTINATION.")
+@engine_option
+@storage_option
+@as_json
+def command(
+    targets: tuple[str, ...],
+    destination: str,
+    weights: str | None,
+    shard_size: str,
+    include: tuple[str, ...],
+    engine: str,
+    storage_options: dict[str, Any],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Merge checkpoints into one model, tensor by tensor in float32.
+
+    Each TARGET is STORE@STEP, the oldest first; STORE@{1000..5000..1000} stands for five of them. DESTINATION is a
+    directory or a URI, which gets safetensors files, or STORE@STEP, which becomes a checkpoint of that store and passes
+    through the temporary directory. Every byte is checked. At most 256 MiB of memory are used.
+    """
+    needs("torch")
+    from ckptstore.interchange.merging.story import merge
+
+    texts = _expanded(targets)
+    target = parse_target(destination)
+    if target.step is not None and not isinstance(target.step, int):
+        raise InvalidInput(f"{destination} names no new step", hint="Write STORE@STEP, a directory or a URI")
+    if target.step is not None and (options["overwrite"] or options["beside"]):
+        raise InvalidInput("--overwrite and --with are for a directory of safetensors files", hint="Leave them out")
+    *of_targets, of_destination = options_by_place(
+        storage_options, *(parse_target(text).uri for text in texts), target.uri
+    )
+    with ExitStack() as stack:
+        executor = stack.enter_context(opened_executor(engine))
+        checkpoints = [
+            stack.enter_context(opened_checkpoint(text, of_target))
+            for text, of_target in zip(texts, of_targets, strict=True)
+        ]
+        is_store = isinstance(target.step, int)
+        directory = destination
+        if is_store:
+            directory = str(
+                Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-merge-"))) / "merged"
+            )
+        with progress("merge", shown=False if as_json else None):
+            report = merge(
+                checkpoints,
+                directory,
+                weights=_numbers(weights),
+                include=include or None,
+                shard_size_bytes=parse_size(shard_size),
+                executor=executor,
+                storage_options=None if is_store else of_destination,
+                **options,
+            )
+        into = _into_store(report, target.uri, target.step, of_destination) if isinstance(target.step, int) else None
+    _echo(report, into, as_json=as_json)
+
+
+def _expanded(targets: Sequence[str]) -> list[str]:
+    """Return the targets with STORE@{FIRST..LAST..BY} as one for each step, as bash expands it."""
+    found: list[str] = []
+    for text in targets:
+        match = _STEPS.fullmatch(text)
+        if match is None:
+            found.append(text)
+            continue
+        first, last, by = int(match[2]), int(match[3]), int(match[4] or 1)
+        if by == 0 or last < first:
+            raise InvalidInput(f"{text} stands for no step", hint="Write STORE@{FIRST..LAST..BY}, the oldest first")
+        found += [f"{match[1]}@{step}" for step in range(first, last + 1, by)]
+    return found
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(word) for word in text.split(",")]
+    except ValueError:
+        raise InvalidInput(f"--weights takes numbers with commas between them, not {text!r}") from None
+
+
+def _into_store(report: MergeReport, uri: str, step: int, storage_options: dict[str, Any]) -> Checkpoint:
+    from ckptstore.interchange.importing import import_state
+
+    sources = {"merged_steps": list(report.steps), "coefficients": list(report.coefficients)}
+    with open_store(uri, storage_options=storage_options) as store:
+        return import_state(report.uri, store, step, kind="safetensors", metadata=sources)
+
+
+def _echo(report: MergeReport, checkpoint: Checkpoint | None, *, as_json: bool) -> None:
+    shares = dict(zip(report.steps, report.coefficients, strict=True)) if len(set(report.steps)) > 1 else {}
+    if as_json:
+        print_json(
+            checkpoint=None if checkpoint is None else checkpoint_json(checkpoint),
+            directory=None if checkpoint else report.uri,
+            files=() if checkpoint else report.files,
+            steps=report.steps,
+            coefficients=report.coefficients,
+            num_tensors=report.num_tensors,
+            size_bytes=report.size_bytes,
+            left_out=report.left_out,
+            notices=report.notices,
+        )
+        return
+    place = f"{len(report.files)} files:" if checkpoint is None else f"step {checkpoint.step}, {checkpoint.uri}"
+    click.echo(f"{report.num_tensors} tensors, {show_size(report.size_bytes)}, in {place}")
+    for name in () if checkpoint else report.files:
+        click.echo(f"  {report.uri}/{name}")
+    if shares:
+        click.echo("shares: " + ", ".join(f"{share:.4g} of step {step}" for step, share in shares.items()))
+    for key, why in list(report.left_out.items())[:_LISTED]:
+        click.echo(f"left out: {key}: {why}")
+    if len(report.left_out) > _LISTED:
+        click.echo(f"left out: {len(report.left_out) - _LISTED} more; --json lists them")
+    for notice in report.notices:
+        click.echo(f"note: {notice}")
