@@ -94,7 +94,8 @@ def shape_rules() -> str:
         in_name = "(?P<step" in (it.directory or it.file or "")
         step = ", ".join(f"`{text}`" for text in it.step) or ("`step` in the name" if in_name else "the store counts")
         shown_by = (it.marker, it.tracker, it.each_rank) if it.directory else (it.marker,)
-        ends = [f"`{name}`" for name in shown_by if name]
+        wanted = (text.partition(" => ")[2] for text in it.needs)
+        ends = [f"`{name}`" for name in (*shown_by, *wanted) if name]
         quiet = "its own format, else the quiet time" if it.file else "the quiet time"
         more = [f"`{name}`" for name in (it.tracker, *it.same, *it.beside) if name]
         rows.append([f"`{it.name}`", it.project, known, step, " and ".join(ends) or quiet, ", ".join(more)])

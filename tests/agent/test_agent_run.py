@@ -246,7 +246,7 @@ def test_nothing_is_started_with_bad_input(tmp_path: Path) -> None:
     for words, said in [
         ((*base, "--", "no-such-program"), "is not found"),
         ((*base, "--keep", "lates=2", "--", "touch", made), "'lates=2' is no rule of what to keep"),
-        ((*base, "--marker", "DONE", "--", "touch", made), "without --pattern"),
+        ((*base, "--beside", "../x", "--", "touch", made), "--beside '../x' cannot be followed"),
         ((*base, "--nodes", "2", "--", "touch", made), "--node-rank is missing"),
         ((*base, "--interval", "0", "--", "touch", made), "at least"),
         (("run", "--store", "no://x", "--folder", out, "--", "touch", made), "cannot be opened"),

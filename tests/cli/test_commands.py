@@ -332,7 +332,7 @@ def test_restore_folder_says_what_it_did(run: Any, run_json: Any, store: Path, t
     asked = ("--pattern", "mine_*", "--marker", "DONE")
     moved = run("restore-folder", store, tmp_path / "new", *asked).stdout.splitlines()[1]
     assert moved.startswith(f"moved aside: mine_60 → {tmp_path}/.ckptstore-new/aside/")
-    run("restore-folder", store, tmp_path / "new", "--marker", "DONE", code=2)
+    run("restore-folder", store, tmp_path / "new", "--pattern", "/mine_*", code=2)
     run("restore-folder", store, tmp_path / "new", "--step", 99, code=4)
     run("restore-folder", tmp_path / "nothing", tmp_path / "new", code=10)
     run("restore-folder", store, tmp_path / "source" / "model.pt", code=2)

@@ -33,6 +33,11 @@ class Kind:
     """The file of a directory that is written last."""
     pattern: str = ""
     is_rewritten: bool = False
+    save: Callable[[World, int], Iterator[None]] | None = None
+    """Writes the checkpoint of a step, and deletes older ones, in the order of its trainer; None: see `World.save`."""
+    rules: Rules | None = None
+    is_sure: bool = True
+    """False if nothing but time shows that one is finished: an agent that comes later leaves it."""
 
 
 KINDS = {
@@ -48,6 +53,13 @@ KINDS = {
 }
 
 
+def known_kinds() -> dict[str, Kind]:
+    """All kinds; those of trainers for reinforcement learning have a module of their own."""
+    from tests.folders.rl_writers import RL_KINDS
+
+    return {**KINDS, **RL_KINDS}
+
+
 @dataclass
 class World:
     """A folder with a writer and an agent."""
@@ -61,11 +73,15 @@ class World:
     whole_now: dict[str, Files] = field(default_factory=dict)
     """What is whole in the folder now."""
     bad: set[str] = field(default_factory=set)
+    kind_name: str = ""
+    """One of `known_kinds`; "" for one of `KINDS` by the seed."""
+    saved: list[str] = field(default_factory=list)
+    """What the writer of the moment remembers to have saved, the oldest first."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.kind_name = self.random.choice(sorted(KINDS))
-        self.kind = KINDS[self.kind_name]
+        self.kind_name = self.kind_name or self.random.choice(sorted(KINDS))
+        self.kind = known_kinds()[self.kind_name]
         self.folder = self.place / "out"
         self.store = self.place / "store"
         self.folder.mkdir()
@@ -76,6 +92,8 @@ class World:
     @property
     def rules(self) -> Rules:
         kind = self.kind
+        if kind.rules is not None:
+            return kind.rules
         patterns = (kind.pattern,) if kind.pattern else ()
         return Rules(patterns=patterns, marker=kind.marker if kind.pattern and kind.marker else None, quiet_seconds=1e9)
 
@@ -136,6 +154,9 @@ class World:
         yield
 
     def save(self, step: int) -> Iterator[None]:
+        if self.kind.save is not None:
+            yield from self.kind.save(self, step)
+            return
         name = self.kind.name(step)
         self.whole_now.pop(name, None)
         files: Files = {}
@@ -169,7 +190,7 @@ class World:
     def spoil(self, step: int) -> None:
         """Put something into the folder that can never be stored."""
         name = self.kind.name(1000 + step)
-        if self.kind.is_rewritten or (self.folder / name).exists():
+        if self.kind.is_rewritten or self.kind.save is not None or (self.folder / name).exists():
             return
         self.bad.add(name)
         what = self.random.choice(["pipe", "link", "name"])
@@ -193,6 +214,8 @@ class World:
 
     def rotate(self) -> None:
         """Delete the oldest, as `save_total_limit` does."""
+        if self.kind.save is not None:
+            return
         for name in sorted(self.whole_now, key=lambda it: list(self.wholes).index(it))[:-2]:
             path = self.folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -213,7 +236,8 @@ class World:
                 assert files in self.wholes[name], f"step {checkpoint.step}: {name} was never like this"
                 found.setdefault(name, []).append(self.wholes[name].index(files))
             for name, files in self.whole_now.items():
-                assert self.wholes[name].index(files) in found.get(name, []), f"{name} is whole, and not in the store"
+                is_there = self.wholes[name].index(files) in found.get(name, [])
+                assert is_there or not self.kind.is_sure, f"{name} is whole, and not in the store"
             for states in found.values():
                 assert states == sorted(states), "they were committed out of order"
                 assert self.kind.is_rewritten or len(states) == 1
@@ -224,11 +248,12 @@ class World:
         assert [name for name in os.listdir(self.folder) if "ckptstore" in name] == []
 
 
-def play(place: Path, seed: int) -> World:
+def play(place: Path, seed: int, kind_name: str = "") -> World:
     """Let a writer and an agent live beside each other; the writer may die, and both may start again."""
-    world, step = World(place, seed), 0
+    world, step = World(place, seed, kind_name=kind_name), 0
     for _life in range(world.random.randint(1, 3)):
         world.is_alive = True
+        world.saved = []
         world.start_agent()
         for _ in range(world.random.randint(1, 4)):
             step += 1
@@ -256,7 +281,7 @@ def _goes_on(world: World, step: int) -> bool:
             world.round()
         if chance.random() < 0.03:
             world.stop_agent()
-        if chance.random() < 0.02:
+        if chance.random() < (0.02 if world.kind.save is None else 0.004):  # theirs have many more pauses
             return False
     if world.kind.is_rewritten or chance.random() < 0.7:
         _rounds(world, 2)

@@ -55,7 +55,8 @@ _OPTIONS = (
         "--beside",
         multiple=True,
         metavar="GLOB",
-        help="Files of at most 1 MiB next to a checkpoint, to store and restore with it; repeatable.",
+        help="Files of at most 1 MiB next to a checkpoint, to store and restore with it; one with {step}, the "
+        "step, is waited for; repeatable.",
     ),
     click.option(
         "--no-follow",
@@ -65,9 +66,7 @@ _OPTIONS = (
         flag_value=False,
         help="Ignore links to directories outside of the folder.",
     ),
-    click.option(
-        "--marker", metavar="NAME", help="With --pattern: name of the file in a checkpoint that is written last."
-    ),
+    click.option("--marker", metavar="NAME", help="Name of the file in a checkpoint that is written last."),
     click.option(
         "--quiet",
         "quiet_seconds",
@@ -132,8 +131,6 @@ def agent_options(function: F) -> F:
 
 def rules_of(options: Mapping[str, Any]) -> Rules:
     """Return the rules for the folder that the options describe. Raises InvalidInput."""
-    if options["marker"] is not None and not options["patterns"]:
-        raise InvalidInput("--marker means nothing without --pattern", hint="Known shapes have their own rules")
     quiet = {} if options["quiet_seconds"] is None else {"quiet_seconds": options["quiet_seconds"]}
     return Rules(
         patterns=options["patterns"],

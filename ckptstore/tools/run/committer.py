@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +23,7 @@ from ckptstore.store import CheckpointStore, save_shard
 from ckptstore.tools.run.explain import pattern_for, rule_of
 from ckptstore.tools.run.folders import Folder, Found, Held, JobSeen, Look, Prospect, same, save_found
 from ckptstore.tools.run.folders.division import divide
+from ckptstore.tools.run.folders.snapshot import Sign
 from ckptstore.tools.run.notices import (
     CheckpointsPassedOver,
     CommitsDelayed,
@@ -74,6 +75,13 @@ class _Settled:
     """The reason why it is passed over; "" if it is in the store."""
     is_older: bool = False
     """True if the store has a newer one."""
+    stored: Mapping[str, Sign] = field(default_factory=dict, compare=False)
+    """The files that are in the store."""
+
+    def needs_no_commit(self, found: Found) -> bool:
+        """Return True if the checkpoint is what it was, or what was stored without some of its files: its trainer is
+        deleting it, part by part, and what is left is no checkpoint."""
+        return self.fingerprint == found.fingerprint or self.stored.items() >= found.files.items()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +211,7 @@ class Committer:
         return [
             found
             for found in look.finished
-            if found.name not in self._settled or self._settled[found.name].fingerprint != found.fingerprint
+            if found.name not in self._settled or not self._settled[found.name].needs_no_commit(found)
         ]
 
     def _round(self) -> bool:
@@ -305,7 +313,7 @@ class Committer:
         self._committed, self._last_step = self._committed + 1, offer.step or 0
         if found is not None:
             self.failures.own.pop(found.name, None)
-            self._settled[found.name], self._last = _Settled(found.fingerprint), found
+            self._settled[found.name], self._last = _Settled(found.fingerprint, stored=found.files), found
         self._pass_over(
             [it for it in self._open(look) if self._is_older(it)], _TOO_OLD.format(offer.step), is_older=True
         )
@@ -381,7 +389,7 @@ class Committer:
             alike = [it for it in entries if it.checkpoint.step == found.step or not is_exact]
             for entry in reversed(alike):
                 if self._steps.name_of(entry.checkpoint) == found.name and same(self.folder, found, entry.checkpoint):
-                    self._settled[found.name] = _Settled(found.fingerprint)
+                    self._settled[found.name] = _Settled(found.fingerprint, stored=found.files)
                     break
         if latest is not None:
             has_latest = any(self._steps.name_of(it.checkpoint) in self._settled for it in entries if it.is_latest)

@@ -25,7 +25,7 @@ from ckptstore.tools.run.folders import Folder, RestoreReport, Rules, newest_fir
     metavar="GLOB",
     help="Names of checkpoints of an unknown project, as for `run`; repeatable.",
 )
-@click.option("--marker", metavar="NAME", help="With --pattern: name of the file that is written last, as for `run`.")
+@click.option("--marker", metavar="NAME", help="Name of the file that is written last, as for `run`.")
 @storage_option
 @as_json
 def command(

@@ -52,11 +52,13 @@ class Rules:
     shapes: tuple[Shape, ...] = ()
     """Shapes of the caller's, before those that are known."""
     beside: tuple[str, ...] = ()
-    """Names of small files beside a checkpoint that come along, with "*" and "?"."""
+    """Names of small files that come along, relative to the directory that a checkpoint lies in, with "*" and "?" in
+    the last part. "{step}" is the step: without such a file the checkpoint is not whole."""
     follows: bool = True
     """True if a link to a directory outside of the folder counts as that directory."""
     marker: str | None = None
-    """The file that is written last: inside of a directory, and beside a file with its name before it."""
+    """The file that is written last: inside of a directory, and beside a file with its name before it. Without patterns
+    every checkpoint of a known shape must have it besides."""
     quiet_seconds: float = 30.0
     """The time for which nothing may have changed, if nothing else shows the end."""
     metrics_file: str | None = None
@@ -69,8 +71,12 @@ class Rules:
         for name in (self.marker, self.metrics_file):
             if name is not None and (not name or name.startswith("/") or ".." in name.split("/")):
                 raise InvalidInput(f"{name!r} leads out of the checkpoint", hint="Give the name of a file in it")
-        if self.marker is not None and not self.patterns:
-            raise InvalidInput(f"The marker {self.marker!r} belongs to no pattern", hint="Give a pattern too")
+        for glob in self.beside:
+            above = glob.rpartition("/")[0]
+            if glob.startswith("/") or ".." in glob.split("/") or set("*?[") & set(above):
+                raise InvalidInput(
+                    f"--beside {glob!r} cannot be followed", hint="Write it relative, with * in the last part alone"
+                )
         if not self.quiet_seconds > 0:
             raise InvalidInput(f"A quiet time of {self.quiet_seconds} s is none", hint="Give a number above 0")
         if self.step_from is not None and not self.patterns:

@@ -144,8 +144,6 @@ def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
             for target in (it.link, it.copy):
                 if target is not None:
                     check_user_name(target)
-        if any("/" in it for it in beside):
-            raise ValueError
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointDamaged(
             f"The metadata of step {step} do not tell where it lay in its folder", step=step, hint="See `show`"

@@ -1,7 +1,7 @@
 """The shapes of checkpoints that projects write: entries of a table, `shapes.toml`.
 
 The order of writes was read from the sources of transformers 5.23, accelerate 1.15, lightning 2.6, deepspeed 0.19,
-Megatron-LM and torch 2.13.
+Megatron-LM, torch 2.13, verl 0.9.1, and SkyRL, NeMo-RL, prime-rl and slime of August 2026.
 """
 
 from __future__ import annotations
@@ -60,6 +60,14 @@ class Shape:
     tracker: str | None = None
     """The file beside it that leads to the newest one."""
     tracker_has: Literal["name", "step"] = "name"
+    untracked: tuple[str, ...] = ()
+    """Globs, "A | B" for either. A directory with a file for each of them is finished after the quiet time though the
+    tracker does not name it; the first is the file that is written last."""
+    needs: tuple[str, ...] = ()
+    """The files that belong together on the node of rank 0, as "REGEX => GLOB | GLOB": where one fits the expression,
+    another one that fits a glob must be there too, and not be empty. `\\1` in a glob is the first group of the expression."""
+    begun: str | None = None
+    """The names of a directory that it has only while it is written or removed."""
     tells_all: bool = False
     """True if the marker or tracker is written after all ranks of all nodes have written."""
     each_rank: str | None = None
@@ -107,6 +115,9 @@ class Shape:
             if (group == "one" and found.groups != 1) or (group == "step" and "step" not in found.groupindex):
                 wanted = "one pair of brackets, around the step" if group == "one" else "the group (?P<step>…)"
                 raise InvalidInput(f"The {field_name} of the shape {name} of {file} needs {wanted}: {text!r}")
+        half = [text for text in values.get("needs", ()) if not text.partition(" => ")[2]]
+        if half:
+            raise InvalidInput(f"The shape {name} of {file} needs {half[0]!r}, which is not of the form REGEX => GLOB")
         unknown_places = [text for text in values.get("step", ()) if not text.startswith(("name:", "key:"))]
         if set(unknown_places) - {"last number"}:
             raise InvalidInput(f"The shape {name} of {file} has its step in {unknown_places[0]!r}, which is no place")
@@ -122,6 +133,7 @@ _REGULAR = (
     "before_marker",
     "ranked_if",
     "counted_by_rank",
+    "begun",
     "duplicates",
     "together",
 )
@@ -138,6 +150,8 @@ def _expressions(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield name, values[name], ""
     if "ranked_by" in values:
         yield "ranked_by", values["ranked_by"], "one"
+    for text in values.get("needs", ()):
+        yield "needs", text.partition(" => ")[0], ""
     for text in values.get("step", ()):
         if text.startswith("name:"):
             yield "step", text.removeprefix("name:"), "one"

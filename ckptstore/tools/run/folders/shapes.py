@@ -6,8 +6,10 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
+from glob import escape
 
 from ckptstore.tools.run.folders.candidate import MAX_BESIDE_BYTES, Beside, Prospect, Sight, last_number, outdated
 from ckptstore.tools.run.folders.shape import Shape, known_shapes
@@ -26,7 +28,7 @@ def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
 
     def claim(new: Iterator[Prospect]) -> None:
         for candidate in new:
-            found.append(candidate)
+            found.append(_with_files_of_the_caller(sight, candidate))
             claimed.add(candidate.name)
             copies = [other for other, it in candidate.beside.items() if it.copy is not None]
             claimed.update(_next_to(candidate.name, other) for other in copies)
@@ -128,16 +130,19 @@ def _directory(shape: Shape, sight: Sight, name: str, files: Mapping[str, Sign],
         says_exactly = named == own if shape.tracker_has == "name" else named == str(step)
         leads = outdated(shape.tracker, sight.snapshot.files.get(_next_to(name, shape.tracker)), before)
         if sight.has_leader and not says_exactly and not _is_behind(shape, named, step):
-            leads = f"{shape.tracker} does not name it yet"
+            leads = _no_tracker(shape, files, before)
         beside[shape.tracker] = Beside(text=own if shape.tracker_has == "name" else str(step))
+    if shape.begun is not None and re.fullmatch(shape.begun, own):
+        leads = "it has the name of one that is being written or removed"
     lacks = leads or _lacking_ranks(shape, sight, files) or _lacking_shards(sight, name, files)
+    lacks = lacks or (_lacking_parts(shape, files) if sight.has_leader else None)
     return Prospect(
         name=name,
         shape=shape.name,
         step=step,
         is_directory=True,
         files=files,
-        beside={**beside, **_small(shape, sight, name)},
+        beside={**beside, **_small(shape, sight, name, step)},
         lacks=lacks or sight.torn_among({file: f"{name}/{file}" for file in files}),
         is_certain=says_exactly and _is_certain(shape, sight, files),
         tells_all=shape.tells_all and says_exactly,
@@ -182,6 +187,29 @@ def _is_behind(shape: Shape, named: str, step: int | None) -> bool:
     return newest is not None and step is not None and step < newest
 
 
+def _no_tracker(shape: Shape, files: Mapping[str, Sign], before: Mapping[str, Sign]) -> str | None:
+    """Return a fault of one that the tracker does not name; None if its own files may show its end."""
+    found = [next((file for file in files if _fits_any(file, globs)), None) for globs in shape.untracked]
+    if not found or found[0] is None or None in found:
+        return f"{shape.tracker} does not name it yet"
+    return outdated(found[0], files[found[0]], before)
+
+
+def _fits_any(file: str, globs: str) -> bool:
+    return any(fnmatchcase(file, glob) for glob in globs.split(" | "))
+
+
+def _lacking_parts(shape: Shape, files: Mapping[str, Sign]) -> str | None:
+    """Return what belongs to the files that are there, and is not."""
+    for pattern, _, globs in (text.partition(" => ") for text in shape.needs):
+        found = (re.fullmatch(pattern, file) for file in files)
+        first = {escape(match[1] or "") if match.re.groups else "" for match in found if match}
+        for wanted in sorted(globs.replace(r"\1", part) for part in first):
+            if not any(sign.size_bytes and _fits_any(file, wanted) for file, sign in files.items()):
+                return f"{wanted.replace(' | ', ' or ')} is not there yet"
+    return None
+
+
 def _lacking_ranks(shape: Shape, sight: Sight, files: Mapping[str, Sign]) -> str | None:
     if shape.counted_by_rank is not None:
         count = sum(re.match(shape.counted_by_rank, file) is not None for file in files)
@@ -224,14 +252,28 @@ def _leads_to(link: str, own: str) -> bool:
     return link.rstrip("/").rpartition("/")[2] == own
 
 
-def _small(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
+def _small(shape: Shape, sight: Sight, name: str, step: int | None) -> dict[str, Beside]:
     """Return the small files beside a checkpoint that come along: those of the shape, and the caller's."""
     found = {}
-    for file in _fitting(sight, name, (*shape.beside, *sight.rules.beside)):
+    for file in _fitting(sight, name, (*shape.beside, *sight.rules.beside), step):
         data = None if _why_left_out(sight, _next_to(name, file)) else sight.data(_next_to(name, file))
         if data is not None:
             found[file] = _stored(data)
     return found
+
+
+def _with_files_of_the_caller(sight: Sight, candidate: Prospect) -> Prospect:
+    """Return a candidate that is not whole before the files are there that the caller says it has."""
+    if candidate.lacks is not None or not sight.has_leader:
+        return candidate
+    marker, lacks = sight.rules.marker, None
+    if marker is not None and not sight.rules.patterns:
+        path = f"{candidate.name}/{marker}" if candidate.is_directory else candidate.name + marker
+        lacks = None if path in sight.snapshot.files else f"{marker} is not there yet"
+    for glob in sight.rules.beside:
+        if "{step}" in glob and not any(_fitting(sight, candidate.name, (glob,), candidate.step)):
+            lacks = f"{_of_step(glob, candidate.step)} is not there yet"
+    return replace(candidate, lacks=lacks)
 
 
 def _stored(data: bytes) -> Beside:
@@ -241,11 +283,21 @@ def _stored(data: bytes) -> Beside:
         return Beside(data=b64encode(data).decode())
 
 
-def _fitting(sight: Sight, name: str, globs: Sequence[str]) -> Iterator[str]:
-    """Yield the files beside a name that fit one of these, but for links and for itself."""
-    for file, sign in sight.snapshot.beside(name).items() if globs else ():
-        if file != name.rpartition("/")[2] and sign.link is None and any(fnmatchcase(file, glob) for glob in globs):
-            yield file
+def _of_step(glob: str, step: int | None) -> str:
+    return glob.replace("{step}", "?" if step is None else str(step))
+
+
+def _fitting(sight: Sight, name: str, globs: Sequence[str], step: int | None) -> Iterator[str]:
+    """Yield the files beside a name, or in directories beside it, that fit one of these, but for links and for itself.
+    Where no step is known none fits a glob with one."""
+    for glob in globs:
+        if "{step}" in glob and step is None:
+            continue
+        above, _, wanted = _of_step(glob, step).rpartition("/")
+        prefix = f"{above}/" if above else ""
+        for file, sign in sight.snapshot.beside(_next_to(name, f"{prefix}x")).items():
+            if (above or file != name.rpartition("/")[2]) and sign.link is None and fnmatchcase(file, wanted):
+                yield prefix + file
 
 
 def _why_left_out(sight: Sight, name: str) -> str:
@@ -258,12 +310,13 @@ def _why_left_out(sight: Sight, name: str) -> str:
 
 def left_out(sight: Sight, candidates: Sequence[Prospect]) -> dict[str, str]:
     """Return what fits the caller's globs beside these candidates, and cannot come along, with the reasons."""
-    parents = {candidate.parent: candidate.name for candidate in candidates}
+    globs, own = sight.rules.beside, {file for it in candidates if not it.is_directory for file in it.files}
+    places = {(it.parent, it.step if "{step}" in "".join(globs) else None): it.name for it in candidates}
     names = {
         _next_to(name, file)
-        for name in parents.values()
-        for file in _fitting(sight, name, sight.rules.beside)
-        if not any(file in candidate.files for candidate in candidates if not candidate.is_directory)
+        for (_, step), name in places.items()
+        for file in _fitting(sight, name, globs, step)
+        if file not in own
     }
     return {name: why for name in sorted(names) if (why := _why_left_out(sight, name))}
 
@@ -315,7 +368,7 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
                 **_links_to(sight, name),
                 **second_names,
                 **_tracker_of(shape, sight, name),
-                **_small(shape, sight, name),
+                **_small(shape, sight, name, step),
             },
             is_certain=is_evident and not (copy_is_behind and step == newest),
             metrics=shape.metrics,
@@ -359,7 +412,7 @@ def _patterns(sight: Sight, claimed: set[str]) -> Iterator[Prospect]:
         if not is_directory and sight.snapshot.files[name].link is not None and _leads_inside(sight, name):
             continue
         files = sight.snapshot.below(name) if is_directory else {own: sight.snapshot.files[name]}
-        beside = {**_links_to(sight, name), **_small(_OWN, sight, name)}
+        beside = _links_to(sight, name)
         lacks = None if files else "it is empty"
         if marker is not None and not lacks:
             path = f"{name}/{marker}" if is_directory else name + marker
@@ -381,11 +434,16 @@ def _patterns(sight: Sight, claimed: set[str]) -> Iterator[Prospect]:
             is_exact=is_exact,
             is_directory=is_directory,
             files=files,
-            beside=beside,
+            beside={**beside, **_small(_OWN, sight, name, step)},
             lacks=lacks or ends,
             is_certain=marker is not None or (is_evident and not is_directory),
             is_rewritten=last_number(own) is None and not is_exact,
         )
+
+
+def _ends_like(name: str, glob: str) -> bool:
+    """Return True if the last parts of a path fit."""
+    return _fits("/".join(name.split("/")[-glob.count("/") - 1 :]), glob)
 
 
 _OWN = Shape(name="pattern", project="")
@@ -408,6 +466,8 @@ def _of_no_shape(sight: Sight, claimed: set[str]) -> tuple[str, ...]:
     found = set()
     for name, sign in sight.snapshot.files.items():
         own = name.rpartition("/")[2]
+        if any(_ends_like(name, glob) for glob in sight.rules.beside if "{step}" in glob):
+            continue
         if sign.link is None and _WEIGHTS.fullmatch(own) and not own.startswith(".") and not _within(name, claimed):
             parts = name.split("/")
             above = ("/".join(parts[:end]) for end in range(1, len(parts) + 1))

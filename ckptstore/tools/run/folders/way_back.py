@@ -195,6 +195,9 @@ def _restore(
             _move_aside(folder, candidate, done)
     parent, beside = (stays.parent, stays.beside) if stays else (home.parent, home.beside)
     for other, it in beside.items():
+        if "/" in other:
+            refuse_links(folder.path, at := str(Path(parent, other).parent))
+            (folder.path / at).mkdir(parents=True, exist_ok=True)
         _point(folder, folder.path / parent / other, it if stays else _moved(it, home.folder, folder.path))
     return RestoreReport(
         is_restored=stays is None,
