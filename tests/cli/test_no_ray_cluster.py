@@ -6,6 +6,7 @@ Ray looks for a cluster among all processes of the machine, and would find those
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,8 @@ import ckptstore
 from ckptstore import InvalidInput
 from ckptstore.tools.cli import main
 
-pytest.importorskip("ray", reason="Ray is not installed")
 
-
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 def test_without_a_cluster_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import services
 

@@ -24,8 +24,9 @@ BESIDE = {
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The writers are files of this process; what others have open would take most of the time.
+    # The writers open files of this process and map none: what it and others have mapped would take most of the time.
     monkeypatch.setattr(import_module("ckptstore.tools.run.folders.job_seen"), "_pids", lambda: [os.getpid()])
+    monkeypatch.setattr(import_module("ckptstore.tools.run.folders.job_seen"), "_mappings", lambda *_: ())
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 14), marks=pytest.mark.slow)], ids=["few", "many"])

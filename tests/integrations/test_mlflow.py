@@ -6,14 +6,16 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import mlflow
 import pytest
-from mlflow import MlflowClient
 from tracker_contract import HOSTILE_METRICS, Tracked, TrackerContract, follow, save
 
 from ckptstore import CheckpointGone, InvalidInput, open_store
 from ckptstore.integrations.mlflow import MlflowTracker, checkpoint_of, metric_name, references
+
+if TYPE_CHECKING:  # two seconds, in each process that collects the tests
+    from mlflow import MlflowClient
 
 
 @pytest.fixture
@@ -25,6 +27,8 @@ def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def client(uri: str) -> MlflowClient:
+    from mlflow import MlflowClient
+
     return MlflowClient(tracking_uri=uri)
 
 
@@ -77,18 +81,22 @@ def test_a_metric_gets_a_name_that_mlflow_takes(client: MlflowClient, run_id: st
     assert metric_name(usable) == usable
 
 
-def test_a_changed_name_is_said_once(uri: str, run_id: str, store_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_name_is_said_once(
+    uri: str, client: MlflowClient, run_id: str, store_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with open_store(store_root) as store, follow(store, MlflowTracker(run_id, tracking_uri=uri)):
         for step in (1, 2):
             save(store, step, **{"a%": 1.0, "a#": 2.0, "a_": 3.0, "b%": 4.0})
     warned = [record.getMessage() for record in caplog.records if "MLflow refuses" in record.getMessage()]
     assert [line.partition("'")[2].partition("'")[0] for line in warned] == ["a#", "a%", "b%"]
     assert "left out, for there is 'a_'" in warned[0]
-    assert MlflowClient(tracking_uri=uri).get_run(run_id).data.metrics == {"a_": 3.0, "b_": 4.0}
+    assert client.get_run(run_id).data.metrics == {"a_": 3.0, "b_": 4.0}
 
 
 @pytest.fixture
 def active_run(uri: str, run_id: str) -> Iterator[str]:
+    import mlflow
+
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(uri)
     with mlflow.start_run(run_id=run_id):
@@ -100,6 +108,8 @@ def test_the_active_run_is_taken(active_run: str, store_root: Path) -> None:
     with open_store(store_root) as store, follow(store, MlflowTracker()):
         save(store, 1)
     assert [item.step for item in references(active_run)] == [1]
+    import mlflow
+
     assert checkpoint_of(mlflow.active_run()).step == 1
     assert mlflow.active_run().info.run_id == active_run
 

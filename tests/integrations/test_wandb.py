@@ -8,17 +8,19 @@ import struct
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import wandb
 from tracker_contract import Tracked, TrackerContract, save
-from wandb.proto import wandb_internal_pb2
 
 from ckptstore import InvalidInput, open_store
 from ckptstore.integrations.trackers import Reference, follow
 from ckptstore.integrations.wandb import LOCAL_NAME, WandbTracker, checkpoint_of, reference_of, references
+
+if TYPE_CHECKING:  # a second, in each process that collects the tests; see `_offline`
+    import wandb
 
 QUIET = {"silent": True, "console": "off", "x_disable_stats": True, "x_disable_meta": True}
 
@@ -26,6 +28,7 @@ QUIET = {"silent": True, "console": "off", "x_disable_stats": True, "x_disable_m
 @pytest.fixture(scope="module", autouse=True)
 def _offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """All that W&B keeps lies in a directory of the test, and what would go out is refused at this machine."""
+    globals()["wandb"] = import_module("wandb")
     directory = tmp_path_factory.mktemp("wandb")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CACHE_DIR", "DATA_DIR", "CONFIG_DIR", "ARTIFACT_DIR"):
@@ -64,6 +67,8 @@ def artifacts_told(run: Any) -> list[Any]:
 
 def records(data: bytes) -> Iterator[Any]:
     """The records in a log of the client, which is one of LevelDB behind seven bytes."""
+    from wandb.proto import wandb_internal_pb2
+
     position, parts = 7, b""
     while position + 7 <= len(data):
         left = 32768 - position % 32768

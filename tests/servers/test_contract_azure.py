@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
-from azure.storage.blob import ContainerClient
 
 from ckptstore.storage.base import Configured, CopiesFrom, CopiesInside, CreatesExclusively, Doubts, WritesParts
 from ckptstore.storage.open import open_storage
@@ -27,6 +26,8 @@ class AzureContract(StorageContract):
 
     @pytest.fixture
     def storage(self, azurite: Any) -> Iterator[Any]:
+        from azure.storage.blob import ContainerClient
+
         self.prefix = f"run {next(numbers)}/x"
         options = azurite.storage_options
         with ContainerClient.from_connection_string(options["connection_string"], "test") as self.raw:

@@ -7,11 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import adlfs
-import fsspec
-import gcsfs
 import pytest
-import s3fs
 from test_contract_azure import AzureContract
 from test_contract_gcs import GcsContract
 from test_contract_s3 import OnOwnServer, S3Contract
@@ -68,11 +64,17 @@ def test_a_missing_bucket_is_named_and_not_made(fast_s3: S3Server) -> None:
         for call in (lambda: storage.write("k", [memoryview(b"x")]), lambda: storage.stat("k")):
             with pytest.raises(StorageError):
                 call()
+    import s3fs
+
     assert not s3fs.S3FileSystem(**fast_s3.storage_options).exists("nowhere")
 
 
 @pytest.mark.parametrize("server", ["fast_s3", "fake_gcs", "azurite"])
 def test_a_store_on_a_file_system_that_is_given(request: pytest.FixtureRequest, server: str, tmp_path: Path) -> None:
+    import adlfs
+    import gcsfs
+    import s3fs
+
     options = request.getfixturevalue(server).storage_options
     scheme, family = {
         "fast_s3": ("s3", s3fs.S3FileSystem),
@@ -91,6 +93,9 @@ def test_a_store_on_a_file_system_that_is_given(request: pytest.FixtureRequest, 
 
 
 def test_a_file_system_that_cannot_serve_a_store_is_refused(tmp_path: Path) -> None:
+    import fsspec
+    import s3fs
+
     system = s3fs.S3FileSystem(anon=True)
     refusals: list[tuple[str, dict[str, Any], str]] = [
         ("gs://test/x", {"fs": system}, "does not serve"),

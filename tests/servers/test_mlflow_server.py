@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from mlflow import MlflowClient
 from tracker_contract import Tracked, TrackerContract, follow, save
 
 from ckptstore import open_store
 from ckptstore.integrations import mlflow as mlflow_tracker
 from ckptstore.integrations.mlflow import MlflowTracker, checkpoint_of, references
+
+if TYPE_CHECKING:  # two seconds, in each process that collects the tests
+    from mlflow import MlflowClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a busy machine takes minutes to start the server
 Serve = Callable[..., AbstractContextManager[str]]
@@ -27,6 +30,8 @@ def server(serve_mlflow: Serve, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def new_run(uri: str) -> str:
+    from mlflow import MlflowClient
+
     client = MlflowClient(tracking_uri=uri)
     return str(client.create_run(client.create_experiment(f"digits {time.time_ns()}")).info.run_id)
 
@@ -44,6 +49,8 @@ class TestMlflowServer(TrackerContract):
 
 def test_the_best_is_found_by_mlflow_too(server: str, store_root: Path) -> None:
     """A loss that is not a number must not be the best: the server would keep it as 0 on a model."""
+    from mlflow import MlflowClient
+
     run_id, client = new_run(server), MlflowClient(tracking_uri=server)
     with open_store(store_root) as store, follow(store, MlflowTracker(run_id, tracking_uri=server)):
         for step, loss in ((1, 0.5), (2, float("nan")), (3, 0.25), (4, float("-inf"))):
@@ -71,6 +78,8 @@ def test_a_reference_that_was_half_told_is_finished(
     server: str, store_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer to each request in turn is lost; what is there in the end is one whole model."""
+    from mlflow import MlflowClient
+
     run_id, client = new_run(server), MlflowClient(tracking_uri=server)
     names = ["create_logged_model", "log_batch", "log_outputs", "finalize_logged_model"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -154,16 +155,20 @@ def test_a_part_that_no_rank_has_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "words"),
+    ("made", "words"),  # the first of these tensors costs a second, in each process that collects the tests
     [
-        (two(3), torch.zeros(3), r"w is a plain value in the checkpoint and a tensor in the state"),
-        (torch.zeros(3), two(3), r"w is a tensor in the checkpoint and a TwoTensor, which wraps tensors, in the state"),
-        (two(3), two(4), r"w cannot be loaded: .*shape"),
-        (two(3), TwoTensor(torch.zeros(3).half(), torch.zeros(3).half()), r"w cannot be loaded: .*float16"),
-        ({"x": 1}, {"x": two(3)}, r"missing in the checkpoint: w.x"),
+        (lambda: (two(3), torch.zeros(3)), r"w is a plain value in the checkpoint and a tensor in the state"),
+        (
+            lambda: (torch.zeros(3), two(3)),
+            r"w is a tensor in the checkpoint and a TwoTensor, which wraps tensors, in the state",
+        ),
+        (lambda: (two(3), two(4)), r"w cannot be loaded: .*shape"),
+        (lambda: (two(3), TwoTensor(torch.zeros(3).half(), torch.zeros(3).half())), r"w cannot be loaded: .*float16"),
+        (lambda: ({"x": 1}, {"x": two(3)}), r"missing in the checkpoint: w.x"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_written(saved: Any, loaded: Any, words: str) -> None:
+def test_what_does_not_fit_is_named_and_nothing_is_written(made: Callable[[], tuple[Any, Any]], words: str) -> None:
+    saved, loaded = made()
     with pytest.raises(ckptstore.StateMismatch, match=words):
         save({"w": saved}).load({"w": loaded})
 

@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from azure.storage.blob import ContainerClient
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -126,6 +125,8 @@ def test_both_engines_of_s3_find_one_name_at_one_key(server: S3Server) -> None:
 
 @given(NAMES)
 def test_google_and_azure_are_asked_for_the_very_name(name: str) -> None:
+    from azure.storage.blob import ContainerClient
+
     google, azure = location_of(f"gs://bucket/{name}"), location_of(f"az://bucket/{name}")
     assume(google is not None)
     assert google is not None
