@@ -124,8 +124,10 @@ site: install
 bench: install servers
 	CKPTSTORE_BENCH=full $(PYTEST) benchmarks --timeout 0
 
-# Small sizes beside the peers, without fsync, whose time is the disk's: fails when a ratio is below its floor.
+# Every claim of the README, and small sizes beside the peers, without fsync, whose time is the disk's: fails when a
+# ratio is below its floor.
 bench-check: install
+	$(BIN)/ckptstore bench readme --floors benchmarks/floors-readme.json
 	for what in save load async directory node-cache ls; do \
 	  $(BIN)/ckptstore bench $$what --size 256MiB --shape tensors --no-durable --repeat 7 --peers dcp,ray,cp \
 	    --floors benchmarks/floors.json || exit 1; \

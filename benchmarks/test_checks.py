@@ -1,8 +1,6 @@
 """What a save costs that checks itself: a sample of its own copies, and comparing what ranks are to have alike.
 
-    pytest benchmarks/test_checks.py -s
-
-Times are those of the processor, the medians of several saves in turns: the machine may do what it likes meanwhile.
+Times are those of the processor, of several saves in turns: the machine may do what it likes meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from sizes import FULL, ROUNDS
+from sizes import FULL, ROUNDS, count, group
 
 from ckptstore import KeepLatest, open_store
 from ckptstore.saving.staging import Staging
@@ -29,7 +27,8 @@ SAVES = 2 + 5 * ROUNDS
 
 
 @pytest.mark.parametrize("tensor_bytes", [64 << 20, 2 << 20], ids=["64 MiB", "2 MiB"])
-def test_copies_are_sampled_cheaply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor_bytes: int) -> None:
+@group("Checking a sample of the copies of a save")
+def test_sample_of_copies(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor_bytes: int) -> None:
     checks: list[float] = []
     copies: list[float] = []
 
@@ -49,14 +48,19 @@ def test_copies_are_sampled_cheaply(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Staging, "stage", clocked(Staging.stage, copies))
     state = {str(number): torch.ones(tensor_bytes // 4) for number in range(SIZE_BYTES // tensor_bytes)}
     with open_store(tmp_path, retention=KeepLatest(1), grace_seconds=0, group="solo", durable=False) as store:
-        for step in range(SAVES):
-            store.save_async(step, state).result()
+
+        def save() -> None:
+            store.save_async(len(copies), state).result()
+            count(sum(checks[-2:]))
+
+        benchmark.pedantic(save, rounds=SAVES)
     assert len(checks) == 2 * len(copies) == 2 * SAVES
-    check, copy = median(map(sum, zip(checks[::2], checks[1::2], strict=True))), median(copies)
-    print(f"\n{len(state)} tensors: {check * 1e3:.2f} ms to check, {copy * 1e3:.0f} ms to copy, {check / copy:.2%}")
+    copy = median(copies)
+    share = median(map(sum, zip(checks[::2], checks[1::2], strict=True))) / copy
+    benchmark.extra_info.update(size_bytes=SIZE_BYTES, copy_seconds=copy, share_of_the_copy=share)
 
 
-def saves(directory: str) -> tuple[float, float]:
+def saves(directory: str) -> dict[str, list[float]]:
     """Seconds of the processor of a save that compares what two ranks have alike, and of one that does not."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
@@ -74,13 +78,20 @@ def saves(directory: str) -> tuple[float, float]:
                 store.save(step, state)
                 seconds.append(time.process_time() - before)
     torch.distributed.destroy_process_group()
-    return median(comparing[1:]), median(plain[1:])  # the first save compares, whatever is asked for
+    return {"comparing": comparing[1:], "plain": plain[1:]}  # the first save compares, whatever is asked for
 
 
-def test_what_ranks_have_alike_is_compared_cheaply(tmp_path: Path) -> None:
-    comparing, plain = run_ranks(2, saves, str(tmp_path), timeout_seconds=300)[0]
-    print(
-        f"\n{ALIKE_BYTES >> 20} MiB on two ranks: {plain * 1e3:.0f} ms of a processor for a save, "
-        f"{(comparing - plain) * 1e3:.0f} ms more for one that compares: {comparing / plain - 1:.1%} of it, "
-        f"{(comparing / plain - 1) / 16:.2%} at one in 16"
-    )
+@pytest.fixture(scope="module")
+def seconds_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Those of the first of two ranks that have everything alike, saved in both ways in turns."""
+    found: dict[str, list[float]] = run_ranks(2, saves, str(tmp_path_factory.mktemp("stores")), timeout_seconds=300)[0]
+    return found
+
+
+@group("A save of what two ranks have alike, processor seconds of one rank")
+@pytest.mark.parametrize("way", ["comparing", "plain"])
+def test_comparing_of_ranks(benchmark: Any, seconds_of: dict[str, list[float]], way: str) -> None:
+    found = iter(seconds_of[way])
+    benchmark.pedantic(lambda: count(next(found)), rounds=SAVES - 1)
+    cost = median(seconds_of["comparing"]) / median(seconds_of["plain"]) - 1
+    benchmark.extra_info.update(size_bytes=ALIKE_BYTES, cost=cost, cost_at_one_in_16=cost / 16)

@@ -6,24 +6,23 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import ClassVar
 
-from sizes import FULL, ROUNDS
+import pytest
+from conftest import Take
+from sizes import FULL, group, turns
 
 from ckptstore.testing import run_ranks
 from ckptstore.tools.bench.case import Case, process_group
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.report import Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.report import WorkloadOutcome
 from ckptstore.tools.bench.gpu.first_saves import FirstDefaultStaged, FirstSave, FirstSaveWarmed, footprint
 from ckptstore.tools.bench.peers.base import Contender
 from ckptstore.tools.bench.peers.limits import Memcpy
 from ckptstore.tools.bench.peers.own import Ckptstore
 from ckptstore.tools.bench.turns import Contest
 
-_FIGURE = "blocked_seconds"
 SIZE_BYTES = (1 << 30) if FULL else (8 << 20)
 TRAINING_SECONDS = 3.0 if FULL else 0.0
 
@@ -84,34 +83,35 @@ def saved(directory: str) -> None:
             store.save(0, case.state)
 
 
-def turn(directory: str, name: str) -> Sample:
+def one_turn(directory: str, name: str) -> WorkloadOutcome:
     """One save of one contender."""
     kind, settings = KINDS[name]
     with process_group() as (rank, world_size):
         case = case_at(directory, rank, world_size)
-        contest = Contest(case, "save", figure=_FIGURE, tell=lambda *_: None)
+        contest = Contest(case, "save", figure="blocked_seconds", tell=lambda *_: None)
         contender = kind(case, **settings)
         try:
-            return contest.turn(contender)
+            return WorkloadOutcome.of(name, [contest.turn(contender)], role=kind.role, family=kind.family)
         finally:
             contender.close()
 
 
-def test_first_save(tell: Callable[[Workload], None], tmp_path: Path) -> None:
-    run_ranks(1, saved, str(tmp_path / "saved"), timeout_seconds=600)
-    samples: dict[str, list[Sample]] = {name: [] for name in NAMES}
-    for number in range(ROUNDS):
-        for name in Random(number).sample(NAMES, len(NAMES)):
-            place = tmp_path / "turn"
-            if name.startswith("ckptstore, resumed"):
-                shutil.copytree(tmp_path / "saved", place / "turn-1", copy_function=os.link)
-            place.mkdir(exist_ok=True)
-            (sample,) = run_ranks(1, turn, str(place), name, timeout_seconds=600)
-            samples[name].append(sample)
-            shutil.rmtree(place)
-    outcomes = tuple(
-        WorkloadOutcome.of(name, found, role=KINDS[name][0].role, family=KINDS[name][0].family)
-        for name, found in samples.items()
+@pytest.fixture(scope="module")
+def resumable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store to resume from."""
+    path = tmp_path_factory.mktemp("saved")
+    run_ranks(1, saved, str(path), timeout_seconds=600)
+    return path
+
+
+@group("Stall of the first asynchronous save, in processes of their own")
+@pytest.mark.parametrize("turn", turns())
+@pytest.mark.parametrize("name", NAMES)
+def test_first_save(take: Take, resumable: Path, tmp_path: Path, name: str, turn: int) -> None:
+    if name.startswith("ckptstore, resumed"):
+        shutil.copytree(resumable, tmp_path / "turn-1", copy_function=os.link)
+    take(
+        lambda: (run_ranks(1, one_turn, str(tmp_path), name, timeout_seconds=600)[0], SIZE_BYTES),
+        figure="blocked_seconds",
     )
-    title = "Stall of the first asynchronous save, in processes of their own"
-    tell(Workload(name="", title=title, size_bytes=SIZE_BYTES, ranks=1, outcomes=outcomes, figure=_FIGURE))
+    shutil.rmtree(tmp_path)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ray"))
 
 import ray_runs
 from cluster import fit, ray_cluster
-from sizes import FULL, ROUNDS
+from conftest import Take
+from sizes import FULL, group, turns
 
 from ckptstore.storage.open import open_storage
 from ckptstore.tools.bench.destination import Place, opened_place
-from ckptstore.tools.bench.figures.report import S3_SINK, S3_TEST, Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.report import S3_SINK, S3_TEST, Sample, WorkloadOutcome
 
 SIZE_BYTES = (1 << 30) if FULL else (4 << 20)
 NUM_STEPS = 10 if FULL else 2
@@ -31,7 +33,15 @@ busy an upload takes longer than that, so that either saves wait for each other 
 NUM_WORKERS = 2
 
 
-@pytest.fixture(scope="module", params=["disk", "s3"] if FULL else ["s3"])
+PLACES = ["disk", "s3"] if FULL else ["s3"]
+WAYS = (
+    ["ckptstore", "ckptstore, save", "ckptstore, durable", "Ray, SYNC", "Ray, ASYNC"]
+    if FULL
+    else ["ckptstore", "Ray, SYNC"]
+)
+
+
+@pytest.fixture(scope="module")
 def where(request: pytest.FixtureRequest) -> str:
     """The kind of place."""
     return str(request.param)
@@ -100,55 +110,58 @@ def run(train: Any, way: str, place: Place, tmp_path: Path, pace: str = "busy") 
     return time.perf_counter() - started
 
 
-@pytest.mark.parametrize("pace", list(STEP_SECONDS))
-def test_ten_saves(tell: Callable[[Workload], None], sink: Place, tmp_path: Path, pace: str) -> None:
-    """Ten saves of a sharded state; the facts: the seconds of all ten with the steps, and of the run as a whole."""
-    ways = ["ckptstore", "ckptstore, save", "Ray, SYNC", "Ray, ASYNC"] if FULL else ["ckptstore", "Ray, SYNC"]
-    ways += ["ckptstore, durable"] if sink.is_local else []
-    samples: dict[str, list[Sample]] = {way: [] for way in ways}
-    loops: dict[str, list[float]] = {way: [] for way in ways}
-    runs: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(ROUNDS):
-        for way in ways:
-            sink.remove(run_uri(way, sink))
-            runs[way].append(round(run(ray_runs.train, way, sink, tmp_path, pace), 2))
-            told = json.loads((tmp_path / "told").read_text())
-            samples[way] += [Sample(**sample) for sample in told["samples"]]
-            loops[way].append(round(told["seconds"], 2))
-    tell(
-        workload(
-            f"Ray Train: {NUM_STEPS} saves, {STEP_SECONDS[pace]} s apart (ckptstore: save_async), seconds of rank 0",
-            samples,
-            seconds_of_all_saves=loops,
-            seconds_of_the_run=runs,
-        )
-    )
+def outcome_of(way: str, samples: list[Sample], **facts: float) -> WorkloadOutcome:
+    role = "peer" if way.startswith("Ray") else "ckptstore"
+    return replace(WorkloadOutcome.of(way, samples, role=role), facts=facts)
 
 
-def test_restore(tell: Callable[[Workload], None], place: Place, tmp_path: Path) -> None:
-    """Two workers on two nodes load their parts; facts: the bytes that the server sent over those of the state."""
-    samples: dict[str, list[Sample]] = {"ckptstore": [], "Ray": []}
-    sent: dict[str, list[float]] = {"ckptstore": [], "Ray": []}
-    for way in ("ckptstore", "Ray, SYNC"):
-        if not is_saved(way, place):
-            run(ray_runs.train, way, place, tmp_path)
-    (tmp_path / "told").unlink(missing_ok=True)
+@pytest.mark.parametrize(
+    ("where", "pace"),
+    [
+        pytest.param(where, pace, marks=group(f"Ray Train: {NUM_STEPS} saves to {where}, {seconds} s apart"))
+        for where in PLACES
+        for pace, seconds in STEP_SECONDS.items()
+    ],
+    indirect=["where"],
+)
+@pytest.mark.parametrize("turn", turns())
+@pytest.mark.parametrize("way", WAYS)
+def test_ten_saves(take: Take, sink: Place, tmp_path: Path, way: str, turn: int, pace: str) -> None:
+    """What each of ten saves of a sharded state blocks rank 0; besides, the seconds of all with the steps, and of the
+    whole run.
+    """
+    if way == "ckptstore, durable" and not sink.is_local:
+        pytest.skip("in a bucket every save is durable")
+
+    def saves() -> tuple[WorkloadOutcome, int]:
+        sink.remove(run_uri(way, sink))
+        run_seconds = run(ray_runs.train, way, sink, tmp_path, pace)
+        found = json.loads((tmp_path / "told").read_text())
+        samples = [Sample(**sample) for sample in found["samples"]]
+        return outcome_of(way, samples, loop_seconds=found["seconds"], run_seconds=run_seconds), SIZE_BYTES
+
+    take(saves, figure="blocked_seconds")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(where, marks=group(f"Ray Train: a new run loads the state from {where}")) for where in PLACES],
+    indirect=True,
+)
+@pytest.mark.parametrize("turn", turns())
+@pytest.mark.parametrize("way", ["ckptstore", "Ray"])
+def test_restore(take: Take, place: Place, tmp_path: Path, way: str, turn: int) -> None:
+    """Two workers on two nodes load their parts; besides, the bytes that the server sent over those of the state."""
+    if not is_saved(way, place):
+        run(ray_runs.train, "Ray, SYNC" if way == "Ray" else way, place, tmp_path)
+        (tmp_path / "told").unlink()
     (tmp_path / "told").mkdir()
-    for _ in range(ROUNDS):
-        for way, found in samples.items():
-            before = place.counts()[2]
-            run(ray_runs.restore, way, place, tmp_path)
-            ranks = [json.loads((tmp_path / "told" / str(rank)).read_text()) for rank in range(NUM_WORKERS)]
-            found.append(Sample.over_ranks([Sample(**one) for one in ranks]))
-            sent[way].append(round((place.counts()[2] - before) / SIZE_BYTES, 3))
-    facts = {"bytes_sent_over_the_state": sent} if place.is_s3 else {}
-    tell(workload("Ray Train: a new run loads the state", samples, **facts))
 
+    def loads() -> tuple[WorkloadOutcome, int]:
+        before = place.counts()[2]
+        run(ray_runs.restore, way, place, tmp_path)
+        ranks = [Sample(**json.loads((tmp_path / "told" / str(rank)).read_text())) for rank in range(NUM_WORKERS)]
+        facts = {"sent_over_the_state": (place.counts()[2] - before) / SIZE_BYTES} if place.is_s3 else {}
+        return outcome_of(way, [Sample.over_ranks(ranks)], **facts), SIZE_BYTES
 
-def workload(title: str, samples: dict[str, list[Sample]], **facts: Any) -> Workload:
-    """All ways."""
-    outcomes = tuple(
-        WorkloadOutcome.of(way, found, role="peer" if way.startswith("Ray") else "ckptstore")
-        for way, found in samples.items()
-    )
-    return Workload(name="", title=title, size_bytes=SIZE_BYTES, ranks=NUM_WORKERS, outcomes=outcomes, facts=facts)
+    take(loads)

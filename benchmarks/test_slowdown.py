@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from sizes import FULL, ROUNDS
+from conftest import Take
+from orders import Ranks, ranks_of
+from sizes import FULL, group, turns
 
-from ckptstore.testing import run_ranks
-from ckptstore.tools.bench.case import Case, process_group
+from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.report import Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.report import Options, Sample
 from ckptstore.tools.bench.measure import Meter
 from ckptstore.tools.bench.peers.base import Contender
 from ckptstore.tools.bench.peers.dcp import AsyncDcp, AsyncDcpProcess
 from ckptstore.tools.bench.peers.own import AsyncCkptstore
-from ckptstore.tools.bench.turns import Contest
+from ckptstore.tools.bench.turns import Contest, Tell
+from ckptstore.tools.bench.work import Task
 
 SIZE_BYTES = (2 << 30) if FULL else (8 << 20)
 ALONE_SECONDS = 1.0 if FULL else 0.1
@@ -30,6 +32,10 @@ LEAST_SECONDS = 0.001
 
 class Slowdown(Contest):
     """The total seconds are those that the steps take longer, in sum. Steps are products of matrices by one thread."""
+
+    def __init__(self, case: Case, action: str, *, figure: str, tell: Tell) -> None:
+        super().__init__(case, action, figure="total_seconds", tell=tell)
+        torch.set_num_threads(1)
 
     def timed(self, contender: Contender, call: Callable[[], Any]) -> Sample:
         """Steps alone, the call, and steps until all is stored."""
@@ -56,19 +62,18 @@ class Slowdown(Contest):
         return replace(meter.sample(), total_seconds=max(LEAST_SECONDS, seconds - count * alone))
 
 
-def slowdowns(directory: str) -> list[WorkloadOutcome]:
-    """One process of a training."""
-    with process_group() as (rank, world_size):
-        torch.set_num_threads(1)
-        case = Case(place=Place(uri=directory), rank=rank, world_size=world_size, durable=True)
-        case.make_state("tensors", SIZE_BYTES)
-        contest = Slowdown(case, "save", figure="total_seconds", tell=lambda *_: None)
-        contenders: list[type[Contender]] = [AsyncCkptstore, AsyncDcp]
-        return contest.run([*contenders, AsyncDcpProcess] if FULL else contenders, repeat=ROUNDS)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    options = Options(workloads=("async",), shape="tensors", size_bytes=SIZE_BYTES)
+    place = Place(uri=str(tmp_path_factory.mktemp("slowdown")))
+    with ranks_of(Task(name="async", options=options, place=place, size_bytes=SIZE_BYTES), Slowdown) as found:
+        yield found
 
 
-def test_slowdown(tell: Callable[[Workload], None], tmp_path: Path) -> None:
-    (outcomes,) = run_ranks(1, slowdowns, str(tmp_path), timeout_seconds=1800)
-    assert [one.reason for one in outcomes if one.status != "measured"] == []
-    title = "Seconds that a training loses to one save in the background"
-    tell(Workload(name="", title=title, size_bytes=SIZE_BYTES, ranks=1, outcomes=tuple(outcomes)))
+@group("Seconds that a training loses to one save in the background")
+@pytest.mark.parametrize("turn", turns())
+@pytest.mark.parametrize(
+    "name", [kind.name for kind in (AsyncCkptstore, AsyncDcp, *([AsyncDcpProcess] if FULL else []))]
+)
+def test_slowdown(take: Take, ranks: Ranks, name: str, turn: int) -> None:
+    take(lambda: (ranks.turn(name)[0], 0))  # no bytes: what is timed are steps

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from sizes import FULL, ROUNDS
+from sizes import FULL, ROUNDS, count, group
 
 from ckptstore import CheckpointStore, KeepLatest, open_store
 from ckptstore.format.encoding import dump_json
@@ -27,15 +28,11 @@ from ckptstore.saving import transaction
 from ckptstore.saving.phases import SaveClock
 from ckptstore.storage.traffic import Traffic, counting, traffic_here
 from ckptstore.testing.s3_server import s3_server
-from ckptstore.tools.bench.figures.report import OURS, Sample, Workload, WorkloadOutcome
-from ckptstore.tools.bench.measure import Meter
 from ckptstore.tools.bench.shapes import rank_state
 
 SIZE_BYTES = (1 << 30) if FULL else (16 << 20)
 SMALL_BYTES = 1 << 20
 _REPEATS = 100_000
-
-Tell = Callable[[Workload], None]
 
 
 class Spent:
@@ -87,30 +84,28 @@ def counting_seconds() -> tuple[float, float]:
     return per_request / _REPEATS, per_task / _REPEATS
 
 
-def shares(store: CheckpointStore, size_bytes: int) -> Workload:
-    """Saves, each with the share of it that timings took."""
-    state, samples, found = rank_state("tensors", size_bytes, rank=0), [], []
+def shares(benchmark: Any, store: CheckpointStore, size_bytes: int) -> None:
+    """Saves, each on a clock of what timings took of it."""
+    state, found, totals = rank_state("tensors", size_bytes, rank=0), list[float](), list[float]()
     per_request, per_task = counting_seconds()
     store.save(0, state)
-    for step in range(1, 1 + max(3, ROUNDS)):
+
+    def save() -> None:
         spent = Spent()
-        with spent.watching():  # without a `Meter`, which listens: nobody does by default
-            started, cpu = time.perf_counter(), time.process_time()
-            checkpoint = store.save(step, state)
-            total = time.perf_counter() - started
-        cpu = time.process_time() - cpu
-        sample = Sample(blocked_seconds=total, total_seconds=total, cpu_seconds=cpu, peak_bytes=None)
+        with spent.watching():
+            started = time.perf_counter()
+            checkpoint = store.save(1 + len(found), state)
+            totals.append(time.perf_counter() - started)
         timings = checkpoint.timings
         assert timings is not None
-        seconds = spent.seconds + timings.requests * (per_request + per_task) + _encoding_seconds(timings)
-        found.append(seconds)
-        samples.append(sample)
-    outcome = WorkloadOutcome.of(OURS, samples)
-    seconds = sorted(found)[len(found) // 2]
-    total = sorted(sample.total_seconds for sample in samples)[len(samples) // 2]
-    facts = {"timings_microseconds": round(seconds * 1e6), "share_percent": round(100 * seconds / total, 3)}
-    title = f"Timings of a save of {size_bytes >> 20} MiB"
-    return Workload(name="", title=title, size_bytes=size_bytes, ranks=1, outcomes=(outcome,), facts=facts)
+        found.append(spent.seconds + timings.requests * (per_request + per_task) + _encoding_seconds(timings))
+        count(found[-1])
+
+    benchmark.pedantic(save, rounds=max(3, ROUNDS))
+    total = median(totals)
+    benchmark.extra_info.update(
+        size_bytes=size_bytes, save_seconds=total, share_percent=round(100 * median(found) / total, 3)
+    )
 
 
 def _encoding_seconds(timings: Timings) -> float:
@@ -119,40 +114,37 @@ def _encoding_seconds(timings: Timings) -> float:
     return timeit.timeit(lambda: dump_json(value), number=100, timer=time.thread_time) / 100
 
 
+@group("What timings take of a save")
 @pytest.mark.parametrize("size_bytes", [SMALL_BYTES, SIZE_BYTES], ids=["small", "large"])
-def test_share_on_a_disk(tell: Tell, tmp_path: Path, size_bytes: int) -> None:
+def test_share_on_a_disk(benchmark: Any, tmp_path: Path, size_bytes: int) -> None:
     with open_store(tmp_path / "store", retention=KeepLatest(1), grace_seconds=0) as store:
-        tell(shares(store, size_bytes))
+        shares(benchmark, store, size_bytes)
     shutil.rmtree(tmp_path / "store")
 
 
+@group("What timings take of a save")
 @pytest.mark.parametrize("size_bytes", [SMALL_BYTES, SIZE_BYTES], ids=["small", "large"])
-def test_share_on_s3(tell: Tell, size_bytes: int) -> None:
+def test_share_on_s3(benchmark: Any, size_bytes: int) -> None:
     with s3_server(buckets=["bench"], verify=False, keep_bodies=False) as server:
         options = {"storage_options": server.storage_options, "grace_seconds": 0}
         with open_store("s3://bench/timings", retention=KeepLatest(1), **options) as store:
-            tell(shares(store, size_bytes))
+            shares(benchmark, store, size_bytes)
 
 
+@pytest.mark.benchmark(group="Timings of many ranks, joined by the leader")
 @pytest.mark.parametrize("num_ranks", [64, 1000, 10_000])
-def test_leader_of_many_ranks(tell: Tell, num_ranks: int) -> None:
+def test_leader_of_many_ranks(benchmark: Any, num_ranks: int) -> None:
     """From the reports of all ranks to the field of the manifest."""
     clock, answers = _reports(num_ranks)
-    samples = []
-    for _ in range(max(3, ROUNDS)):
-        with Meter() as meter:
-            timings = clock.timings([json.loads(answer) for answer in answers])
-            field = dump_json(timings.to_json())
-        samples.append(meter.sample())
-    assert Timings.from_json(json.loads(field)) == timings
-    facts = {
-        "ranks_kept": len(timings.ranks),
-        "field_bytes": len(field),
-        "received_bytes_per_rank": round(sum(map(len, answers)) / num_ranks),
-    }
-    title = f"Timings of {num_ranks} ranks, joined by the leader"
-    outcomes = (WorkloadOutcome.of(OURS, samples),)
-    tell(Workload(name="", title=title, size_bytes=0, ranks=1, outcomes=outcomes, facts=facts))
+
+    def joined() -> bytes:
+        return dump_json(clock.timings([json.loads(answer) for answer in answers]).to_json())
+
+    field = benchmark.pedantic(joined, rounds=max(3, ROUNDS))
+    received = sum(map(len, answers)) / num_ranks
+    assert received < 250
+    assert len(field) < 20_000
+    benchmark.extra_info.update(field_bytes=len(field), received_bytes_per_rank=round(received))
 
 
 def _reports(num_ranks: int) -> tuple[SaveClock, list[bytes]]:

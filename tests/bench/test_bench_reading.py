@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,24 @@ from click.testing import CliRunner
 from made import RANKS, report
 
 from ckptstore.errors import InvalidInput
+from ckptstore.tools.bench.claims import CLAIMS
 from ckptstore.tools.bench.figures.charts import Curve, curves
 from ckptstore.tools.bench.figures.compare import compare, rank_sum_p, smallest_p
 from ckptstore.tools.bench.figures.floors import check, read_floors
 from ckptstore.tools.bench.figures.page import page
 from ckptstore.tools.bench.figures.report import Report
+from ckptstore.tools.bench.figures.text import claim
 from ckptstore.tools.bench.timeline import aligned, straggler
 from ckptstore.tools.bench.workloads.scaling import exponent, line
 from ckptstore.tools.cli import main
+from ckptstore.tools.cli.commands.bench import options_of
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import record  # noqa: E402
+
+SCHEMA = json.loads((ROOT / "docs/reference/bench-schema.json").read_text())
 OURS, SLOWER = [1.0, 1.1, 1.2, 1.3, 1.4], [2.0, 2.1, 2.2, 2.3, 2.4]
 
 
@@ -197,3 +208,60 @@ def test_curves_leave_out_what_a_logarithm_cannot_show() -> None:
     drawn = curves([Curve(label="a", points=[(1, 0.0), (10, 1.0), (100, 2.0)])], x_title="x", y_title="y")
     assert drawn.count("<circle") == 2
     assert curves([], x_title="x", y_title="y") == ""
+
+
+def test_the_claims_of_the_readme_are_rows_with_fewer_rounds_and_less_data() -> None:
+    rows = json.loads((ROOT / "docs/performance/rows.json").read_text())["rows"]
+    commands = {row["workload"]: shlex.split(row["command"])[2:] for row in rows}
+    readme = (ROOT / "README.md").read_text()
+    assert [*CLAIMS] == re.findall(r"^\| (.+?) \|", readme.partition("| --- |")[2].partition("\n\n")[0], re.MULTILINE)
+    for name, words in CLAIMS.items():
+        mine, row = options_of(words.split()), options_of(commands[name])
+        assert mine.repeat <= row.repeat
+        assert mine.size_bytes <= row.size_bytes
+        assert {*mine.peers} <= {*row.peers}
+        assert replace(mine, repeat=0, size_bytes=0, peers=()) == replace(row, repeat=0, size_bytes=0, peers=())
+    floors = read_floors(ROOT / "benchmarks/floors-readme.json")
+    assert {floor["workload"] for floor in floors} == {*CLAIMS}
+
+
+def test_the_readme_is_measured_with_fixed_settings_alone() -> None:
+    result = CliRunner().invoke(main, ["bench", "readme", "--size", "1MiB"])
+    assert result.exit_code == 2
+    assert "--size does not go with readme" in result.output
+
+
+def test_a_claim_names_the_best_peer_and_the_limit() -> None:
+    (workload,) = report(ours=[1.0], peer=[2.5], limit=[0.5]).workloads
+    assert claim(workload) == ["save (1024 MiB)", "2.50 times DCP FileSystemWriter", "0.50"]
+    (workload,) = report(ours=[1.0]).workloads
+    assert claim(workload)[1:] == ["not measured", "not measured"]
+
+
+def test_a_row_is_made_of_all_rounds_of_all_runs() -> None:
+    runs = [
+        record.workload_of(report(ours=[1.0, 1.2], peer=[2.0], limit=[0.8]).to_json()),
+        record.workload_of(report(ours=[1.1], peer=[2.4], limit=[0.9]).to_json()),
+    ]
+    aims = [{"contender": "DCP FileSystemWriter", "at_least": 3}, {"role": "limit", "at_least": 0.7}]
+    assert record.cells(record.joined(runs), aims) == {
+        "ours": "1.1 s (1 to 1.2), 2.2 CPU s/GiB",
+        "peer": "DCP FileSystemWriter: 2.2 s (2 to 2.4), 4.4 CPU s/GiB",
+        "limit": "raw disk: 0.85 s (0.8 to 0.9), 1.7 CPU s/GiB",
+        "verdict": "2 times DCP FileSystemWriter where 3 was the aim: **missed**; "
+        "0.773 of the limit where 0.7 was the aim: met",
+    }
+    with pytest.raises(ValueError, match="nothing was measured for the aim"):
+        record.cells(runs[0], [{"contender": "nobody", "at_least": 1}])
+
+
+def test_a_row_of_the_suite_is_one_group() -> None:
+    def benchmark(name: str, role: str, group: str, seconds: float) -> dict[str, Any]:
+        info = {"contender": name, "role": role, "size_bytes": 1 << 30, "cpu_seconds": 0.5}
+        return {"group": group, "stats": {"data": [seconds]}, "extra_info": info}
+
+    ours, peer = benchmark("ckptstore", "ckptstore", "a", 1.0), benchmark("Ray, ASYNC", "peer", "a", 3.0)
+    found = record.cells(record.workload_of({"benchmarks": [ours, peer]}), ())
+    assert (found["peer"], found["verdict"]) == ("Ray, ASYNC: 3 s (3 to 3), 0.5 CPU s/GiB", "3 times Ray, ASYNC")
+    with pytest.raises(ValueError, match="one group"):
+        record.workload_of({"benchmarks": [ours, benchmark("x", "peer", "b", 1.0)]})

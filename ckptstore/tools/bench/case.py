@@ -31,6 +31,8 @@ class Case:
     world_size: int
     durable: bool
     drop_caches: bool = False
+    pause_seconds: float = 0.0
+    """Seconds without work before each timed turn."""
     device: str = "cpu"
     """Device of the tensors: "cpu", or the GPU of this rank."""
     size_bytes: int = 0

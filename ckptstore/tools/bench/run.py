@@ -8,11 +8,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptstore.errors import InvalidInput
 from ckptstore.testing import RanksFailed, run_ranks
@@ -25,7 +25,6 @@ from ckptstore.tools.bench.figures.report import (
     S3_TEST,
     Options,
     Report,
-    Sample,
     Workload,
     WorkloadOutcome,
 )
@@ -33,11 +32,13 @@ from ckptstore.tools.bench.gpu.on_device import check_device, on_device
 from ckptstore.tools.bench.peers.registry import CONTENDERS
 from ckptstore.tools.bench.shapes import state_bytes
 from ckptstore.tools.bench.timeline import aligned, straggler
-from ckptstore.tools.bench.work import LOADS, Task, figure_of, work
+from ckptstore.tools.bench.work import LOADS, Task, contenders, figure_of, size_of, work
 from ckptstore.tools.bench.workloads.fast_nodes import fast_nodes
 from ckptstore.tools.bench.workloads.files import files_of
 from ckptstore.tools.bench.workloads.finding import finding
 from ckptstore.tools.bench.workloads.scaling import scaling
+
+T = TypeVar("T")
 
 _TIMEOUT_SECONDS = 3600.0
 _STATES = {
@@ -68,16 +69,8 @@ Show = Callable[[str, int, int], None]
 
 def run(options: Options, *, storage_options: Mapping[str, Any], command: str, show: Show) -> Report:
     """Measure everything that is requested. Raises StorageFull before anything is written when it would not fit."""
-    _check(options)
-    size_bytes = state_bytes(options.shape, size_bytes=options.size_bytes, scale=options.scale)
     started = time.time()
-    line = {"latency_seconds": options.latency_seconds or 0.0, "bytes_per_second": options.bytes_per_second}
-    with opened_place(options.to, storage_options, **line) as place:  # type: ignore[arg-type]
-        check_room(
-            place,
-            disk_bytes=size_bytes * max(_states_on_disk(name, options, place) for name in options.workloads),
-            memory_bytes=size_bytes * max(_STATES[name][1] for name in options.workloads),
-        )
+    with opened(options, storage_options) as (place, size_bytes):
         workloads: list[Workload] = []
         curves: Mapping[str, Any] = {}
         for name in options.workloads:
@@ -91,9 +84,8 @@ def run(options: Options, *, storage_options: Mapping[str, Any], command: str, s
                 curves = scaling(place, options, size_bytes, lambda task, ranks: contest(task, ranks, show), show)
             else:
                 task = Task(name=name, options=options, place=place, size_bytes=size_bytes)
-                with files_of(options, name, size_bytes, place) if name in _OF_FILES else nullcontext() as made:
-                    files, facts = made or ("", {})
-                    found = contest(replace(task, files=str(files)), options.ranks, show)
+                with with_files(task) as (ready, facts):
+                    found = contest(ready, options.ranks, show)
                     workloads.append(replace(found, facts={**found.facts, **facts}))
         described = machine.describe(place)
         if options.device == "cuda":
@@ -115,11 +107,28 @@ def run(options: Options, *, storage_options: Mapping[str, Any], command: str, s
     )
 
 
+@contextmanager
+def opened(options: Options, storage_options: Mapping[str, Any]) -> Iterator[tuple[Place, int]]:
+    """Yield the place of a run, and the bytes of its state. Raises StorageFull when it would not fit, InvalidInput."""
+    _check(options)
+    size_bytes = state_bytes(options.shape, size_bytes=options.size_bytes, scale=options.scale)
+    line = {"latency_seconds": options.latency_seconds or 0.0, "bytes_per_second": options.bytes_per_second}
+    with opened_place(options.to, storage_options, **line) as place:  # type: ignore[arg-type]
+        check_room(
+            place,
+            disk_bytes=size_bytes * max(_states_on_disk(name, options, place) for name in options.workloads),
+            memory_bytes=size_bytes * max(_STATES[name][1] for name in options.workloads),
+        )
+        yield place, size_bytes
+
+
 def _check(options: Options) -> None:
     """Raise InvalidInput for impossible options, and for options without effect."""
     unread = sorted({*options.workloads} & {"load", "node-cache"}) if options.to == S3_SINK else []
     if unread:
         raise InvalidInput(f"{S3_SINK} keeps nothing that {' and '.join(unread)} could read", hint=f"Take {S3_TEST}")
+    if options.pause_seconds and {*options.workloads} == {"ls"}:
+        raise InvalidInput("--pause-seconds has no effect on ls, which stores nothing")
     if options.tensor_bytes is not None:
         if options.shape != "tensors":
             raise InvalidInput(f"--tensor-size has no effect on the shape {options.shape}", hint="Give --shape tensors")
@@ -149,8 +158,7 @@ def _states_on_disk(name: str, options: Options, place: Place) -> int:
     for contest_name in (name, {"tier": "tier-resume", "gpu": "gpu-load"}.get(name, "")):
         if contest_name in LOADS:
             case = Case(place=place, rank=0, world_size=options.ranks, durable=options.durable, bucket=place)
-            kinds = [kind for kind in CONTENDERS[contest_name] if kind.role != "peer" or options.wants(kind.family)]
-            found += sum(kind.unfit(case) is None for kind in kinds)
+            found += sum(kind.unfit(case) is None for kind in contenders(contest_name, options))
     return found
 
 
@@ -166,23 +174,35 @@ def contests(tasks: Sequence[Task], ranks: int, show: Show) -> list[Workload]:
         _progress_file(Path(name), tasks[0].name, show) as progress,
     ):
         tasks = [replace(task, progress=str(progress)) for task in tasks]
-        # The test server's credentials, for clients that take them only from the environment.
-        names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
-        env = {} if (tasks[0].bucket or tasks[0].place).endpoint_url is None else names
         try:
             with redirect_stdout(StringIO()):  # the peers' output; that of a failure is in the error
-                found = run_ranks(ranks, work, tasks, timeout_seconds=_TIMEOUT_SECONDS, env=env)
+                found = in_ranks(tasks[0], ranks, work, tasks)
         except RanksFailed as error:
             return [_failed(task, ranks, str(error)) for task in tasks]
     return [join(task, [rank[number] for rank in found]) for number, task in enumerate(tasks)]
 
 
+def in_ranks(task: Task, ranks: int, function: Callable[..., T], *args: Any) -> list[T]:
+    """Return what a function returns in the process of each rank. Raises RanksFailed."""
+    # The test server's credentials, for clients that take them only from the environment.
+    names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
+    env = {} if (task.bucket or task.place).endpoint_url is None else names
+    return run_ranks(ranks, function, *args, timeout_seconds=_TIMEOUT_SECONDS, env=env)
+
+
+@contextmanager
+def with_files(task: Task) -> Iterator[tuple[Task, dict[str, Any]]]:
+    """Yield the task with the files that its workload saves, if it saves some, and the facts of them."""
+    if task.name not in _OF_FILES:
+        yield task, {}
+        return
+    with files_of(task.options, task.name, task.size_bytes, task.place) as (files, facts):
+        yield replace(task, files=str(files)), facts
+
+
 def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
     """Combine the results of all ranks for one workload."""
-    outcomes: list[WorkloadOutcome] = []
-    for of_ranks in zip(*(rank["outcomes"] for rank in found), strict=True):
-        turns = zip(*(one.samples for one in of_ranks), strict=True)
-        outcomes.append(replace(of_ranks[0], samples=tuple(Sample.over_ranks(turn) for turn in turns)))
+    outcomes = [WorkloadOutcome.over_ranks(of) for of in zip(*(rank["outcomes"] for rank in found), strict=True)]
     watched = [rank["watched"] for rank in found if rank["watched"]]
     facts: dict[str, Any] = {}
     timeline = aligned([one["phases"] for one in watched])
@@ -194,7 +214,7 @@ def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
     return Workload(
         name=task.name,
         title=_TITLES.get(task.name, task.name),
-        size_bytes=found[0]["rank_bytes"] if task.name == "node-cache" else sum(rank["rank_bytes"] for rank in found),
+        size_bytes=size_of(task, [rank["rank_bytes"] for rank in found]),
         ranks=len(found),
         figure=figure_of(task.name),
         facts=facts,
@@ -206,8 +226,7 @@ def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
 def _failed(task: Task, ranks: int, reason: str) -> Workload:
     outcomes = [
         WorkloadOutcome(name=kind.name, family=kind.family, role=kind.role, status="failed", reason=reason[:2000])
-        for kind in CONTENDERS[task.name]
-        if kind.role != "peer" or task.options.wants(kind.family)
+        for kind in contenders(task.name, task.options)
     ]
     title = _TITLES.get(task.name, task.name)
     return Workload(name=task.name, title=title, size_bytes=task.size_bytes, ranks=ranks, outcomes=tuple(outcomes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,32 +75,36 @@ class Contest:
 
     def run(self, kinds: list[type[Contender]], *, repeat: int) -> list[WorkloadOutcome]:
         """Choose each contender's settings, then let all take `repeat` turns."""
-        entrants = [Entrant(kind=kind) for kind in kinds]
         able = [kind for kind in kinds if kind.objection(self.case) is None]
         self._total = sum(len(kind.sweep(self.case, self.action)) * self._tries(kind) + repeat for kind in able)
-        for entrant in entrants:
-            self._enter(entrant)
-            if entrant.contender is not None:
-                entrant.contender.noted.clear()  # only what is timed is reported
+        entrants = [self.enter(kind) for kind in kinds]
         for number in range(repeat):
             for entrant in Random(number).sample(entrants, len(entrants)):  # the same order on all ranks
-                if entrant.contender is not None and entrant.status == "measured":
-                    try:
-                        entrant.samples.append(self.turn(entrant.contender))
-                    except TurnFailed as error:
-                        entrant.fail(error)
-        for entrant in entrants:
-            if entrant.contender is not None:
-                self._quietly(entrant.contender.close)
-        return [entrant.outcome() for entrant in entrants]
+                self.take(entrant)
+        return [self.leave(entrant) for entrant in entrants]
 
-    def _enter(self, entrant: Entrant) -> None:
+    def take(self, entrant: Entrant) -> None:
+        """Add the sample of one turn, unless it is skipped or has failed. A failure excludes it from further turns."""
+        if entrant.contender is not None and entrant.status == "measured":
+            try:
+                time.sleep(self.case.pause_seconds)
+                entrant.samples.append(self.turn(entrant.contender))
+            except TurnFailed as error:
+                entrant.fail(error)
+
+    def leave(self, entrant: Entrant) -> WorkloadOutcome:
+        """Release all that it holds, and return this rank's outcome."""
+        if entrant.contender is not None:
+            self._quietly(entrant.contender.close)
+        return entrant.outcome()
+
+    def enter(self, kind: type[Contender]) -> Entrant:
         """Try every setting for a turn, after one more turn if that warms up; keep the fastest."""
-        kind = entrant.kind
+        entrant = Entrant(kind=kind)
         objection = first(self.case.gather(kind.objection(self.case)))
         if objection:
             entrant.status, entrant.reason = "skipped", objection.partition(": ")[2]
-            return
+            return entrant
         best_seconds, failure = math.inf, TurnFailed("it has no settings")
         for settings in kind.sweep(self.case, self.action):
             try:
@@ -116,6 +121,9 @@ class Contest:
                 self._dismiss(loser)
         if entrant.contender is None:
             entrant.fail(failure)
+        else:
+            entrant.contender.noted.clear()  # only what is timed is reported
+        return entrant
 
     def _dismiss(self, contender: Contender) -> None:
         """Release its resources and its stored state."""

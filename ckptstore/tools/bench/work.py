@@ -69,7 +69,7 @@ def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
         use_threads(world_size, os.cpu_count() or 1)
         found = []
         for task in tasks:
-            case = _case(task, rank, world_size)
+            case = case_of(task, rank, world_size)
             found.append(_turns(case, task))
             case.gather(None)
             if len(tasks) > 1 and rank == 0:  # the next one gets the same room
@@ -78,12 +78,25 @@ def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
         return found
 
 
+def size_of(task: Task, rank_bytes: Sequence[int]) -> int:
+    """Return the bytes that all ranks move; in "node-cache" they open the same ones."""
+    return rank_bytes[0] if task.name == "node-cache" else sum(rank_bytes)
+
+
+def action_of(name: str) -> str:
+    """Return what is timed in a workload: "save" or "load"."""
+    return "load" if name in LOADS else "save"
+
+
+def contenders(name: str, options: Options) -> list[type[Contender]]:
+    """Return those of a contest that the options want."""
+    return [kind for kind in CONTENDERS[name] if kind.role != "peer" or options.wants(kind.family)]
+
+
 def _turns(case: Case, task: Task) -> dict[str, Any]:
     tell = _teller(task, case.rank)
-    kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.options.wants(kind.family)]
-    action = "load" if task.name in LOADS else "save"
-    contest = _CONTESTS.get(task.name, Contest)(case, action, figure=figure_of(task.name), tell=tell)
-    outcomes: list[WorkloadOutcome] = contest.run(kinds, repeat=task.options.repeat)
+    contest = _CONTESTS.get(task.name, Contest)(case, action_of(task.name), figure=figure_of(task.name), tell=tell)
+    outcomes: list[WorkloadOutcome] = contest.run(contenders(task.name, task.options), repeat=task.options.repeat)
     watched: dict[str, Any] = {}
     if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
         tell("timeline", 0)
@@ -91,13 +104,15 @@ def _turns(case: Case, task: Task) -> dict[str, Any]:
     return {"outcomes": outcomes, "watched": watched, "rank_bytes": case.rank_bytes}
 
 
-def _case(task: Task, rank: int, world_size: int) -> Case:
+def case_of(task: Task, rank: int, world_size: int) -> Case:
+    """Create the case of one rank, with its tensors."""
     case = Case(
         place=task.place,
         rank=rank,
         world_size=world_size,
         durable=task.options.durable,
         drop_caches=task.options.drop_caches,
+        pause_seconds=task.options.pause_seconds,
         device=f"cuda:{rank}" if task.options.device == "cuda" else "cpu",
         size_bytes=task.size_bytes,
         bucket=task.bucket,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 VERSION = 1
@@ -40,6 +40,8 @@ class Options:
     repeat: int = 5
     durable: bool = True
     drop_caches: bool = False
+    pause_seconds: float = 0.0
+    """Seconds without work before each timed turn, as between the saves of a training."""
     max_ranks: int = 16_384
     """The most ranks that are simulated."""
     latency_seconds: float | None = None
@@ -110,6 +112,12 @@ class WorkloadOutcome:
     ) -> WorkloadOutcome:
         """Create the outcome of a contender that was measured outside of a contest."""
         return cls(name=name, family=family or role, role=role, status="measured", samples=tuple(samples))
+
+    @classmethod
+    def over_ranks(cls, outcomes: Sequence[WorkloadOutcome]) -> WorkloadOutcome:
+        """Combine the outcomes of all ranks."""
+        turns = zip(*(one.samples for one in outcomes), strict=True)
+        return replace(outcomes[0], samples=tuple(Sample.over_ranks(turn) for turn in turns))
 
     @property
     def median_seconds(self) -> float:

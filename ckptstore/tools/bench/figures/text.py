@@ -10,12 +10,24 @@ from typing import Any
 from ckptstore.tools.bench.figures.report import Report, Workload, WorkloadOutcome, summary
 
 HEADERS = ("contender", "seconds", "min - max", "GB/s", "CPU s/GiB", "peak MiB", "requests", "ratio", "of limit")
+CLAIM_HEADERS = ("workload", "beside the best peer", "beside the limit of the machine")
 _LEGEND = (
     "Seconds are medians{}. A ratio above 1 means that ckptstore is faster; "
     "'of limit' is the limit's time over its own."
 )
 LEGEND = _LEGEND.format("")
-_MARKDOWN_HEADERS = ("measured", "ranks", "contender", "seconds", "min - max", "GB/s", "ratio", "of limit", "besides")
+_MARKDOWN_HEADERS = (
+    "measured",
+    "ranks",
+    "contender",
+    "seconds",
+    "min - max",
+    "GB/s",
+    "CPU s/GiB",
+    "ratio",
+    "of limit",
+    "besides",
+)
 _REHEARSAL = "A rehearsal with tensors of the CPU: nothing is locked, and no figure says anything about a GPU."
 
 
@@ -96,6 +108,17 @@ def absent(workload: Workload) -> list[str]:
     ]
 
 
+def claim(workload: Workload) -> list[str]:
+    """Return the workload's line in the table of the README: ratios to the best peer and to the limit."""
+    peer, limit = workload.best("peer"), workload.best("limit")
+    to_peer = workload.ratio(peer) if peer else None
+    return [
+        f"{workload.name} ({workload.size_bytes / (1 << 20):.0f} MiB)",
+        f"{to_peer:.2f} times {peer.name}" if peer and to_peer is not None else "not measured",
+        (_number(workload.ratio(limit), "{:.2f}") if limit else "") or "not measured",
+    ]
+
+
 def scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
     """Return the laws of growth, and the points that they come from."""
     lines: list[str] = []
@@ -172,7 +195,7 @@ def _markdown_rows(workload: Workload) -> list[list[str]]:
 def _figures(workload: Workload, one: WorkloadOutcome, limit_seconds: float | None) -> list[str]:
     if one.status != "measured":
         why = "left out" if one.status == "skipped" else "failed"
-        return [f"{why}: {one.reason}", *[""] * 5]
+        return [f"{why}: {one.reason}", *[""] * 6]
     figures = workload.figures(one)
     median, ratio = statistics.median(figures), workload.ratio(one)
     moves = workload.size_bytes and median and "steps" not in workload.name
@@ -180,6 +203,7 @@ def _figures(workload: Workload, one: WorkloadOutcome, limit_seconds: float | No
         f"{median:.4f}",
         f"{min(figures):.4f} - {max(figures):.4f}",
         f"{workload.size_bytes / 1e9 / median:.2f}" if moves else "",
+        _number((summary(one, workload.size_bytes) or {}).get("cpu_seconds_per_gib"), "{:.2f}") if moves else "",
         "" if ratio is None else f"{ratio:.2f}",
         "" if limit_seconds is None or not median else f"{limit_seconds / median:.2f}",
         ", ".join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from ckptstore.tools.cli.output import echo_table, redacted_command_line
 from ckptstore.tools.cli.terminal import counting
 
 if TYPE_CHECKING:
-    from ckptstore.tools.bench.figures.report import Report, Workload
+    from ckptstore.tools.bench.figures.report import Options, Report, Workload
 
 _WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks", "ls", "gpu")
 _SHAPES = ("tensors", "llama-1b", "llama-8b", "llama-70b", "llama-405b", "files")
@@ -35,7 +36,7 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 
 
 @click.command()
-@click.argument("what", type=click.Choice([*_WORKLOADS, "all", "compare"]), default="all")
+@click.argument("what", type=click.Choice([*_WORKLOADS, "all", "readme", "compare"]), default="all")
 @click.argument("files", nargs=-1, type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
     "--to",
@@ -93,6 +94,14 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 @click.option("--durable/--no-durable", default=True, show_default=True, help="Let every peer call fsync, or none.")
 @click.option("--drop-caches", is_flag=True, help="Load from the disk instead of the page cache; needs root.")
 @click.option(
+    "--pause-seconds",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds without work before each timed run, as in a training.",
+)
+@click.option(
     "--max-ranks",
     type=click.IntRange(64),
     default=16384,
@@ -134,7 +143,8 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 def command(what: str, files: tuple[Path, ...], json_path: str | None, **given: Any) -> None:
     """Measure ckptstore, its peers and the limit of the hardware.
 
-    WHAT is a workload, "all", or "compare" with two FILES that --json wrote. Nothing that exists is touched: everything
+    WHAT is a workload, "all", "readme" for the table of the README in minutes, or "compare" with two FILES that --json
+    wrote. Nothing that exists is touched: everything
     is written below a new prefix, and removed. Needs the extra "bench". The exit code is 1 if a ratio is below its
     floor.
     """
@@ -144,6 +154,8 @@ def command(what: str, files: tuple[Path, ...], json_path: str | None, **given: 
     if files:
         raise click.UsageError("FILES go with compare alone")
     html, floors = given.pop("html"), given.pop("floors")
+    if what == "readme":
+        _refuse_settings(given)
     report = _measure(what, given)
     if json_path != "-":
         _echo(report)
@@ -152,45 +164,70 @@ def command(what: str, files: tuple[Path, ...], json_path: str | None, **given: 
         _check(report, floors, quiet=json_path == "-")
 
 
+def _refuse_settings(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option that would change what "readme" measures."""
+    context = click.get_current_context()
+    for name in settings:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} does not go with readme, whose settings are fixed")
+
+
 def _measure(what: str, given: dict[str, Any]) -> Report:
     try:
-        from ckptstore.tools.bench.destination import is_disk
-        from ckptstore.tools.bench.figures.report import Options
-        from ckptstore.tools.bench.peers.registry import FAMILIES
+        from ckptstore.tools.bench import claims
         from ckptstore.tools.bench.run import run
     except ImportError as error:
         raise InvalidInput(f"the benchmark needs {error.name}", hint=f"Install it{install_line('bench')}") from error
-    peers = tuple(given["peers"].split(","))
+
+    def measured(options: Options) -> Report:
+        storage_options, line = given["storage_options"], redacted_command_line()
+        return run(options, storage_options=storage_options, command=line, show=show)
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then too
+    try:
+        with counting() as show:
+            return claims.measure(options_of, measured) if what == "readme" else measured(_options(what, given))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def options_of(words: Sequence[str]) -> Options:
+    """Return what a command line requests, the words after `ckptstore bench`."""
+    settings = dict(command.make_context("bench", [*words]).params)
+    return _options(settings.pop("what"), settings)
+
+
+def _options(what: str, settings: Mapping[str, Any]) -> Options:
+    from ckptstore.tools.bench.destination import is_disk
+    from ckptstore.tools.bench.figures.report import Options
+    from ckptstore.tools.bench.peers.registry import FAMILIES
+
+    peers = tuple(settings["peers"].split(","))
     unknown = sorted({*peers} - {*FAMILIES, "all", "none"})
     if unknown:
         raise InvalidInput(f"--peers does not know {', '.join(unknown)}", hint=f"all, none, or {', '.join(FAMILIES)}")
 
     def possible(name: str) -> bool:
-        return name != "gpu" and (name != "tier" or is_disk(given["to"]))
+        return name != "gpu" and (name != "tier" or is_disk(settings["to"]))
 
-    options = Options(
+    return Options(
         workloads=tuple(name for name in _WORKLOADS if what == name or (what == "all" and possible(name))),
-        to=given["to"],
-        size_bytes=given["size"],
-        scale=given["scale"],
-        ranks=given["ranks"],
-        shape=given["shape"],
-        tensor_bytes=given["tensor_size"],
+        to=settings["to"],
+        size_bytes=settings["size"],
+        scale=settings["scale"],
+        ranks=settings["ranks"],
+        shape=settings["shape"],
+        tensor_bytes=settings["tensor_size"],
         peers=peers,
-        repeat=given["repeat"],
-        durable=given["durable"],
-        drop_caches=given["drop_caches"],
-        max_ranks=given["max_ranks"],
-        device="cuda" if given["device"] is None and what == "gpu" else given["device"],
-        latency_seconds=None if given["latency_ms"] is None else given["latency_ms"] / 1000,
-        bytes_per_second=None if given["bandwidth_mb"] is None else given["bandwidth_mb"] * 1e6,
+        repeat=settings["repeat"],
+        durable=settings["durable"],
+        drop_caches=settings["drop_caches"],
+        pause_seconds=settings["pause_seconds"],
+        max_ranks=settings["max_ranks"],
+        device="cuda" if settings["device"] is None and what == "gpu" else settings["device"],
+        latency_seconds=None if settings["latency_ms"] is None else settings["latency_ms"] / 1000,
+        bytes_per_second=None if settings["bandwidth_mb"] is None else settings["bandwidth_mb"] * 1e6,
     )
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then too
-    try:
-        with counting() as show:
-            return run(options, storage_options=given["storage_options"], command=redacted_command_line(), show=show)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _echo(report: Report) -> None:
@@ -204,6 +241,9 @@ def _echo(report: Report) -> None:
         click.echo(line)
     for workload in report.workloads:
         echo_workload(workload)
+    if "claims" in report.asked:
+        click.echo("\nThe lines of the README")
+        echo_table(text.CLAIM_HEADERS, [text.claim(workload) for workload in report.workloads])
     lines = text.scaling_lines(report.scaling)
     if lines:
         click.echo("\nGrowth")
