@@ -62,6 +62,9 @@ def command(store: str, storage_options: dict[str, Any], as_json: bool, **option
     directory above stores, the stores below it are listed; for a run of Ray Train that keeps its files itself, what
     ckptstore.ray.report stored.
 
+    Without --metric, losses and the like are shown first: the store does not know by which metric the job keeps
+    checkpoints.
+
     With --fast the column "where" says whether a checkpoint is in the store, on this node, or both. What no job can
     resume from is left out, with the reason on stderr.
     """
