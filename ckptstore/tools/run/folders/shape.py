@@ -65,7 +65,7 @@ class Shape:
     tracker does not name it; the first is the file that is written last."""
     needs: tuple[str, ...] = ()
     """The files that belong together on the node of rank 0, as "REGEX => GLOB | GLOB": where one fits the expression,
-    another one that fits a glob must be there too, and not be empty. `\\1` in a glob is the first group of the expression."""
+    another that fits a glob must be there too, and not be empty. `\\1` in a glob is the expression's first group."""
     begun: str | None = None
     """The names of a directory that it has only while it is written or removed."""
     tells_all: bool = False
