@@ -20,7 +20,7 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.state.index.outline import INDEX_NAME, part_name
 from ckptstore.state.index.part import Part
-from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.index.tensor_index import TensorIndex, check_files, layout_digest, values_layout
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.device import LaunchedWork
 from ckptstore.state.tensors.segments import SegmentSource
@@ -28,7 +28,7 @@ from ckptstore.state.write.agree import Agreement, is_settled
 from ckptstore.state.write.assignment import RankPlan, SaveMemo
 from ckptstore.state.write.describe import Described, describe
 from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
-from ckptstore.state.write.outlining import RankTold
+from ckptstore.state.write.outlining import Outliner, RankTold
 from ckptstore.state.write.replicas import check_copies, digests_of_copies
 from ckptstore.state.write.shard_files import ShardFiles, Striping
 from ckptstore.storage.base import CopiesInside, Disk, Storage
@@ -302,7 +302,8 @@ class StatePlan:
         """
         heads, parts = zip(*(_unpacked(data) for data in stored), strict=True)
         receipts = [Receipt.from_json(entry) for head in heads for entry in head["receipts"]]
-        outline = self.memo.outliner(self.agreement).outline(
+        outliner = self.memo.outliner(self.agreement)
+        outline = outliner.outline(
             [RankTold(*head["told"]) for head in heads],
             num_prefixes=self.options.num_prefixes,
             is_packed=self.agreement.is_packed,
@@ -317,17 +318,22 @@ class StatePlan:
                         rank=rank,
                         hint="Nothing was committed; save again",
                     )
-            index = TensorIndex([Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)])
-            index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
-            self.memo.negotiator.structures.check(index)
-            compared = index.layout_digest(), outline.table, outline.tied, outline.own
+            decoded = [Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)]
+            check_files(decoded, {receipt.name: receipt.size_bytes for receipt in receipts})
+            layout = layout_digest(decoded)
+            compared = layout, values_layout(decoded), id(outliner), outline.table, outline.tied, outline.own
 
-            def compare() -> None:
-                TensorIndex(index.parts, outline)
+            def compare() -> Outliner:
+                self.memo.negotiator.structures.check(TensorIndex(decoded))
+                TensorIndex(decoded, outline)
+                return outliner  # keeps it alive, so that its number is its own
 
-            self.memo.cached("compared index", compared, compare)  # once is enough, and its result is large
+            self.memo.cached("compared index", compared, compare)  # once is enough, and an index is large
             if self._stock is not None:
-                metadata = self._stock.metadata([head["stock"] for head in heads], index, self.memo)
+                num_chunks = sum(len(part.chunk_offset) for part in decoded)
+                metadata = self._stock.metadata(
+                    [head["stock"] for head in heads], layout, num_chunks, lambda: TensorIndex(decoded), self.memo
+                )
                 written |= {} if metadata is None else {DCP_METADATA_NAME: metadata}
         beat()
         if not isinstance(self.storage, Disk):

@@ -27,8 +27,9 @@ from ckptstore.interchange.copying import StorageSource
 from ckptstore.saving.staging import Staging
 from ckptstore.state.tensors import device
 from ckptstore.state.tensors.boxes import whole
+from ckptstore.state.tensors.dense import dense_of
 from ckptstore.state.tensors.frames import template
-from ckptstore.state.tensors.segments import Bytes, Copied, SegmentSource, Slab, payload_segment
+from ckptstore.state.tensors.segments import Bytes, Copied, SegmentSource, Slab, SlabLayout, payload_segment
 from ckptstore.state.tensors.tensor_memory import view_of
 from ckptstore.state.write.shard_files import CopyCheck, Placed
 from ckptstore.storage.disk.local import LocalStorage
@@ -61,7 +62,8 @@ TENSORS = [
 def gathered() -> tuple[SegmentSource, bytes]:
     """A file with a slab and a payload of each tensor, small ones under headers; and its bytes."""
     made = [template(one.dtype, tuple(one.shape)) for one in TENSORS]
-    segments: list[Any] = [Slab(made, TENSORS)]
+    addresses = [held.address if (held := dense_of(tensor)) else 0 for tensor in TENSORS]
+    segments: list[Any] = [Slab(SlabLayout(made), TENSORS, addresses)]
     expected = b"".join(one.header + bits(tensor) + one.trailer for one, tensor in zip(made, TENSORS, strict=True))
     for one, tensor in zip(made, TENSORS, strict=True):
         segments += [Bytes(memoryview(one.header)), payload_segment(tensor), Bytes(memoryview(one.trailer))]
@@ -239,12 +241,12 @@ def test_a_copy_that_is_wrong_fails_the_save_by_key(
 def test_every_tensor_has_its_turn(large: bool) -> None:
     tensors = [torch.arange(50.0) + number for number in range(30)]
     placed = [
-        (0, Placed(f"t{number}", whole((50,)), 200 * number, 200 << 20, tensor))
-        for number, tensor in enumerate(tensors)
+        Placed(f"t{number}", whole((50,)), 200 * number, 200 << 20, tensor) for number, tensor in enumerate(tensors)
     ]
     copy = bytearray(b"".join(bytes(view_of(tensor)) for tensor in tensors))
     copy[200 * 17 : 200 * 18] = bytes(200)
-    checks = [CopyCheck(placed if large else [], [] if large else placed, turn=turn, every=False) for turn in range(10)]
+    of_files = [(0, one) for one in placed] if large else []
+    checks = [CopyCheck(of_files, [] if large else placed, turn=turn, every=False) for turn in range(10)]
     refused = [check for check in checks if any(one.key == "t17" for _, one, _, _ in check.samples)]
     assert refused
     for check in checks:

@@ -27,8 +27,10 @@ from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.live.flatten import TensorRef
 from ckptstore.state.read.read_plan import BUFFER_BYTES, ReadPlan, run_steps
 from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.dense import dense_of
 from ckptstore.state.tensors.placement import Piece
-from ckptstore.state.tensors.segments import SegmentSource, Slab, narrowed, payload_segment
+from ckptstore.state.tensors.segments import SegmentSource, Slab, SlabLayout, narrowed, payload_segment
+from ckptstore.state.write.assignment import SaveMemo
 from ckptstore.state.write.describe import describe
 
 MIB = 1 << 20
@@ -265,6 +267,42 @@ def test_tensors_of_a_slab_are_read_straight_into_their_memory(tmp_path):
     assert peak_bytes < sum(tensor.nbytes for tensor in state.values()) / 4
 
 
+@given(st.data())
+def test_small_and_larger_tensors_of_a_slab_load_in_any_mixture(tmp_path_factory, data):
+    """Into dense memory, strided memory and memory that is not aligned; saved twice with one plan, and read once."""
+    root, memo = tmp_path_factory.mktemp("mixture"), SaveMemo()
+    sizes = data.draw(st.lists(st.sampled_from([0, 1, 7, 1000, 4096, 20_000, 300_000]), min_size=1, max_size=30))
+    wide = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
+    for turn in range(2):
+        state = {
+            f"t{number:02d}": torch.randint(0, 256, (size, 2), dtype=torch.uint8)[:, 0]
+            for number, size in enumerate(sizes)
+        }
+        state = {key: one if int(key[1:]) in wide else one.contiguous() for key, one in state.items()}
+        save_flat(root, plain_state(state, {"turn": turn}), memo=memo, attempt=Attempt(turn, 1, "0123abcd"))
+    keys = data.draw(st.lists(st.sampled_from(sorted(state)), unique=True, min_size=1))
+    targets = {key: torch.zeros(len(state[key]) + 1, dtype=torch.uint8)[1:] for key in keys}
+    for key in data.draw(st.lists(st.sampled_from(keys), unique=True)):
+        targets[key] = torch.zeros(len(state[key]), 3, dtype=torch.uint8)[:, 1]
+    doubled = torch.zeros_like(state[keys[0]])
+    wanted = {key: (tensor, key) for key, tensor in targets.items()} | {"doubled": (doubled, keys[0])}
+    transfer = make_transfer(root)
+    stored = open_stored(root, transfer, attempt=Attempt(1, 1, "0123abcd"))
+    assert stored.saved().values == {"turn": 1}
+    stored.fill(wanted)
+    transfer.close()
+    assert all(torch.equal(targets[key], state[key]) for key in keys)
+    assert torch.equal(doubled, state[keys[0]])
+
+
+def test_a_tensor_whose_memory_was_given_back_is_not_written_to(tmp_path):
+    save_plain(tmp_path, {"x": torch.arange(100.0)})
+    target = torch.zeros(100)
+    target.untyped_storage().resize_(200)
+    with pytest.raises(InvalidState, match="given back, or is smaller"):
+        load_into(tmp_path, {"x": target})
+
+
 def test_the_buffers_of_a_load_are_bounded(tmp_path):
     state = {f"t{number}": torch.randn(1000, 1000) for number in range(12)}
     save_plain(tmp_path, state)
@@ -347,11 +385,15 @@ def test_sources_give_the_same_bytes_in_any_ranges(data):
 
     base = torch.arange(6000, dtype=torch.float32).reshape(60, 100)
     tensors = [base[:7], base.t(), base[:, 5:9], base[3:3], torch.tensor(3, dtype=torch.uint8), base.bfloat16()[:, ::3]]
-    segments = [Slab([template(one.dtype, tuple(one.shape)) for one in tensors], tensors)]
+    tensors = data.draw(st.permutations([*tensors, base[7:9], base[:7], base[20], torch.tensor(5.0)]))
+    made = [template(one.dtype, tuple(one.shape)) for one in tensors]
+    is_known = data.draw(st.booleans())
+    addresses = [held.address if is_known and (held := dense_of(tensor)) else 0 for tensor in tensors]
+    segments = [Slab(SlabLayout(made), tensors, addresses)]
     segments += [payload_segment(tensor) for tensor in tensors if tensor.numel()]
     source = SegmentSource(segments, ())
     expected = b"".join(
-        made.header + bits(tensor) + made.trailer for made, tensor in zip(segments[0].templates, tensors, strict=True)
+        one.header + bits(tensor) + one.trailer for one, tensor in zip(made, tensors, strict=True)
     ) + b"".join(bits(tensor) for tensor in tensors)
     assert source.size_bytes == len(expected)
     cuts = sorted({0, len(expected), *data.draw(st.lists(st.integers(0, len(expected)), max_size=8))})

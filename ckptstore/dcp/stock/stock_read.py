@@ -23,7 +23,7 @@ from ckptstore.format.encoding import shortened
 from ckptstore.format.layout import DCP_METADATA_NAME, check_name
 from ckptstore.state.index.part import DTYPES, Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
-from ckptstore.state.live.matching import Saved
+from ckptstore.state.live.matching import Saved, Target
 from ckptstore.state.read.read_plan import ReadPlan, RunSteps, Step, run_steps
 from ckptstore.state.tensors import frames
 from ckptstore.state.tensors.boxes import Box, inside, overlap
@@ -108,14 +108,14 @@ class StockState:
         found = self.values(lambda key: wanted(key) or _GROUP.fullmatch(key) is not None)
         return Saved(self.index.tensors, {key: value for key, value in by_parameter(found).items() if wanted(key)})
 
-    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]], *, run: RunSteps = run_steps) -> None:
+    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str] | Target], *, run: RunSteps = run_steps) -> None:
         """Read tensors into memory, as `StoredState.fill` does; nothing is checked against digests."""
-        for name, (tensor, source) in targets.items():
+        for name, (tensor, source, *_) in targets.items():
             entry, (dtype, shape) = self.index.tensors.get(source), dtype_and_shape(tensor)
             if entry is None or (entry.torch_dtype, entry.shape) != (dtype, shape):
                 has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
                 raise StateMismatch(f"{name} is {dtype} {shape}, the checkpoint has {has}")
-        self._fill([(source, pieces_of(tensor, name)) for name, (tensor, source) in targets.items()], run)
+        self._fill([(source, pieces_of(tensor, name)) for name, (tensor, source, *_) in targets.items()], run)
 
     def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
         """Read boxes of stored tensors, each into memory of its shape and dtype."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -181,11 +181,21 @@ class StockShare:
         return [self._places, {} if self._is_leader else self._paths]
 
     @collector_paused()
-    def metadata(self, reports: Sequence[Sequence[Any]], index: TensorIndex, memo: SaveMemo) -> bytes | None:
+    def metadata(
+        self,
+        reports: Sequence[Sequence[Any]],
+        layout: bytes,
+        num_chunks: int,
+        index: Callable[[], TensorIndex],
+        memo: SaveMemo,
+    ) -> bytes | None:
         """Leader: return `.metadata`, from the reports of all ranks. Return None, with a warning once for a store, if
-        it has more than stock readers can be expected to take."""
+        it has more than stock readers can be expected to take. `layout` is the `layout_digest` of the index, which is
+        made only if it is another one than before."""
         found = [places for places, _ in reports if places is not None]
-        is_large = len(found) < len(reports) or index.num_chunks + sum(map(len, found)) > MAX_CHUNKS
+        if num_chunks + sum(map(len, found)) > MAX_CHUNKS:
+            num_chunks = index().num_chunks  # without those that several ranks have stored alike
+        is_large = len(found) < len(reports) or num_chunks + sum(map(len, found)) > MAX_CHUNKS
         if is_large and not self._at_any_size:
             memo.cached("warning of stock", True, _warn)
             return None
@@ -194,8 +204,8 @@ class StockShare:
         for of_rank, own_paths in reversed(reports):  # the lowest rank has priority
             places.update(of_rank)
             paths.update((key, tuple(path)) for key, path in own_paths.items())
-        wanted = index.layout_digest(), list(places.items()), [*paths.items(), *self._paths.items()]
-        return memo.cached("stock metadata", wanted, lambda: stock_metadata(index, places, {**paths, **self._paths}))
+        wanted = layout, list(places.items()), [*paths.items(), *self._paths.items()]
+        return memo.cached("stock metadata", wanted, lambda: stock_metadata(index(), places, {**paths, **self._paths}))
 
 
 def _warn() -> None:

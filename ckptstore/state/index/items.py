@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckptstore.state.index.part import DTYPES
@@ -66,12 +67,17 @@ class Item(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """The bytes of the boxes that this rank has."""
-        return sum([box.volume for box in self.boxes]) * DTYPES[self.dtype][1] if self.boxes else 0
+        return _size_bytes(self.dtype, self.boxes)
 
     @property
     def signature(self) -> list[Any]:
         """The fields that must be equal on all ranks for the key to be the same thing."""
         return [int(self.mode), self.dtype, list(self.shape)]
+
+
+@lru_cache(maxsize=65_536)  # thousands of tensors are alike
+def _size_bytes(dtype: str, boxes: tuple[Box, ...]) -> int:
+    return sum([box.volume for box in boxes]) * DTYPES[dtype][1] if boxes else 0
 
 
 def without_digests(items: Sequence[Item]) -> list[tuple[Any, ...]]:

@@ -15,8 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, repeat
 from math import prod
+from operator import lt
 from typing import Any, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
@@ -266,26 +267,36 @@ def _checked(content: Mapping[str, Any], table: bytes) -> Outline:
 
 def _checked_table(content: Mapping[str, Any], outline: Outline) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...]]:
     layouts = tuple(MeshLayout.from_json(value, num_ranks=outline.world_size) for value in content["layouts"])
-    tensors = tuple(_tensor(row, len(layouts), outline.own) for row in content["tensors"])
+    tensors = _tensors(content["tensors"], len(layouts), outline.own)
     keys = [tensor.key for tensor in tensors]
-    if any(left >= right for left, right in pairwise(keys)):
+    if not all(map(lt, keys, keys[1:])):
         raise ValueError("its keys are not in order")
-    for tensor in tensors:
-        if tensor.layout and any(cut.dim >= len(tensor.shape) for cut in layouts[tensor.layout - 1].cuts):
-            raise ValueError("a layout cuts a dimension that its tensor has not")
-    by_key = {tensor.key: tensor for tensor in tensors}
-    if any(by_key[key].form != by_key[first].form for key, first in outline.tied.items()):
-        raise ValueError("a key is tied to one that is not alike")
+    if layouts:
+        for tensor in tensors:
+            if tensor.layout and any(cut.dim >= len(tensor.shape) for cut in layouts[tensor.layout - 1].cuts):
+                raise ValueError("a layout cuts a dimension that its tensor has not")
+    if outline.tied:
+        by_key = dict(zip(keys, tensors, strict=True))
+        if any(by_key[key].form != by_key[first].form for key, first in outline.tied.items()):
+            raise ValueError("a key is tied to one that is not alike")
     if any(span.last >= len(tensors) for span in outline.spans):
         raise ValueError("a span ends behind the last tensor")
     return tensors, layouts
 
 
-def _tensor(row: Sequence[Any], num_layouts: int, own: Collection[str]) -> Tensor:
-    key, dtype, shape, layout = row
-    if type(key) is not str or type(layout) is not int or not 0 <= layout <= num_layouts:
-        raise ValueError("a tensor has a key that is no text, or a layout that is none")
-    return Tensor(key, *_form(dtype, *shape), PER_RANK if key in own else 0, layout)
+def _tensors(rows: Sequence[Sequence[Any]], num_layouts: int, own: Collection[str]) -> tuple[Tensor, ...]:
+    """Return the tensors of the rows of a table, after a look at all of them together."""
+    if not rows:
+        return ()
+    keys, dtypes, shapes, layouts = zip(*rows, strict=True)
+    if {*map(type, keys)} != {str} or {*map(type, layouts)} != {int}:
+        raise ValueError("a tensor has a key that is no text, or a layout that is no number")
+    if not 0 <= min(layouts) <= max(layouts) <= num_layouts:
+        raise ValueError("a tensor has a layout that is none")
+    forms = [_form(dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    flags = [PER_RANK if key in own else 0 for key in keys] if own else repeat(0)
+    columns = zip(keys, *zip(*forms, strict=True), flags, layouts, strict=False)  # `repeat` has no end
+    return tuple(map(Tensor._make, columns))
 
 
 @lru_cache(maxsize=4096, typed=True)  # thousands of tensors are alike

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ckptstore.errors import CheckpointDamaged, InvalidState, UnsupportedVersion
-from ckptstore.format.digest import ALGORITHMS, BLOCK_BYTES, DEFAULT, algorithm_of_code
+from ckptstore.format.digest import ALGORITHMS, BLOCK_BYTES, DEFAULT, Algorithm, algorithm_of_code
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.layout import check_name
 from ckptstore.state.tensors.boxes import Box, Sizes
@@ -175,22 +175,24 @@ class PartBuilder:
     def encode(self, *, common: bytes = b"", own: bytes = b"") -> bytes:
         """Return the part as bytes. `common` and `own` are JSON: the values for all ranks, and those of this rank
         alone."""
+        return self.columns().encode(b"".join(self._digests), common=common, own=own)
+
+    def columns(self) -> PartColumns:
+        """Return all that was added but the digests."""
         bounds = [first for _, first in self._files] + [len(self._chunks)]
-        digests = b"".join(self._digests)
         texts = ["\0".join(self._names), "\0".join(name for name, _ in self._files)]
-        raw = [text.encode("utf-8", "surrogatepass") for text in texts] + [common, own]
-        deflated = [zlib.compress(text, 1) for text in raw]
+        raw = [text.encode("utf-8", "surrogatepass") for text in texts]
         chunks = np.array(self._chunks, np.int64).reshape(-1, 3)
         rows = np.array(self._rows, np.int64).reshape(-1, 4)
         slabs = np.array(self._slabs, np.int64).reshape(-1, 3)
         wide = max(self._numbers, default=0) >= 1 << 32
-        flags = (_WIDE if wide else 0) | self._algorithm.code << _ALGORITHM_SHIFT
-        columns = [
+        before = [
             chunks[:, 0].astype("<u8"),
             slabs[:, 1].astype("<u8"),
             slabs[:, 2].astype("<u8"),
             np.array(self._numbers, "<u8" if wide else "<u4"),
-            np.frombuffer(digests, "<u4"),
+        ]
+        behind = [
             chunks[:, 1].astype("<u4"),
             chunks[:, 2].astype("<u4"),
             rows[:, 3].astype("<u4"),
@@ -198,20 +200,37 @@ class PartBuilder:
             slabs[:, 0].astype("<u4"),
             rows[:, :3].T.astype("<u1"),
         ]
-        counts = (
-            FORMAT_VERSION,
-            self.rank,
-            len(rows),
-            len(chunks),
-            len(self._files),
-            len(slabs),
-            len(digests) // self._algorithm.size_bytes,
-            flags,
+        return PartColumns(
+            (FORMAT_VERSION, self.rank, len(rows), len(chunks), len(self._files), len(slabs)),
+            self._algorithm,
+            (_WIDE if wide else 0) | self._algorithm.code << _ALGORITHM_SHIFT,
+            struct.pack("<Q", len(self._numbers)) + b"".join([column.tobytes() for column in before]),
+            b"".join([column.tobytes() for column in behind]),
+            tuple((len(text), zlib.compress(text, 1)) for text in raw),
         )
-        lengths = [number for pair in zip(map(len, deflated), map(len, raw), strict=True) for number in pair]
-        header = _HEADER.pack(_MAGIC, *counts, *lengths[:8])
-        numbers = struct.pack("<Q", len(self._numbers))
-        return b"".join([header, numbers, *(column.tobytes() for column in columns), *deflated])
+
+
+@dataclass(frozen=True, slots=True)
+class PartColumns:
+    """A part without digests and plain values: the same in each save of the same structure."""
+
+    counts: tuple[int, ...]
+    algorithm: Algorithm
+    flags: int
+    before: bytes
+    """The bytes between the header and the digests."""
+    behind: bytes
+    """The bytes between the digests and the texts."""
+    texts: tuple[tuple[int, bytes], ...]
+    """The size and the deflated bytes of the texts with names."""
+
+    def encode(self, digests: bytes, *, common: bytes = b"", own: bytes = b"") -> bytes:
+        """Return the part as bytes, with the digests of the blocks of all regions; see `PartBuilder.encode`."""
+        texts = [*self.texts, *((len(text), zlib.compress(text, 1)) for text in (common, own))]
+        lengths = [length for size, deflated in texts for length in (len(deflated), size)]
+        num_digests = len(digests) // self.algorithm.size_bytes
+        header = _HEADER.pack(_MAGIC, *self.counts, num_digests, self.flags, *lengths)
+        return b"".join([header, self.before, digests, self.behind, *(deflated for _, deflated in texts)])
 
 
 @dataclass(frozen=True, slots=True)

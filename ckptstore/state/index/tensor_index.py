@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from ckptstore.format.digest import BLOCK_BYTES, Digest, fingerprinter, unpacked
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.outline import Outline
 from ckptstore.state.index.part import DTYPE_NAMES, PER_RANK, Part, Regions, Tensor
-from ckptstore.state.tensors.boxes import Box, overlap, whole
+from ckptstore.state.tensors.boxes import Box, Sizes, overlap, whole
 
 _LISTED_CHUNKS = 200_000
 """An index of more chunks stays in columns, to save memory."""
@@ -62,10 +63,12 @@ class TensorIndex:
 
     def _take(self, outline: Outline) -> None:
         """Take in the tensors of an outline."""
-        for tensor in outline.tensors:
-            self._row_of[tensor.key, outline.own.get(tensor.key, -1)] = len(self._entries)
-            self._entries.append(tensor)
-            self._entry_ranks.append(-1)
+        own = outline.own
+        ranks = [own.get(tensor.key, -1) for tensor in outline.tensors] if own else repeat(-1)
+        keys = [tensor.key for tensor in outline.tensors]
+        self._row_of = dict(zip(zip(keys, ranks, strict=False), range(len(keys)), strict=True))  # `repeat` has no end
+        self._entries = [*outline.tensors]
+        self._entry_ranks = [-1] * len(keys)
 
     def _compare(self, outline: Outline, rows_of_parts: list[np.ndarray[Any, Any]]) -> None:
         """Raise CheckpointDamaged for a tensor or a tie of the outline that the parts of all ranks do not have."""
@@ -103,11 +106,20 @@ class TensorIndex:
             key = (id(part.names), part.dtype.tobytes(), part.flags.tobytes(), _shapes(part))
             rows = known.get(key)
             if rows is None:
-                rows = np.array([self._row(part.rank, entry) for entry in _entries_of(part)], np.int64)
+                rows = self._rows_of(part)
             if not (part.flags & PER_RANK).any():
                 known[key] = rows
             found.append(rows)
         return found
+
+    def _rows_of(self, part: Part) -> np.ndarray[Any, Any]:
+        """Return the row of each tensor of a part."""
+        entries = _entries_of(part)
+        if not part.flags.any():  # most tensors are known, and as they are known: one look at all of them
+            rows = [self._row_of.get((name, -1), -1) for name in part.names]
+            if -1 not in rows and [self._entries[row][:4] for row in rows] == [entry[:4] for entry in entries]:
+                return np.array(rows, np.int64)
+        return np.array([self._row(part.rank, entry) for entry in entries], np.int64)
 
     def _row(self, rank: int, entry: Tensor) -> int:
         known = self._row_of.setdefault((entry.key, rank if entry.per_rank else -1), len(self._entries))
@@ -185,12 +197,7 @@ class TensorIndex:
 
     def layout_digest(self) -> bytes:
         """Return a digest that is equal for two indices that differ in digests of blocks and plain values alone."""
-        digest = fingerprinter()
-        for part in self.parts:
-            for column in part.layout():
-                digest.update(struct.pack("<Q", len(column)))
-                digest.update(column)
-        return digest.digest()
+        return layout_digest(self.parts)
 
     def digests(self, region: int, low: int = 0, high: int | None = None) -> list[Digest]:
         """Return the digests of the blocks of a region from the number `low` on, below `high`."""
@@ -208,10 +215,28 @@ class TensorIndex:
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by name; of one that differs between ranks, the lowest rank's."""
+        if self.is_common:
+            return dict(zip((name for name, _ in self._row_of), self._entries, strict=True))
         found: dict[str, Tensor] = {}
         for (fqn, _), row in sorted(self._row_of.items(), key=lambda item: item[0][1]):
             found.setdefault(fqn, self._entries[row])
         return found
+
+    @cached_property
+    def is_common(self) -> bool:
+        """True if no tensor differs between ranks or belongs to a value."""
+        return not any(entry.flags for entry in self._entries)
+
+    def whole_chunks(self, entries: Sequence[Tensor]) -> tuple[Any, Any, Any]:
+        """Return for each of these tensors, which all ranks have alike, whether all of it is one chunk, and the offset
+        and the region of its first chunk. Every part must have been read."""
+        rows = np.array([self._row_of[entry.key, -1] for entry in entries], np.int64)
+        first = self._bounds[rows]
+        if not self.num_chunks:
+            return np.zeros(len(rows), bool), first, first
+        is_one = (self._bounds[rows + 1] - first == 1) & (self._stored_bytes[rows] == self._sizes_bytes[rows])
+        first = np.where(is_one, first, 0)
+        return is_one, self._offset[first], self._region[first]
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
@@ -312,15 +337,7 @@ class TensorIndex:
 
     def check_files(self, sizes_bytes: Mapping[str, int]) -> None:
         """Raise CheckpointDamaged when a region lies outside its file, or the file is not known."""
-        missing = [name for name in self.files if name not in sizes_bytes]
-        if missing:
-            raise CheckpointDamaged(f"the tensor index names {missing[0]!r}, which the checkpoint has not")
-        limits = np.array([sizes_bytes[name] for name in self.files] or [0], np.int64)
-        ends = self.regions.offset + self.regions.size_bytes
-        beyond = np.flatnonzero(ends > limits[self.regions.file])
-        if len(beyond):
-            name = self.files[int(self.regions.file[beyond[0]])]
-            raise CheckpointDamaged(f"the tensor index has a region beyond the end of {name}", file=name)
+        check_files(self.parts, sizes_bytes)
 
     def common_values(self) -> dict[str, Any]:
         """Return the JSON of the plain values that are for all ranks, by name."""
@@ -342,6 +359,40 @@ class TensorIndex:
             for name, _ in _values(part.own) if part.own else ():
                 found.setdefault(name, []).append(part.rank)
         return found
+
+
+def check_files(parts: Iterable[Part], sizes_bytes: Mapping[str, int]) -> None:
+    """Raise CheckpointDamaged when a region of a part lies outside its file, or the file is not known."""
+    for part in parts:
+        missing = [name for name in part.files if name not in sizes_bytes]
+        if missing:
+            raise CheckpointDamaged(f"the tensor index names {missing[0]!r}, which the checkpoint has not")
+        limits = np.array([sizes_bytes[name] for name in part.files] or [0], np.int64)
+        regions = part.regions
+        beyond = np.flatnonzero(regions.offset + regions.size_bytes > limits[regions.file])
+        if len(beyond):
+            name = part.files[int(regions.file[beyond[0]])]
+            raise CheckpointDamaged(f"the tensor index has a region beyond the end of {name}", file=name)
+
+
+def layout_digest(parts: Iterable[Part]) -> bytes:
+    """Return a digest that is equal for parts that differ in digests of blocks and plain values alone."""
+    digest = fingerprinter()
+    for part in parts:
+        for column in part.layout():
+            digest.update(struct.pack("<Q", len(column)))
+            digest.update(column)
+    return digest.digest()
+
+
+def values_layout(parts: Iterable[Part]) -> list[Any]:
+    """Return the names of all plain values of each part, and the places of wrapped tensors among them."""
+    found = []
+    for part in parts:
+        common, own = (dict(_values(text)) if text else {} for text in (part.common, part.own))
+        wrapped = [value for value in common.values() if isinstance(value, dict) and value.get("$t") == "wrapper"]
+        found.append((part.rank, [*common], [*own], wrapped))
+    return found
 
 
 def _values(text: bytes) -> Iterator[tuple[str, Any]]:
@@ -367,12 +418,15 @@ def _shapes(part: Part) -> bytes:
     return b"".join([part.ndim.tobytes(), *found])
 
 
-def _entries_of(part: Part) -> Iterator[Tensor]:
-    columns = (part.dtype, part.ndim, part.flags, part.shape_at)
+def _entries_of(part: Part) -> list[Tensor]:
+    columns = [column.tolist() for column in (part.dtype, part.ndim, part.flags, part.shape_at)]
     numbers = part.numbers.tolist()
-    for key, dtype, dims, flags, at in zip(part.names, *(column.tolist() for column in columns), strict=True):
-        shape = tuple(numbers[at + dims : at + 2 * dims])
-        yield Tensor(key, DTYPE_NAMES[dtype], shape, flags)
+    known: dict[tuple[int, int], Sizes] = {}  # thousands of tensors are alike
+    for dims, at in {*zip(columns[1], columns[3], strict=True)}:
+        known[dims, at] = tuple(numbers[at + dims : at + 2 * dims])
+    shapes = map(known.__getitem__, zip(columns[1], columns[3], strict=True))
+    names = map(DTYPE_NAMES.__getitem__, columns[0])
+    return list(map(Tensor._make, zip(part.names, names, shapes, columns[2], repeat(0), strict=False)))
 
 
 def are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:

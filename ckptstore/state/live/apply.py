@@ -84,15 +84,15 @@ class Loading:
         """Match the units of a state, and those that are there already with what the checkpoint has for them."""
         modules = _modules(units)
         for unit in sorted(units, key=lambda unit: unit.kind):  # stable: the caller's order within a kind
-            if unit.kind is Kind.MODULE:
+            if type(unit.item) in PLAIN_TYPES and not unit.item.is_meta:
+                matching.take_tensor([unit.key], unit.item)  # once it is filled there is nothing to finish
+            elif unit.kind is Kind.MODULE:
                 materialised, finish = load_module(unit, matching, device=device)
                 matching.take_state_dict(unit.key)
                 self.materialised.append(materialised)
                 self._finishes.append(finish)
             elif unit.kind is Kind.OPTIMIZER and unit.key not in matching.saved.values:
                 self._finishes.append(_optimizer_load(unit, modules, matching))
-            elif type(unit.item) in PLAIN_TYPES and not unit.item.is_meta:
-                matching.take_tensor([unit.key], unit.item)  # once it is filled there is nothing to finish
             elif unit.kind is Kind.VALUE:
                 self._finishes.append(load_value(unit, matching, device=device))
             else:  # also an optimizer whose state dict was not torch's, and was saved as a whole

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.index.packed_values import is_plain
+from ckptstore.state.tensors.dense import Dense, dense_of
 from ckptstore.state.tensors.overlap import identity_of
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
 from ckptstore.state.tensors.tensor_memory import obstacle_of
@@ -107,6 +108,8 @@ class FlatState:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
     """The keys that each rank has of its own, even if the ranks do not differ."""
+    dense: dict[str, Dense] = field(default_factory=dict)
+    """The memory of those of `tensors` that are dense."""
     _keys_by_identity: dict[Hashable, str] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)
 
@@ -117,6 +120,16 @@ class FlatState:
         with the key, for a kind of tensor that cannot be stored.
         """
         key = self._take(path)
+        if live is None and (dense := dense_of(entry.tensor)) is not None:
+            tensor = entry.tensor
+            first = self._keys_by_identity.setdefault((dense.address, tensor.dtype, dense.form.shape), key)
+            if first != key:
+                self.aliases[key] = first
+            else:
+                self.tensors[key], self.dense[key] = entry, dense
+            self._keys_by_identity.setdefault(id(tensor), first)
+            self._kept.append(tensor)
+            return
         obstacle = obstacle_of(entry.tensor)
         if obstacle is not None:
             raise InvalidState(f"{key} is {obstacle[0]}, which cannot be stored", hint=obstacle[1])
@@ -165,12 +178,13 @@ class FlatState:
                 f"two places of the state have the same key {key!r}: {list(self.paths[key])} and {list(path)}",
                 hint="Rename one of them",
             )
-        self.paths[key] = tuple([part if isinstance(part, int) else str(part) for part in path])
+        is_text = len(path) == 1 and type(path[0]) is str
+        self.paths[key] = path if is_text else tuple([part if isinstance(part, int) else str(part) for part in path])
         return key
 
 
 def join_path(path: Path) -> str:
-    return ".".join(map(str, path))
+    return str(path[0]) if len(path) == 1 else ".".join(map(str, path))
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -349,10 +363,15 @@ def units_of(state: Any) -> list[Unit]:
         if not isinstance(key, str) or not key:
             raise InvalidState(f"the keys of a state are text, not {key!r}")
     try:
-        units = [unit for key, item in state.items() for unit in _walk(item, (key,), state)]
+        units: list[Unit] = []
+        for key, item in state.items():
+            if type(item) in PLAIN_TYPES:
+                units.append(Unit(Kind.VALUE, (key,), item, state))
+            else:
+                units.extend(_walk(item, (key,), state))
     except RecursionError:
         raise InvalidState("the state is nested too deeply, or contains itself") from None
-    _refuse_overlap(sorted(unit.key for unit in units))
+    _refuse_overlap([unit.key for unit in units])
     return units
 
 
@@ -393,14 +412,21 @@ def _holds_objects(item: Any) -> bool:
 
 def _refuse_overlap(keys: Iterable[str]) -> None:
     taken: set[str] = set()
+    above: set[str] = set()
     for key in keys:
-        end = key.find(".")
-        while end >= 0 and key[:end] not in taken:
-            end = key.find(".", end + 1)
-        if end >= 0 or key in taken:
-            other = key[:end] if end >= 0 else key
-            raise InvalidState(
-                f"the state's keys {other!r} and {key!r} overlap: their parts cannot be told apart",
-                hint="Rename one of them",
-            )
+        if key in taken:
+            raise _overlap(key, key)
         taken.add(key)
+        end = key.rfind(".")
+        while end >= 0 and (upper := key[:end]) not in above:
+            above.add(upper)
+            end = key.rfind(".", 0, end)
+    if both := sorted(taken & above):
+        raise _overlap(both[0], min(key for key in taken if key.startswith(f"{both[0]}.")))
+
+
+def _overlap(key: str, other: str) -> InvalidState:
+    return InvalidState(
+        f"the state's keys {key!r} and {other!r} overlap: their parts cannot be told apart",
+        hint="Rename one of them",
+    )

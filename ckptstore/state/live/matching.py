@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.near import meant, nearest, nearest_key, shown
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.flatten import TensorRef
+from ckptstore.state.tensors.dense import Dense, dense_of
 from ckptstore.state.tensors.overlap import Conflict, PlacedTensor, conflicts_of, local_memory, overlaps_itself
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, name_of, wrapped_in
 from ckptstore.state.tensors.tensor_memory import obstacle_of
@@ -44,6 +46,8 @@ class Target(NamedTuple):
 
     tensor: torch.Tensor
     source: str
+    dense: Dense | None = None
+    """The memory of the tensor, where it is dense."""
 
 
 @dataclass(slots=True)
@@ -171,7 +175,7 @@ class Matching:
         """New tensors for places whose memory is for something else too. Complete after `close`."""
         self.mismatch = Mismatch()
         self._include = None if include is None else (include,) if isinstance(include, str) else tuple(include)
-        self._keys = sorted({*saved.tensors, *saved.aliases, *saved.values})
+        self._keys = sorted(dict.fromkeys(chain(saved.tensors, saved.aliases, saved.values)))  # in order, as a rule
         self._placed: set[str] = set()
         self._places: list[PlacedTensor] = []
 
@@ -188,9 +192,7 @@ class Matching:
 
     def below(self, key: str) -> list[str]:
         """Return the keys that the checkpoint has below a key."""
-        first = bisect_left(self._keys, f"{key}.")
-        last = bisect_left(self._keys, f"{key}/", first)  # "/" follows "."
-        return self._keys[first:last]
+        return [*_below_one(self._keys, key)]
 
     def placed(self, *keys: str) -> None:
         """Note that these keys of the checkpoint have a place in the state."""
@@ -212,6 +214,8 @@ class Matching:
         `live` is the parameter or buffer whose memory it is in the end, if `tensor` is a copy. With `may_move` a new
         tensor is made, and noted in `moved`, if something else is to be filled into the same memory.
         """
+        if len(keys) == 1 and self._take_dense(keys[0], tensor, live, may_move):
+            return True
         self._placed.update(keys)
         asked = keys if self._include is None else [key for key in keys if self.includes(key)]
         if not asked or not self.saved.skipped.isdisjoint(keys):
@@ -239,6 +243,19 @@ class Matching:
         ]
         fits = [self._take_placed(place, keys[0]) for place in places]
         return all(fits)
+
+    def _take_dense(self, key: str, tensor: torch.Tensor, live: torch.Tensor | None, may_move: bool) -> bool:
+        """Register a dense tensor that fits the stored one under its only key, as most do; return False for others."""
+        present = self.saved.tensors.get(key)
+        if present is None or self._include is not None or self.saved.skipped or key in self.targets:
+            return False
+        dense = dense_of(tensor)
+        if dense is None or dense.form.dtype != present.dtype or dense.form.shape != present.shape:
+            return False
+        self._placed.add(key)
+        self._places.append(PlacedTensor(key, tensor, key, tensor.dtype, live, may_move, dense))
+        self.targets[key] = Target(tensor, key, dense)
+        return True
 
     def _take_placed(self, place: PlacedTensor, first: str) -> bool:
         """Pair a tensor, known as `first`, with one of the stored tensors that belong there. The first one fills it."""
@@ -380,10 +397,9 @@ class Matching:
         conflicts = self._share_memory()
         mismatch, known = self.mismatch, {*self._keys, *self.saved.skipped}
         mismatch.names = frozenset(map(str, names))
-        held = {key: parts for key in known if (parts := _parts_of(key, mismatch.names))}
-        empty = mismatch.names.difference(*held.values())
+        held, empty = _below(sorted(known) if self.saved.skipped else self._keys, mismatch.names)
         mismatch.absent = frozenset(name for key in mismatch.missing for name in _parts_of(key, empty))
-        for key in held.keys() - self._placed - self.saved.skipped:
+        for key in held - self._placed - self.saved.skipped:
             is_stored = key in self.saved.values or self.source_of(key) is not None
             if is_stored and self.includes(key):
                 mismatch.unexpected.add(key)
@@ -394,7 +410,7 @@ class Matching:
             if not any(fits(key, pattern) for key in (*held, *inside)):
                 near = nearest_key(pattern, known)
                 mismatch.unused[pattern] = near if near and _parts_of(near, mismatch.names) else None
-        mismatch.left_out = frozenset(map(_part_of, known - held.keys())) - mismatch.names
+        mismatch.left_out = frozenset(map(_part_of, known - held)) - mismatch.names
         if mismatch.absent or mismatch.unused:
             mismatch.there = frozenset(map(_part_of, known))
         return conflicts
@@ -409,6 +425,25 @@ def _moving(conflict: Conflict) -> PlacedTensor | None:
 def _part_of(key: str) -> str:
     """Return the name of the checkpoint's own part to which a key belongs."""
     return re.split("[.@]", key, maxsplit=1)[0]
+
+
+def _below(keys: Sequence[str], names: Set[str]) -> tuple[set[str], set[str]]:
+    """Return those keys, which are sorted, that belong to the parts of the state with these names, and the names of
+    parts that have none."""
+    known = set(keys)
+    found = known & names
+    rest = known - found
+    if len(rest) < len(names):
+        found.update([key for key in rest if _parts_of(key, names)])
+    else:
+        found.update(*(_below_one(keys, name) for name in names))
+    return found, {name for name in names - known if not _below_one(keys, name)}
+
+
+def _below_one(keys: Sequence[str], key: str) -> Sequence[str]:
+    """Return those keys, which are sorted, that are below a key."""
+    first = bisect_left(keys, f"{key}.")
+    return keys[first : bisect_left(keys, f"{key}/", first)]  # "/" follows "."
 
 
 def _parts_of(key: str, names: Collection[str]) -> list[str]:

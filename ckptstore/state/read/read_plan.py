@@ -11,6 +11,7 @@ import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,8 +21,10 @@ from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import BLOCK_BYTES, Digest
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.runtime.new_memory import HUGE_BYTES, new_memory
+from ckptstore.state.index.part import Tensor
 from ckptstore.state.index.tensor_index import Chunk, TensorIndex
 from ckptstore.state.tensors.boxes import Box, inside, is_range, overlap, runs, span, strides_of, whole
+from ckptstore.state.tensors.dense import Dense, copy_bytes
 from ckptstore.state.tensors.placement import Piece
 from ckptstore.state.tensors.segments import narrowed
 from ckptstore.state.tensors.tensor_memory import address_of, is_plain_memory, view_of
@@ -31,7 +34,7 @@ MAX_SKIP_BYTES = 2 << 20
 """The longest gap between wanted bytes that are read in one range, with the gap."""
 BUFFER_BYTES = 32 << 20
 """The most that one buffer of a read holds."""
-_SCATTERED_BYTES = 16 << 10
+SCATTERED_BYTES = 16 << 10
 """The size below which a copy out of a buffer costs less than one more place to read into."""
 
 
@@ -59,6 +62,80 @@ class Copy(NamedTuple):
         return size_bytes == self.size_bytes and is_plain_memory(self.target)
 
 
+class SmallTensors:
+    """Small dense tensors of the state, in columns, and the stored tensors that fill them whole."""
+
+    def __init__(self) -> None:
+        self.entries: list[Tensor] = []
+        self.addresses: list[int] = []
+        self.sizes_bytes: list[int] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, entry: Tensor, dense: Dense, tensor: torch.Tensor) -> None:
+        """Add a tensor of the state, with the stored one, which has the same dtype and shape."""
+        self.entries.append(entry)
+        self.addresses.append(dense.address)
+        self.sizes_bytes.append(dense.form.size_bytes)
+        self.tensors.append(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallCopies:
+    """Copies of small tensors, in columns, in the order of offsets in the file."""
+
+    offsets: np.ndarray[Any, Any]
+    sizes_bytes: np.ndarray[Any, Any]
+    addresses: np.ndarray[Any, Any]
+    keeps: Sequence[torch.Tensor]
+    """The tensors, kept alive."""
+
+    def __getitem__(self, part: slice) -> SmallCopies:
+        return SmallCopies(self.offsets[part], self.sizes_bytes[part], self.addresses[part], self.keeps)
+
+    def between(self, start: int, stop: int) -> SmallCopies:
+        """Return those that begin in a stretch of the file."""
+        low, high = np.searchsorted(self.offsets, (start, stop)).tolist()
+        return self[low:high]
+
+    @property
+    def stops(self) -> np.ndarray[Any, Any]:
+        """The end of each in the file, or of an earlier one that reaches further."""
+        ends: np.ndarray[Any, Any] = np.maximum.accumulate(self.offsets + self.sizes_bytes)
+        return ends
+
+    def meets(self, start: int, stop: int) -> bool:
+        """Return True if one of them has bytes in a stretch of the file."""
+        before = int(np.searchsorted(self.offsets, stop))
+        return before > 0 and int(self.stops[before - 1]) > start
+
+    def runs(self, begin: int) -> Iterator[Run]:
+        """Yield the copies in runs that share no block of the region that begins at `begin`, unless they are long."""
+        stops = self.stops
+        starts_block = (self.offsets[1:] - begin) // BLOCK_BYTES > (stops[:-1] - 1 - begin) // BLOCK_BYTES
+        starts_length = np.diff((self.offsets - begin) // BUFFER_BYTES) > 0
+        cuts = [0, *(np.flatnonzero(starts_block | starts_length) + 1).tolist(), len(self.offsets)]
+        for low, high in pairwise(cuts):
+            offset = int(self.offsets[low])
+            yield Run(offset, int(stops[high - 1]) - offset, self[low:high])
+
+    def empty(self, offset: int, buffer: memoryview) -> None:
+        """Copy from a buffer with a stretch of the file, which begins at `offset` in it."""
+        if len(self.offsets):
+            if not offset <= int(self.offsets[0]) <= int(self.stops[-1]) <= offset + len(buffer):
+                raise RuntimeError("a buffer has not the bytes of all small tensors that it is for")
+            sources = self.offsets + (_address(buffer) - offset)
+            copy_bytes(self.addresses.tolist(), sources.tolist(), self.sizes_bytes.tolist())
+
+
+class Run(NamedTuple):
+    """Small copies that are read together."""
+
+    offset: int
+    size_bytes: int
+    """The number of bytes from the first to the last one."""
+    copies: SmallCopies
+
+
 @dataclass(slots=True)
 class Step:
     """A stretch of a file that is read into a buffer, and the copies out of it afterwards."""
@@ -71,6 +148,7 @@ class Step:
     """The memory that takes the middle of the stretch directly."""
     direct_offset: int = 0
     copies: list[Copy] = field(default_factory=list)
+    small: SmallCopies | None = None
 
     @property
     def buffer_bytes(self) -> int:
@@ -91,9 +169,9 @@ class Step:
     def scattered_read(self) -> tuple[RangeRead, list[Buffered]]:
         """Return the same read with every copy that can be read straight into its memory, and the buffers of the other
         copies."""
-        if all(copy.size_bytes < _SCATTERED_BYTES for copy in self.copies):
+        if all(copy.size_bytes < SCATTERED_BYTES for copy in self.copies):
             item, buffer = self.range_read()
-            return item, [Buffered(self.offset, buffer, self.copies)]
+            return item, [Buffered(self.offset, buffer, self.copies, self.small)]
         views: list[memoryview] = []
         left: list[Buffered] = []
         start, waiting, waiting_stop = self.offset, list[Copy](), self.offset
@@ -102,12 +180,14 @@ class Step:
             if stop > start:
                 view = _buffer(stop - start)
                 views.append(view)
-                left.append(Buffered(start, view, tuple(waiting)))
+                small = None if self.small is None else self.small.between(start, stop)
+                left.append(Buffered(start, view, tuple(waiting), small))
             waiting.clear()
 
         for copy, following in zip(self.copies, [*self.copies[1:], None], strict=True):
             is_apart = waiting_stop <= copy.offset and (following is None or copy.stop <= following.offset)
-            if is_apart and copy.size_bytes >= _SCATTERED_BYTES and copy.is_whole:
+            is_apart = is_apart and not (self.small is not None and self.small.meets(copy.offset, copy.stop))
+            if is_apart and copy.size_bytes >= SCATTERED_BYTES and copy.is_whole:
                 buffer_until(copy.offset)
                 views.append(view_of(copy.target))
                 start = waiting_stop = copy.stop
@@ -119,7 +199,7 @@ class Step:
 
     def finish(self, buffer: memoryview) -> None:
         """Copy out of the buffer."""
-        Buffered(self.offset, buffer, self.copies).empty()
+        Buffered(self.offset, buffer, self.copies, self.small).empty()
 
 
 class Buffered(NamedTuple):
@@ -129,9 +209,12 @@ class Buffered(NamedTuple):
     """The offset in the file at which the stretch begins."""
     buffer: memoryview
     copies: Sequence[Copy]
+    small: SmallCopies | None = None
 
     def empty(self) -> None:
         """Copy everything to its memory."""
+        if self.small is not None:
+            self.small.empty(self.offset, self.buffer)
         if not self.copies:
             return
         address, last = _address(self.buffer), len(self.buffer)
@@ -173,6 +256,7 @@ class ReadPlan:
         self._checked = checked
         self._steps: list[Step] = []
         self._shared: defaultdict[int, list[Copy]] = defaultdict(list)
+        self._small: dict[int, SmallCopies] = {}
         self._regions = [column.tolist() for column in _region_columns(index)]
 
     def add(self, source: str, pieces: Iterable[Piece], *, rank: int) -> None:
@@ -191,6 +275,23 @@ class ReadPlan:
                     self._add_box(chunk, inside(common, chunk.box), narrowed(piece.tensor, inside(common, piece.box)))
             if volume != piece.box.volume:
                 raise CheckpointDamaged(f"the checkpoint has not all of {source}: a chunk is missing")
+
+    def add_small(self, small: SmallTensors) -> list[tuple[str, torch.Tensor]]:
+        """Fill small tensors whose stored ones all ranks have alike. Called once. Return the keys and tensors of those
+        that are not one chunk in a slab."""
+        if not small.entries:
+            return []
+        is_one, offsets, regions = self._index.whole_chunks(small.entries)
+        sizes, addresses = np.array(small.sizes_bytes, np.int64), np.array(small.addresses, np.int64)
+        taken = np.flatnonzero(is_one & (self._index.regions.size_bytes[regions] != sizes))
+        taken = taken[np.lexsort((offsets[taken], regions[taken]))]
+        cuts = (np.flatnonzero(np.diff(regions[taken])) + 1).tolist()
+        for low, high in pairwise([0, *cuts, len(taken)] if len(taken) else []):
+            at = taken[low:high]
+            self._small[int(regions[at[0]])] = SmallCopies(offsets[at], sizes[at], addresses[at], small.tensors)
+        left = np.ones(len(sizes), bool)
+        left[taken] = False
+        return [(small.entries[index].key, small.tensors[index]) for index in np.flatnonzero(left).tolist()]
 
     def _add_box(self, chunk: Chunk, box: Box, target: torch.Tensor) -> None:
         element_bytes = target.element_size()
@@ -216,9 +317,11 @@ class ReadPlan:
         step.direct, step.direct_offset = view, offset
         self._steps.append(step)
 
-    def _add_buffered(self, region: int, start: int, stop: int, copies: list[Copy]) -> None:
+    def _add_buffered(
+        self, region: int, start: int, stop: int, copies: list[Copy], small: SmallCopies | None = None
+    ) -> None:
         step = self._step(region, start, stop)
-        step.copies = copies
+        step.copies, step.small = copies, small
         self._steps.append(step)
 
     def _step(self, region: int, start: int, stop: int) -> Step:
@@ -237,12 +340,17 @@ class ReadPlan:
 
     def steps(self) -> Iterator[Step]:
         """Yield all steps, in the order of files and offsets."""
-        for region, copies in self._shared.items():
-            copies.sort(key=lambda copy: copy.offset)
-            for group in _groups(copies, self._regions[1][region]):
-                stop = max(copy.offset + copy.size_bytes for copy in group)
-                self._add_buffered(region, group[0].offset, stop, group)
+        for region in self._shared.keys() | self._small.keys():
+            begin, small = self._regions[1][region], self._small.get(region)
+            items = [*self._shared.get(region, ()), *(() if small is None else small.runs(begin))]
+            items.sort(key=lambda item: item.offset)
+            for group in _groups(items, begin):
+                start, stop = group[0].offset, max(item.offset + item.size_bytes for item in group)
+                copies = [item for item in group if isinstance(item, Copy)]
+                runs = [item.copies for item in group if isinstance(item, Run)]
+                self._add_buffered(region, start, stop, copies, _joined(runs))
         self._shared.clear()
+        self._small.clear()
         self._steps.sort(key=lambda step: (step.key, step.offset))
         yield from self._steps
 
@@ -251,12 +359,24 @@ def _region_columns(index: TensorIndex) -> tuple[Any, Any, Any]:
     return index.regions.file, index.regions.offset, index.regions.size_bytes
 
 
-def _groups(copies: Sequence[Copy], begin: int) -> Iterator[list[Copy]]:
+def _joined(runs: Sequence[SmallCopies]) -> SmallCopies | None:
+    """Return the copies of runs that follow each other."""
+    if len(runs) < 2:
+        return runs[0] if runs else None
+    return SmallCopies(
+        np.concatenate([run.offsets for run in runs]),
+        np.concatenate([run.sizes_bytes for run in runs]),
+        np.concatenate([run.addresses for run in runs]),
+        runs[0].keeps,
+    )
+
+
+def _groups(copies: Sequence[Copy | Run], begin: int) -> Iterator[list[Copy | Run]]:
     """Yield the copies of one region that are read together: without a gap worth a new read, and no more than a buffer.
 
     A group ends where a block ends, if possible, so that no block is read twice.
     """
-    group: list[Copy] = []
+    group: list[Copy | Run] = []
     stop = 0
     for copy in copies:
         if group:

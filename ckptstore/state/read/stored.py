@@ -13,10 +13,11 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
-from ckptstore.state.live.matching import Saved, above, fits
+from ckptstore.state.live.matching import Saved, Target, above, fits
 from ckptstore.state.live.values import Decoder, references
-from ckptstore.state.read.read_plan import ReadPlan, RunSteps, Step, run_steps
+from ckptstore.state.read.read_plan import SCATTERED_BYTES, ReadPlan, RunSteps, SmallTensors, Step, run_steps
 from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.dense import dense_of
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, name_of, pieces_of
 from ckptstore.state.tensors.tensor_memory import check_memory, outside_inference
 from ckptstore.transfer import RangeRead
@@ -77,11 +78,13 @@ class StoredState:
         self._ranks = {key: rank for key, rank in own.items() if rank is not None}
         with collector_paused():
             tied, left_out = self.index.aliases, skipped.union(self.index.aliases)
-            tensors = {
-                key: entry
-                for key, lowest in self.index.tensors.items()
-                if key not in left_out and (entry := self._as_taken(lowest)) is not None and not entry.beside_value
-            }
+            tensors = self.index.tensors
+            if left_out or not self.index.is_common:
+                tensors = {
+                    key: entry
+                    for key, lowest in tensors.items()
+                    if key not in left_out and (entry := self._as_taken(lowest)) is not None and not entry.beside_value
+                }
         aliases = {key: first for key, first in tied.items() if key not in skipped}
         return Saved(tensors, self.values(wanted), aliases, skipped)
 
@@ -104,7 +107,7 @@ class StoredState:
         """Return, for each key that differs between ranks, the rank whose value this rank takes, None to leave it
         out."""
         ranks = self.index.value_ranks()
-        for fqn, entry in self.index.tensors.items():
+        for fqn, entry in () if self.index.is_common else self.index.tensors.items():
             if entry.per_rank and not entry.beside_value:
                 ranks[fqn] = self.index.ranks_of(fqn)
         if self.index.world_size == self.world_size:
@@ -192,13 +195,38 @@ class StoredState:
             found[key] = Decoder(fetch, allow_pickle=self.allow_pickle).decode(value, path=key)
         return found
 
-    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]], *, run: RunSteps = run_steps) -> None:
+    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str] | Target], *, run: RunSteps = run_steps) -> None:
         """Read tensors into memory: for each name the tensor to fill, plain or distributed, and the key it is stored
         under. Every block that is read is checked. `run` carries the reads out.
 
         Raises StateMismatch when shape or dtype differ, CheckpointDamaged.
         """
-        self._fill((self._wanted(name, tensor, source) for name, (tensor, source) in targets.items()), run)
+        small, others = self._small(targets)
+        self._fill((self._wanted(name, tensor, source) for name, (tensor, source, *_) in others.items()), run, small)
+
+    def _small(
+        self, targets: Mapping[str, tuple[torch.Tensor, str] | Target]
+    ) -> tuple[SmallTensors, Mapping[str, tuple[torch.Tensor, str] | Target]]:
+        """Return the targets that are planned all together, and the others: large ones, and all that need a look."""
+        small, others = SmallTensors(), dict[str, tuple[torch.Tensor, str] | Target]()
+        if not (self.index.is_whole and self.index.is_common):
+            return small, targets
+        tensors = self.index.tensors
+        for name, target in targets.items():
+            tensor, source, *_ = target
+            dense = target.dense if type(target) is Target else dense_of(tensor)
+            entry = tensors.get(source)
+            if (
+                dense is None
+                or entry is None
+                or dense.form.size_bytes >= SCATTERED_BYTES
+                or entry[1:3] != (dense.form.dtype, dense.form.shape)
+                or not dense.is_held_by(tensor)
+            ):
+                others[name] = target
+            else:
+                small.add(entry, dense, tensor)
+        return small, others
 
     def _wanted(self, name: str, tensor: torch.Tensor, source: str) -> tuple[str, int, list[Piece]]:
         rank = self.source_rank(source)
@@ -233,11 +261,18 @@ class StoredState:
         if lacking:
             self.index = self.more(lacking)
 
-    def _fill(self, wanted: Iterable[tuple[str, int, list[Piece]]], run: RunSteps = run_steps) -> None:
+    def _fill(
+        self,
+        wanted: Iterable[tuple[str, int, list[Piece]]],
+        run: RunSteps = run_steps,
+        small: SmallTensors | None = None,
+    ) -> None:
         with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
-            run(self._steps(wanted), self.read, buffer_bytes=self.buffer_bytes)
+            run(self._steps(wanted, small), self.read, buffer_bytes=self.buffer_bytes)
 
-    def _steps(self, wanted: Iterable[tuple[str, int, list[Piece]]]) -> Iterator[Step]:
+    def _steps(
+        self, wanted: Iterable[tuple[str, int, list[Piece]]], small: SmallTensors | None = None
+    ) -> Iterator[Step]:
         """Yield the steps of a read. All that can fail comes after the first is asked for, where `run` is prepared."""
         # Some classes of tensors cannot be detached in inference mode, in which the reads are.
         with collector_paused(), torch.inference_mode(False):
@@ -245,6 +280,9 @@ class StoredState:
         self._know(pieces_of_all)
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
         with collector_paused(), torch.inference_mode(False):
+            if small is not None:
+                left = plan.add_small(small)
+                pieces_of_all += [(key, self.rank, pieces_of(tensor, key)) for key, tensor in left]
             for source, rank, pieces in pieces_of_all:
                 for piece in pieces:
                     check_memory(piece.tensor, source)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.dense import Dense
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, pieces_of
 
 Pair = tuple[int, int, bool]
@@ -178,6 +179,8 @@ class PlacedTensor(NamedTuple):
     """The parameter or buffer whose memory it is in the end, where `tensor` is a copy of it."""
     may_move: bool = False
     """True if a new tensor may be filled in its place."""
+    dense: Dense | None = None
+    """The memory of `tensor`, where it is dense."""
 
 
 class FilledBox(NamedTuple):
@@ -215,6 +218,8 @@ def conflicts_of(places: Sequence[PlacedTensor]) -> tuple[list[Conflict], list[P
 
     Sort all places, and look closer only at those that share memory.
     """
+    if _share_nothing(places):
+        return [], []
     owners, memory = [], []
     for number, place in enumerate(places):
         for part in local_memory(place.tensor if place.live is None else place.live):
@@ -233,6 +238,25 @@ def conflicts_of(places: Sequence[PlacedTensor]) -> tuple[list[Conflict], list[P
             copied[id(second.place)] += 1
     parts = Counter(id(item.place) for item in held)
     return conflicts, [place for place in places if place.live is None and 0 < parts[id(place)] == copied[id(place)]]
+
+
+def _share_nothing(places: Sequence[PlacedTensor]) -> bool:
+    """Return True if it is plain that no two places have memory in common, as a rule; all of them are looked at
+    together."""
+    starts, stops, others = [], [], list[torch.Tensor]()
+    for place in places:
+        if place.live is None and place.dense is not None:
+            starts.append(place.dense.address)
+            stops.append(place.dense.address + place.dense.form.size_bytes)
+        else:
+            others += local_memory(place.tensor if place.live is None else place.live)
+    for tensor in others:
+        if tensor.is_cpu and tensor.numel() and (address := first_byte(tensor)):
+            starts.append(address)
+            stops.append(address + reach_bytes(tensor))
+    order = np.argsort(np.array(starts, np.int64))
+    is_apart = np.array(stops, np.int64)[order][:-1] <= np.array(starts, np.int64)[order][1:]
+    return bool(is_apart.all()) and not any(True for _ in shared_memory([one for one in others if not one.is_cpu]))
 
 
 def _filled(place: PlacedTensor) -> Iterator[FilledBox]:

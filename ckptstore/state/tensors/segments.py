@@ -12,11 +12,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
 from ckptstore.state.tensors.boxes import Box, boxes_of_range
+from ckptstore.state.tensors.dense import copy_bytes
 from ckptstore.state.tensors.frames import Template
 from ckptstore.state.tensors.tensor_memory import as_bytes, is_plain_memory, view_of
 from ckptstore.transfer.sources import Read
@@ -72,30 +73,84 @@ class Copied:
             done += box.volume
 
 
-@dataclass(slots=True)
-class Slab:
-    """Many small tensors in their frames, joined when they are read."""
+class SlabLayout:
+    """The places of small tensors in a slab. Holds no tensor."""
 
-    templates: Sequence[Template]
-    tensors: Sequence[torch.Tensor]
-    ends: Sequence[int] = field(init=False, repr=False)
-    memory: None = None
-
-    def __post_init__(self) -> None:
-        self.ends = list(accumulate([template.size_bytes for template in self.templates]))
+    def __init__(self, templates: Sequence[Template]) -> None:
+        """Put frames one after another."""
+        self.templates = templates
+        self.ends = list(accumulate([template.size_bytes for template in templates]))
+        starts = [0, *self.ends[:-1]]
+        self.payload_offsets = [start + len(template.header) for start, template in zip(starts, templates, strict=True)]
+        self.payload_sizes = [template.payload_bytes for template in templates]
+        self.payload_bytes = sum(self.payload_sizes)
+        known: dict[tuple[int, int], bytes] = {}
+        self.gaps: list[bytes] = []
+        """The bytes between two payloads: the end of one frame and the beginning of the next."""
+        for before, behind in pairwise(templates):
+            gap = known.get((id(before), id(behind)))
+            if gap is None:
+                gap = known[id(before), id(behind)] = before.trailer + behind.header
+            self.gaps.append(gap)
 
     @property
     def size_bytes(self) -> int:
         return self.ends[-1]
 
+
+@dataclass(slots=True)
+class Slab:
+    """Many small tensors in their frames, joined when they are read."""
+
+    layout: SlabLayout
+    tensors: Sequence[torch.Tensor]
+    addresses: Sequence[int] = ()
+    """The addresses of the tensors, 0 for one that is not dense; empty where they are not known."""
+    memory: None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.layout.size_bytes
+
     def fill(self, offset: int, target: memoryview) -> None:
         """Join the frames that cover the range, and write the range to `target`."""
-        first, last = bisect_right(self.ends, offset), bisect_right(self.ends, offset + len(target) - 1)
+        ends, stop = self.layout.ends, offset + len(target)
+        first, last = bisect_right(ends, offset), bisect_right(ends, stop - 1)
+        low = first if offset == (ends[first - 1] if first else 0) else first + 1
+        high = last + 1 if stop == ends[last] else last
+        if low < high and self.addresses and all(self.addresses[low:high]):
+            start, end = ends[low - 1] if low else 0, ends[high - 1]
+            self._join(offset, start, target[: start - offset])
+            self._copy(low, high, target[start - offset : end - offset])
+            self._join(end, stop, target[end - offset :])
+        else:
+            self._join(offset, stop, target)
+
+    def _copy(self, low: int, high: int, target: memoryview) -> None:
+        """Copy whole frames of dense tensors, without an object for each."""
+        layout, start = self.layout, self.layout.ends[low - 1] if low else 0
+        offsets, sizes, gaps = (
+            layout.payload_offsets[low:high],
+            layout.payload_sizes[low:high],
+            layout.gaps[low : high - 1],
+        )
+        base = _address(target) - start
+        copy_bytes([base + at for at in offsets], self.addresses[low:high], sizes)
+        copy_bytes([base + at + size for at, size in zip(offsets, sizes, strict=True)], gaps, map(len, gaps))
+        header, trailer = layout.templates[low].header, layout.templates[high - 1].trailer
+        target[: len(header)], target[len(target) - len(trailer) :] = header, trailer
+
+    def _join(self, offset: int, stop: int, target: memoryview) -> None:
+        """Write a range of any frames."""
+        if offset == stop:
+            return
+        ends = self.layout.ends
+        first, last = bisect_right(ends, offset), bisect_right(ends, stop - 1)
         payloads = _payloads(self.tensors[first : last + 1])
         parts: list[bytes] = []
-        for template, payload in zip(self.templates[first : last + 1], payloads, strict=True):
+        for template, payload in zip(self.layout.templates[first : last + 1], payloads, strict=True):
             parts += (template.header, payload, template.trailer)
-        start = offset - (self.ends[first - 1] if first else 0)
+        start = offset - (ends[first - 1] if first else 0)
         target[:] = memoryview(b"".join(parts))[start : start + len(target)]
 
 

@@ -22,6 +22,8 @@ from ckptstore.state.write.agree import Agreement, Negotiator, member_of
 from ckptstore.state.write.outlining import Outliner, RankStructures
 from ckptstore.state.write.replicas import is_stored_elsewhere
 
+Made = TypeVar("Made")
+
 
 class Write(NamedTuple):
     """One box of a tensor that this rank writes."""
@@ -53,6 +55,20 @@ class RankPlan:
     spans: tuple[tuple[int, int], ...] = ()
     """The first and last item of each stretch of items in which it writes something that has no rule, or that other
     ranks have too. There may be others in a stretch."""
+    derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Results of `derive`."""
+
+    def derive(self, name: str, made_for: object, make: Callable[[], Made]) -> Made:
+        """Return the last result of `make` under that name, if it was made for an equal object; else call `make`.
+
+        For what follows from the plan, its items and that object alone, for the next save with the same plan. It must
+        hold no tensor.
+        """
+        last = self.derived.get(name)
+        if last is None or last[0] != made_for:
+            last = self.derived[name] = made_for, make()
+        made: Made = last[1]
+        return made
 
 
 @collector_paused()
@@ -279,9 +295,6 @@ def chunks_of(box: Box, element_bytes: int, start: int = 0, stop: int | None = N
     for first in range(start, stop, step):
         found += [within(inner, box) for inner in boxes_of_range(box.sizes, first, min(first + step, stop))]
     return found
-
-
-Made = TypeVar("Made")
 
 
 @dataclass(slots=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ from ckptstore.state.index.part import DTYPES
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.live.values import Encoder
 from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.dense import Dense
 from ckptstore.state.tensors.placement import (
     PLAIN_TYPES,
-    Piece,
     dtype_and_shape,
     is_distributed,
     is_dtensor,
@@ -44,10 +46,12 @@ class Described:
     """The plain values as JSON texts."""
     own: frozenset[str] = frozenset()
     """The keys that were marked as each rank's own."""
+    dense: dict[str, Dense] = field(default_factory=dict)
+    """The memory of the tensors that are dense."""
 
     @property
     def size_bytes(self) -> int:
-        return sum(item.size_bytes for item in self.items if not item.tied_to)
+        return sum([item.size_bytes for item in self.items if not item.tied_to])
 
 
 @collector_paused()
@@ -56,7 +60,7 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
 
     Raises InvalidState, with the key, for anything that cannot be stored.
     """
-    found = Described()
+    found = Described(dense=flat.dense)
     marked = flat.own | {first for key, first in flat.aliases.items() if key in flat.own}  # one memory, one fate
     for key, value in flat.values.items():
         if key in marked and isinstance(value, Wrapped) and value.label.part is not None:
@@ -64,7 +68,7 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
         _take_value(found, flat, key, value, allow_pickle=allow_pickle)
     for key, entry in flat.tensors.items():
         _take_tensor(found, key, entry, compare=compare, is_own=key in marked)
-    by_key = {item.key: item for item in found.items}
+    by_key = {item.key: item for item in found.items} if flat.aliases else {}
     for key, first in flat.aliases.items():
         if first not in by_key:
             raise InvalidState(f"{key} is tied to {first}, which is not in the state")
@@ -75,7 +79,7 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
         found.own = frozenset(item.key for item in found.items if item.key in marked and item.mode in kinds)
     if compare and found.values:
         _fill_value_digests(found)
-    found.items.sort(key=lambda item: item.key)
+    found.items.sort(key=itemgetter(0))
     return found
 
 
@@ -119,21 +123,26 @@ def _unlike_any() -> bytes:
 
 
 def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: bool, is_own: bool) -> None:
-    tensor = entry.tensor
-    if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
-        raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
-    pieces = pieces_of(tensor, key)
-    for piece in pieces:
-        check_memory(piece.tensor, key)
-    torch_dtype, shape = dtype_and_shape(tensor)
-    dtype = dtype_name(torch_dtype, key)
-    boxes = tuple([piece.box for piece in pieces])
-    found.memory[key] = tuple([piece.tensor for piece in pieces])
-    if is_distributed(tensor):
-        if is_own:
-            raise _own_part(key)
-        found.items.append(_distributed(key, tensor, dtype, shape, boxes))
-        return
+    tensor, dense = entry.tensor, found.dense.get(key)
+    if dense is not None and dense.form.dtype in DTYPES:
+        dtype, shape, boxes = dense.form.dtype, dense.form.shape, dense.form.boxes
+        memory: tuple[torch.Tensor, ...] = (tensor.detach() if tensor.requires_grad else tensor,)
+    else:
+        if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
+            raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
+        pieces = pieces_of(tensor, key)
+        for piece in pieces:
+            check_memory(piece.tensor, key)
+        torch_dtype, shape = dtype_and_shape(tensor)
+        dtype = dtype_name(torch_dtype, key)
+        boxes, memory = tuple([piece.box for piece in pieces]), tuple([piece.tensor for piece in pieces])
+        if is_distributed(tensor):
+            if is_own:
+                raise _own_part(key)
+            found.memory[key] = memory
+            found.items.append(_distributed(key, tensor, dtype, shape, boxes))
+            return
+    found.memory[key] = memory
     mode, digest = Mode.LOWEST, b""
     if is_own:
         mode, digest = Mode.COMPARE, _unlike_any() if compare else b""
@@ -141,7 +150,7 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
         mode = Mode.SPLIT
     elif not entry.replicated:
         mode = Mode.COMPARE
-        digest = _digest(pieces, dtype, shape) if compare else b""
+        digest = _digest(memory, dtype, shape) if compare else b""
     found.items.append(Item(key, mode, dtype, shape, boxes, digest=digest))
 
 
@@ -160,10 +169,10 @@ def _distributed(key: str, tensor: Any, dtype: str, shape: tuple[int, ...], boxe
     return Item(key, mode, dtype, shape, boxes, sharers, position, group, layout=layout, member=member)
 
 
-def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:
+def _digest(memory: Sequence[torch.Tensor], dtype: str, shape: tuple[int, ...]) -> bytes:
     digest = fingerprinter(f"{dtype}{shape}".encode())
-    for piece in pieces:
-        digest.update(bytes_of(piece.tensor))
+    for tensor in memory:
+        digest.update(bytes_of(tensor))
     return digest.digest()
 
 

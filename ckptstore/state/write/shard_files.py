@@ -12,8 +12,8 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, NamedTuple
+from itertools import chain, count
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from ckptstore.format.digest import BLOCK_BYTES, DEFAULT, Digest
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import spread_directory
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.part import PartBuilder
+from ckptstore.state.index.part import PartBuilder, PartColumns
 from ckptstore.state.tensors.boxes import Box, inside
 from ckptstore.state.tensors.frames import Template, template
 from ckptstore.state.tensors.placement import PLAIN_TYPES
@@ -32,6 +32,7 @@ from ckptstore.state.tensors.segments import (
     Segment,
     SegmentSource,
     Slab,
+    SlabLayout,
     bits_of,
     narrowed,
     payload_segment,
@@ -59,6 +60,7 @@ _RUN = 4
 _RUNS = 2
 
 _Frame = tuple[str, Box, Template, torch.Tensor]
+_T = TypeVar("_T")
 
 
 class Placed(NamedTuple):
@@ -71,6 +73,20 @@ class Placed(NamedTuple):
     tensor: torch.Tensor
 
 
+class SmallPlaced(Sequence[Placed]):
+    """The small tensors of a slab; each is made when it is looked at."""
+
+    def __init__(self, layout: SlabLayout, keys: Sequence[str], boxes: Sequence[Box], tensors: Sequence[torch.Tensor]):
+        self.layout, self.keys, self.boxes, self.tensors = layout, keys, boxes, tensors
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, number: Any) -> Any:
+        offset, size_bytes = self.layout.payload_offsets[number], self.layout.payload_sizes[number]
+        return Placed(self.keys[number], self.boxes[number], offset, size_bytes, self.tensors[number])
+
+
 @dataclass(slots=True)
 class ShardFile:
     """One file, before it is written."""
@@ -79,6 +95,8 @@ class ShardFile:
     segments: list[Segment] = field(default_factory=list)
     regions: list[tuple[int, int]] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
+    """The large tensors."""
+    small: SmallPlaced | None = None
     slab_bytes: int = 0
     size_bytes: int = 0
 
@@ -86,15 +104,17 @@ class ShardFile:
         self.segments.append(segment)
         self.size_bytes += segment.size_bytes
 
-    def add_slab(self, frames: Sequence[_Frame]) -> None:
-        slab = Slab([made for _, _, made, _ in frames], [tensor for _, _, _, tensor in frames])
-        offset = 0
-        for (key, box, made, tensor), end in zip(frames, slab.ends, strict=True):
-            self.placed.append(Placed(key, box, offset + len(made.header), made.payload_bytes, tensor))
-            offset = end
-        self.slab_bytes = slab.size_bytes
-        self.regions.append((0, slab.size_bytes))
-        self.add(slab)
+    def add_slab(self, small: SmallPlaced, addresses: Sequence[int]) -> None:
+        """Begin the file with small tensors; see `Slab` for the addresses."""
+        self.small = small
+        self.slab_bytes = small.layout.size_bytes
+        self.regions.append((0, self.slab_bytes))
+        self.add(Slab(small.layout, small.tensors, addresses))
+
+    @property
+    def all_placed(self) -> Iterator[Placed]:
+        """All tensors, in their order."""
+        return chain(self.small or (), self.placed)
 
     def add_large(self, key: str, box: Box, made: Template, tensor: torch.Tensor) -> None:
         """Add one tensor, with its payload aligned."""
@@ -142,19 +162,19 @@ class ShardFiles:
         self._digests: dict[Place, str] = {}
         self.kept: list[KeptFile] = []
         """Files of the checkpoint before that are taken over, with those of their chunks that are still current."""
-        frames = list(self._frames())
+        frames = self._frames()
         if incremental:
             self._digests = {(key, box): digest_of(tensor) for key, box, _, tensor in frames}
             self.kept = before.still_good(self._digests, algorithm=algorithm) if before else []
         held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
         frames = [frame for frame in frames if frame[:2] not in held] if held else frames
         shared_bytes = LOCAL_SHARED_FILE_BYTES if striping.on_disk else SHARED_FILE_BYTES
-        size_bytes = sum(made.size_bytes for _, _, made, _ in frames)
+        size_bytes = sum([made.size_bytes for _, _, made, _ in frames])
         self.files = self._new_files(_num_files(size_bytes, striping.num_files, shared_bytes))
         small = [frame for frame in frames if frame[2].payload_bytes < BLOCK_BYTES]
         large = [frame for frame in frames if frame[2].payload_bytes >= BLOCK_BYTES]
         if small:
-            self.files[0].add_slab(small)
+            self.files[0].add_slab(*self._slab(small))
         share = -(-sum(made.size_bytes for _, _, made, _ in large) // max(1, len(self.files)))
         at, filled = 0, 0
         for frame in large:
@@ -170,15 +190,32 @@ class ShardFiles:
         free = (name for name in names if name not in taken)
         return [ShardFile(next(free)) for _ in range(num_files)]
 
-    def _frames(self) -> Iterator[_Frame]:
+    def _frames(self) -> list[_Frame]:
         items, memory = self._described.items, self._described.memory
-        for write in self._plan.writes:
-            item = items[write.item]
-            tensor = memory[item.key][write.held]
-            held = item.boxes[write.held]
-            if write.box != held:
-                tensor = narrowed(tensor, inside(write.box, held))
-            yield item.key, write.box, template(tensor.dtype, write.box.sizes), tensor
+
+        def make() -> list[tuple[str, int, Box, Box | None, Template]]:
+            found = []
+            for number, place, box in self._plan.writes:
+                item = items[number]
+                part = None if box == item.boxes[place] else inside(box, item.boxes[place])
+                found.append((item.key, place, box, part, template(memory[item.key][place].dtype, box.sizes)))
+            return found
+
+        return [
+            (key, box, made, memory[key][place] if part is None else narrowed(memory[key][place], part))
+            for key, place, box, part, made in self._plan.derive("frames", None, make)
+        ]
+
+    def _slab(self, frames: Sequence[_Frame]) -> tuple[SmallPlaced, list[int]]:
+        """Return the small tensors in their places, and their addresses, 0 for those that are not dense."""
+        keys, boxes, templates, tensors = zip(*frames, strict=True)
+        layout = self._plan.derive("slab", templates, lambda: SlabLayout(templates))
+        dense = self._described.dense
+        addresses = [
+            one.address if (one := dense.get(key)) is not None and box is one.form.boxes[0] else 0
+            for key, box in zip(keys, boxes, strict=True)
+        ]
+        return SmallPlaced(layout, keys, boxes, tensors), addresses
 
     def add_frames(self, frames: Mapping[str, bytes]) -> dict[str, tuple[str, int, int]]:
         """Add further bytes behind the tensors of the last file, equal ones once. Return for each name the file, the
@@ -199,15 +236,24 @@ class ShardFiles:
 
     def copy_check(self, *, turn: int, every: bool) -> CopyCheck:
         large: list[tuple[int, Placed]] = []
-        small: list[tuple[int, Placed]] = []
         for number, file in enumerate(self.files):
-            for placed in file.placed:
-                (small if placed.offset < file.slab_bytes else large).append((number, placed))
-        return CopyCheck(large, small, turn=turn, every=every)
+            large += [(number, placed) for placed in file.placed]
+        slab = (self.files[0].small or ()) if self.files else ()  # the first file has it
+        return CopyCheck(large, slab, turn=turn, every=every)
 
     @collector_paused()
     def index_part(self, block_digests: Sequence[Sequence[bytes]]) -> bytes:
         """Return this rank's part of the tensor index, from the digests of each file's regions."""
+        digests = [*chain(*(file.region_digests for file in self.kept), *block_digests)]
+        made_for: list[Any] = [self._algorithm]
+        for file in self.files:
+            made_for += file.name, file.small and file.small.layout, [tuple(one)[:4] for one in file.placed]
+        make = self._part_columns
+        columns = make() if self.kept else self._plan.derive("columns", made_for, make)
+        values = self._values(self._plan.common), self._values(self._plan.own)
+        return columns.encode(b"".join(digests), common=values[0], own=values[1])
+
+    def _part_columns(self) -> PartColumns:
         plan = self._plan
         builder = PartBuilder(self._rank, algorithm=self._algorithm)
         items = {item.key: item for item in self._described.items}
@@ -219,10 +265,8 @@ class ShardFiles:
                 found.append(builder.add_tensor(name, item.dtype, item.shape, plan.flags.get(name, 0)))
             return found
 
-        def add_file(
-            name: str, digests: Sequence[bytes], slab_bytes: int, placed: Iterable[Placed | KeptChunk]
-        ) -> None:
-            builder.add_file(name, digests)
+        def add_file(name: str, slab_bytes: int, placed: Iterable[Placed | KeptChunk]) -> None:
+            builder.add_file(name, ())
             if slab_bytes:
                 builder.add_slab(0, slab_bytes)
             for one in placed:
@@ -230,17 +274,18 @@ class ShardFiles:
                     builder.add_chunk(row, one.offset, one.box)
 
         for kept in self.kept:
-            add_file(kept.receipt.name, kept.region_digests, kept.slab_bytes, kept.chunks)
-        for file, digests in zip(self.files, block_digests, strict=True):
-            add_file(file.name, digests, file.slab_bytes, file.placed)
+            add_file(kept.receipt.name, kept.slab_bytes, kept.chunks)
+        for file in self.files:
+            add_file(file.name, file.slab_bytes, file.all_placed)
         for number in plan.empty:
             add_tensor(self._described.items[number].key)
-        return builder.encode(common=self._values(plan.common), own=self._values(plan.own))
+        return builder.columns()
 
     def told(self, part: bytes) -> RankTold:
         """Return the report that the leader needs for the outline, besides this part of the index."""
         plan, digest = self._plan, Digest.of(part, algorithm=self._algorithm)
         size_bytes = sum(placed.size_bytes for file in self.files for placed in file.placed)
+        size_bytes += sum(file.small.layout.payload_bytes for file in self.files if file.small is not None)
         size_bytes += sum(chunk.size_bytes for kept in self.kept for chunk in kept.chunks)
         return RankTold(size_bytes, len(plan.common), len(plan.own), plan.spans, (len(part), str(digest)))
 
@@ -259,7 +304,7 @@ class ShardFiles:
         regions = iter(stored.block_digests)
         slab_digests = next(regions) if file.slab_bytes else b""
         chunks = []
-        for key, box, offset, size_bytes, _ in file.placed:
+        for key, box, offset, size_bytes, _ in file.all_placed:
             blocks = b"" if offset < file.slab_bytes else next(regions)
             chunks.append(KeptChunk(key, box, offset, size_bytes, self._digests[key, box], blocks))
         receipt = Receipt(file.name, stored.size_bytes, stored.digest, self._rank, attempt=attempt)
@@ -291,23 +336,22 @@ class CopyCheck:
     Elements are picked by index, which takes another way through torch than a copy of a stretch does.
     """
 
-    def __init__(
-        self, large: Sequence[tuple[int, Placed]], small: Sequence[tuple[int, Placed]], *, turn: int, every: bool
-    ) -> None:
-        """Choose the samples among tensors, each with the number of its file. `large` have a payload each, `small` lie
-        in slabs.
+    def __init__(self, large: Sequence[tuple[int, Placed]], small: Sequence[Placed], *, turn: int, every: bool) -> None:
+        """Choose the samples among tensors. `large` have a payload each, and come with the number of their file;
+        `small` lie in the slab of the first one.
 
         With `every` all bytes of all of them are compared. Otherwise a few elements are compared: of at least one
         tensor of each device, dtype and kind of memory, of one more for each 512 MiB, and of some small ones. Each turn
         takes others, so that all are compared in time. That costs about 0.1 ms for each tensor, below 1 % of copying
         512 MiB.
         """
-        self._every = [*large, *small] if every else []
+        self._every = [*large, *((0, placed) for placed in small)] if every else []
         self.samples: list[_Sample] = []
         if not every:
             kinds = {(is_plain_memory(one.tensor), one.tensor.device, one.tensor.dtype): (at, one) for at, one in large}
             num_large = sum(one.size_bytes for _, one in large) // _SAMPLED_BYTES
-            chosen = [*kinds.values(), *_in_turn(large, turn, num_large), *_in_turn(small, turn, _SMALL)]
+            of_slab = [(0, placed) for placed in _in_turn(small, turn, _SMALL)]
+            chosen = [*kinds.values(), *_in_turn(large, turn, num_large), *of_slab]
             numbers = random.Random(turn)
             once = {(file, placed.offset): (file, placed) for file, placed in chosen}
             self.samples = [(*one, *_elements_of(one[1].tensor, numbers)) for one in once.values()]
@@ -320,7 +364,7 @@ class CopyCheck:
             _refuse(placed, _elements(copies[file], placed)[positions], _as_elements(values))
 
 
-def _in_turn(placed: Sequence[tuple[int, Placed]], turn: int, num_chosen: int) -> list[tuple[int, Placed]]:
+def _in_turn(placed: Sequence[_T], turn: int, num_chosen: int) -> list[_T]:
     return [placed[(turn * num_chosen + number) % len(placed)] for number in range(min(num_chosen, len(placed)))]
 
 
