@@ -344,7 +344,11 @@ class Log(LogReader):
         def write() -> None:
             number = record.state.latest
             latest = None if number is None else record if number == record.number else self.records([number])[0]
-            self._storage.write(HINT_KEY, [memoryview(Hint(record, latest).encode())])
+            data = Hint(record, latest).encode()
+            if isinstance(self._storage, Disk):
+                self._storage.overwrite(HINT_KEY, data)
+            else:
+                self._storage.write(HINT_KEY, [memoryview(data)])
 
         self._best_effort(f"writing {HINT_KEY}", write)
 

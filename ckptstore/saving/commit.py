@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -48,7 +49,7 @@ def commit(
     world_size = job.group.world_size if world_size is None else world_size
     manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=world_size)
     data = manifest.encode()
-    write_manifest(job.storage, job.config, attempt, contents, data)
+    _write_with_manifest(job.storage, job.config, attempt, contents, data)
     beat()
 
     def change(newest: Record | None) -> Commit:
@@ -76,7 +77,7 @@ def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: i
     attempt, contents = Attempt.of(manifest.attempt), Contents(manifest.files, manifest.directories)
     check_stored(job.storage, attempt, contents.receipts, beside=[MANIFEST_NAME])
     beat()
-    write_manifest(job.storage, job.config, attempt, contents, data)
+    _write_with_manifest(job.storage, job.config, attempt, contents, data)
     beat()
 
     def change(newest: Record | None) -> Commit | None:
@@ -266,17 +267,51 @@ def write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, cont
     It may still arrive after an error.
     """
     key = attempt.key(MANIFEST_NAME)
-    late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
-    for name in contents.directories:
-        storage.make_directory(attempt.key(name))
+    late = _made_late(storage, attempt, contents)
     if late and config.transfer.durable:
         storage.persist(late)
     if not isinstance(storage, CreatesExclusively):
         storage.write(key, [memoryview(data)])
     elif not _created(storage, storage.create, config, key, data):
-        raise StorageError(f"{key} exists already with other contents", file=key)
+        raise _other_manifest(key)
     if not isinstance(storage, Disk):
         _check_kept(storage, config, key, len(data))
+
+
+def _write_with_manifest(
+    storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, data: bytes
+) -> None:
+    """Do as `write_manifest` does, for an attempt that counts only once a record refers to it.
+
+    On a disk all becomes durable together, with the manifest: that waits once, not once for each.
+    """
+    if not isinstance(storage, Disk):
+        write_manifest(storage, config, attempt, contents, data)
+        return
+    key = attempt.key(MANIFEST_NAME)
+    late = _made_late(storage, attempt, contents)
+    with contextlib.suppress(FileMissing):
+        if storage.read(key) != data:
+            raise _other_manifest(key)
+    retrying(config.retry, f"write {key}", lambda: storage.write(key, [memoryview(data)]))
+    if config.transfer.durable:
+        try:
+            storage.persist([*late, key])
+        except CkptstoreError:
+            with contextlib.suppress(CkptstoreError):
+                storage.delete([key])  # the disk may have lost it, and the next fsync would not say so
+            raise
+
+
+def _made_late(storage: Storage, attempt: Attempt, contents: Contents) -> list[str]:
+    """Make the empty directories of a checkpoint. Return their keys, and those of files that are not durable yet."""
+    for name in contents.directories:
+        storage.make_directory(attempt.key(name))
+    return [attempt.key(name) for name in (*contents.directories, *contents.pending)]
+
+
+def _other_manifest(key: str) -> StorageError:
+    return StorageError(f"{key} exists already with other contents", file=key)
 
 
 def _check_kept(storage: Storage, config: StoreConfig, key: str, size_bytes: int) -> None:

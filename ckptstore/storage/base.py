@@ -172,7 +172,7 @@ class WritesParts(Protocol):
 @runtime_checkable
 class Disk(Protocol):
     """A disk, or a file system that machines share. Its files have paths, are durable once `persist` has returned, and
-    are read-only from the start, for everybody."""
+    are read-only from the start, for everybody, but for those of `overwrite`."""
 
     def local_path(self, key: str) -> Path:
         """Return the path of a key ("" is the root). Creates nothing."""
@@ -200,6 +200,10 @@ class Disk(Protocol):
 
     def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
         """Write the views of each key as `write` does, in less time. After an error any of them may be written."""
+
+    def overwrite(self, key: str, data: bytes) -> None:
+        """Write a file in place: its old bytes are replaced where they lie. For hints alone: readers, and everybody
+        after a crash, may find any mixture of both."""
 
     def useful_threads(self) -> int:
         """Return the most threads that are useful for writing small files; more only wait for each other."""

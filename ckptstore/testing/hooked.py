@@ -205,6 +205,12 @@ class _WrappedDisk(_Wrapped):
         call = _call("write_many", files[0][0] if files else "", size_bytes=size_bytes, num_keys=len(files))
         self.run(call, lambda: self.inner.write_many(files), lambda: self.inner.write_many(_half_of_files(files)))
 
+    def overwrite(self, key: str, data: bytes) -> None:
+        def perform(data: bytes = data) -> None:
+            self.inner.overwrite(key, data)
+
+        self.run(_call("write", key, size_bytes=len(data)), perform, lambda: perform(data[: len(data) // 2]))
+
     def useful_threads(self) -> int:
         return int(self.inner.useful_threads())
 

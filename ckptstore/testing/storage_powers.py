@@ -189,6 +189,16 @@ class PowersContract:
         storage.persist([*files])
         assert {key: storage.read(key) for key in files} == files
 
+    def test_overwrite(self, storage: Any) -> None:
+        _need(storage, base.Disk)
+        for data in (b"first", b"second, and longer", b"3rd", b""):
+            storage.overwrite("hints/hint", data)
+            assert storage.read("hints/hint") == data
+        storage.write("before", [memoryview(b"read-only")])
+        storage.overwrite("before", b"new")
+        assert self.raw_read("before") == b"new"
+        assert {file.key for file in storage.list("")} == {"hints/hint", "before"}
+
     def test_persist(self, storage: Any) -> None:
         _need(storage, base.Disk)
         keys = [f"deep/er/{index}" for index in range(20)] + ["top"]

@@ -84,6 +84,9 @@ class Disk(OnlyTheVerbs):
         for key, views in files:
             self.inner.write(key, views)
 
+    def overwrite(self, key: str, data: bytes) -> None:
+        self.inner.write(key, [memoryview(data)])
+
     def useful_threads(self) -> int:
         return 3
 

@@ -6,10 +6,14 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import ckptstore
 from ckptstore.errors import StorageError
+from ckptstore.log.reader import Hint
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local import LocalStorage
 
@@ -150,3 +154,65 @@ def test_a_file_system_that_cannot_flush_directories_is_usable(
     monkeypatch.setattr(os, "fsync", invalid)
     with pytest.raises(StorageError):
         storage.persist(["a/file"])
+
+
+def test_a_record_has_its_name_once_all_that_it_stands_for_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    with ckptstore.open_store(root, group="solo") as store:
+        store.save(1, {"w": torch.ones(3), "large": torch.ones(MIB)})
+        flushed: list[str] = []
+        before: dict[str, list[str]] = {}
+        real_fsync, real_link, real_rename = os.fsync, os.link, os.rename
+
+        def fsync(descriptor: int) -> None:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            real_fsync(descriptor)
+            flushed.append(path)
+
+        def link(source: str, target: str, **more: Any) -> None:
+            before[str(target)] = [str(source), *flushed]
+            real_link(source, target, **more)
+
+        def rename(source: str, target: str) -> None:
+            before[str(target)] = [*flushed]
+            real_rename(source, target)
+
+        for name, function in (("fsync", fsync), ("link", link), ("rename", rename)):
+            monkeypatch.setattr(os, name, function)
+        saved = store.save(2, {"w": torch.ones(3), "large": torch.ones(MIB)})
+    (record,) = before  # nothing else is given a name or waits for one, not the hint either
+    source, *done = before[record]
+    directory = Path(saved.uri)
+    assert Path(record).parent == root / "log"
+    assert {str(path) for path in directory.iterdir()} <= set(done)
+    assert {source, str(directory), str(directory.parent)} <= set(done)
+    assert flushed[-1] == str(root / "log")
+    assert Hint.decode((root / "latest.json").read_bytes()).newest.number == int(Path(record).stem)
+
+
+def test_a_hint_that_shrinks_leaves_nothing_of_the_old_one(storage: LocalStorage, tmp_path: Path) -> None:
+    storage.write("latest.json", views(b"a long one"))  # by a version that made it read-only
+    storage.overwrite("latest.json", b"short")
+    assert (tmp_path / "root" / "latest.json").read_bytes() == b"short"
+
+
+def test_a_manifest_that_the_disk_may_have_lost_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ckptstore.open_store(tmp_path / "root", group="solo") as store:
+        store.save(1, {"w": torch.ones(3)})
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            if os.readlink(f"/proc/self/fd/{descriptor}").endswith("/ckptstore.json"):
+                raise OSError(errno.EIO, "Input/output error")
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(StorageError, match="Making durable"):
+            store.save(2, {"w": torch.ones(3)})
+        monkeypatch.setattr(os, "fsync", real)
+        assert [checkpoint.step for checkpoint in store] == [1]
+        assert len([*(tmp_path / "root").glob("checkpoints/*/ckptstore.json")]) == 1

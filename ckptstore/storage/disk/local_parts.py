@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptstore.errors import StorageError
 from ckptstore.format.digest import Digest
+from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.disk import posix
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ _WRITE_BACK_BYTES = 8 << 20
 """The bytes that are written before the disk is made to begin with them."""
 _SMALL_BYTES = 1 << 20
 """The size up to which a file is written at once, and needs no room beforehand."""
+_FLUSHES_AT_ONCE = 8
 READ_ONLY = 0o444
 """The mode of files that are never changed in place; their creator can still write through its descriptor."""
 WRITABLE = 0o666
@@ -155,8 +157,13 @@ def flush_files(paths: Sequence[str]) -> None:
     """Call fsync for files. Raises OSError."""
     if len(paths) >= _MANY_FILES:
         paths = _left_by_filesystem_flush(paths)
-    for path in paths:
-        posix.flush(path)
+    flush_all(posix.flush, paths)
+
+
+def flush_all(flush: Callable[[str], object], paths: Sequence[str]) -> None:
+    """Call a function that flushes for each path, for several at once. Raises OSError."""
+    # One after another, each may wait for a commit of the file system's journal; together they share one.
+    mapped(flush, paths, num_threads=_FLUSHES_AT_ONCE, name="ckptstore-flush")
 
 
 def _left_by_filesystem_flush(paths: Sequence[str]) -> Sequence[str]:
@@ -170,8 +177,7 @@ def make_durable(paths: Sequence[str]) -> None:
     """Call fsync for files and the directories that hold them. Raises StorageError."""
     try:
         flush_files(paths)
-        for directory in _parents(paths):
-            posix.flush_directory(directory or "/")
+        flush_all(posix.flush_directory, [directory or "/" for directory in _parents(paths)])
     except OSError as error:
         place = os.path.commonpath(paths)
         raise posix.translate(error, what=f"Making {place} durable", file=place, directory=place) from error

@@ -311,6 +311,9 @@ class _Disk(_Plain):
         for key, views in files:
             self.write(key, views)
 
+    def overwrite(self, key: str, data: bytes) -> None:
+        self.write(key, [memoryview(data)])
+
     def useful_threads(self) -> int:
         return 2
 
