@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -21,6 +20,7 @@ from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.retention import Candidate, decide
 from ckptstore.runtime.beat import beat
+from ckptstore.runtime.parallel import mapped
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
 from ckptstore.storage.base import CreatesExclusively, Disk, Storage
@@ -49,7 +49,7 @@ def commit(
     world_size = job.group.world_size if world_size is None else world_size
     manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=world_size)
     data = manifest.encode()
-    _write_with_manifest(job.storage, job.config, attempt, contents, data)
+    write_manifest(job.storage, job.config, attempt, contents, data, counts=False)
     beat()
 
     def change(newest: Record | None) -> Commit:
@@ -77,7 +77,7 @@ def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: i
     attempt, contents = Attempt.of(manifest.attempt), Contents(manifest.files, manifest.directories)
     check_stored(job.storage, attempt, contents.receipts, beside=[MANIFEST_NAME])
     beat()
-    _write_with_manifest(job.storage, job.config, attempt, contents, data)
+    write_manifest(job.storage, job.config, attempt, contents, data, counts=False)
     beat()
 
     def change(newest: Record | None) -> Commit | None:
@@ -261,57 +261,33 @@ def _created(
     return retrying(config.retry, f"create {key}", lambda: create(key, data) or has_bytes(storage, key, data))
 
 
-def write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, data: bytes) -> None:
+def write_manifest(
+    storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, data: bytes, *, counts: bool = True
+) -> None:
     """Persist everything that must be durable with the manifest, then write the manifest.
 
-    It may still arrive after an error.
+    It may still arrive after an error. With `counts` False the attempt counts only once a record refers to it: a disk
+    does both at once then, so that they wait for one commit of its journal.
     """
     key = attempt.key(MANIFEST_NAME)
-    late = _made_late(storage, attempt, contents)
-    if late and config.transfer.durable:
-        storage.persist(late)
-    if not isinstance(storage, CreatesExclusively):
-        storage.write(key, [memoryview(data)])
-    elif not _created(storage, storage.create, config, key, data):
-        raise _other_manifest(key)
-    if not isinstance(storage, Disk):
-        _check_kept(storage, config, key, len(data))
-
-
-def _write_with_manifest(
-    storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, data: bytes
-) -> None:
-    """Do as `write_manifest` does, for an attempt that counts only once a record refers to it.
-
-    On a disk all becomes durable together, with the manifest: that waits once, not once for each.
-    """
-    if not isinstance(storage, Disk):
-        write_manifest(storage, config, attempt, contents, data)
-        return
-    key = attempt.key(MANIFEST_NAME)
-    late = _made_late(storage, attempt, contents)
-    with contextlib.suppress(FileMissing):
-        if storage.read(key) != data:
-            raise _other_manifest(key)
-    retrying(config.retry, f"write {key}", lambda: storage.write(key, [memoryview(data)]))
-    if config.transfer.durable:
-        try:
-            storage.persist([*late, key])
-        except CkptstoreError:
-            with contextlib.suppress(CkptstoreError):
-                storage.delete([key])  # the disk may have lost it, and the next fsync would not say so
-            raise
-
-
-def _made_late(storage: Storage, attempt: Attempt, contents: Contents) -> list[str]:
-    """Make the empty directories of a checkpoint. Return their keys, and those of files that are not durable yet."""
+    late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
     for name in contents.directories:
         storage.make_directory(attempt.key(name))
-    return [attempt.key(name) for name in (*contents.directories, *contents.pending)]
 
+    def persist() -> None:
+        if late and config.transfer.durable:
+            storage.persist(late)
 
-def _other_manifest(key: str) -> StorageError:
-    return StorageError(f"{key} exists already with other contents", file=key)
+    def write() -> None:
+        if not isinstance(storage, CreatesExclusively):
+            storage.write(key, [memoryview(data)])
+        elif not _created(storage, storage.create, config, key, data):
+            raise StorageError(f"{key} exists already with other contents", file=key)
+
+    num_threads = 2 if isinstance(storage, Disk) and not counts else 1
+    mapped(lambda step: step(), [persist, write], num_threads=num_threads, name="ckptstore-manifest")
+    if not isinstance(storage, Disk):
+        _check_kept(storage, config, key, len(data))
 
 
 def _check_kept(storage: Storage, config: StoreConfig, key: str, size_bytes: int) -> None:

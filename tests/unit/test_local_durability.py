@@ -182,12 +182,13 @@ def test_a_record_has_its_name_once_all_that_it_stands_for_is_durable(
         for name, function in (("fsync", fsync), ("link", link), ("rename", rename)):
             monkeypatch.setattr(os, name, function)
         saved = store.save(2, {"w": torch.ones(3), "large": torch.ones(MIB)})
-    (record,) = before  # nothing else is given a name or waits for one, not the hint either
+    manifest, record = before  # nothing else is given a name or waits for one, not the hint either
     source, *done = before[record]
     directory = Path(saved.uri)
-    assert Path(record).parent == root / "log"
-    assert {str(path) for path in directory.iterdir()} <= set(done)
-    assert {source, str(directory), str(directory.parent)} <= set(done)
+    assert (Path(manifest).parent, Path(record).parent) == (directory, root / "log")
+    written = {str(path) for path in directory.iterdir()} - {manifest}
+    assert written | {before[manifest][0], source, str(directory), str(directory.parent)} <= set(done)
+    assert done.index(before[manifest][0]) < len(done) - 1 - done[::-1].index(str(directory)), "its name is durable too"
     assert flushed[-1] == str(root / "log")
     assert Hint.decode((root / "latest.json").read_bytes()).newest.number == int(Path(record).stem)
 
@@ -196,23 +197,3 @@ def test_a_hint_that_shrinks_leaves_nothing_of_the_old_one(storage: LocalStorage
     storage.write("latest.json", views(b"a long one"))  # by a version that made it read-only
     storage.overwrite("latest.json", b"short")
     assert (tmp_path / "root" / "latest.json").read_bytes() == b"short"
-
-
-def test_a_manifest_that_the_disk_may_have_lost_is_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ckptstore.open_store(tmp_path / "root", group="solo") as store:
-        store.save(1, {"w": torch.ones(3)})
-        real = os.fsync
-
-        def fsync(descriptor: int) -> None:
-            if os.readlink(f"/proc/self/fd/{descriptor}").endswith("/ckptstore.json"):
-                raise OSError(errno.EIO, "Input/output error")
-            real(descriptor)
-
-        monkeypatch.setattr(os, "fsync", fsync)
-        with pytest.raises(StorageError, match="Making durable"):
-            store.save(2, {"w": torch.ones(3)})
-        monkeypatch.setattr(os, "fsync", real)
-        assert [checkpoint.step for checkpoint in store] == [1]
-        assert len([*(tmp_path / "root").glob("checkpoints/*/ckptstore.json")]) == 1
