@@ -193,7 +193,8 @@ class StatePlan:
     @cached_property
     def launched(self) -> LaunchedWork:
         """The work that the devices have to finish before the bytes of the state are final."""
-        return LaunchedWork({tensor.device for boxes in self.looked.found.memory.values() for tensor in boxes})
+        memory, dense = self.looked.found.memory, self.looked.found.dense  # which is in the host
+        return LaunchedWork({tensor.device for key in memory.keys() - dense.keys() for tensor in memory[key]})
 
     @cached_property
     def _rank_plan(self) -> RankPlan:

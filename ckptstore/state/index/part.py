@@ -25,6 +25,7 @@ from ckptstore.format.digest import ALGORITHMS, BLOCK_BYTES, DEFAULT, Algorithm,
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.layout import check_name
 from ckptstore.state.tensors.boxes import Box, Sizes
+from ckptstore.state.tensors.layouts import distinct
 
 if TYPE_CHECKING:
     import torch
@@ -399,7 +400,7 @@ def _volumes(numbers: Any, ndim: Any, shape_at: Any, chunk_tensor: Any, chunk_bo
     """Return the number of elements of each chunk; raise ValueError when a box leaves its tensor."""
     volumes = np.ones(len(chunk_tensor), np.int64)
     chunk_ndim = ndim[chunk_tensor]
-    for dims in np.unique(ndim):
+    for dims in distinct(ndim):
         place = np.arange(2 * int(dims))
         shapes = numbers[shape_at[ndim == dims].astype(np.int64)[:, None] + place].astype(np.int64)
         here = chunk_ndim == dims
@@ -438,7 +439,7 @@ def _regions(
 def _region_of_chunks(regions: Regions, chunk_file: Any, chunk_offset: Any, chunk_bytes: Any) -> Any:
     """Return the region of each chunk: the last one that begins at or before it."""
     found = np.full(len(chunk_file), -1, np.int64)
-    numbers = np.unique(chunk_file)
+    numbers = distinct(chunk_file)
     lows, highs = np.searchsorted(regions.file, numbers), np.searchsorted(regions.file, numbers, "right")
     for number, low, high in zip(numbers, lows, highs, strict=True):
         here = chunk_file == number

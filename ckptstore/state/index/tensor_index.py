@@ -21,6 +21,7 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.outline import Outline
 from ckptstore.state.index.part import DTYPE_NAMES, PER_RANK, Part, Regions, Tensor
 from ckptstore.state.tensors.boxes import Box, Sizes, overlap, whole
+from ckptstore.state.tensors.layouts import distinct
 
 _LISTED_CHUNKS = 200_000
 """An index of more chunks stays in columns, to save memory."""
@@ -412,7 +413,7 @@ def _joined(columns: list[Any]) -> np.ndarray[Any, Any]:
 def _shapes(part: Part) -> bytes:
     """Return the shapes of all tensors of a part, for comparing."""
     found = []
-    for dims in np.unique(part.ndim):
+    for dims in distinct(part.ndim):
         at = part.shape_at[part.ndim == dims].astype(np.int64)
         found.append(part.numbers[at[:, None] + np.arange(2 * int(dims))].astype(np.int64).tobytes())
     return b"".join([part.ndim.tobytes(), *found])

@@ -208,7 +208,7 @@ def _runs(size: int, cutters: tuple[tuple[int, int], ...]) -> tuple[_Array, _Arr
         ends = np.cumsum(stop - start)
         run_starts = ends - (stop - start)
         chunk_starts = _chunk_starts(place, ends, num_places, shares, split_factor)
-        firsts = np.unique(np.concatenate([run_starts, chunk_starts[chunk_starts < size]]))
+        firsts = distinct(np.concatenate([run_starts, chunk_starts[chunk_starts < size]]))
         lasts = np.append(firsts[1:], size)[: len(firsts)]
         chunk = np.searchsorted(chunk_starts, firsts, side="right") - 1  # of equal starts only the last has elements
         run = np.searchsorted(run_starts, firsts, side="right") - 1
@@ -238,3 +238,9 @@ def _number(value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value < high:
         raise ValueError(f"{str(value)[:40]} is not a number from {low} to {high - 1}")
     return value
+
+
+def distinct(numbers: Any) -> np.ndarray[Any, Any]:
+    """Return the different ones of some numbers, in ascending order."""
+    found: np.ndarray[Any, Any] = np.unique(numbers, return_counts=True)[0]  # else numpy imports its masked arrays
+    return found

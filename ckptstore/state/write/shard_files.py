@@ -26,6 +26,7 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.part import PartBuilder, PartColumns
 from ckptstore.state.tensors.boxes import Box, inside
 from ckptstore.state.tensors.frames import Template, template
+from ckptstore.state.tensors.layouts import distinct
 from ckptstore.state.tensors.placement import PLAIN_TYPES
 from ckptstore.state.tensors.segments import (
     Bytes,
@@ -371,7 +372,7 @@ def _in_turn(placed: Sequence[_T], turn: int, num_chosen: int) -> list[_T]:
 def _elements_of(tensor: torch.Tensor, numbers: random.Random) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
     tensor, last = _plain(tensor), tensor.numel()
     starts = [0, max(0, last - _RUN), *(numbers.randrange(last) for _ in range(_RUNS))]
-    positions = np.unique([at for start in starts for at in range(start, min(start + _RUN, last))])
+    positions = distinct([at for start in starts for at in range(start, min(start + _RUN, last))])
     if tensor.dim() == 0:
         return positions, tensor.reshape(1)
     places = np.unravel_index(positions, tuple(tensor.shape))
