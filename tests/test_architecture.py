@@ -76,6 +76,7 @@ IMPORTERS: dict[str, set[str]] = {
     "botocore": {"storage.cloud.aws", "storage.cloud.aws_settings", "storage.cloud.chains"},
     "certifi": {"storage.cloud.routes"},
     "click": {"tools.cli"},
+    "cryptography": {"testing.s3.certificates"},
     "fastsafetensors": {"tools.bench"},
     "filelock": {"runtime.file_locks"},
     "fsspec": {"tools.bench", "storage.fsspec"},
@@ -129,7 +130,7 @@ BEHIND_OTHERS = {
         *("fastsafetensors", "jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors"),
     },
     "a search for it first": {"certifi", "uvloop"},
-    "errors that name the package, for no extra brings it": {"pandas"},
+    "errors that name the package, for no extra brings it": {"cryptography", "pandas"},
     "Axolotl, which loads the plugin": {"accelerate", "axolotl", "pydantic"},
 }
 """Optional packages that are reached only where another one of the same extra, or they themselves, were found."""

@@ -7,8 +7,11 @@
 or, in a process of its own: `python -m ckptstore.testing.s3_server --port 0`, which prints its endpoint.
 
 It speaks the part of S3 that checkpoint stores use (`ckptstore.testing.s3.service` lists it), checks the digests of
-bodies, and keeps a log of its requests. It serves on one thread, over plain HTTP, to anybody who can reach the address:
-it is for 127.0.0.1. Its contents are lost when it ends.
+bodies, and keeps a log of its requests. It serves on one thread, with TLS or without, to everybody on this machine: it
+listens at 127.0.0.1. Its contents are lost when it ends.
+
+With TLS, the thread spends about 1 s of processor time for a GiB each way, most of it in OpenSSL. A client that spends
+less has to wait for it, so compare clients by their own processor time as well.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import asyncio
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from ckptstore.testing.s3.certificates import make_certificates, serving
 from ckptstore.testing.s3.connection import ClientConnection
 from ckptstore.testing.s3.control import stats
 from ckptstore.testing.s3.link import Link
@@ -30,6 +35,7 @@ from ckptstore.testing.s3.shared import Shared
 
 __all__ = ["Fault", "Faults", "Link", "LoggedRequest", "S3Server", "StoredObject", "s3_server"]
 
+_HOST = "127.0.0.1"
 _START_SECONDS = 30.0
 
 
@@ -39,13 +45,13 @@ class S3Server:
     `verify` compares bodies with their digests (0.05 s/GiB for a CRC, 1 s/GiB and more for a signed payload).
     `keep_bodies=False` keeps only sizes of larger objects, which then read as zeros, and answers at the speed of the
     socket. `md5_etags` makes an ETag the MD5 of the body, as real S3 does (1.4 s/GiB). `access_keys` are the access
-    keys let in, None for all; signatures are not checked. `min_part_bytes` defaults to the 5 MiB of S3.
+    keys let in, None for all; signatures are not checked. `min_part_bytes` defaults to the 5 MiB of S3. With
+    `authority`, a path that `make_certificates` has returned, it speaks TLS, and its clients have to trust that file.
     """
 
     def __init__(
         self,
         *,
-        host: str = "127.0.0.1",
         port: int = 0,
         buckets: Iterable[str] = (),
         verify: bool = True,
@@ -53,6 +59,7 @@ class S3Server:
         md5_etags: bool = False,
         access_keys: Iterable[str] | None = None,
         min_part_bytes: int | None = None,
+        authority: Path | None = None,
     ) -> None:
         keys = None if access_keys is None else frozenset(access_keys)
         service = Service(Objects(), access_keys=keys, min_part_bytes=min_part_bytes)
@@ -67,7 +74,7 @@ class S3Server:
         )
         for name in buckets:
             service.objects.buckets[name] = {}
-        self._host, self._port = host, port
+        self._port, self._authority = port, authority
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._listening = threading.Event()
@@ -76,16 +83,17 @@ class S3Server:
     @property
     def endpoint_url(self) -> str:
         """The URL of the server."""
-        return f"http://{self._host}:{self._port}"
+        return f"{'http' if self._authority is None else 'https'}://{_HOST}:{self._port}"
 
     @property
     def storage_options(self) -> dict[str, Any]:
         """The options of a client for it."""
+        trusted = {} if self._authority is None else {"verify": str(self._authority)}
         return {
             "key": "test",
             "secret": "testsecret",
             "endpoint_url": self.endpoint_url,
-            "client_kwargs": {"region_name": "us-east-1"},
+            "client_kwargs": {"region_name": "us-east-1", **trusted},
         }
 
     @property
@@ -160,7 +168,11 @@ class S3Server:
         loop = self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         server = await loop.create_server(
-            lambda: ClientConnection(self._shared, loop), self._host, self._port, backlog=1024
+            lambda: ClientConnection(self._shared, loop),
+            _HOST,
+            self._port,
+            backlog=1024,
+            ssl=None if self._authority is None else serving(self._authority),
         )
         self._port = server.sockets[0].getsockname()[1]
         self._listening.set()
@@ -200,7 +212,6 @@ def s3_server(**options: Any) -> Iterator[S3Server]:
 def main(arguments: list[str] | None = None) -> None:
     """Serve until interrupted; the first line of output is the endpoint."""
     parser = argparse.ArgumentParser(description="An S3 server in memory, with faults on demand")
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--bucket", action="append", default=[], dest="buckets", help="create it at the start")
     parser.add_argument("--md5-etags", action="store_true", help="ETags as real S3 has them; costs 1.4 s/GiB")
@@ -208,11 +219,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-bodies", action="store_false", dest="keep_bodies", help="keep only sizes")
     parser.add_argument("--access-key", action="append", default=None, dest="access_keys", help="let in only these")
     parser.add_argument("--min-part-bytes", type=int, default=None)
+    parser.add_argument("--tls", type=Path, metavar="DIR", help="with a certificate; clients trust DIR/authority.pem")
     parser.add_argument("--bytes-per-second", type=float, default=None, help="each way, of all connections together")
     parser.add_argument("--latency-seconds", type=float, default=0.0, help="what each request waits for")
     options = vars(parser.parse_args(arguments))
     link = Link(bytes_per_second=options.pop("bytes_per_second"), latency_seconds=options.pop("latency_seconds"))
-    server = S3Server(**options)
+    directory = options.pop("tls")
+    server = S3Server(**options, authority=None if directory is None else make_certificates(directory))
     server.link = link
     server.start()
     print(server.endpoint_url, flush=True)

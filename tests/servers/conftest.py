@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from loopback import free_port
-from tls_front import make_certificates
 
+from ckptstore.testing.s3.certificates import make_certificates
 from ckptstore.testing.s3_server import S3Server, s3_server
 
 SERVERS = Path(__file__).resolve().parents[2] / ".servers"
@@ -60,8 +60,8 @@ def two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
 def _own_server_forgets(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests store gigabytes in all; none of them reads what another one wrote, or meets a fault of another one."""
     yield
-    if "fast_s3" in request.fixturenames:
-        server = request.getfixturevalue("fast_s3")
+    for name in {"fast_s3", "tls_s3"} & {*request.fixturenames}:
+        server = request.getfixturevalue(name)
         server.faults.clear()
         server.empty()
 
@@ -83,8 +83,15 @@ def fast_s3() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `tls_front.behind_tls` serves with, and who trusts it trusts that."""
+    """What a server with TLS has beside it: who trusts this file trusts the server."""
     return make_certificates(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="session")
+def tls_s3(certificate: Path) -> Iterator[S3Server]:
+    """The same server with TLS."""
+    with s3_server(buckets=["test"], authority=certificate) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 Known: buckets, PUT (conditional, copy), GET and HEAD (ranges, conditions), DELETE (conditional, in batches), multipart
 uploads (parts, copied parts, listing, conditional completion, abort), ListObjects in both versions, checksums. Not
-known: signatures (only the access key is checked), versions, access rules, TLS; multipart listings have one page.
+known: signatures (only the access key is checked), versions, access rules; multipart listings have one page.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from ckptstore.errors import InvalidInput, StorageFull
 from ckptstore.storage.disk import posix
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.uri import parse_uri
-from ckptstore.tools.bench.figures.report import S3_SINK, S3_TEST
+from ckptstore.tools.bench.figures.report import S3_SERVERS, S3_TEST, S3_TEST_TLS
 
 _BUCKET = "bench"
 _SPARE = 1.1
@@ -36,6 +37,8 @@ class Place:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     endpoint_url: str | None = None
     """Endpoint of the test server, which counts requests."""
+    authority: str | None = None
+    """The file of the certificate that its clients have to trust; None without TLS."""
 
     @property
     def is_local(self) -> bool:
@@ -71,14 +74,15 @@ class Place:
         """Return the number of requests so far, and the bytes sent to and received from the test server."""
         if self.endpoint_url is None:
             return 0, 0, 0
-        with urllib.request.urlopen(f"{self.endpoint_url}/_control/log", timeout=60) as answer:
+        context = ssl.create_default_context(cafile=self.authority) if self.authority else None
+        with urllib.request.urlopen(f"{self.endpoint_url}/_control/log", timeout=60, context=context) as answer:
             log = json.load(answer)
         return len(log), sum(one["received_bytes"] for one in log), sum(one["sent_bytes"] for one in log)
 
 
 def is_disk(to: str | None) -> bool:
     """True if a benchmark to that target writes to a disk of this machine."""
-    return to is None or not (to in (S3_TEST, S3_SINK) or parse_uri(to).scheme)
+    return to is None or not (to in S3_SERVERS or parse_uri(to).scheme)
 
 
 @contextmanager
@@ -94,17 +98,21 @@ def opened_place(
     The latency of each request and the speed of the line are those of a test server.
     """
     name = f"ckptstore-bench-{uuid.uuid4().hex[:12]}"
-    if to in (S3_TEST, S3_SINK):
+    if to in S3_SERVERS:
         line = ["--latency-seconds", str(latency_seconds)]
         line += [] if bytes_per_second is None else ["--bytes-per-second", str(bytes_per_second)]
-        with _test_server(*line, keeps_bodies=to == S3_TEST) as endpoint_url:
-            options = {
-                "key": "test",
-                "secret": "testsecret",
-                "endpoint_url": endpoint_url,
-                "client_kwargs": {"region_name": "us-east-1"},
-            }
-            yield Place(uri=f"s3://{_BUCKET}/{name}", storage_options=options, endpoint_url=endpoint_url)
+        with tempfile.TemporaryDirectory(prefix="ckptstore-bench-tls-") as directory:
+            authority = str(Path(directory, "authority.pem")) if to.endswith("-tls") else None
+            line += [] if authority is None else ["--tls", directory]
+            with _test_server(*line, keeps_bodies=to in (S3_TEST, S3_TEST_TLS)) as endpoint_url:
+                options = {
+                    "key": "test",
+                    "secret": "testsecret",
+                    "endpoint_url": endpoint_url,
+                    "client_kwargs": {"region_name": "us-east-1", **({"verify": authority} if authority else {})},
+                }
+                uri = f"s3://{_BUCKET}/{name}"
+                yield Place(uri=uri, storage_options=options, endpoint_url=endpoint_url, authority=authority)
         return
     location = parse_uri(tempfile.gettempdir() if to is None else to)
     if location.scheme == "memory":

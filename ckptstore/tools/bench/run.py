@@ -21,8 +21,11 @@ from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place, check_room, is_disk, opened_place
 from ckptstore.tools.bench.figures.report import (
     OURS,
+    S3_SERVERS,
     S3_SINK,
+    S3_SINK_TLS,
     S3_TEST,
+    S3_TEST_TLS,
     Options,
     Report,
     Workload,
@@ -124,9 +127,10 @@ def opened(options: Options, storage_options: Mapping[str, Any]) -> Iterator[tup
 
 def _check(options: Options) -> None:
     """Raise InvalidInput for impossible options, and for options without effect."""
-    unread = sorted({*options.workloads} & {"load", "node-cache"}) if options.to == S3_SINK else []
+    kept = {S3_SINK: S3_TEST, S3_SINK_TLS: S3_TEST_TLS}.get(options.to or "")
+    unread = sorted({*options.workloads} & {"load", "node-cache"}) if kept else []
     if unread:
-        raise InvalidInput(f"{S3_SINK} keeps nothing that {' and '.join(unread)} could read", hint=f"Take {S3_TEST}")
+        raise InvalidInput(f"{options.to} keeps nothing that {' and '.join(unread)} could read", hint=f"Take {kept}")
     if options.pause_seconds and {*options.workloads} == {"ls"}:
         raise InvalidInput("--pause-seconds has no effect on ls, which stores nothing")
     if options.tensor_bytes is not None:
@@ -140,7 +144,7 @@ def _check(options: Options) -> None:
         if "gpu" not in options.workloads:
             raise InvalidInput("--device has no effect here", hint="It is for the workload gpu")
         check_device(options.device)
-    with_line = options.to in (S3_TEST, S3_SINK) or "tier" in options.workloads
+    with_line = options.to in S3_SERVERS or "tier" in options.workloads
     if options.latency_seconds is not None and not with_line and "ranks" not in options.workloads:
         raise InvalidInput(
             "--latency-ms has no effect here: no test server and no simulated rank takes part",
@@ -186,7 +190,10 @@ def in_ranks(task: Task, ranks: int, function: Callable[..., T], *args: Any) -> 
     """Return what a function returns in the process of each rank. Raises RanksFailed."""
     # The test server's credentials, for clients that take them only from the environment.
     names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
-    env = {} if (task.bucket or task.place).endpoint_url is None else names
+    server = task.bucket or task.place
+    env = {} if server.endpoint_url is None else names
+    if server.authority is not None:
+        env |= dict.fromkeys(("AWS_CA_BUNDLE", "SSL_CERT_FILE"), server.authority)
     return run_ranks(ranks, function, *args, timeout_seconds=_TIMEOUT_SECONDS, env=env)
 
 

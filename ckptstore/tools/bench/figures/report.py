@@ -13,6 +13,10 @@ WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks"
 OURS = "ckptstore"
 S3_TEST = "s3-test"
 S3_SINK = "s3-sink"
+S3_TEST_TLS = "s3-test-tls"
+S3_SINK_TLS = "s3-sink-tls"
+S3_SERVERS = (S3_TEST, S3_SINK, S3_TEST_TLS, S3_SINK_TLS)
+"""The places that stand for a server of S3 in memory."""
 
 _OF_THE_SLOWEST = ("blocked_seconds", "total_seconds", "peak_bytes")
 """The figures of a sample that are those of one rank; others are added up."""
@@ -27,7 +31,7 @@ class Options:
 
     workloads: tuple[str, ...]
     to: str | None = None
-    """A URI, "s3-test", "s3-sink", or None for a temporary directory."""
+    """A URI, one of `S3_SERVERS`, or None for a temporary directory."""
     size_bytes: int = 2 * GIB
     """Bytes of the whole state, over all ranks."""
     scale: float | None = None

@@ -36,6 +36,7 @@ def arrow_filesystem(place: Place) -> Any:
         "endpoint_override": endpoint.partition("://")[2] or None,
         "scheme": endpoint.partition("://")[0] or None,
         "region": options.get("client_kwargs", {}).get("region_name"),
+        "tls_ca_file_path": place.authority,
     }
     return fs.S3FileSystem(**{name: value for name, value in chosen.items() if value})
 

@@ -165,6 +165,8 @@ class PlainSockets(Limit):
 
     @classmethod
     def unfit(cls, case: Case) -> str | None:
+        if case.place.authority:
+            return "they have no TLS"
         return None if case.place.endpoint_url else "only the test server takes what nobody signed"
 
     def save(self, place: str) -> Wait | None:

@@ -42,7 +42,7 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
     "--to",
     metavar="PLACE",
     show_default="temporary directory",
-    help="Where to write: a path, a URI, or s3-test or s3-sink (S3 in memory).",
+    help="Where to write: a path, a URI, or S3 in memory: s3-test, s3-sink; with -tls at the end, over HTTPS.",
 )
 @click.option(
     "--size",
