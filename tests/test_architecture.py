@@ -96,7 +96,7 @@ IMPORTERS: dict[str, set[str]] = {
     "pyarrow": {"tools.bench", "integrations.ray"},
     "pytorch_lightning": {"integrations.lightning"},
     "ray": {"tools.bench", "tools.demo", "integrations.ray"},
-    "requests": {"storage.cloud.azure", "storage.cloud.gcs"},
+    "requests": {"storage.cloud.azure", "storage.cloud.gcs", "storage.cloud.wire.adapter"},
     "rich": {"tools.cli.terminal"},
     "s3torchconnector": {"tools.bench"},
     "safetensors": {"tools.bench"},

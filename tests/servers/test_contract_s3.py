@@ -1,8 +1,9 @@
-"""The storage contract on S3, with both engines: the project's own server, and moto's."""
+"""The storage contract on S3, with both engines: the project's own server, with TLS too, and moto's."""
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -36,7 +37,8 @@ class S3Contract(StorageContract):
 
         self.prefix = f"run {next(numbers)}/x"
         names = {"aws_access_key_id": server_options["key"], "aws_secret_access_key": server_options["secret"]}
-        self.raw = boto3.client("s3", endpoint_url=server_options["endpoint_url"], region_name="us-east-1", **names)
+        where = {"endpoint_url": server_options["endpoint_url"], **server_options["client_kwargs"]}
+        self.raw = boto3.client("s3", **where, **names)
         storage = open_storage(f"s3://test/{self.prefix}", storage_options=server_options, engine=self.engine)
         yield storage
         storage.delete([file.key for file in storage.list("") if file.size_bytes > 1 << 20])
@@ -63,6 +65,22 @@ class TestObstoreOnOwnServer(OnOwnServer, S3Contract):
 
 
 class TestSdkOnOwnServer(OnOwnServer, S3Contract):
+    engine = "sdk"
+
+
+@pytest.mark.slow
+class OverTls:
+    @pytest.fixture
+    def server_options(self, tls_s3: S3Server, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # obstore takes no file
+        return tls_s3.storage_options
+
+
+class TestObstoreOverTls(OverTls, S3Contract):
+    engine = "obstore"
+
+
+class TestSdkOverTls(OverTls, S3Contract):
     engine = "sdk"
 
 

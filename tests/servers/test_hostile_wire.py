@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from hostile_front import (
     says_two_lengths,
 )
 from loopback import answering
+from tls_front import behind_tls
 
 import ckptstore
 from ckptstore.errors import (
@@ -123,6 +125,18 @@ def twice(call: Callable[[], Any]) -> Any:
 def test_a_call_is_right_or_fails_in_time(front: tuple[dict[str, Any], Front], engine: str, manner: OnWire) -> None:
     options, place = front
     check_calls(f"s3://test/{os.urandom(4).hex()}", options, place, engine, manner)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "manner", [pytest.param(manner, marks=() if manner is hints_first else pytest.mark.slow) for manner in MANNERS]
+)
+def test_a_call_is_right_or_fails_in_time_over_tls(fast_s3: Any, certificate: Path, manner: OnWire) -> None:
+    with hostile_front(fast_s3.endpoint_url) as (plain_url, place), behind_tls(certificate, plain_url) as url:
+        options = {**fast_s3.storage_options, "endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}}
+        options["client_kwargs"]["verify"] = str(certificate)
+        options["config_kwargs"] = {"read_timeout": 2, "connect_timeout": 2}
+        check_calls(f"s3://test/{os.urandom(4).hex()}", options, place, "sdk", manner)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""S3 through botocore as `aws_settings` makes it: the engine "sdk" on S3, and for the obstore engine the
-parts, and over plain HTTP the large reads.
+"""S3 through botocore as `aws_settings` makes it: the engine "sdk" on S3, and for the obstore engine the parts and the
+large reads.
 
 Requests run on the calling thread, not on s3fs' one event loop. botocore makes and signs all of them, and parses the
-responses. It also sends those that go through TLS or a proxy; plain HTTP goes through `plain_http`.
+responses; `wire` sends them. botocore itself sends only what goes to a proxy by TLS, or by an option about proxies.
 
 The body of an upload carries a checksum, which the server checks, and is not signed as well (SHA-256 would cost more
 than the transfer); without that checksum it is signed over plain HTTP.
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 import http.client
+import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
 from ckptstore.format.digest import Digest
@@ -34,7 +36,8 @@ from ckptstore.storage.cloud.bodies import (
     total_bytes,
 )
 from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
-from ckptstore.storage.cloud.plain_http import HttpAnswer, PlainHttp
+from ckptstore.storage.cloud.wire.http_client import HttpAnswer, HttpClient
+from ckptstore.storage.cloud.wire.line import trusting
 from ckptstore.storage.uri import Location
 
 _DELETE_KEYS = 1000
@@ -52,7 +55,7 @@ class S3Files(CloudFiles):
     def __init__(self, location: Location, settings: AwsSettings, opened_as: OpenedAs) -> None:
         super().__init__(location, settings, opened_as)
         self._maybe_begun: set[str] = set()
-        self._plain: PlainHttp | None = None
+        self._http: HttpClient | None = None
         self.sends_checksum = settings.sends_checksum
         self.put_options: dict[str, Any] = dict(settings.options.get("s3_additional_kwargs") or {})
         """Further parameters of requests that make an object, such as its encryption."""
@@ -224,24 +227,24 @@ class S3Files(CloudFiles):
         super().close()
         if self.is_here:
             with self._lock:
-                plain, self._plain = self._plain, None
-            if plain is not None:
-                plain.close()
+                http_client, self._http = self._http, None
+            if http_client is not None:
+                http_client.close()
 
     def _connect(self) -> Any:
         client = self._settings.client()
-        if self._plain is None:
-            self._plain = _plain_http(client.meta)
-        if self._plain is not None:
-            client.meta.events.register_first("before-send.s3", functools.partial(_sent, self._plain))
+        if self._http is None:
+            self._http = _http_client(client.meta, self._settings.route.verify)
+        if self._http is not None:
+            client.meta.events.register_first("before-send.s3", functools.partial(_sent, self._http))
         return client
 
     def _renew_connections(self, **kept: int) -> None:
         super()._renew_connections(**kept)
         with self._lock:
-            plain = self._plain
-        if plain is not None:
-            plain.drop_idle()
+            http_client = self._http
+        if http_client is not None:
+            http_client.drop_idle()
 
     def _forget_credentials(self) -> None:
         """Look up the credentials again, for a new client."""
@@ -279,26 +282,40 @@ class S3Files(CloudFiles):
         return foreign.unexpected(error, what=what, key=key)
 
 
-def _plain_http(meta: Any) -> PlainHttp | None:
-    """Return the sender of a client's requests; None if they go through TLS or a proxy, which botocore handles."""
+def _http_client(meta: Any, verify: bool | str) -> HttpClient | None:
+    """Return the sender of a client's requests; None if botocore has to send them itself."""
+    from botocore.httpsession import get_cert_path
+
     config = meta.config
-    if not meta.endpoint_url.startswith("http://") or (config.proxies or {}).get("http"):
+    proxy_url = (config.proxies or {}).get(urlsplit(meta.endpoint_url).scheme)
+    if config.proxies_config or not (proxy_url or "http://").startswith("http://"):
         return None
-    return PlainHttp(
-        connect_seconds=config.connect_timeout, read_seconds=config.read_timeout, keepalive=bool(config.tcp_keepalive)
+
+    def trust() -> ssl.SSLContext:
+        context = trusting(get_cert_path(verify))
+        if config.client_cert:
+            pair = (config.client_cert,) if isinstance(config.client_cert, str) else config.client_cert
+            context.load_cert_chain(*pair)
+        return context
+
+    return HttpClient(
+        connect_seconds=config.connect_timeout,
+        read_seconds=config.read_timeout,
+        keepalive=bool(config.tcp_keepalive),
+        trust=trust,
+        proxy_url=proxy_url,
     )
 
 
-def _sent(plain: PlainHttp, request: Any, **_: Any) -> Any:
-    """Return the response to a request that botocore is about to send; None if botocore must send it itself, for
-    instance after a redirect to TLS."""
+def _sent(http_client: HttpClient, request: Any, **_: Any) -> Any:
+    """Return the response to a request that botocore is about to send; None for a body that it must send itself."""
     from botocore.awsrequest import AWSResponse
 
     body = b"" if request.body is None else request.body
-    if not isinstance(body, ViewsBody | bytes | bytearray) or not request.url.startswith("http://"):
+    if not isinstance(body, ViewsBody | bytes | bytearray):
         return None
     views = body.views if isinstance(body, ViewsBody) else (memoryview(body),)
-    answer = plain.send(request.method, request.url, request.headers, views)
+    answer = http_client.send(request.method, request.url, request.headers, views)
     response = AWSResponse(request.url, answer.status, answer.headers, answer)
     if not request.stream_output:
         _ = response.content  # read now, as botocore's own session does, so that a break is an error of the request

@@ -26,7 +26,7 @@ from ckptstore.storage.cloud.answers import check_head
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes, total_bytes
 from ckptstore.storage.cloud.client_options import azure_key, azure_names, azure_route, azure_url
 from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
-from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, MAX_CONNECTIONS, READ_TIMEOUT_SECONDS
+from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS
 from ckptstore.storage.uri import Location
 
 _MAX_PUT_BYTES = 5000 << 20
@@ -102,23 +102,23 @@ class AzureFiles(CloudFiles):
 
     def _connect(self) -> Any:
         import requests
-        import requests.adapters
         from azure.core.pipeline.transport import RequestsTransport
         from azure.storage.blob import ContainerClient
+
+        from ckptstore.storage.cloud.wire.adapter import mounted
 
         names = self._names
         logging.getLogger("azure.core.pipeline.policies.http_logging_policy").setLevel(logging.WARNING)
         session = requests.Session()
-        session.trust_env = False  # the settings of the environment are in the route
-        for scheme in ("http://", "https://"):
-            adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
-            session.mount(scheme, adapter)
+        connect_seconds = float(names.get("connection_timeout") or CONNECT_TIMEOUT_SECONDS)
+        read_seconds = float(names.get("read_timeout") or READ_TIMEOUT_SECONDS)
+        mounted(session, self._route, connect_seconds=connect_seconds, read_seconds=read_seconds)
         # A transport of our own ignores the options of the client.
         transport = RequestsTransport(
             session=session,
             session_owner=True,
-            connection_timeout=names.get("connection_timeout") or CONNECT_TIMEOUT_SECONDS,
-            read_timeout=names.get("read_timeout") or READ_TIMEOUT_SECONDS,
+            connection_timeout=connect_seconds,
+            read_timeout=read_seconds,
             connection_verify=self._route.verify,
         )
         options = {

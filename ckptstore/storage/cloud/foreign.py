@@ -37,6 +37,7 @@ from ckptstore.errors import (
     StorageThrottled,
     StorageUnavailable,
 )
+from ckptstore.storage.cloud.wire.http_client import ProxyRefused
 
 
 class ConditionFailed(StorageUnavailable):
@@ -86,8 +87,15 @@ _PASSING: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionError, "the connection broke off"),
     (http.client.HTTPException, "the connection broke off"),
     (TimeoutError, "it took too long"),
-    (ssl.SSLError, "the TLS handshake broke off"),
+    (ssl.SSLError, "TLS broke off"),
 )
+_BAD_CERTIFICATES = {
+    9: "is not valid yet",
+    10: "has expired",
+    62: "is for another name",
+    64: "is for another address",
+}
+"""The codes of OpenSSL for certificates of a trusted authority that are refused nevertheless."""
 
 
 _BAD_URLS = frozenset({"InvalidSchema", "InvalidURL", "LocationParseError", "MissingSchema"})
@@ -117,14 +125,26 @@ def broken_off(error: Exception, *, what: str, key: str, url: object = None, thr
     chain = chain_of(error)
     server = server_of(url)
     what = f"{what} at {server}{through}" if server else what
-    if any(isinstance(item, ssl.SSLCertVerificationError) for item in chain):
-        hint = "Give the client the certificate of whoever signed it"
-        return StorageError(f"{what}: the certificate of the server is not trusted", file=key, hint=hint)
+    certificate = next((item for item in chain if isinstance(item, ssl.SSLCertVerificationError)), None)
+    if certificate is not None:
+        return bad_certificate(_BAD_CERTIFICATES.get(certificate.verify_code, ""), what=what, key=key)
+    proxy = next((item for item in chain if isinstance(item, ProxyRefused)), None)
+    if proxy is not None and proxy.status < 500:
+        hint = "Put a user and a password into its URL" if proxy.status == 407 else "Ask whoever runs it"
+        return StorageError(f"{what}: the proxy refuses with {proxy.status}", file=key, hint=hint)
     if any(type(item).__name__ in _BAD_URLS for item in chain):
         return StorageError(f"{what}: the URL of the server cannot be used", file=key, hint="Check the endpoint")
     words = passing_trouble(error)
     name = type(error).__name__
     return StorageUnavailable(f"{what}: {words} ({name})" if words else f"{what}: {name}", file=key)
+
+
+def bad_certificate(fault: str, *, what: str, key: str) -> StorageError:
+    """Return the error for the certificate of a server; `fault` says what is wrong with it, "" if nobody trusts it."""
+    hint = "Give the client the certificate of whoever signed it: AWS_CA_BUNDLE for S3, REQUESTS_CA_BUNDLE for others"
+    if fault:
+        hint = "Check the endpoint, and the clock of this machine" if "valid" in fault else "Check the endpoint"
+    return StorageError(f"{what}: the certificate of the server {fault or 'is not trusted'}", file=key, hint=hint)
 
 
 def unexpected(error: Exception, *, what: str, key: str) -> StorageError:

@@ -34,7 +34,7 @@ from ckptstore.storage.cloud.bodies import (
 )
 from ckptstore.storage.cloud.client_options import GOOGLE, gcs_endpoint, gcs_route, seconds_of
 from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
-from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, MAX_CONNECTIONS, READ_TIMEOUT_SECONDS
+from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS
 from ckptstore.storage.uri import Location
 
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
@@ -173,7 +173,7 @@ class GcsFiles(CloudFiles):
                 offset=offset,
                 version=version,
             )
-            filling.read_from(answer.raw.readinto)
+            filling.read_from(answer.raw.readinto, filling.missing_bytes)
         return file_bytes
 
     def stat(self, key: str) -> StoredFile:
@@ -241,16 +241,15 @@ class GcsFiles(CloudFiles):
 
     def _connect(self) -> Any:
         import requests
-        import requests.adapters
         from google.auth.transport.requests import AuthorizedSession
+
+        from ckptstore.storage.cloud.wire.adapter import mounted
 
         credentials = self._credentials()
         session = requests.Session() if credentials is None else AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
-        adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
-        session.mount("https://", adapter)
-        session.mount("http://", adapter)
+        connect_seconds, read_seconds = self._timeout
+        mounted(session, self._route, connect_seconds=connect_seconds, read_seconds=read_seconds)
         session.headers["Accept-Encoding"] = "identity"
-        session.trust_env = False  # the settings of the environment are in the route
         session.proxies = self._route.proxies(self._endpoint)
         session.verify = self._route.verify
         return session

@@ -35,8 +35,7 @@ _LIST_FILES = 1000
 _STREAM_BYTES = 256 << 10
 """The fewest bytes handed over at once: they stay in the cache until they are copied, and their memory is reused."""
 _DIRECT_BYTES = 4 << 20
-"""The size from which a read over plain HTTP goes straight from the socket into its views; below it, a request of
-obstore costs less."""
+"""The size from which a read goes from the socket into its views; below it, a request of obstore costs less."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -286,38 +285,46 @@ _ASKED = "credential provider"
 _NETWORK = (
     ("dns error", "the name of the server does not resolve"),
     ("Connection refused", "the connection was refused"),
-    ("InvalidCertificate", ""),
-    ("invalid peer certificate", ""),
     ("TimedOut", "it took too long"),
     ("HTTP error", "the connection broke off"),
 )
-"""The meanings of parts of obstore's texts, in order of precedence; "" for a certificate, which is no passing error."""
+"""The meanings of parts of obstore's texts, in order of precedence."""
+_CERTIFICATE = ("InvalidCertificate", "invalid peer certificate")
+_BAD_CERTIFICATES = (
+    ("NotValidYet", "is not valid yet"),
+    ("Expired", "has expired"),
+    ("NotValidForName", "is for another name"),
+)
 
 
 def _unanswered(text: str, what: str, key: str) -> CkptstoreError:
+    if any(sign in text for sign in _CERTIFICATE):
+        fault = next((words for sign, words in _BAD_CERTIFICATES if sign in text), "")
+        return foreign.bad_certificate(fault, what=what, key=key)
     words = next((words for sign, words in _NETWORK if sign in text), None)
-    if words == "":
-        return StorageError(f"{what}: the certificate of the server is not trusted", file=key)
     if words is None and re.search("redential|token", text):
         return AccessDenied(f"{what}: no usable credentials were found", file=key)
     return StorageUnavailable(f"{what}: {words or 'no answer'}", file=key)
 
 
 class FastS3(ObstoreFiles, S3Files):
-    """S3. Over plain HTTP the SDK does large reads."""
+    """S3. The SDK does large reads."""
 
     def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
-        if self._settings.is_plain and filling.missing_bytes >= _DIRECT_BYTES:
-            return S3Files._fill(self, key, filling, offset, version)
-        return super()._fill(key, filling, offset, version)
+        by = S3Files if filling.missing_bytes >= _DIRECT_BYTES else ObstoreFiles
+        return by._fill(self, key, filling, offset, version)
 
 
 class FastGcs(ObstoreFiles, GcsFiles):
     """GCS, with uploads and listings over the JSON API, where an upload has a checksum and a listing has versions.
-    obstore uses the XML API, which has neither."""
+    obstore uses the XML API, which has neither. The SDK does large reads."""
 
     _put = GcsFiles._put
     list = GcsFiles.list
+
+    def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
+        by = GcsFiles if filling.missing_bytes >= _DIRECT_BYTES else ObstoreFiles
+        return by._fill(self, key, filling, offset, version)
 
 
 class FastAzure(ObstoreFiles, AzureFiles):

@@ -1,44 +1,65 @@
-"""HTTP/1.1 without TLS on sockets of our own, for requests whose bodies are large.
+"""HTTP/1.1 on sockets of our own, with TLS and without, for requests whose bodies are large.
 
 A client library moves a body in pieces, and for each piece it waits for the socket and for the interpreter lock. This
-module lets the kernel wait: it takes the views of a body in one call, and fills memory in one call. `http.client`
-writes the head of a request and reads that of a response.
+module hands all views of a body to a `Line`, and has it fill memory in one call. `http.client` writes the head of a
+request and reads that of a response.
 """
 
 from __future__ import annotations
 
+import base64
 import http.client
 import io
-import math
 import socket
-import struct
+import ssl
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from ckptstore.storage.cloud.wire.line import Line, TlsLine
 
 _HEAD_BYTES = 8 << 10
 """The buffer for the head of a response; bytes of the body in it are copied once more."""
-_MAX_VIEWS = 512
-"""The most views in one call; Linux takes 1,024."""
 _KEPT_CONNECTIONS = 64
 _MOST_INTERIM = 16
 """The most 1xx responses before the final one; no server has a reason to send two."""
+_PORTS = {"http": 80, "https": 443}
 
 
-class PlainHttp:
-    """Sends requests to http:// URLs, with a connection for each one in flight. Safe for threads.
+class ProxyRefused(ConnectionError):
+    """A proxy did not let a connection through to a server."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the proxy answered {status}")
+        self.status = status
+
+
+class HttpClient:
+    """Sends requests, with a connection for each one in flight. Safe for threads.
 
     An idle connection is kept for the next request to the same server. Nothing is retried.
     """
 
-    def __init__(self, *, connect_seconds: float | None, read_seconds: float | None, keepalive: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        connect_seconds: float | None,
+        read_seconds: float | None,
+        keepalive: bool = False,
+        trust: Callable[[], ssl.SSLContext],
+        proxy_url: str | None = None,
+    ) -> None:
         """Open no connection yet. `read_seconds` is the longest time that a connection may stand still, None for no
-        limit; `keepalive` switches on TCP's."""
+        limit; `keepalive` switches on TCP's. `trust` makes the context for https:// URLs when the first one comes.
+        `proxy_url` is an http:// URL of a proxy, with its user and password."""
         self._connect_seconds = connect_seconds
         self._read_seconds = read_seconds
         self._keepalive = keepalive
+        self._trust = trust
+        self._context: ssl.SSLContext | None = None
+        self._proxy = urlsplit(proxy_url) if proxy_url else None
         self._lock = threading.Lock()
         self._idle: dict[str, list[_Connection]] = {}
         self._closed = False
@@ -49,22 +70,23 @@ class PlainHttp:
         Raises OSError and `http.client.HTTPException`, and TimeoutError for a connection that stands still.
         """
         split = urlsplit(url)
-        given = {name.lower() for name in headers}
-        connection = self._take(split.netloc)
+        names = {name.lower() for name in headers}
+        target = f"{split.path or '/'}{split.query and '?'}{split.query}"
+        more: dict[str, str] = {}
+        if self._proxy is not None and split.scheme == "http":
+            target, more = f"{_place_of(split)}{target}", _authorization(self._proxy)
+        connection = self._take(split)
         try:
             connection.putrequest(
-                method,
-                f"{split.path or '/'}{split.query and '?'}{split.query}",
-                skip_host="host" in given,
-                skip_accept_encoding="accept-encoding" in given,
+                method, target, skip_host="host" in names, skip_accept_encoding="accept-encoding" in names
             )
-            for name, value in headers.items():
+            for name, value in (*headers.items(), *more.items()):
                 connection.putheader(name, value)
             response = connection.exchange(views)
         except BaseException:
             connection.end()
             raise
-        return HttpAnswer(self, split.netloc, connection, response)
+        return HttpAnswer(self, connection, response)
 
     def close(self) -> None:
         """Close the idle connections, and each other one when its request is done."""
@@ -84,40 +106,77 @@ class PlainHttp:
         """Close the connections of a client that is dropped, for instance after its credentials expired."""
         self.close()
 
-    def _take(self, server: str) -> _Connection:
+    def _take(self, split: SplitResult) -> _Connection:
         while True:
             with self._lock:
-                idle = self._idle.get(server)
+                idle = self._idle.get(_place_of(split))
                 connection = idle.pop() if idle else None
             if connection is None:
-                break
-            if connection.is_alive():
+                return _Connection(split, self._connected(split))
+            if connection.line.is_alive():
                 return connection
             connection.end()
-        connection = _Connection(server.rpartition("@")[2], timeout=self._connect_seconds)
-        connection.open(self._read_seconds, keepalive=self._keepalive)
-        return connection
 
-    def _give_back(self, server: str, connection: _Connection) -> None:
+    def _connected(self, split: SplitResult) -> Line:
+        to = self._proxy or split
+        connected = socket.create_connection((to.hostname, to.port or _PORTS[to.scheme]), self._connect_seconds)
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if split.scheme == "http":
+                return Line(connected, self._read_seconds, keepalive=self._keepalive)
+            if self._proxy is not None:
+                _tunnel(connected, split, self._proxy)
+            with self._lock:
+                self._context = self._context or self._trust()
+            host = split.hostname or ""
+            return TlsLine(connected, self._read_seconds, keepalive=self._keepalive, context=self._context, host=host)
+        except BaseException:
+            connected.close()
+            raise
+
+    def give_back(self, connection: _Connection) -> None:
+        """Keep a connection for the next request to its server."""
         with self._lock:
-            idle = self._idle.setdefault(server, [])
+            idle = self._idle.setdefault(connection.place, [])
             if not self._closed and len(idle) < _KEPT_CONNECTIONS:
                 idle.append(connection)
                 return
         connection.end()
 
 
+def _place_of(split: SplitResult) -> str:
+    """Return the scheme, the host and the port as they are in a URL, without a user."""
+    return f"{split.scheme}://{split.netloc.rpartition('@')[2]}"
+
+
+def _authorization(proxy: SplitResult) -> dict[str, str]:
+    if proxy.username is None:
+        return {}
+    secret = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}".encode()
+    return {"Proxy-Authorization": f"Basic {base64.b64encode(secret).decode()}"}
+
+
+def _tunnel(connected: socket.socket, split: SplitResult, proxy: SplitResult) -> None:
+    """Have a proxy let a connection through to a server. Raises ProxyRefused."""
+    host = f"[{split.hostname}]" if ":" in (split.hostname or "") else split.hostname
+    server = f"{host}:{split.port or _PORTS[split.scheme]}"
+    headers = {"Host": server, **_authorization(proxy)}
+    head = "".join(f"{line}\r\n" for line in (f"CONNECT {server} HTTP/1.1", *map(": ".join, headers.items()), ""))
+    connected.sendall(head.encode("latin-1"))
+    with _Response(connected, method="CONNECT") as answer:
+        answer.begin()
+        if not 200 <= answer.status < 300:
+            raise ProxyRefused(answer.status)
+
+
 class HttpAnswer:
     """The response to a request, with a body that is read once. Closing it loses the unread rest of the body, and with
     it the connection."""
 
-    def __init__(
-        self, home: PlainHttp, server: str, connection: _Connection, response: http.client.HTTPResponse
-    ) -> None:
+    def __init__(self, home: HttpClient, connection: _Connection, response: http.client.HTTPResponse) -> None:
         self.status = response.status
         self.headers = response.headers
         self._home = home
-        self._server = server
         self._connection: _Connection | None = connection
         self._response = response
         self._release()
@@ -128,9 +187,14 @@ class HttpAnswer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def stream(self) -> Iterator[bytes]:
-        """Yield the rest of the body, for botocore, which parses it."""
-        yield self.read()
+    def stream(self, size: int | None = None, **_: Any) -> Iterator[bytes]:
+        """Yield the rest of the body, at once or in pieces of a size, for botocore and requests. Raises IncompleteRead
+        for one that broke off."""
+        while data := self.read(size):
+            yield data
+        if self._response.length:
+            self.close()
+            raise http.client.IncompleteRead(b"", self._response.length)
 
     def read(self, size: int | None = None) -> bytes:
         """Return so many bytes, or the rest of the body."""
@@ -168,7 +232,7 @@ class HttpAnswer:
             if self._response.will_close:
                 connection.end()
             else:
-                self._home._give_back(self._server, connection)
+                self._home.give_back(connection)
 
 
 class _Response(http.client.HTTPResponse):
@@ -191,38 +255,22 @@ class _Response(http.client.HTTPResponse):
 
 
 class _Connection(http.client.HTTPConnection):
-    """One connection. Its socket blocks, with timeouts that the kernel keeps."""
+    """One connection."""
 
     response_class = _Response
     _head = b""
 
-    def open(self, read_seconds: float | None, *, keepalive: bool) -> None:
-        """Connect."""
-        self.connect()
-        self._line = line = self.sock
-        line.settimeout(None)
-        fraction, seconds = math.modf(read_seconds or 0.0)  # 0 waits for ever
-        wait = struct.pack("@ll", int(seconds), int(fraction * 1e6))
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
-        if keepalive:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def __init__(self, split: SplitResult, line: Line) -> None:
+        self.default_port = _PORTS[split.scheme]  # it is not part of the header Host, which is signed
+        super().__init__(split.hostname or "", split.port or self.default_port)
+        self.place = _place_of(split)
+        self.line = line
         self.sock = _Incoming(line)
-
-    def is_alive(self) -> bool:
-        """Return True if nothing has come unrequested, such as the end of the connection."""
-        try:
-            self._line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
 
     def end(self) -> None:
         """Close it, also for a response that is still being read."""
         self.close()
-        self._line.close()
+        self.line.close()
 
     def send(self, data: Any) -> None:
         """Keep the head of a request: `exchange` sends it together with the body."""
@@ -232,7 +280,7 @@ class _Connection(http.client.HTTPConnection):
         """Send the prepared request with its body, and read the head of the response."""
         self.endheaders()
         try:
-            self._send_all([memoryview(self._head), *views])
+            self.line.send_all([memoryview(self._head), *views])
         except (BrokenPipeError, ConnectionResetError):
             # A server that refuses a request need not read all of it: it may have sent the reason.
             try:
@@ -247,41 +295,22 @@ class _Connection(http.client.HTTPConnection):
             return response
         return self.getresponse()
 
-    def _send_all(self, views: Sequence[memoryview]) -> None:
-        pending = [view for view in views if len(view)]
-        first = 0
-        while first < len(pending):
-            try:
-                count = self._line.sendmsg(pending[first : first + _MAX_VIEWS])
-            except BlockingIOError:
-                raise TimeoutError("the server takes nothing any more") from None
-            while count:
-                size_bytes = len(pending[first])
-                if count < size_bytes:
-                    pending[first] = pending[first][count:]
-                    break
-                count, first = count - size_bytes, first + 1
-
 
 class _Incoming(io.RawIOBase):
     """The incoming bytes of a connection, and the part of a socket that `http.client` uses: it makes a file for each
     response. Closing either leaves the connection open, which `_Connection.end` closes."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self._socket = line
+    def __init__(self, line: Line) -> None:
+        self._line = line
 
     def makefile(self, mode: str) -> io.BufferedReader:
         """Return a file with a buffer for the head of a response; large reads go past the buffer."""
         assert mode == "rb"
-        return io.BufferedReader(_Incoming(self._socket), _HEAD_BYTES)
+        return io.BufferedReader(_Incoming(self._line), _HEAD_BYTES)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, view: Any) -> int:
         """Read some bytes; a large view, whose bytes are sure to come, is filled in one call."""
-        flags = socket.MSG_WAITALL if len(view) > _HEAD_BYTES else 0
-        try:
-            return self._socket.recv_into(view, 0, flags)
-        except BlockingIOError:
-            raise TimeoutError("the server sends nothing any more") from None
+        return self._line.recv_into(view, whole=len(view) > _HEAD_BYTES)
