@@ -14,12 +14,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from sizes import FULL, ROUNDS
+from conftest import Take
+from sizes import FULL, ROUNDS, group, turns
 
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import run_ranks
 from ckptstore.tools.bench.destination import Place, opened_place
-from ckptstore.tools.bench.figures.report import OURS, S3_SINK_TLS, Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.report import OURS, S3_SINK_TLS, Sample, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter
 
 MIB = 1 << 20
@@ -141,7 +142,7 @@ def of_awscrt(place: Place, view: memoryview, pool: ThreadPoolExecutor) -> Itera
 KINDS = {OURS: of_ckptstore, "obstore": of_obstore, "ssl.SSLSocket": of_ssl_sockets, "awscrt": of_awscrt}
 
 
-def turns(place: Place) -> dict[tuple[str, str], list[Sample]]:
+def all_turns(place: Place) -> dict[tuple[str, str], list[Sample]]:
     """All rounds in one process; the first turn of each client makes its connections, and is not counted."""
     view = memoryview(bytearray(b"x" * SIZE_BYTES))
     found: dict[tuple[str, str], list[Sample]] = {}
@@ -160,16 +161,31 @@ def turns(place: Place) -> dict[tuple[str, str], list[Sample]]:
     return found
 
 
-def test_https(tell: Callable[[Workload], None]) -> None:
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[str, str], list[Sample]]:
+    """All turns of all clients."""
     for package in ("awscrt", "obstore", "cryptography"):
         pytest.importorskip(package)
     with opened_place(S3_SINK_TLS, {}) as place:
         env = {"SSL_CERT_FILE": str(place.authority)}
-        (found,) = run_ranks(1, turns, place, timeout_seconds=600, env=env)
-    for way in ("save", "load"):
-        outcomes = tuple(
-            WorkloadOutcome.of(name, found[name, way], role=OURS if name == OURS else "peer", family=name)
-            for name in KINDS
-        )
-        title = f"{'To' if way == 'save' else 'From'} S3 in memory over HTTPS, by {THREADS} threads"
-        tell(Workload(name="", title=title, size_bytes=SIZE_BYTES, ranks=1, outcomes=outcomes))
+        (found,) = run_ranks(1, all_turns, place, timeout_seconds=600, env=env)
+    return found
+
+
+def outcome(samples: list[Sample], name: str, turn: int) -> tuple[WorkloadOutcome, int]:
+    role = OURS if name == OURS else "peer"
+    return WorkloadOutcome.of(name, [samples[turn]], role=role, family=name), SIZE_BYTES
+
+
+@group(f"To S3 in memory over HTTPS, by {THREADS} threads")
+@pytest.mark.parametrize("turn", turns())
+@pytest.mark.parametrize("name", KINDS)
+def test_to_https(take: Take, measured: dict[tuple[str, str], list[Sample]], name: str, turn: int) -> None:
+    take(lambda: outcome(measured[name, "save"], name, turn))
+
+
+@group(f"From S3 in memory over HTTPS, by {THREADS} threads")
+@pytest.mark.parametrize("turn", turns())
+@pytest.mark.parametrize("name", KINDS)
+def test_from_https(take: Take, measured: dict[tuple[str, str], list[Sample]], name: str, turn: int) -> None:
+    take(lambda: outcome(measured[name, "load"], name, turn))

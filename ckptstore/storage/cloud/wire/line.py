@@ -124,10 +124,9 @@ class TlsLine(Line):
         for view in views:
             for start in range(0, len(view), _STEP_BYTES):
                 step = view[start : start + _STEP_BYTES]
-                while True:
+                while step:
                     try:
-                        self._tls.write(step)
-                        break
+                        step = step[self._tls.write(step) :]
                     except ssl.SSLWantReadError:  # TLS 1.2 may want new keys
                         self._receive()
                 if self._outgoing.pending >= _STEP_BYTES:
