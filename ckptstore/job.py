@@ -315,6 +315,7 @@ def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidat
             step=record.entry.step,
             committed_at=times.get(record.number, math.nan),
             metrics=record.entry.metrics,
+            bases=record.entry.bases,
         )
         for record in records
     ]

@@ -40,6 +40,8 @@ class Candidate:
     committed_at: float
     """Seconds since the epoch by the clock of the storage. Not a number for a policy that compares no times."""
     metrics: Mapping[str, float]
+    bases: Sequence[int] = ()
+    """The checkpoints that it builds on, or in which some of its files lie."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,9 +58,9 @@ def commit(
             _refuse_overtaken(job.log.records(range(after + 1, newest.number + 1)), request.step)
         if newest is not None and not isinstance(job.storage, Disk):
             job.check_latest_there(newest)
-        return _change(job, newest, entry, manifest.references)
+        return _change(job, newest, entry, bases)
 
-    entry = entry_of(manifest, data)
+    entry, bases = entry_of(manifest, data), manifest.references.union(contents.bases)
     try:
         return job.log.append(change)
     except CkptstoreError as error:
@@ -75,7 +75,7 @@ def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: i
     checkpoint is no longer live or a roll back has voided this save, and the errors of `commit`.
     """
     attempt, contents = Attempt.of(manifest.attempt), Contents(manifest.files, manifest.directories)
-    check_stored(job.storage, attempt, contents.receipts, beside=[MANIFEST_NAME])
+    check_stored(job.storage, attempt, contents.receipts, also=[MANIFEST_NAME])
     beat()
     write_manifest(job.storage, job.config, attempt, contents, data, counts=False)
     beat()
@@ -106,11 +106,11 @@ def covering(job: Job, save_number: int, *, step: int) -> Record:
     """
     newest = job.log.newest()
     found = job.log.readable(newest.state.live if newest else ())
-    here = [record for record in found if record.entry.epoch == job.epoch and record.entry.save_number >= save_number]
-    if not here:
+    later = [record for record in found if record.entry.epoch == job.epoch and record.entry.save_number >= save_number]
+    if not later:
         raise CheckpointGone(f"Save {save_number} of this job, or a later one, was committed and is removed", step=step)
-    own = [record for record in here if record.entry.save_number == save_number]
-    return own[0] if own else max(here, key=lambda record: record.entry.order)
+    own = [record for record in later if record.entry.save_number == save_number]
+    return own[0] if own else max(later, key=lambda record: record.entry.order)
 
 
 def _found_all_the_same(job: Job, attempt: Attempt, error: CkptstoreError) -> Record:
@@ -201,7 +201,9 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references:
     number = newest.number + 1
     manifest_key = entry.prefix + MANIFEST_NAME  # just written, so its time is now
     committed_at = job.storage.stat(manifest_key).modified_seconds if is_timed else math.nan
-    candidate = Candidate(number=number, step=entry.step, committed_at=committed_at, metrics=entry.metrics)
+    candidate = Candidate(
+        number=number, step=entry.step, committed_at=committed_at, metrics=entry.metrics, bases=entry.bases
+    )
     left = [item for item in earlier if item.number not in replaces]
     verdicts = decide(job.policy, [*left, candidate], protected=newest.state.protected(latest=number))
     dropped = [verdict for verdict in verdicts if not verdict.keep]
@@ -216,27 +218,27 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references:
 
 
 def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, ...]:
-    """Return the numbers of the live checkpoints that hold the referenced files. Raises CheckpointGone."""
+    """Return the numbers of the live checkpoints of these attempts, to which another refers. Raises CheckpointGone."""
     if not references:
         return ()
     live = {record.entry.attempt: record.number for record in job.log.readable(newest.state.live)}
     gone = sorted(set(references) - live.keys())
     if gone:
-        raise CheckpointGone(f"{gone[0]} has files that the checkpoint refers to, and is not live any more")
+        raise CheckpointGone(f"{gone[0]} is what the checkpoint refers to, and is not live any more")
     return tuple(sorted(live[attempt] for attempt in references))
 
 
 def check_stored(
-    storage: Storage, attempt: Attempt, receipts: Sequence[Receipt], *, beside: Collection[str] = ()
+    storage: Storage, attempt: Attempt, receipts: Sequence[Receipt], *, also: Collection[str] = ()
 ) -> None:
     """Compare the stored files with the receipts, once, before anything refers to them.
 
-    Files named in `beside` may exist too. Raises StorageError for a file that is missing, has another size, or is in no
+    Files named in `also` may exist too. Raises StorageError for a file that is missing, has another size, or is in no
     receipt.
     """
     prefix = attempt.prefix
     stored = {file.key: file.size_bytes for file in storage.list(prefix)}
-    for name in beside:
+    for name in also:
         stored.pop(prefix + name, None)
     for receipt in (receipt for receipt in receipts if receipt.attempt is None):
         size_bytes = stored.pop(prefix + receipt.name, None)
@@ -287,10 +289,10 @@ def write_manifest(
     num_threads = 2 if isinstance(storage, Disk) and not counts else 1
     mapped(lambda step: step(), [persist, write], num_threads=num_threads, name="ckptstore-manifest")
     if not isinstance(storage, Disk):
-        _check_kept(storage, config, key, len(data))
+        _check_written(storage, config, key, len(data))
 
 
-def _check_kept(storage: Storage, config: StoreConfig, key: str, size_bytes: int) -> None:
+def _check_written(storage: Storage, config: StoreConfig, key: str, size_bytes: int) -> None:
     """Raise StorageError unless the file that was just written exists with its size."""
     # A proxy that confirms before it has read the body may keep nothing. All other files of a checkpoint were listed.
     try:

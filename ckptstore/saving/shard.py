@@ -32,6 +32,8 @@ class Contents(NamedTuple):
     """The directories without a file in them."""
     pending: Sequence[str] = ()
     """The names of files that the leader wrote, and that become durable together with the manifest."""
+    bases: Sequence[str] = ()
+    """The attempts of live checkpoints that this one builds on, beside those in which its files lie."""
     timings: Callable[[], Timings] | None = None
     """A function that builds the timings of the save, called for the manifest; None if they are unknown."""
 
