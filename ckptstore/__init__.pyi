@@ -41,6 +41,9 @@ from ckptstore.group import StorageGroup as StorageGroup
 from ckptstore.interchange.merging.story import merge as merge
 from ckptstore.loading.load_report import LoadReport as LoadReport
 from ckptstore.opening import open_store as open_store
+from ckptstore.publication.publishing import Publication as Publication
+from ckptstore.publication.publishing import open_publication as open_publication
+from ckptstore.publication.subscription import Subscription as Subscription
 from ckptstore.retention import KeepAll as KeepAll
 from ckptstore.retention import KeepBest as KeepBest
 from ckptstore.retention import KeepEvery as KeepEvery

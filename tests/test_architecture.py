@@ -41,6 +41,7 @@ LAYERS: list[set[str]] = [
     {"opening"},
     {""},
     {"interchange", "tools.run"},
+    {"publication"},
     {"integrations"},
     {"ray"},
     {"testing"},
@@ -86,7 +87,7 @@ IMPORTERS: dict[str, set[str]] = {
     "ml_dtypes": {"tools.bench"},
     "mlflow": {"integrations.mlflow"},
     "lightning": {"tools.bench", "integrations.lightning"},
-    "numpy": {"tools.bench", "tools.demo", "state", "testing.states"},
+    "numpy": {"publication", "tools.bench", "tools.demo", "state", "testing.states"},
     "obstore": {"storage.cloud.obstore"},
     "opentelemetry": {"integrations.otel"},
     "orbax": {"tools.bench"},
@@ -109,6 +110,8 @@ IMPORTERS: dict[str, set[str]] = {
         "group",
         "integrations",
         "interchange",
+        "publication.from_store",
+        "publication.weights",
         "runtime.torch_private",
         "state",
         "testing",
@@ -120,6 +123,7 @@ IMPORTERS: dict[str, set[str]] = {
     "waitress": {"tools.report.serving"},
     "wandb": {"integrations.wandb"},
     "xxhash": {"format.digest"},
+    "zstandard": {"publication.codec"},
 }
 """Which modules, or packages with all that is in them, may import a third party. Nothing else may be imported."""
 
@@ -152,13 +156,13 @@ READS_ENVIRONMENT = {"config", "group.find", "tools.run.nodes", "storage", "test
 READS_ENVIRONMENT |= {"integrations", "tools.run.folders.own_directory"}
 
 DIGESTS = re.compile("crc32c|xxh3", re.IGNORECASE)
-NAMES_OF_DIGESTS = {"format.digest", "storage.cloud.bodies", "testing.s3.checksums"}
+NAMES_OF_DIGESTS = {"format.digest", "publication.wire", "storage.cloud.bodies", "testing.s3.checksums"}
 """The modules that name an algorithm of digests: the one that knows them all, and the checksums of clouds and of the
 server that stands in for one."""
 
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "waitress", "xxhash"}
 HEAVY |= {"accelerate", "axolotl", "lightning", "mlflow", "opentelemetry", "pydantic", "torch_checkpointing"}
-HEAVY |= {"torchtitan", "transformers", "wandb"}
+HEAVY |= {"torchtitan", "transformers", "wandb", "zstandard"}
 
 
 def module_name(path: Path) -> str:

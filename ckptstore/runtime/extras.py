@@ -30,6 +30,8 @@ EXTRAS = {
     "wandb": ("wandb",),
     "demo": (*TORCH, "sklearn", "matplotlib"),
     "bench": (*TORCH, "psutil"),
+    "publish": (*TORCH, "zstandard"),
+    "pull": ("zstandard", "numpy", "xxhash"),
     "serve": ("waitress",),
 }
 """The packages that each extra cannot work without. A package of several extras is reported with the first of them."""

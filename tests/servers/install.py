@@ -108,6 +108,7 @@ SPACY = (
 )
 TIMM = ("timm==1.0.31", "torchvision==0.28.0")  # the one for GPUs: no operator of it can be used
 XGBOOST = ("xgboost-cpu==3.2.0",)
+CWTRAIN = ("--ignore-requires-python", "cwtrain==1.0.2")  # what is read of it runs on 3.11 too
 
 
 ONLY_LONG = {
@@ -137,6 +138,7 @@ def main() -> int:
         install_beside("axolotl", AXOLOTL),
         install_beside("xgboost", XGBOOST),
         install_beside("keras", KERAS),
+        install_beside("cwtrain", CWTRAIN),
         install_prometheus(),
         *(install_beside(name, packages) for name, packages in ONLY_LONG.items() if "--all" in sys.argv),
     )

@@ -22,7 +22,7 @@ from ckptstore.runtime.near import meant, nearest
 
 GROUPS = {
     "Look": ("ls", "show", "watch", "latest", "best", "diff", "report", "serve"),
-    "Copy": ("cp", "export", "import", "merge", "restore-folder"),
+    "Copy": ("cp", "export", "import", "merge", "publish", "pull", "restore-folder"),
     "Care": ("verify", "doctor", "pin", "unpin", "rollback", "restore", "rm", "prune", "gc", "fast"),
     "Run": ("run", "watch-folder", "demo", "s3-test"),
     "Measure": ("plan", "bench"),

@@ -1,0 +1,261 @@
+"""The directory of a reader: a model of Hugging Face at one version, and the way from one version to the next.
+
+New bytes go to new files, under new names. Every tensor is compared with its digest before anything is replaced. Then
+the directory is exchanged for the new one, in one step. Where there is no room for that, one file after another is
+replaced, by a journal, and the index is away meanwhile, so that no program takes the directory for a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptstore.errors import CheckpointDamaged, InvalidInput, StorageError, StorageFull
+from ckptstore.publication.codec import num_threads
+from ckptstore.publication.wire import INDEX_NAME, Index, Located
+from ckptstore.publication.work import (
+    STATE_NAME,
+    Spooled,
+    State,
+    TensorMove,
+    Work,
+    files_of_work,
+    header_of,
+    opened,
+    plan_work,
+    rewrite_tensor,
+    write_bytes,
+    write_json,
+)
+from ckptstore.runtime.parallel import mapped
+
+LOCK_NAME, CONFIRMED_NAME = "lock", "confirmed"
+_MARGIN_BYTES = 16 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+
+
+class LocalModel:
+    """A directory that holds a model at one version, and the folder beside it for what is on its way."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        self.aside = directory.with_name(f".{directory.name}.ckptstore")
+        self._next, self._old = self.aside / "next", self.aside / "old"
+        self._journal = self.aside / "journal.json"
+
+    @property
+    def spool(self) -> Path:
+        """The folder of versions as they were published."""
+        return self.aside / "spool"
+
+    def prepare(self) -> None:
+        """Make the folder beside the directory. Raises InvalidInput where a directory cannot be exchanged."""
+        if os.path.ismount(self.path) or self.path.is_symlink():
+            raise InvalidInput(
+                f"{self.path} is a mount or a symbolic link, which cannot be exchanged for another directory",
+                hint="Give a directory inside of it",
+            )
+        if self.path.exists() and not (self.path / STATE_NAME).exists() and any(self.path.iterdir()):
+            raise InvalidInput(f"{self.path} holds files, and not of a reader", hint="Give a new or empty directory")
+        self.spool.mkdir(parents=True, exist_ok=True)
+
+    def recover(self) -> None:
+        """Go on with what a process that was killed has begun, and remove what is of no use. Call it with the lock."""
+        if not self.path.exists() and (self._next / STATE_NAME).exists():
+            os.rename(self._next, self.path)  # it was killed between two renames
+        if self._journal.exists():
+            self._go_on()
+        for left in self.aside.iterdir():
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            elif left.name not in (LOCK_NAME, CONFIRMED_NAME):
+                left.unlink()
+        self.spool.mkdir()
+
+    def _go_on(self) -> None:
+        try:
+            journal = json.loads(self._journal.read_bytes())
+            links = [Spooled.read(Path(path)) for path in journal["links"]]
+        except (OSError, ValueError, KeyError):
+            self._journal.unlink(missing_ok=True)  # nothing was replaced, or nothing can be saved: it has no index
+            return
+        self._replace(journal, links)
+
+    def state(self) -> State | None:
+        """Return what the directory holds, if its files are as they were written: else None.
+
+        After the machine has started again, or where times differ, the digests of all tensors are compared.
+        """
+        state = State.read(self.path)
+        if state is None or self._journal.exists():
+            return None
+        if state.boot == _boot_id() and all(
+            _stamp(self.path / name) == [*found] for name, found in state.files.items()
+        ):
+            return state
+        if not self._has_digests(state):
+            return None
+        return self._write_state(self.path, state)
+
+    def _has_digests(self, state: State) -> bool:
+        try:
+            index = Index.decode((self.path / INDEX_NAME).read_bytes(), INDEX_NAME)
+            headers = {name: header_of(self.path / name) for name in {*index.files.values()}}
+            items = [(self.path / file, headers[file].tensors[name], name) for name, file in index.files.items()]
+        except (OSError, CheckpointDamaged, KeyError):
+            return False
+
+        def is_right(item: tuple[Path, Located, str]) -> bool:
+            path, place, name = item
+            if name not in state.digests:
+                return False
+            with opened(path, os.O_RDONLY) as descriptor:
+                try:
+                    rewrite_tensor(descriptor, None, TensorMove(name, place, place, (), state.digests[name]))
+                except CheckpointDamaged:
+                    return False
+            return True
+
+        return all(mapped(is_right, items, num_threads=num_threads(), name="ckptstore-verify"))
+
+    def switch(self, local: State | None, links: Sequence[Spooled]) -> State:
+        """Bring the directory from what it holds to the last of `links`.
+
+        Without `local` the first link is a full version. Raises CheckpointDamaged and StorageFull; the directory is
+        then as it was, unless its files were being replaced one by one: then the next call goes on.
+        """
+        base = self.path if local is not None else links[0].path
+        work = plan_work(base, local, links)
+        free_bytes = shutil.disk_usage(self.aside).free - _MARGIN_BYTES
+        needed_bytes = work.rewritten_bytes if local is not None else work.largest_bytes
+        with self._full_disk(needed_bytes):
+            if needed_bytes > free_bytes and (local is None or work.largest_bytes > free_bytes):
+                raise OSError(28, f"{free_bytes} bytes are free")
+            if needed_bytes <= free_bytes:
+                return self._exchange(work, local)
+            assert local is not None  # a full version is never put in file by file
+            work.verify()
+            journal = {
+                "links": [str(link.path) for link in links],
+                "local": local.encode(),
+                "old_files": dict(Index.decode((self.path / INDEX_NAME).read_bytes(), INDEX_NAME).files),
+                "weight_map": work.weight_map,
+                "total_bytes": work.total_bytes,
+            }
+            write_json(self._journal, journal)
+            return self._replace(journal, links)
+
+    @contextlib.contextmanager
+    def _full_disk(self, needed_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (28, 122):  # ENOSPC, EDQUOT
+                raise StorageError(f"{self.path} could not be brought to the version: {error}") from error
+            raise StorageFull(
+                f"The next version needs {needed_bytes} bytes beside {self.path}, which are not free",
+                hint="Make room there, and pull again",
+            ) from error
+
+    def _exchange(self, work: Work, local: State | None) -> State:
+        """Build the new directory, and exchange it for the old one."""
+        shutil.rmtree(self._next, ignore_errors=True)
+        self._next.mkdir()
+        try:
+            for name in sorted({*files_of_work(work)}):
+                if name in work.rewritten:
+                    work.build(name, self._next / work.rewritten[name][0])
+                    if local is None:
+                        (work.base / name).unlink()  # room for the next one
+                elif local is None:
+                    os.rename(work.base / name, self._next / name)
+                else:
+                    os.link(work.base / name, self._next / name)
+            if local is None:
+                for name in work.config_files:
+                    shutil.copyfile(work.base / name, self._next / name)
+            self._link_others(local, {*work.config_files} if local is None else set())
+            state = self._finish(self._next, work)
+        except BaseException:
+            shutil.rmtree(self._next, ignore_errors=True)
+            raise
+        self._put_in_place()
+        return state
+
+    def _link_others(self, local: State | None, taken: set[str]) -> None:
+        """Take what users have put into the directory along."""
+        before = local or State.read(self.path)
+        if not self.path.exists():
+            return
+        own = {INDEX_NAME, STATE_NAME, *taken, *(before.files if before else ())}
+        own |= {*before.config_files} if before and local is None else set()
+        for item in self.path.iterdir():
+            if item.name not in own and item.is_dir():
+                shutil.copytree(item, self._next / item.name, copy_function=os.link, symlinks=True)
+            elif item.name not in own and not (self._next / item.name).exists():
+                os.link(item, self._next / item.name, follow_symlinks=False)
+
+    def _put_in_place(self) -> None:
+        if not self.path.exists():
+            os.rename(self._next, self.path)
+            return
+        if _libc.renameat2(_AT_FDCWD, os.fsencode(self._next), _AT_FDCWD, os.fsencode(self.path), _RENAME_EXCHANGE):
+            os.rename(self.path, self._old)
+            os.rename(self._next, self.path)
+        for left in (self._next, self._old):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _replace(self, journal: Mapping[str, Any], links: Sequence[Spooled]) -> State:
+        """Replace one file after another, as the journal says; begun or not."""
+        local = State.decode(journal["local"])
+        work = plan_work(self.path, local, links, index=Index(journal["old_files"], {}))
+        work.weight_map, work.total_bytes = journal["weight_map"], journal["total_bytes"]
+        (self.path / INDEX_NAME).unlink(missing_ok=True)
+        for name, (new_name, _, _) in work.rewritten.items():
+            if not (self.path / new_name).exists():
+                temporary = self.aside / "file.new"
+                work.build(name, temporary)
+                os.rename(temporary, self.path / new_name)
+            (self.path / name).unlink()
+        state = self._finish(self.path, work)
+        self._journal.unlink()
+        return state
+
+    def _finish(self, directory: Path, work: Work) -> State:
+        """Write the index and the state, in this order."""
+        version = work.target.version
+        index = Index(work.weight_map, {"total_size": work.total_bytes, "version": f"{version:06d}"})
+        write_bytes(directory / INDEX_NAME, index.encode())
+        names = sorted({*work.weight_map.values()})
+        files = dict.fromkeys(names, ())
+        state = State(version, work.target.identity, work.target.metadata, work.digests, files, work.config_files, "")
+        return self._write_state(directory, state)
+
+    def _write_state(self, directory: Path, state: State) -> State:
+        files = {name: _stamp(directory / name) for name in state.files}
+        state = replace(state, files=files, boot=_boot_id())
+        write_json(directory / STATE_NAME, state.encode())
+        return state
+
+
+def _stamp(path: Path) -> list[int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return []
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,316 @@
+"""Follow the versions of some weights: a local directory that is at one version, and is brought to the next.
+
+The processes of a node share one directory: one of them works on it, by a lock, and the others find it done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ckptstore.boundary import bounded
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, CkptstoreError, FileMissing
+from ckptstore.runtime.extras import needs
+from ckptstore.runtime.file_locks import Exclusive
+from ckptstore.runtime.shown import show_size
+from ckptstore.storage.uri import local_path
+from ckptstore.transfer.opened import OpenedPlace, open_place
+
+if TYPE_CHECKING:
+    from ckptstore.publication.local import LocalModel
+    from ckptstore.publication.source import Link, VersionSource
+    from ckptstore.publication.work import State
+
+logger = logging.getLogger("ckptstore")
+
+_POLL_SECONDS = 1.0
+_WAIT_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """The version that a directory holds after `Subscription.apply`."""
+
+    version: int
+    identity: str
+    """Tells it from any other version, also from one that had its number before a roll-back."""
+    previous: int | None
+    """The version before; None if there was none."""
+    metadata: Mapping[str, Any]
+    """The metadata of the publisher."""
+    path: Path
+    """The directory."""
+    num_deltas: int = 0
+    """The number of deltas that were applied."""
+    is_full: bool = False
+    """True if a full version was fetched."""
+    fetched_bytes: int = 0
+    seconds: float = 0.0
+    notices: Sequence[str] = field(default=())
+    """For people: the ways that were tried and left, and why."""
+
+    @property
+    def is_changed(self) -> bool:
+        """False if the directory held this version before."""
+        return self.is_full or self.num_deltas > 0
+
+
+@bounded
+class Subscription:
+    """A local directory that follows the versions at a URI. No method is collective.
+
+    The directory is a model of Hugging Face. It is exchanged whole for the next version, so a program that opens it
+    finds one version. Only where the disk has no room for two, one file after another is replaced; then its index is
+    away meanwhile, and programs must wait for `apply`.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        directory: str | os.PathLike[str],
+        *,
+        base: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open it. Nothing is fetched yet.
+
+        Args:
+            uri: a publication, or a place where slime, miles, SGLang's or CoreWeave's tools leave `weight_v...`.
+            directory: a local path: new, empty, or of an earlier subscription. The folder `.<name>.ckptstore` beside it
+                holds what is on its way. It must not be a mount itself.
+            base: the model on which the first delta of another publisher builds, as a path or a URI.
+            storage_options: credentials and the like for both places.
+        """
+        needs("pull", what="Following weights")
+        from ckptstore.publication.local import LocalModel
+
+        self._stack = ExitStack()
+        self._place = self._opened(uri, storage_options)
+        self._base = None if base is None else self._opened(base, storage_options)
+        self._local: LocalModel = LocalModel(Path(local_path(directory, "The directory")).absolute())
+        self._source: VersionSource | None = None
+
+    def _opened(self, uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> OpenedPlace:
+        place = open_place(uri, storage_options=storage_options)
+        self._stack.callback(place.close)
+        return place
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._local.path
+
+    @property
+    def version(self) -> int | None:
+        """The version that the directory holds; None if it holds none. Makes no request."""
+        state = self._state()
+        return None if state is None else state.version
+
+    def _state(self) -> State | None:
+        from ckptstore.publication.work import State
+
+        return State.read(self._local.path)
+
+    def wait(
+        self, after: int | None = None, *, timeout_seconds: float = _WAIT_SECONDS, poll_seconds: float = _POLL_SECONDS
+    ) -> int:
+        """Wait until there is a version above `after`, and return the newest one.
+
+        Without `after`, wait for another version than the one that the directory holds, also for one with a lower
+        number, after a roll-back. Raises TimeoutError, which says what there is, if none comes in time. A storage that
+        cannot be reached is asked again until then.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        failure: CkptstoreError | None = None
+        while True:
+            newest, failure = None, None
+            try:
+                newest = self._newest()
+            except CkptstoreError as error:
+                if not error.retryable:
+                    raise
+                failure = error
+            if newest is not None and self._is_news(newest, after):
+                return newest.version
+            left_seconds = deadline - time.monotonic()
+            if left_seconds <= 0:
+                found = "none is published" if newest is None else f"the newest one is {newest.version}"
+                wanted = f"version above {after}" if after is not None else "other version"
+                uri = self._place.storage.uri
+                raise TimeoutError(f"No {wanted} came to {uri} in {timeout_seconds:g} s: {failure or found}")
+            time.sleep(min(poll_seconds, left_seconds))
+
+    def _is_news(self, newest: Link, after: int | None) -> bool:
+        if after is not None:
+            return newest.version > after
+        state = self._state()
+        return state is None or state.identity != newest.identity
+
+    def _newest(self) -> Link | None:
+        from ckptstore.publication.source import source_at
+
+        if self._source is None or self._source.is_foreign:
+            self._source = source_at(self._place, self._base)
+        return self._source.newest()
+
+    def apply(
+        self,
+        version: int | None = None,
+        *,
+        timeout_seconds: float = _WAIT_SECONDS,
+        then: Callable[[Applied], object] | None = None,
+    ) -> Applied:
+        """Bring the directory to the newest version, or to one by its number, and return what it then holds.
+
+        Of the deltas from the present version on, and a full version with its deltas, the smaller way is taken. Where
+        it is damaged or lacks a link, the other one is, and `notices` says so. Every file and every tensor is compared
+        with its digest before anything is replaced. It takes a few MiB of memory for each processor.
+
+        `then` is called once for each version that the directory comes to hold, by one process of the node: to have a
+        server load it, say. If it raises, the error passes through, and the next `apply` with a `then` calls it again.
+
+        After an error the directory holds the version that it held before, or, where files were being replaced one by
+        one, no version until a call succeeds. Raises CheckpointGone if there is no such version, CheckpointDamaged,
+        StorageFull, and TimeoutError if another process works on the directory for `timeout_seconds`.
+        """
+        began = time.monotonic()
+        with self._locked(timeout_seconds):
+            source_newest = self._newest()
+            assert self._source is not None  # opened by now
+            target = source_newest if version is None else self._source.find(version)
+            if target is None:
+                raise CheckpointGone(
+                    f"No version is published at {self._place.storage.uri}", hint="Wait for one, or look at the URI"
+                )
+            before = self._state()
+            self._local.recover()
+            state = self._local.state()
+            previous = before.version if before is not None else None
+            if state is not None and state.identity == target.identity:
+                applied = Applied(
+                    version=state.version,
+                    identity=state.identity,
+                    previous=previous,
+                    metadata=state.metadata,
+                    path=self.path,
+                    seconds=time.monotonic() - began,
+                )
+            else:
+                applied = self._bring(target, state)(previous, time.monotonic() - began)
+            shutil.rmtree(self._local.spool, ignore_errors=True)
+            self._tell(applied, then)
+            return applied
+
+    def _tell(self, applied: Applied, then: Callable[[Applied], object] | None) -> None:
+        """Call `then`, unless it has succeeded for this version."""
+        from ckptstore.publication.local import CONFIRMED_NAME
+
+        mark = self._local.aside / CONFIRMED_NAME
+        if then is None or (mark.exists() and mark.read_text() == applied.identity):
+            return
+        then(applied)
+        mark.write_text(applied.identity)
+
+    @contextmanager
+    def _locked(self, timeout_seconds: float) -> Iterator[None]:
+        from ckptstore.publication.local import LOCK_NAME
+
+        self._local.prepare()
+        with Exclusive(self._local.aside / LOCK_NAME).held(wait_seconds=timeout_seconds) as is_held:
+            if not is_held:
+                raise TimeoutError(
+                    f"Another process has worked on {self.path} for {timeout_seconds:g} s and has not ended"
+                )
+            yield
+
+    def _bring(self, target: Link, state: State | None) -> Callable[[int | None, float], Applied]:
+        """Take the smaller way to a version, and the other one if it fails; return a function that makes the result."""
+        ways, notices = self._ways(target, state)
+        for number, (links, local) in enumerate(ways):
+            try:
+                new = self._go(links, local)
+            except (CheckpointDamaged, CheckpointGone, FileMissing) as error:
+                kind = "deltas" if local is not None else "full version"
+                notices.append(f"The way by {kind} to version {target.version} was left: {error}")
+                logger.warning("%s", notices[-1])
+                if number == len(ways) - 1:
+                    raise
+                continue
+            num_deltas = len([link for link in links if link.base is not None])
+            is_full, fetched_bytes = local is None, sum(link.size_bytes for link in links)
+            logger.info(
+                "%s is at version %d: %d deltas, %s fetched",
+                self.path,
+                new.version,
+                num_deltas,
+                show_size(fetched_bytes),
+            )
+            return lambda previous, seconds: Applied(
+                version=new.version,
+                identity=new.identity,
+                previous=previous,
+                metadata=new.metadata,
+                path=self.path,
+                num_deltas=num_deltas,
+                is_full=is_full,
+                fetched_bytes=fetched_bytes,
+                seconds=seconds,
+                notices=tuple(notices),
+            )
+        raise AssertionError("there is at least one way")
+
+    def _ways(self, target: Link, state: State | None) -> tuple[list[tuple[list[Link], State | None]], list[str]]:
+        """Return the ways to a version, the smaller one first, each with the state on which it builds."""
+        from ckptstore.publication.source import chain
+
+        assert self._source is not None  # opened by now
+        ways: list[tuple[list[Link], State | None]] = []
+        notices: list[str] = []
+        failure: CkptstoreError | None = None
+        for local in (state, None) if state is not None else (None,):
+            try:
+                links = chain(self._source, target, known=None if local is None else local.identity)
+            except (CheckpointDamaged, CheckpointGone, FileMissing) as error:
+                notices.append(f"A way to version {target.version} is closed: {error}")
+                logger.warning("%s", notices[-1])
+                failure = error
+                continue
+            if local is None or links[0].base is not None:
+                ways.append((links, local))
+        if not ways:
+            raise failure or CheckpointGone(f"There is no way to version {target.version}")
+        return sorted(ways, key=lambda way: sum(link.size_bytes for link in way[0])), notices
+
+    def _go(self, links: Sequence[Link], local: State | None) -> State:
+        from ckptstore.publication.source import all_held
+        from ckptstore.publication.work import Spooled
+
+        spooled = []
+        with all_held(links):
+            for link in links:
+                one = Spooled(self._local.spool / link.identity, link.version, link.identity, link.index, link.metadata)
+                one.path.mkdir(exist_ok=True)
+                link.download(one.path)
+                one.write_facts()
+                spooled.append(one)
+        return self._local.switch(local, spooled)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

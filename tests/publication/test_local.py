@@ -1,0 +1,162 @@
+"""The directory of a reader that is killed, or whose disk is full, at any point of an apply."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from small_disks import mounted
+from weights_made import Weights, bytes_of, changed, read_model, some_weights
+
+import ckptstore
+from ckptstore.errors import StorageFull
+from ckptstore.publication import local, shard
+
+HERE = Path(__file__).parent
+MARGIN_BYTES = 16 << 20
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, Weights, Weights]:
+    """A place with two versions of several files, and a model at the first."""
+    monkeypatch.setattr(shard, "SHARD_BYTES", 9000)
+    place, model, weights = tmp_path / "published", tmp_path / "model", some_weights()
+    with ckptstore.open_publication(place) as publication, ckptstore.Subscription(place, model) as subscription:
+        publication.publish(1, weights)
+        subscription.apply()
+        other = changed(weights, Random(7), num=4)
+        publication.publish(2, other)
+    return place, model, weights, other
+
+
+def killed_at(place: Path, model: Path, at: int, free_bytes: int) -> int | None:
+    """Apply in a process that dies at a change; the number of changes if it did not come to that one."""
+    command = [sys.executable, str(HERE / "killed_reader.py"), str(place), str(model), str(at), str(free_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode == -signal.SIGKILL:
+        return None
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_reader_that_is_killed_anywhere_holds_a_version_or_none(
+    published: tuple[Path, Path, Weights, Weights], tmp_path: Path, has_room: bool
+) -> None:
+    place, model, weights, other = published
+    free_bytes = 0 if has_room else MARGIN_BYTES + 12000
+    num_changes: int | None = None
+    at, seen = 0, set()
+    while num_changes is None:
+        at += 1
+        kept = tmp_path / f"at-{at}"
+        kept.mkdir()
+        shutil.copytree(model, kept / "model", copy_function=os.link)
+        num_changes = killed_at(place, kept / "model", at, free_bytes)
+        if (kept / "model" / "model.safetensors.index.json").exists():
+            held = read_model(kept / "model")
+            assert held in (bytes_of(weights), bytes_of(other)), f"a mixture, killed at change {at}"
+            seen.add("old" if held == bytes_of(weights) else "new")
+        else:
+            seen.add("none")
+        with ckptstore.Subscription(place, kept / "model") as subscription:
+            assert subscription.version in ({"old": 1, "new": 2, "none": None}[word] for word in seen)
+            subscription.apply()
+        assert read_model(kept / "model") == bytes_of(other)
+        assert {path.name for path in kept.iterdir()} == {"model", ".model.ckptstore"}
+        assert {path.name for path in (kept / ".model.ckptstore").iterdir()} <= {"lock", "file.new"}
+        shutil.rmtree(kept)
+    assert seen >= ({"old", "new"} if has_room else {"old", "new", "none"})
+    assert at > 10
+
+
+def test_without_room_for_two_files_are_replaced_one_by_one(
+    published: tuple[Path, Path, Weights, Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, model, _, other = published
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda _path: usage._replace(free=MARGIN_BYTES + 12000))
+    journals = []
+    replaced = local.LocalModel._replace
+    monkeypatch.setattr(local.LocalModel, "_replace", lambda self, *args: journals.append(1) or replaced(self, *args))
+    with ckptstore.Subscription(place, model) as subscription:
+        assert subscription.apply().num_deltas == 1
+        assert journals == [1]
+        assert read_model(model) == bytes_of(other)
+        assert not subscription.apply().is_changed
+
+
+def test_a_disk_without_any_room_leaves_the_version_before(
+    published: tuple[Path, Path, Weights, Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, model, weights, other = published
+    usage = shutil.disk_usage("/")
+    with ckptstore.Subscription(place, model) as subscription:
+        with monkeypatch.context() as patch:
+            patch.setattr(local.shutil, "disk_usage", lambda _path: usage._replace(free=0))
+            with pytest.raises(StorageFull, match="Make room"):
+                subscription.apply()
+        assert read_model(model) == bytes_of(weights)
+        assert subscription.version == 1
+        subscription.apply()
+        assert read_model(model) == bytes_of(other)
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_the_version_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_MARGIN_BYTES", 0)
+    weights = {"a": torch.zeros(300_000), "b": torch.zeros(300_000)}
+    other = {name: tensor + 1 for name, tensor in weights.items()}
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda _path: usage)  # which sees another disk
+    with mounted(tmp_path / "disk", "4m") as disk:
+        place, model = tmp_path / "published", disk / "model"
+        with ckptstore.open_publication(place) as publication, ckptstore.Subscription(place, model) as subscription:
+            publication.publish(1, weights)
+            subscription.apply()
+            publication.publish(2, other)
+            with pytest.raises(StorageFull):
+                subscription.apply()
+            assert read_model(model) == bytes_of(weights)
+            assert subscription.version == 1
+
+
+def test_another_start_of_the_machine_has_all_digests_compared(
+    published: tuple[Path, Path, Weights, Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, model, weights, _ = published
+    monkeypatch.setattr(local, "_boot_id", lambda: "another")
+    with ckptstore.Subscription(place, model) as subscription:
+        assert not subscription.apply(1).is_changed
+        (file, *_) = sorted(model.glob("*.safetensors"))
+        times = file.stat()
+        file.chmod(0o600)
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as after a loss of power
+        monkeypatch.setattr(local, "_boot_id", lambda: "a third")
+        assert subscription.apply(1).is_full
+        assert read_model(model) == bytes_of(weights)
+
+
+@pytest.mark.slow
+def test_processes_of_a_node_fetch_once(published: tuple[Path, Path, Weights, Weights]) -> None:
+    place, model, _, other = published
+    program = "import sys, ckptstore; print(ckptstore.Subscription(*sys.argv[1:]).apply().is_changed)"
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, str(place), str(model)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    ends = sorted(process.communicate(timeout=60)[0].strip() for process in started)
+    assert ends == ["False", "False", "True"]
+    assert read_model(model) == bytes_of(other)
