@@ -1,0 +1,76 @@
+"""`ckptstore publish` and `ckptstore pull`, inside this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from click.testing import CliRunner
+from weights_made import bytes_of, read_model
+
+import ckptstore
+from ckptstore.tools.cli import main
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/cli-schema.json").read_text())
+
+
+def run(*words: object, code: int = 0) -> str:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def run_json(*words: object) -> Any:
+    found = json.loads(run(*words, "--json"))
+    jsonschema.validate(found, {**SCHEMA["$defs"][str(words[0])], "$defs": SCHEMA["$defs"]})
+    return found
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store with two checkpoints of a tied model."""
+    module = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False))
+    module[1].weight = module[0].weight
+    with ckptstore.open_store(tmp_path / "store") as opened:
+        for step in (10, 20):
+            opened.save(step, {"model": module, "epoch": step})
+            with torch.no_grad():
+                module[0].weight += 1
+    return tmp_path / "store"
+
+
+def test_a_checkpoint_is_published_and_pulled(store: Path, tmp_path: Path) -> None:
+    place, model, log = tmp_path / "published", tmp_path / "model", tmp_path / "log"
+    options = ("--include", "model.*", "--strip-prefix", "model.")
+    assert run_json("publish", f"{store}@10", place, *options)["published_version"] == 10
+    program = f'echo "$CKPTSTORE_VERSION $CKPTSTORE_DIRECTORY" >> {log}'
+    assert run_json("pull", place, model, "--exec", program)["is_full"]
+    assert "2 deltas" not in run("publish", store, place, *options)
+    assert "version 20 now" in run("pull", place, model, "--exec", program)
+    assert not run_json("pull", place, model, "--exec", program)["is_changed"]
+    assert log.read_text().splitlines() == [f"10 {model}", f"20 {model}"]
+    with ckptstore.open_store(store) as opened:
+        weights = opened.latest().to_dict()["model"]  # type: ignore[union-attr]
+    assert read_model(model) == bytes_of({"0.weight": weights["0.weight"]})
+    assert "not above version 20" in CliRunner().invoke(main, ["publish", f"{store}@10", str(place)]).output
+
+
+def test_a_program_that_fails_is_run_again(store: Path, tmp_path: Path) -> None:
+    place, model = tmp_path / "published", tmp_path / "model"
+    run("publish", store, place, "--include", "model.*")
+    run("pull", place, model, "--exec", "exit 3", code=2)
+    assert (model / "model.safetensors.index.json").exists()
+    run("pull", place, model, "--exec", f"touch {tmp_path / 'done'}")
+    assert (tmp_path / "done").exists()
+
+
+def test_bad_words_are_refused(store: Path, tmp_path: Path) -> None:
+    run("pull", tmp_path / "none", tmp_path / "model", "--timeout", "0.01s", code=34)
+    run("pull", tmp_path / "none", tmp_path / "model", "--follow", "--version", 3, code=2)
+    run("publish", f"{store}@10", tmp_path / "published", "--follow", code=2)
+    run("publish", f"{store}@10", tmp_path / "published", "--include", "nothing*", code=2)
+    run("publish", f"{store}@11", tmp_path / "published", code=4)
