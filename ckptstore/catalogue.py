@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ckptstore.boundary import bounded
-from ckptstore.checkpoint import Checkpoint
+from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import InvalidInput, StoreMissing
 from ckptstore.format.changes import Change, Pin, Unpin
 from ckptstore.format.order import SaveOrder
@@ -126,10 +127,12 @@ class Catalogue:
         `mode` is "min" or "max", and may be left out if the metric's name implies it, such as "eval_loss". Raises
         InvalidMetric, with the existing metrics, if no live checkpoint has this one.
         """
-        candidates = self._job.candidates(self._job.log.newest())
+        log = self._job.log
+        newest = log.newest()
+        candidates = self._job.candidates(newest)
         check_metric_exists(candidates, metric)
         found = ranked(candidates, metric, mode)
-        return self._checkpoint(self._job.log.records([found[0].number])[0]) if found else None
+        return self._checkpoint(log.annotated(log.records([found[0].number]), newest)[0]) if found else None
 
     def __getitem__(self, step: int) -> Checkpoint:
         """Return the newest live checkpoint of a step. Raises CheckpointGone, which names live steps."""
@@ -162,7 +165,7 @@ class Catalogue:
         if newest is None:
             return []
         state = newest.state
-        records = self._job.log.readable(state.live)
+        records = self._job.log.annotated(self._job.log.readable(state.live), newest)
         entries = [
             Entry(
                 checkpoint=self._checkpoint(record),
@@ -178,6 +181,42 @@ class Catalogue:
         ordered = [(record.entry.order, entry) for record, entry in zip(records, entries, strict=True)]
         ordered += [(one.order, _fast_entry(Checkpoint(one.files))) for one in near.values()]
         return [entry for _, entry in sorted(ordered, key=lambda pair: pair[0])]
+
+    def follow(
+        self,
+        *,
+        after: Checkpoint | int | Literal["latest"] | None = None,
+        latest_only: bool = False,
+        cursor: str | os.PathLike[str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Generator[Checkpoint, None, None]:
+        """Yield each checkpoint once it is committed, in the order of the commits: first those that are live, then what
+        comes.
+
+        The checkpoint is not deleted while the body of the loop works on it: a lease protects it, on every storage. It
+        is done, and the cursor moves past it, when the next one is taken from the iterator. So an error in the body, a
+        `break` and a kill leave the cursor before it. One that was removed before its turn is named in a
+        `CheckpointSkipped` event, which is logged as a warning.
+
+        A storage that is away is waited for, and so is a store that does not exist yet. The job that saves is not
+        fenced, and need not know.
+
+        Args:
+            after: begin behind this checkpoint, or the newest of this step; "latest" for what comes from now on.
+                Without effect once the cursor exists.
+            latest_only: go on with the latest checkpoint each time, and leave out those between.
+            cursor: keeps the place over restarts: a name, as an object in the store, or the path of a file, with a
+                slash ("./evaluated"). Each has one follower at a time: two would both get all checkpoints.
+            timeout_seconds: end the loop after so long without a new checkpoint; None to go on for ever. If the storage
+                is away then, or there is no store yet, its error is raised.
+
+        Raises InvalidInput for a cursor of another log, CheckpointGone for a step that is gone.
+        """
+        from ckptstore.upkeep.follow import follower
+
+        start = (files_behind(after).uri, files_behind(after).record) if isinstance(after, Checkpoint) else after
+        options: dict[str, Any] = {"latest_only": latest_only, "cursor": cursor, "timeout_seconds": timeout_seconds}
+        return follower(self._job, start, **options).follow(self._checkpoint)
 
     def history(self) -> SaveHistory:
         """Return every save that was ever committed, in the order of the commits, also those that are deleted.
@@ -209,6 +248,32 @@ class Catalogue:
     def unpin(self, step: int) -> None:
         """Undo `pin`. Raises CheckpointGone."""
         self._change(lambda newest: Unpin((self._record_of(step, newest).number,), self._job.epoch))
+
+    def annotate(self, checkpoint: Checkpoint | int, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to a committed checkpoint, such as those of an evaluation; retention, `best`, listings and
+        `history` use them from now on. One that exists by its name is replaced, that of the save included.
+
+        Any process may call it beside the job that saves, which is not fenced, and several may at once: each name keeps
+        the value that was annotated last. Of a step, it is the newest live checkpoint, else the newest in the trash. A
+        `Checkpoint` of this store is that one, even if its step was saved again since.
+
+        Raises CheckpointGone if it was deleted, InvalidMetric for a value that is no number and without any,
+        InvalidInput for a checkpoint that is not in this store, StoreFenced in a job that was fenced.
+        """
+        from ckptstore.upkeep.annotate import annotation, checked_metrics, number_of, number_of_step
+
+        job, found = self._job, checked_metrics(metrics)
+        files = files_behind(checkpoint) if isinstance(checkpoint, Checkpoint) else None
+
+        def change(newest: Record | None) -> Change:
+            if isinstance(checkpoint, Checkpoint):
+                assert files is not None
+                number = number_of(job.log, newest, files.uri, files.record)
+            else:
+                number = number_of_step(job.log, newest, checkpoint)
+            return annotation(job.log, newest, number, found, epoch=job.epoch)
+
+        self._change(change)
 
     def roll_back(self, step: int) -> Checkpoint:
         """Make the checkpoint of `step` the latest: all that were committed after it go to the trash.

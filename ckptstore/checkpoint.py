@@ -99,7 +99,7 @@ class Checkpoint:
         files.check_can_be_sent()
         if files.storage.uri.startswith("memory://"):
             raise InvalidInput(f"{self.uri} lives in the memory of this process, and cannot be sent to another one")
-        record = None if files.record is None else (files.record.encode(), files.record.number)
+        record = None if files.record is None else files.record.to_wire()
         return _arrived, (_Place(files.storage.uri, files.prefix, record),)
 
     @cached_property
@@ -124,7 +124,8 @@ class Checkpoint:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the save, including NaN and infinities."""
+        """The metrics of the save, and those that `CheckpointStore.annotate` had added when the checkpoint was looked
+        up; including NaN and infinities."""
         record = self._files.record
         return dict(record.entry.metrics if record else self._manifest.metrics)
 
@@ -356,10 +357,10 @@ class _Place:
 
     uri: str
     prefix: str
-    record: tuple[bytes, int] | None
+    record: list[Any] | None
 
     def opened(self) -> CheckpointFiles:
-        record = None if self.record is None else Record.decode(*self.record)
+        record = None if self.record is None else Record.from_wire(self.record)
         from ckptstore.loading.checkpoint_files import CheckpointFiles
 
         return CheckpointFiles.at(open_place(self.uri), prefix=self.prefix, record=record)

@@ -29,6 +29,7 @@ from ckptstore.group import Group, check_shared, find_group
 from ckptstore.group.base import GroupOfParent
 from ckptstore.log import SALVAGE_HINT, Log
 from ckptstore.log.identity import read_or_create_identity
+from ckptstore.log.reader import LogReader
 from ckptstore.retention import Candidate, Missing, Policy
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.fork import in_forked_child
@@ -235,10 +236,10 @@ class Job:
         """Leader, after `claim`: return the message for `join_claim` of the other ranks."""
         return {"epoch": self.epoch, "resume_from": self.resume_from, "claim": self._claim}
 
-    def join_claim(self, told: Mapping[str, Any]) -> None:
+    def join_claim(self, message: Mapping[str, Any]) -> None:
         """Any rank: take over the claim from the leader's message."""
-        self.epoch, self.resume_from = told["epoch"], told["resume_from"]
-        self._claim = None if told["claim"] is None else tuple(told["claim"])
+        self.epoch, self.resume_from = message["epoch"], message["resume_from"]
+        self._claim = None if message["claim"] is None else tuple(message["claim"])
 
     def next_save_number(self, newest: StoreState | None = None) -> int:
         """Leader: assign the number of the next save of this epoch, above all that `newest` knows."""
@@ -307,7 +308,7 @@ class Job:
 
 def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidate]:
     """Return the live checkpoints of a store as retention sees them, oldest first, with their times if `timed`."""
-    records = log.readable(newest.state.live if newest else ())
+    records = log.annotated(log.readable(newest.state.live if newest else ()), newest)
     times = log.commit_times(records) if timed else {}
     return [
         Candidate(
@@ -321,7 +322,7 @@ def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidat
     ]
 
 
-def record_of_step(log: Log, newest: Record | None, step: int) -> Record:
+def record_of_step(log: LogReader, newest: Record | None, step: int) -> Record:
     """Return the record of the newest live checkpoint of a step. Raises CheckpointGone, which names live steps."""
     step = check_step(step)
     records = log.readable(newest.state.live if newest else ())
@@ -329,4 +330,4 @@ def record_of_step(log: Log, newest: Record | None, step: int) -> Record:
     if not found:
         shown = ", ".join(str(record.entry.step) for record in records[-10:]) or "none"
         raise CheckpointGone(f"There is no live checkpoint of step {step}; live ones: {shown}", step=step)
-    return found[-1]
+    return log.annotated(found[-1:], newest)[0]

@@ -39,7 +39,7 @@ class LoadEnded(EndEvent):
 
 @event(level=logging.WARNING, line="step {step} is passed over: {reason}")
 class CheckpointSkipped(Event):
-    """A resume passed over a checkpoint that cannot be used."""
+    """A resume passed over a checkpoint that cannot be used, or a follower one that was removed before its turn."""
 
     step: int
     number: int | None

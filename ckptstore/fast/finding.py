@@ -128,7 +128,7 @@ def _leader_view(
     certificates = dict(known)
     newest = job.claim(job.log.checked_newest())
     beat()
-    committed = job.log.records([*newest.state.live, *newest.state.trash])
+    committed = job.log.annotated(job.log.records([*newest.state.live, *newest.state.trash]), newest)
     claims = _claims(job, newest, certificates.values())
     merged = merge(sightings, certificates, newest, committed, claims, store_id=job.store_id())
     refused = _tell_refused(merged)
@@ -201,7 +201,7 @@ def _tell_refused(merged: Merged) -> list[str]:
 def _packed(candidate: FastCandidate, record: Record | None, sightings: Sequence[NodeSighting]) -> dict[str, Any]:
     sha256 = candidate.certificate.sha256 if candidate.certificate else ""
     return {
-        "record": [record.number, record.encode().decode()] if record and candidate.is_durable else None,
+        "record": record.to_wire() if record and candidate.is_durable else None,
         "certificates": [[*sighting.place] for sighting in sightings if sha256 and sighting.sha256 == sha256],
         "holders": [[rank, list(nodes)] for rank, nodes in candidate.holders.items()],
     }
@@ -215,7 +215,7 @@ def _opened(
     The ways are: the disk of this node, if it has all; all nodes, with the store if it is durable; the store alone.
     """
     found = []
-    record = Record.decode(told["record"][1].encode(), told["record"][0]) if told["record"] else None
+    record = Record.from_wire(told["record"]) if told["record"] else None
     places = [CertificatePlace(*one) for one in told["certificates"]]
     if places:
         certificate = known.get(places[0].sha256) or place.certificate_of(*places)

@@ -15,7 +15,7 @@ from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric, Invali
 from ckptstore.format.encoding import shortened
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MAX_STEP, Attempt
 from ckptstore.format.order import BEGINNING, SaveOrder, Void, with_void
-from ckptstore.format.ranges import Numbers
+from ckptstore.format.ranges import MAX_LISTED, Numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,13 @@ class CheckpointEntry:
             raise InvalidInput(f"{self.manifest_sha256!r} is not a SHA-256")
         if self.kind not in ("directory", "state"):
             raise InvalidInput(f"{self.kind!r} is not a kind of checkpoint")
-        for name, value in self.metrics.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InvalidMetric(f"The metric {name!r} is a {type(value).__name__}, not a number")
+        _check_metrics(self.metrics)
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    for name, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidMetric(f"The metric {name!r} is a {type(value).__name__}, not a number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +173,26 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class Annotate:
+    """A checkpoint, live or in the trash, has more metrics than its save gave it."""
+
+    number: int
+    metrics: Mapping[str, float]
+    """All that it was annotated with so far, those of earlier annotations included: readers look at the last one. They
+    take the place of metrics of the save with the same names."""
+    epoch: int | None = None
+    """The writer epoch of the job that annotates; None for any other process, which fences nobody."""
+
+    def __post_init__(self) -> None:
+        _check_metrics(self.metrics)
+
+
+@dataclass(frozen=True, slots=True)
 class Noop:
     """Nothing changes. It takes a number, so that a record whose fate was unknown cannot have it."""
 
 
-Change = Claim | Commit | Remove | Pin | Unpin | Restore | Resumed | Noop
+Change = Claim | Commit | Remove | Pin | Unpin | Restore | Resumed | Annotate | Noop
 
 
 RESUMED_FROM = "the running job resumed from it"
@@ -195,6 +214,8 @@ class StoreState:
     """The removed checkpoints that are not dropped: number -> number of the record that removed it."""
     bases: Mapping[int, Numbers] = field(default_factory=dict)
     """The checkpoints, live or in the trash, that refer to files of another one: base -> those that refer to it."""
+    annotated: Mapping[int, int] = field(default_factory=dict)
+    """The checkpoints, live or in the trash, that were annotated: number -> number of the last record that did it."""
     save_number: int = 0
     """The highest number of a save that was committed in this epoch; 0 when there is none."""
     void: tuple[Void, ...] = ()
@@ -260,6 +281,9 @@ def apply(state: StoreState, number: int, change: Change) -> StoreState:
         case Resumed():
             _check_epoch(state, change.epoch)
             return _resumed(state, change)
+        case Annotate():
+            _check_epoch(state, change.epoch)
+            return _annotate(state, number, change)
 
 
 def _commit(state: StoreState, number: int, change: Commit) -> StoreState:
@@ -298,6 +322,7 @@ def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
     return replace(
         after,
         trash={other: by for other, by in after.trash.items() if other not in dropped},
+        annotated={other: by for other, by in after.annotated.items() if other not in dropped},
         bases={base: users for base, users in rest.items() if users},
         void=after.void if change.voids is None else with_void(after.void, change.voids),
     )
@@ -326,6 +351,16 @@ def _restore(state: StoreState, change: Restore) -> StoreState:
         pinned=Numbers([*state.pinned, *change.numbers]) if change.pin else state.pinned,
         trash={other: by for other, by in state.trash.items() if other not in change.numbers},
     )
+
+
+def _annotate(state: StoreState, number: int, change: Annotate) -> StoreState:
+    if not change.metrics:
+        raise InvalidInput("The change has no metric")
+    if change.number not in state.trash:
+        _check_live(state, (change.number,))
+    if len(state.annotated) >= MAX_LISTED and change.number not in state.annotated:
+        raise InvalidInput(f"A store has at most {MAX_LISTED} annotated checkpoints")
+    return replace(state, annotated={**state.annotated, change.number: number})
 
 
 def _to_trash(state: StoreState, number: int, gone: Collection[int]) -> StoreState:

@@ -20,6 +20,7 @@ HINT_KEY = "latest.json"
 LOG_PREFIX = "log/"
 LEASE_PREFIX = "leases/"
 CHECKPOINT_PREFIX = "checkpoints/"
+CURSOR_PREFIX = "cursors/"
 GROUP_PREFIX = "group/"
 PROBE_PREFIX = "probe/"
 
@@ -128,6 +129,11 @@ def parse_lease_key(key: str) -> int | None:
     """Return the number of the checkpoint that a lease protects, None if the key is not that of one."""
     match = _LEASE.fullmatch(key)
     return int(match[1]) if match else None
+
+
+def cursor_key(name: str) -> str:
+    """Return the key of a follower's cursor that is kept in the store."""
+    return f"{CURSOR_PREFIX}{name}.json"
 
 
 def check_name(name: str) -> str:

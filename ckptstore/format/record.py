@@ -10,14 +10,15 @@ Nothing breaks above that; the records are larger.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, UnsupportedVersion
 from ckptstore.format.changes import (
     EMPTY,
+    Annotate,
     Change,
     CheckpointEntry,
     Claim,
@@ -45,6 +46,7 @@ _KINDS: Mapping[str, type[Change]] = {
     "unpin": Unpin,
     "restore": Restore,
     "resumed": Resumed,
+    "annotate": Annotate,
     "noop": Noop,
 }
 
@@ -68,6 +70,9 @@ class Record:
     """Fields that this version does not know; kept."""
     stored: bytes | None = field(default=None, repr=False, compare=False)
     """The exact bytes that it was read from; None for a new record."""
+    annotated: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """The metrics that later records add to the checkpoint, as `LogReader.annotated` has found them. No part of the
+    record."""
 
     @staticmethod
     def following(newest: Record | None, change: Change, *, write_id: str, created_at: float) -> Record:
@@ -101,10 +106,17 @@ class Record:
 
     @property
     def entry(self) -> CheckpointEntry:
-        """The checkpoint that this record committed. Raises CheckpointDamaged if it is a record of another kind."""
+        """The checkpoint that this record committed, with the metrics of `annotated`. Raises CheckpointDamaged if it is
+        a record of another kind."""
         if not isinstance(self.change, Commit):
             raise CheckpointDamaged(f"{record_key(self.number)} commits no checkpoint", file=record_key(self.number))
-        return self.change.entry
+        return self._annotated_entry if self.annotated else self.change.entry
+
+    @cached_property
+    def _annotated_entry(self) -> CheckpointEntry:
+        assert isinstance(self.change, Commit)
+        entry = self.change.entry
+        return replace(entry, metrics={**entry.metrics, **self.annotated})
 
     @cached_property
     def sha256(self) -> str:
@@ -133,6 +145,17 @@ class Record:
             what="record",
         )
         return sealed(text)
+
+    def to_wire(self) -> list[Any]:
+        """Return values from which `from_wire` makes the record in another process, `annotated` included."""
+        return [self.number, self.encode(), dict(self.annotated)]
+
+    @staticmethod
+    def from_wire(value: Sequence[Any]) -> Record:
+        """Return the record of `to_wire`."""
+        number, data, annotated = value
+        record = Record.decode(data, number)
+        return replace(record, annotated=annotated) if annotated else record
 
     @staticmethod
     def decode(data: bytes, number: int) -> Record:
@@ -245,6 +268,8 @@ def _change_to_json(change: Change) -> dict[str, Any]:
         case Resumed():
             source = None if change.source is None else list(change.source)
             return {"epoch": change.epoch, "source": source, "attempt": change.attempt, "next_save": change.next_save}
+        case Annotate():
+            return {"number": change.number, "metrics": dict(change.metrics), "epoch": change.epoch}
         case Noop():
             return {}
 
@@ -273,6 +298,9 @@ def _change_from_json(kind: str, value: dict[str, Any], *, limit: int) -> Change
             source = None if value["source"] is None else SaveOrder.of(*value["source"])
             next_save = SaveOrder.of(value["epoch"], value["next_save"]).save_number
             return Resumed(_integer(value["epoch"]), source, _text(value["attempt"]), next_save)
+        case "annotate":
+            (number,) = decode_sequence(str(_integer(value["number"])), limit=limit)
+            return Annotate(number, _object(value["metrics"]), _optional(value["epoch"]))
         case _:
             return Noop()
 
@@ -332,6 +360,10 @@ def _state_to_json(state: StoreState) -> dict[str, Any]:
         numbers = sorted(state.trash)
         removed_by = [state.trash[number] for number in numbers]
         encoded["trash"] = {"numbers": encode_sequence(numbers), "removed_by": encode_sequence(removed_by)}
+    if state.annotated:
+        numbers = sorted(state.annotated)
+        by = [state.annotated[number] for number in numbers]
+        encoded["annotated"] = {"numbers": encode_sequence(numbers), "annotated_by": encode_sequence(by)}
     if state.bases:
         encoded["bases"] = {str(base): users.encode() for base, users in state.bases.items()}
     return encoded
@@ -344,8 +376,11 @@ def _state_from_json(encoded: Mapping[str, Any], *, limit: int) -> StoreState:
     trash = value.pop("trash", {"numbers": "", "removed_by": ""})
     numbers = Numbers.decode(trash["numbers"], limit=limit)
     removed_by = decode_sequence(trash["removed_by"], limit=limit)
-    if max(len(pinned), len(numbers)) > MAX_LISTED:
-        raise ValueError(f"more than {MAX_LISTED} checkpoints are pinned or in the trash")
+    annotated = value.pop("annotated", {"numbers": "", "annotated_by": ""})
+    annotated_numbers = Numbers.decode(annotated["numbers"], limit=limit)
+    annotated_by = decode_sequence(annotated["annotated_by"], limit=limit)
+    if max(len(pinned), len(numbers), len(annotated_numbers)) > MAX_LISTED:
+        raise ValueError(f"more than {MAX_LISTED} checkpoints are pinned, annotated or in the trash")
     if not pinned <= live or not live.isdisjoint(numbers):  # in this order: those that are live may be very many
         raise ValueError("its state contradicts itself")
     return StoreState(
@@ -356,6 +391,7 @@ def _state_from_json(encoded: Mapping[str, Any], *, limit: int) -> StoreState:
         live=live,
         pinned=pinned,
         trash=dict(zip(numbers, removed_by, strict=True)),
+        annotated=dict(zip(annotated_numbers, annotated_by, strict=True)),
         bases={int(base): Numbers.decode(users, limit=limit) for base, users in value.pop("bases", {}).items()},
         extra=value,
     )

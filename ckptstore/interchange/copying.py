@@ -37,6 +37,7 @@ from ckptstore.transfer.executor import Executor, InProcess
 from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.opened import OpenedPlace
 from ckptstore.transfer.sources import Read
+from ckptstore.upkeep.annotate import annotation
 from ckptstore.upkeep.prune import delete_attempts
 
 
@@ -157,7 +158,7 @@ def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | No
     log, newest, store_id = job.log, job.log.newest(), read_identity(job.storage)
     if newest is None or store_id is None:
         raise StoreMissing(f"There is no store at {store.uri}")
-    records = log.records(newest.state.live)
+    records = log.annotated(log.records(newest.state.live), newest)
     times = log.commit_times(records)
     items = [
         CopiedCheckpoint(
@@ -189,13 +190,15 @@ def copy_all(
     own = Log(target.storage, retry=target.config.retry, single_writer=target.config.single_writer)
     total = CopyReport(uri=target.storage.uri, steps=(), present=(), num_copied=0, num_found=0, copied_bytes=0)
     newest = own.newest()
-    held = {_origin(record.entry) for record in own.records(newest.state.live if newest else ())}
+    copies = own.annotated(own.records(newest.state.live if newest else ()), newest)
+    held = {_origin(record.entry): record for record in copies}
     epoch = 0
     if any(_origin(item.entry) not in held for item in items):  # above every epoch in the names that are copied
         claim = Claim(start_token=f"cp-{uuid.uuid4().hex}", world_size=1, above_epoch=above)
         epoch = own.append(lambda _newest: claim).state.epoch
     for entry, files, is_pinned in items:
-        if _origin(entry) in held:
+        if (copy := held.get(_origin(entry))) is not None:
+            _annotate_copy(own, copy, entry.metrics)
             total = replace(total, present=(*total.present, entry.step))
             continue
         attempt = replace(_origin(entry), epoch=epoch)
@@ -217,6 +220,14 @@ def copy_all(
             copied_bytes=total.copied_bytes + report.copied_bytes,
         )
     return total
+
+
+def _annotate_copy(own: Log, copy: Record, metrics: Mapping[str, float]) -> None:
+    """Give a copy the metrics that its original was annotated with since it was copied."""
+    known = copy.entry.metrics
+    late = {name: value for name, value in metrics.items() if name not in known or repr(known[name]) != repr(value)}
+    if late:
+        own.append(lambda newest: annotation(own, newest, copy.number, late, epoch=None))
 
 
 def _copy_and_commit(

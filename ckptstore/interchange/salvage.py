@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
+from ckptstore.format.changes import Annotate, Commit
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt
+from ckptstore.format.record import Record
 from ckptstore.interchange.copying import CopiedCheckpoint, CopyReport, copy_all
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
@@ -58,7 +61,7 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
             f"There are no checkpoints below {source.storage.uri}/{CHECKPOINT_PREFIX.rstrip('/')} that can be read",
             hint="; ".join(f"{name}: {why}" for name, why in left_out.items()) or None,
         )
-    trash, pinned = _read_log(source)
+    trash, pinned, annotated = _read_log(source)
     by_step: dict[int, list[CopiedCheckpoint]] = {}
     for name, (manifest, data) in manifests.items():
         attempt = Attempt.parse(name)
@@ -69,9 +72,9 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
         elif name in trash:
             left_out[name] = "it was removed"
         else:
-            by_step.setdefault(manifest.step, []).append(
-                _item(source, attempt, manifest, data, is_pinned=name in pinned)
-            )
+            item = _item(source, attempt, manifest, data, is_pinned=name in pinned)
+            entry = replace(item.entry, metrics={**item.entry.metrics, **annotated.get(name, {})})
+            by_step.setdefault(manifest.step, []).append(item._replace(entry=entry))
     chosen = [_last_whole(sorted(items, key=_order), left_out) for items in by_step.values()]
     above = max((item.entry.epoch for items in by_step.values() for item in items), default=0)
     report = copy_all(sorted(chosen, key=_order), identity, target, executor=executor, above=above, skips=True)
@@ -141,22 +144,33 @@ def _identity(source: OpenedPlace, manifests: dict[str, tuple[Manifest, bytes]])
     return identity if identity in ids else ids.most_common(1)[0][0]
 
 
-def _read_log(source: OpenedPlace) -> tuple[set[str], set[str]]:
-    """Return the removed and the pinned directories, as far as the log can be read."""
+def _read_log(source: OpenedPlace) -> tuple[set[str], set[str], dict[str, Mapping[str, float]]]:
+    """Return the removed and the pinned directories, and the metrics that directories were annotated with, as far as
+    the log can be read."""
     log = Log(source.storage, retry=source.config.retry, single_writer=source.config.single_writer)
     try:
         newest = log.newest()
     except CkptstoreError:
         newest = None
     if newest is None:
-        return set(), set()
-    numbers = [*newest.state.trash, *newest.state.pinned]
+        return set(), set(), {}
+    state = newest.state
+    numbers = [*state.trash, *state.pinned, *state.annotated]
     attempts = {
-        number: found.entry.attempt
-        for number, found in zip(numbers, log.found(numbers), strict=True)
-        if found is not None and not isinstance(found, CkptstoreError)
+        number: found.entry.attempt for number, found in _records(log, numbers) if isinstance(found.change, Commit)
     }
-    trash, pinned = (
-        {attempts[it] for it in part if it in attempts} for part in (newest.state.trash, newest.state.pinned)
-    )
-    return trash, pinned
+    trash, pinned = ({attempts[it] for it in part if it in attempts} for part in (state.trash, state.pinned))
+    annotations = [found.change for _, found in _records(log, [*state.annotated.values()])]
+    annotated = {
+        attempts[change.number]: change.metrics
+        for change in annotations
+        if isinstance(change, Annotate) and change.number in attempts
+    }
+    return trash, pinned, annotated
+
+
+def _records(log: Log, numbers: Sequence[int]) -> Iterator[tuple[int, Record]]:
+    """Yield the records with these numbers that can be read."""
+    for number, found in zip(numbers, log.found(numbers), strict=True):
+        if isinstance(found, Record):
+            yield number, found

@@ -131,11 +131,11 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
                 f"There is no store at {job.storage.uri}, so there is nothing to load",
                 hint="`resume` creates one where there is none; look for a typo in the URI",
             )
-        records = job.log.readable(order(list(newest.state.live)) if newest else ())
+        records = job.log.annotated(job.log.readable(order(list(newest.state.live)) if newest else ()), newest)
         if claim and not (newest and newest.state.live):
             job.log.confirm()
         claimed = job.claimed() if claim else None
-        found = [[record.number, record.encode()] for record in records]
+        found = [record.to_wire() for record in records]
         return {"claimed": claimed, "records": found, **load.told()}
 
     with job.group.meeting("find") as meeting:
@@ -143,7 +143,7 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
     load.hear(told)
     if told["claimed"] is not None:
         job.join_claim(told["claimed"])
-    return [files_of(job, Record.decode(encoded, number)) for number, encoded in told["records"]]
+    return [files_of(job, Record.from_wire(record)) for record in told["records"]]
 
 
 def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:

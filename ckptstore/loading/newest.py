@@ -70,7 +70,7 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
         def find() -> Any:
             newest = job.claim(job.log.newest() if job.epoch is not None else None)
             record = first_whole(job, order(list(newest.state.live)))
-            found = None if record is None else [record.number, record.encode()]
+            found = None if record is None else job.log.annotated([record], newest)[0].to_wire()
             return {**job.claimed(), "record": found, **load.told()}
 
         with job.group.meeting("resume") as meeting:
@@ -79,8 +79,7 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
         job.join_claim(told)
         if told["record"] is None:
             return None
-        number, encoded = told["record"]
-        record = Record.decode(encoded, number)
+        record = Record.from_wire(told["record"])
         load.found(record.entry.step, record)
     files = files_of(job, record)
     told_resumed(job, files)

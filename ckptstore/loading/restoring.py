@@ -40,8 +40,7 @@ def restore(job: Job, step: int, *, number: int | None = None, pin: bool = True)
     def change(newest: Record | None) -> Restore:
         return Restore((_in_trash(log, newest, step, found.number).number,), pin, job.epoch)
 
-    log.append(change)
-    return found
+    return log.annotated([found], log.append(change))[0]
 
 
 def _check_has_trash(job: Job) -> None:

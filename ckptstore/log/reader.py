@@ -19,7 +19,7 @@ from ckptstore.errors import (
     StorageError,
     UnsupportedVersion,
 )
-from ckptstore.format.changes import EMPTY, apply
+from ckptstore.format.changes import EMPTY, Annotate, Change, apply
 from ckptstore.format.encoding import FORMAT_VERSION, dump_json, load_object
 from ckptstore.format.layout import HINT_KEY, PROBE_PREFIX, Attempt, record_key
 from ckptstore.format.record import Record
@@ -112,7 +112,8 @@ class LogReader:
     def latest(self) -> Record | None:
         """Return the record of the latest live checkpoint; None if there is none.
 
-        Costs the requests of `newest`, and one more if neither the newest record, the hint nor the cache has it.
+        Costs the requests of `newest`, one more if neither the newest record, the hint nor the cache has it, and one
+        more if it was annotated.
         """
         newest, hint = self._find()
         number = newest.state.latest if newest else None
@@ -121,8 +122,8 @@ class LogReader:
         if number == newest.number:
             return newest
         if hint is not None and hint.latest is not None and hint.latest.number == number:
-            return hint.latest
-        return self.records([number])[0]
+            return self.annotated([hint.latest], newest)[0]
+        return self.annotated(self.records([number]), newest)[0]
 
     def records(self, numbers: Iterable[int]) -> list[Record]:
         """Return these records in the same order, from the cache or read in parallel.
@@ -130,6 +131,21 @@ class LogReader:
         Raises CheckpointDamaged for a record that is missing or cannot be read.
         """
         return self._each(self._read, numbers)
+
+    def annotated(self, records: Sequence[Record], newest: Record | None) -> list[Record]:
+        """Return these records, those of checkpoints that were annotated as of `newest` with these metrics.
+
+        Costs a request for each annotated one, once. Raises CheckpointDamaged for an annotation that cannot be read.
+        """
+        annotated_by = newest.state.annotated if newest else {}
+        found = [record for record in records if record.number in annotated_by]
+        if not found:
+            return list(records)
+        changes = {
+            record.number: annotation.change
+            for record, annotation in zip(found, self.records(annotated_by[item.number] for item in found), strict=True)
+        }
+        return [_with_metrics(record, changes.get(record.number)) for record in records]
 
     def readable(self, numbers: Iterable[int]) -> list[Record]:
         """Return these records without those in an archive class; a warning names each of these once.
@@ -319,6 +335,15 @@ class LogReader:
             request()
         except CkptstoreError as error:
             logger.debug("%s failed, which does no harm: %s", what, error)
+
+
+def _with_metrics(record: Record, change: Change | None) -> Record:
+    if change is None:
+        return record
+    if not isinstance(change, Annotate) or change.number != record.number:
+        key = record_key(record.number)
+        raise CheckpointDamaged(f"The record that is to annotate the checkpoint of {key} is another one", file=key)
+    return replace(record, annotated=change.metrics)
 
 
 def link_problem(before: Record | None, record: Record) -> str | None:

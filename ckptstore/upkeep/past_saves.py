@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ckptstore.boundary import boundary
-from ckptstore.format.changes import Commit, Remove, StoreState
+from ckptstore.format.changes import Annotate, Commit, Remove, StoreState
 from ckptstore.format.record import Record
 from ckptstore.log import Log
 from ckptstore.upkeep.prune import backwards
@@ -31,6 +31,7 @@ class PastSave:
     removed_because: str
     """The reason for which it is not live; empty if it is."""
     metrics: Mapping[str, float]
+    """Those of the save, and those that it was annotated with."""
 
 
 class SaveHistory(list[PastSave]):
@@ -64,15 +65,18 @@ def past_saves(log: Log) -> SaveHistory:
         return SaveHistory()
     reasons: dict[int, str] = {}
     commits: list[Record] = []
+    annotated: dict[int, Mapping[str, float]] = {}
     for record in backwards(log, newest):
-        for number, reason in _removals(record):
+        for number, reason in removals(record):
             reasons.setdefault(number, reason)
+        if isinstance(record.change, Annotate):
+            annotated.setdefault(record.change.number, record.change.metrics)  # the last one has them all
         if isinstance(record.change, Commit):
-            commits.append(record)
+            commits.append(replace(record, annotated=annotated.get(record.number, {})))
     return SaveHistory(_past_save(record, newest.state, reasons) for record in reversed(commits))
 
 
-def _removals(record: Record) -> Iterable[tuple[int, str]]:
+def removals(record: Record) -> Iterable[tuple[int, str]]:
     """Yield what a record put in the trash, with the reason."""
     change = record.change
     if isinstance(change, Remove):

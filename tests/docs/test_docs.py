@@ -25,6 +25,7 @@ import ckptstore
 from ckptstore.integrations.lightning.from_environment import EVERY, KEEP, STORE
 from ckptstore.integrations.tier_settings import FAST_SETTINGS
 from ckptstore.tools.cli import main
+from ckptstore.tools.cli.commands import follow
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -147,6 +148,7 @@ def test_every_environment_variable_exists(page: Path) -> None:
         EVERY,
         *(f"CKPTSTORE_LIGHTNING_{name.upper()}" for name in FAST_SETTINGS),
     }  # of the callback that Lightning finds by itself
+    known |= {f"CKPTSTORE_FOLLOW_{name.upper()}" for name in follow.FIELDS}
     known |= {"CKPTSTORE_BENCH", "CKPTSTORE_BENCH_ROUNDS"}  # of the benchmarks, see benchmarks/sizes.py
     assert set(re.findall(r"CKPTSTORE_[A-Z_]+", page.read_text())) <= known
 

@@ -34,6 +34,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidState, StorageFull, from_wire
 from ckptstore.fast.certificate import Certificate
+from ckptstore.format.cursor import Cursor
 from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import load_json
 from ckptstore.format.layout import USER_METADATA_NAME, Attempt, check_name, parse_lease_key, parse_record_key
@@ -80,7 +81,8 @@ class TooLong(BaseException):
 
 
 def records() -> list[bytes]:
-    return [(GOLDEN / "log-v1" / f"{number:010d}.json").read_bytes() for number in range(1, 14)]
+    names = [*(f"{number:010d}" for number in range(1, 14)), "annotated"]
+    return [(GOLDEN / "log-v1" / f"{name}.json").read_bytes() for name in names]
 
 
 def decode_record(data: bytes) -> object:
@@ -125,6 +127,10 @@ def decode_certificate(data: bytes) -> object:
         data = json.dumps(outer).encode()
     certificate = Certificate.decode(data)
     return certificate.encode(), certificate.order, certificate.by_rank, certificate.ranks_in({}), certificate.attempt
+
+
+def decode_cursor(data: bytes) -> object:
+    return Cursor.decode(data, file="cursor").encode()
 
 
 def decode_identity(data: bytes) -> object:
@@ -205,6 +211,7 @@ def pure_targets() -> dict[str, Target]:
         "manifest": Target([path.read_bytes() for path in golden.iterdir()], decode_manifest, 20),
         "certificate": Target(certificates(), decode_certificate, 10),
         "identity": Target([(GOLDEN / "log-v1" / "store.json").read_bytes()], decode_identity, 5),
+        "cursor": Target([(GOLDEN / "log-v1" / "cursor.json").read_bytes()], decode_cursor, 5),
         "message": Target(messages(), decode_message, 10),
         "wire": Target([data.partition(b"\n")[0] for data in _wires()], decode_wire, 5),
         "key": Target(keys(), decode_key, 5),

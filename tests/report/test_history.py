@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from log_entries import entry
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin
+from ckptstore.format.changes import Annotate, Change, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.tools.report.history import History
@@ -26,6 +26,7 @@ KINDS = [
     "unpin",
     "restore",
     "resume",
+    "annotate",
     "noop",
 ]
 CHOICES = st.lists(
@@ -68,6 +69,8 @@ def change(kind: str, at: int, flag: bool, newest: Record | None) -> Change | No
             return Restore(tuple(trash[at % len(trash) :]), pin=flag)
         case "resume" if state is not None and state.epoch:
             return Resumed(state.epoch, SaveOrder(state.epoch, 0) if flag else None)
+        case "annotate" if some:
+            return Annotate(some[0], {f"metric {at}": float(at)})
         case "noop":
             return Noop()
     return None

@@ -6,7 +6,7 @@ from ckptstore.testing.simulation import Simulation, report
 from ckptstore.testing.simulation.plan import draw_commands
 from ckptstore.testing.simulation.world import World
 
-KINDS = {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Noop"}
+KINDS = {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Annotate", "Noop"}
 """All but `Resumed`, which jobs with a fast tier write."""
 
 

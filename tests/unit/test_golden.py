@@ -15,7 +15,8 @@ import pytest
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import InvalidInput
-from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin, apply
+from ckptstore.format.changes import Annotate, Change, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin, apply
+from ckptstore.format.cursor import Cursor
 from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
 from ckptstore.format.manifest import Manifest, sha256_of
 from ckptstore.format.order import SaveOrder, Void
@@ -138,6 +139,19 @@ def test_a_record_that_restores_is_read_and_would_be_written_the_same() -> None:
     assert dict(found.state.bases) == {4: {8}}
 
 
+def test_a_record_that_annotates_is_read_and_would_be_written_the_same() -> None:
+    data = (LOG / "annotated.json").read_bytes()
+    found = Record.decode(data, 14)
+    again = Record.following(record(13), found.change, write_id=found.write_id, created_at=found.created_at)
+    assert again.encode() == data
+    assert isinstance(found.change, Annotate)
+    assert (found.change.number, found.change.epoch, dict(found.state.annotated)) == (4, None, {4: 14})
+    metrics = dict(found.change.metrics)
+    assert math.isnan(metrics.pop("worst"))
+    assert metrics == {"eval_loss": 0.25, "bleu": 31.5}
+    assert replace(found.state, annotated={}) == record(13).state
+
+
 @pytest.mark.parametrize("name", ["counted", "resumed", "rolled-back"])
 def test_records_that_order_saves_are_read_and_would_be_written_the_same(name: str) -> None:
     before = record(13)
@@ -175,6 +189,13 @@ def test_the_identity_is_read_and_would_be_written_the_same() -> None:
     identity = StoreIdentity.decode(data)
     assert (identity.kept_by, identity.created_at) == ("ckptstore", 1767225600.0)
     assert identity.encode() == data
+
+
+def test_a_cursor_is_read_and_would_be_written_the_same() -> None:
+    data = (LOG / "cursor.json").read_bytes()
+    cursor = Cursor.decode(data, file="cursor.json")
+    assert cursor == Cursor("5f0c3a9e4b7d41d8a2c6e1f09b83d754", 4, record(4).sha256, 3)
+    assert cursor.encode() == data
 
 
 def test_a_manifest_is_read_and_would_be_written_the_same() -> None:

@@ -22,7 +22,9 @@ from ckptstore.errors import (
 )
 from ckptstore.format.changes import (
     EMPTY,
+    Annotate,
     Change,
+    CheckpointEntry,
     Claim,
     Commit,
     Noop,
@@ -156,7 +158,7 @@ def test_a_claim_without_token_or_ranks_is_refused(change: Claim) -> None:
 
 
 @pytest.mark.parametrize("epoch", [1, 3])
-@pytest.mark.parametrize("kind", ["commit", "remove", "pin", "unpin", "restore"])
+@pytest.mark.parametrize("kind", ["commit", "remove", "pin", "unpin", "restore", "annotate"])
 def test_another_epoch_than_the_highest_is_fenced(kind: str, epoch: int) -> None:
     state = states(*commits(2), CLAIM)
     change: Change = {
@@ -165,6 +167,7 @@ def test_another_epoch_than_the_highest_is_fenced(kind: str, epoch: int) -> None
         "pin": Pin((2,), epoch),
         "unpin": Unpin((2,), epoch),
         "restore": Restore((2,), epoch=epoch),
+        "annotate": Annotate(2, {"eval_loss": 1.0}, epoch),
     }[kind]
     with pytest.raises(StoreFenced) as caught:
         apply(state, 5, change)
@@ -312,6 +315,36 @@ def test_the_base_of_what_is_restored_stays() -> None:
         apply(restored, 7, Remove(drop=(2,)))
 
 
+def test_an_annotation_lasts_as_long_as_its_checkpoint() -> None:
+    state = states(*commits(3), Annotate(2, {"a": 1.0}), Annotate(3, {"a": 1.0}), Annotate(2, {"a": 2.0}))
+    assert (dict(state.annotated), state.live) == ({2: 7, 3: 6}, {2, 3, 4})
+    state = apply(apply(state, 8, Remove(trash=(2, 3))), 9, Annotate(3, {"a": 3.0}))
+    assert dict(state.annotated) == {2: 7, 3: 9}, "also in the trash"
+    state = apply(apply(state, 10, Restore((3,))), 11, Remove(drop=(2,)))
+    assert dict(state.annotated) == {3: 9}
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (Annotate(2, {}), InvalidInput),
+        (Annotate(3, {"a": 1.0}), CheckpointGone),
+        (Annotate(9, {"a": 1.0}), CheckpointGone),
+        (Annotate(1, {"a": 1.0}), CheckpointGone),
+    ],
+)
+def test_what_is_not_there_is_not_annotated(change: Change, error: type[Exception]) -> None:
+    state = states(*commits(3), Remove(trash=(3,)), Remove(drop=(3,)))
+    with pytest.raises(error):
+        apply(state, 7, change)
+
+
+@pytest.mark.parametrize("value", ["1", None, True, [1.0]])
+def test_an_annotation_has_numbers(value: object) -> None:
+    with pytest.raises(InvalidMetric, match="not a number"):
+        Annotate(2, {"a": value})  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize("change", [Remove(), Pin(()), Unpin(()), Restore(())])
 def test_a_change_that_names_nothing_is_refused(change: Change) -> None:
     with pytest.raises(InvalidInput, match="no checkpoint"):
@@ -379,6 +412,7 @@ changes = st.one_of(
     st.builds(Unpin, numbers_of, st.none() | epochs),
     st.builds(Restore, numbers_of, st.booleans(), st.none() | epochs),
     st.builds(Resumed, epochs, st.none() | orders, st.just("step-0000000001-e0001-0123abcd"), st.integers(0, 9)),
+    st.builds(Annotate, st.integers(1, 40), metrics, st.none() | epochs),
     st.just(Noop()),
 )
 
@@ -478,7 +512,8 @@ def test_a_state_whose_voids_make_no_sense_is_damage(fields: dict[str, object]) 
 
 
 def metrics_of(change: Change) -> list[float]:
-    return [*change.entry.metrics.values()] if isinstance(change, Commit) else []
+    found = change.entry if isinstance(change, Commit) else change
+    return [*found.metrics.values()] if isinstance(found, CheckpointEntry | Annotate) else []
 
 
 def check_invariants(state: StoreState, number: int) -> None:
@@ -489,6 +524,8 @@ def check_invariants(state: StoreState, number: int) -> None:
     held = {*state.live, *state.trash}
     assert all(base in held and users and users <= held for base, users in state.bases.items())
     assert state.resume_from is None or state.resume_from in held
+    assert state.annotated.keys() <= held
+    assert all(number < by for number, by in state.annotated.items())
     assert not {*state.droppable(state.trash)} & {state.resume_from, state.latest, *state.pinned}
     assert all(void.before <= (state.epoch + 1, 0) for void in state.void)  # a job to come begins in the clear
 
@@ -606,6 +643,9 @@ def test_newer_versions_and_unknown_kinds_are_refused_with_a_hint() -> None:
         {"version": "1"},
         {"kind": "pin", "change": {"numbers": "1-900", "epoch": None}},
         {"kind": "pin", "change": {"numbers": "1", "epoch": -1}},
+        {"kind": "annotate", "change": {"number": 2, "metrics": {"a": 1.0}, "epoch": None}},
+        {"kind": "annotate", "change": {"number": 1, "metrics": [1.0], "epoch": None}},
+        {"kind": "annotate", "change": {"number": 1, "metrics": {"a": "x"}, "epoch": None}},
     ],
 )
 def test_a_record_that_is_not_one_is_damaged(change: dict[str, object]) -> None:
@@ -626,6 +666,8 @@ def test_a_record_that_is_not_one_is_damaged(change: dict[str, object]) -> None:
         {"epoch": 1, "resume_from": "x", "live": ""},
         {"epoch": 1, "resume_from": None, "live": 3},
         {"epoch": 1, "resume_from": None, "live": "", "bases": {"x": "1"}},
+        {"epoch": 1, "resume_from": None, "live": "1", "annotated": {"numbers": "1", "annotated_by": ""}},
+        {"epoch": 1, "resume_from": None, "live": "1", "annotated": {"numbers": "1", "annotated_by": "2"}},
     ],
 )
 def test_a_state_that_is_not_one_is_damaged(state: dict[str, object]) -> None:

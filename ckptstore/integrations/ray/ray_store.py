@@ -317,7 +317,7 @@ class RayStore(CheckpointStore):
         live = newest.state.live if newest else ()
         found = job.log.records([pointer.number]) if pointer.number is not None and pointer.number in live else []
         if found and found[0].entry.attempt == pointer.attempt:
-            return self._checkpoint(found[0])
+            return self._checkpoint(job.log.annotated(found, newest)[0])
         steps = [record.entry.step for record in job.log.records(live)]
         left = ", ".join(map(str, steps[-10:])) or "none"
         what = "was removed" if pointer.number is not None else f"was never committed ({pointer.error})"

@@ -203,7 +203,8 @@ class _Search:
         with open_store(uri, storage_options=options, group="solo") as store:
             log = job_of(store).log
             newest = log.newest()
-            return {record.number: record for record in log.records(newest.state.live if newest else ())}
+            records = log.annotated(log.records(newest.state.live if newest else ()), newest)
+            return {record.number: record for record in records}
 
 
 def _rewritten(

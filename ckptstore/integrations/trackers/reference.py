@@ -152,11 +152,11 @@ class Reference:
             raise StoreMissing(f"Step {self.step} is looked for at {uri}, and there is no store", hint=hint)
         live = newest.state.live
         if self.number in live and self._is_in(found := log.records([self.number])[0]):
-            return found
+            return log.annotated([found], newest)[0]
         records = log.records(live)
         copies = [record for record in records if self._is_in(record)]
         if copies:
-            return copies[-1]
+            return log.annotated(copies, newest)[-1]
         found_record = log.records([self.number])[0] if self.number <= newest.number else None
         if found_record is None or not self._is_in(found_record):
             raise InvalidInput(

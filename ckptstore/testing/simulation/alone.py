@@ -127,7 +127,7 @@ def _alone(world: World, member: Member, index: int, action: Action) -> None:
         elif action.kind == "cp":
             _copy(store)
         elif action.kind == "list":
-            [entry.checkpoint.step for entry in store.entries()]
+            _list(world, store)
         elif action.kind == "latest":
             _look_latest(world, store)
         else:
@@ -196,6 +196,15 @@ def _look_latest(world: World, store: Any) -> None:
         world.fail("latest is not older than the call", f"{number}, it was one of {possible}")
 
 
+def _list(world: World, store: Any) -> None:
+    """Look at the metrics of all live checkpoints: none may be older than the call."""
+    before = {number: dict(metrics) for number, metrics in world.model.ledger.metrics.items()}
+    for entry in store.entries():
+        number, found = entry.checkpoint.number, entry.checkpoint.metrics
+        if not before.get(number, {}).keys() <= found.keys():
+            world.fail("what is annotated is found", f"{number} has {found}, and was annotated with {before[number]}")
+
+
 def _copy(store: Any) -> None:
     target = open_place(COPY_URI, config=job_of(store).config)
     try:
@@ -214,6 +223,7 @@ def _with_checkpoint(world: World, member: Member, index: int, action: Action, s
     changes = {
         "pin": store.pin,
         "unpin": store.unpin,
+        "annotate": lambda step: store.annotate(step, {f"metric {where}": world.plan.chance("metric", where)}),
         "roll back": store.roll_back,
         "remove": lambda step: store.remove(step, force=force),
         "remove all": lambda step: store.remove_all(force=force),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NoReturn
 
-from ckptstore.format.changes import Claim, Commit, Pin, Remove, Restore, Resumed, StoreState, Unpin
+from ckptstore.format.changes import Annotate, Claim, Commit, Pin, Remove, Restore, Resumed, StoreState, Unpin
 from ckptstore.format.order import MAX_VOIDS, SaveOrder, void_of
 from ckptstore.format.record import Record
 
@@ -32,6 +32,9 @@ class Ledger:
     trash: set[int] = field(default_factory=set)
     users: dict[int, set[int]] = field(default_factory=dict)
     """By base the checkpoints that refer to its files."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By checkpoint what it was annotated with so far."""
+    annotated_by: dict[int, int] = field(default_factory=dict)
     last_save: int = 0
     left: list[tuple[SaveOrder, SaveOrder]] = field(default_factory=list)
     """Between which saves nobody may go on."""
@@ -61,6 +64,13 @@ class Ledger:
                 self.pinned |= {*change.numbers} if change.pin else set()
             case Resumed():
                 self.left.append((change.source or SaveOrder(0, 0), SaveOrder(change.epoch, change.next_save)))
+            case Annotate():
+                self._require(self.live | self.trash, [change.number], record)
+                before = self.metrics.get(change.number, {})
+                if not change.metrics or not before.keys() <= change.metrics.keys():
+                    self._fail("an annotation forgets none", record)
+                self.metrics[change.number] = dict(change.metrics)
+                self.annotated_by[change.number] = record.number
         if not self._is(record.state):
             self._fail("a state follows from the changes", record, f"it says {record.state}, it should say {self}")
 
@@ -93,6 +103,7 @@ class Ledger:
         if change.voids is not None:
             self.left.append((change.voids.after, change.voids.before))
         self.live -= trash
+        self.annotated_by = {number: by for number, by in self.annotated_by.items() if number not in drop}
         self.trash = self.trash - drop | trash
         self.users = {base: users - drop for base, users in self.users.items() if base not in drop and users - drop}
 
@@ -113,6 +124,7 @@ class Ledger:
             (state.epoch, state.resume_from, state.latest) == (self.epoch, self.source, max(self.live, default=None))
             and ({*state.live}, {*state.pinned}, {*state.trash}) == (self.live, self.pinned, self.trash)
             and {base: {*users} for base, users in state.bases.items()} == self.users
+            and dict(state.annotated) == self.annotated_by
             and self._is_void_as(state)
         )
 

@@ -362,7 +362,19 @@ HARM_RATE = 0.2
 _HARMS = ("break a rule", "tear the hint")
 REMOVE_RATE = 0.2
 _REMOVALS = ("remove", "remove", "remove", "remove all")
-_CHANGES = ("pin", "unpin", "roll back", "restore", "restore", "prune", "retain", "break a rule", "tear the hint")
+ANNOTATE_RATE = 0.15
+_CHANGES = (
+    "pin",
+    "unpin",
+    "annotate",
+    "roll back",
+    "restore",
+    "restore",
+    "prune",
+    "retain",
+    "break a rule",
+    "tear the hint",
+)
 _COMMANDS = ("pin", "unpin", "roll back", "prune", "retain", "gc", "gc", "gc --claim", "cp", "cp", "gc of the copy")
 
 
@@ -389,7 +401,7 @@ def _others(rng: Random, plan: Plan) -> list[Actor]:
 
 
 def _restoring(plan: Plan, actor: Actor) -> Actor:
-    """Replace some commands of a process by a restore, by harm, or by a removal."""
+    """Replace some commands of a process by a restore, by harm, by a removal, or by an annotation."""
 
     def changed(index: int, action: Action) -> Action:
         if action.kind in _COMMANDS and plan.chance("restore", actor.name, index) < RESTORE_RATE:
@@ -398,6 +410,8 @@ def _restoring(plan: Plan, actor: Actor) -> Actor:
             return replace(action, kind=_HARMS[int(harm / HARM_RATE * len(_HARMS))])
         if action.kind in _COMMANDS and (removal := plan.chance("remove", actor.name, index)) < REMOVE_RATE:
             return replace(action, kind=_REMOVALS[int(removal / REMOVE_RATE * len(_REMOVALS))])
+        if action.kind in _COMMANDS and plan.chance("annotate", actor.name, index) < ANNOTATE_RATE:
+            return replace(action, kind="annotate")
         return action
 
     return replace(actor, actions=tuple(changed(index, action) for index, action in enumerate(actor.actions)))

@@ -23,8 +23,20 @@ from ckptstore.runtime.near import meant, nearest
 GROUPS = {
     "Look": ("ls", "show", "watch", "latest", "best", "diff", "report", "serve"),
     "Copy": ("cp", "export", "import", "merge", "publish", "pull", "restore-folder"),
-    "Care": ("verify", "doctor", "pin", "unpin", "rollback", "restore", "rm", "prune", "gc", "fast"),
-    "Run": ("run", "watch-folder", "demo", "s3-test"),
+    "Care": (
+        "verify",
+        "doctor",
+        "annotate",
+        "pin",
+        "unpin",
+        "rollback",
+        "restore",
+        "rm",
+        "prune",
+        "gc",
+        "fast",
+    ),
+    "Run": ("run", "watch-folder", "follow", "demo", "s3-test"),
     "Measure": ("plan", "bench"),
 }
 """The commands, in the order of the help. The module of a command has its name, with an underscore behind words of
@@ -36,6 +48,7 @@ OTHER_WORDS = {
     "ls": ("list", "dir", "ll"),
     "show": ("info", "cat", "inspect", "describe"),
     "watch": ("status", "tail", "top", "monitor"),
+    "follow": ("each", "foreach", "evaluate", "on-commit"),
     "cp": ("copy", "mirror", "sync", "upload", "download"),
     "rm": ("delete", "remove", "del"),
     "prune": ("clean",),
@@ -49,7 +62,7 @@ OTHER_WORDS = {
 }
 """Words that people try, by the command that does it."""
 
-SIMPLE = {"latest", "best", "pin", "unpin", "rollback", "restore"}
+SIMPLE = {"latest", "best", "annotate", "pin", "unpin", "rollback", "restore"}
 """These are functions of one module, with their own names."""
 
 INTERRUPTED = 130

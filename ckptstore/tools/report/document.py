@@ -19,7 +19,18 @@ VERSION = 1
 Status = Literal["live", "trash", "deleted"]
 Standing = Literal["durable", "superseded", "void", "only-here", "unfinished", "damaged", "foreign", "unknown"]
 ChangeKind = Literal[
-    "claim", "commit", "remove", "prune", "rollback", "pin", "unpin", "restore", "resume", "noop", "unreadable"
+    "claim",
+    "commit",
+    "annotate",
+    "remove",
+    "prune",
+    "rollback",
+    "pin",
+    "unpin",
+    "restore",
+    "resume",
+    "noop",
+    "unreadable",
 ]
 
 

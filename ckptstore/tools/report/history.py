@@ -6,11 +6,12 @@ Records are added as they are read, so that whoever follows a store reads each o
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.format.changes import (
     EMPTY,
+    Annotate,
     CheckpointEntry,
     Claim,
     Commit,
@@ -123,6 +124,8 @@ class History:
             return _seen(record, "unpin", text, numbers=change.numbers, epoch=change.epoch)
         if isinstance(change, Resumed):
             return self._resumed(record, change)
+        if isinstance(change, Annotate):
+            return self._annotated(record, change)
         return _seen(record, "noop", "nothing changed: it took the number of a write whose fate was unknown")
 
     def _claimed(self, record: Record, change: Claim) -> SeenChange:
@@ -152,6 +155,14 @@ class History:
         found = f"went on from {f'step {attempt.step}' if attempt else change.source}, {where}"
         text = f"the job of writer epoch {change.epoch} {found if change.source else 'found nothing and began anew'}"
         return _seen(record, "resume", text, numbers=[source] if source else (), epoch=change.epoch)
+
+    def _annotated(self, record: Record, change: Annotate) -> SeenChange:
+        life = self.lives.get(change.number)
+        if life is not None:
+            life.entry = replace(life.entry, metrics={**life.entry.metrics, **change.metrics})
+        names = ", ".join(map(shortened, sorted(change.metrics)[:MOST_NAMED]))
+        text = f"{self._named([change.number])} annotated with {names}"
+        return _seen(record, "annotate", text, numbers=[change.number], epoch=change.epoch)
 
     def _committed(self, record: Record, change: Commit) -> SeenChange:
         entry = change.entry

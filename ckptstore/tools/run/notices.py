@@ -34,6 +34,20 @@ class TrainerEnded(Event):
         return f"the trainer ended with exit code {self.code} after {show_seconds(self.seconds)}"
 
 
+@event()
+class CommandEnded(Event):
+    """The command that `ckptstore follow` runs for each checkpoint has ended for one."""
+
+    step: int
+    number: int | None
+    code: int
+    """As shells have it: 128 + N after signal N."""
+    seconds: float
+
+    def line(self) -> str:
+        return f"step {self.step}: exit code {self.code} after {show_seconds(self.seconds)}"
+
+
 @event(line="watching {folder}")
 class FolderWatched(Event):
     """The agent looks into a folder from now on; somebody else starts the trainer."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,8 +42,16 @@ class TrainerProcess:
     It ends when the agent dies (`ckptstore.tools.run.guard`).
     """
 
-    def __init__(self, command: Sequence[str], *, ended: Callable[[int], object], lock: int | None = None) -> None:
-        """Start it. `ended` is called with its exit code, on a thread; `lock` is held until nothing of it is left."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        ended: Callable[[int], object],
+        lock: int | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it, with the environment of this process and `variables`. `ended` is called with its exit code, on a
+        thread; `lock` is held until nothing of it is left."""
         self.on_terminal = _has_terminal()
         guarded = [sys.executable, "-I", "-S", str(Path(guard.__file__)), f"{ORPHAN_SECONDS:g}"]
         self._guard = subprocess.Popen(
@@ -55,7 +63,8 @@ class TrainerProcess:
             pass_fds=() if lock is None else (lock,),
         )
         try:
-            self._process = subprocess.Popen(command, start_new_session=not self.on_terminal)
+            environment = {**os.environ, **variables} if variables else None
+            self._process = subprocess.Popen(command, start_new_session=not self.on_terminal, env=environment)
         except BaseException:
             self._tell_guard("\n")
             self._guard.wait()

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StoreMissing
 from ckptstore.fast.upkeep.node_view import view_node
-from ckptstore.format.changes import Claim, Commit, Pin, Remove, Restore, Resumed, Unpin
+from ckptstore.format.changes import Annotate, Claim, Commit, Pin, Remove, Restore, Resumed, Unpin
+from ckptstore.format.encoding import shortened
 from ckptstore.format.layout import STORE_KEY, check_name
 from ckptstore.format.record import Record
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
@@ -150,7 +152,9 @@ class StoreWatcher:
     def _read_first(self, newest: Record) -> None:
         state = newest.state
         numbers = sorted({*state.live, *state.trash}, reverse=True)[:NUM_COMMITS]
-        for record in self._log.records({*numbers, *([state.latest] if state.latest else [])}):
+        for record in self._log.annotated(
+            self._log.records({*numbers, *([state.latest] if state.latest else [])}), newest
+        ):
             self._take(record)
         oldest = max(1, newest.number - _CLAIM_RECORDS + 1)
         for record in reversed(self._log.records(range(oldest, newest.number + 1))):
@@ -162,6 +166,8 @@ class StoreWatcher:
         if isinstance(record.change, Commit):
             self._commits[record.number] = SeenCommit.of(record)
             self._attempts.add(record.entry.attempt)
+        elif isinstance(record.change, Annotate) and (commit := self._commits.get(record.change.number)) is not None:
+            self._commits[commit.number] = replace(commit, metrics={**commit.metrics, **record.change.metrics})
         elif isinstance(record.change, Claim):
             self._claim = record.change
             token = record.change.start_token
@@ -172,7 +178,7 @@ class StoreWatcher:
         if number is None:
             return None
         if number not in self._commits:  # a roll back went far
-            self._take(self._log.records([number])[0])
+            self._take(self._log.annotated(self._log.records([number]), self._newest)[0])
         return self._commits[number]
 
     def _last_steps(self) -> tuple[int, int] | None:
@@ -293,6 +299,9 @@ def _happenings(record: Record, commits: Mapping[int, SeenCommit]) -> list[Happe
             words = [f"{named(change.trash)} moved to the trash"] if change.trash else []
             words += [f"{named(change.drop)} deleted from the trash"] if change.drop else []
             return [Happening(kind="log", number=number, text="; ".join(words))]
+        case Annotate():
+            text = f"{named((change.number,))} annotated with {', '.join(map(shortened, sorted(change.metrics)[:5]))}"
+            return [Happening(kind="log", number=number, text=text)]
         case Pin():
             return [Happening(kind="log", number=number, text=f"{named(change.numbers)} pinned")]
         case Unpin():

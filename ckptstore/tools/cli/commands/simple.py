@@ -1,4 +1,4 @@
-"""Commands with one short answer: `latest`, `best`, `pin`, `unpin`, `rollback` and `restore`."""
+"""Commands with one short answer: `latest`, `best`, `annotate`, `pin`, `unpin`, `rollback` and `restore`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 import click
 
+from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput
+from ckptstore.format.layout import store_of
 from ckptstore.tools.cli.kinds import METRIC, STORE, TARGET
 from ckptstore.tools.cli.options import as_json, storage_option
-from ckptstore.tools.cli.output import checkpoint_json, print_json
+from ckptstore.tools.cli.output import checkpoint_json, print_json, show_metrics
 from ckptstore.tools.cli.targets import LATEST, Best, checkpoint_in, find_target, opened_step, opened_store
 
 Answer = tuple[dict[str, Any], str]
@@ -63,6 +65,41 @@ def best(store: str, metric: str, mode: Literal["min", "max"] | None, storage_op
     with opened_store(store, storage_options) as opened:
         checkpoint = checkpoint_in(opened, Best(metric, mode))
         return {"checkpoint": checkpoint_json(checkpoint)}, checkpoint.uri
+
+
+@_command(
+    click.argument("target", type=TARGET),
+    click.argument("words", nargs=-1, required=True, metavar="NAME=VALUE..."),
+)
+def annotate(target: str, words: tuple[str, ...], storage_options: dict[str, Any]) -> Answer:
+    """Add metrics to a checkpoint, such as those of an evaluation.
+
+    TARGET is STORE@STEP, or the URI of a checkpoint in a store. A metric of the same name is replaced. The job that
+    saves goes on: retention by this metric, `ls` and `best` see it from now on.
+    """
+    metrics = dict(_metric(word) for word in words)
+    wanted = find_target(target, storage_options)
+    store = store_of(wanted.uri) if wanted.step is None else wanted.uri
+    if store is None:
+        raise InvalidInput(f"{target} names no checkpoint in a store", hint="Write STORE@STEP, or what `latest` prints")
+    with opened_store(store, storage_options) as opened:
+        if isinstance(wanted.step, int):
+            opened.annotate(wanted.step, metrics)  # which may be in the trash
+        elif wanted.step is None:
+            opened.annotate(Checkpoint.from_uri(wanted.uri, storage_options=storage_options), metrics)
+        else:
+            opened.annotate(checkpoint_in(opened, wanted.step), metrics)
+    return {"target": target, "metrics": metrics}, f"annotated with {show_metrics(metrics)}"
+
+
+def _metric(word: str) -> tuple[str, float]:
+    name, _, value = word.rpartition("=")
+    try:
+        if name:
+            return name, float(value)
+    except ValueError:
+        """It is refused below."""
+    raise click.UsageError(f"{word!r} is not like eval_loss=0.25")
 
 
 @_command(click.argument("target", type=TARGET))

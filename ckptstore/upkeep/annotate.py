@@ -1,0 +1,65 @@
+"""Add metrics to a checkpoint that is committed, such as those of an evaluation in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
+from ckptstore.format.changes import Annotate
+from ckptstore.format.layout import Attempt
+from ckptstore.format.record import Record
+from ckptstore.job import record_of_step
+from ckptstore.log.reader import LogReader
+from ckptstore.retention import as_metrics
+
+
+def checked_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Return metrics to annotate with as floats. Raises InvalidMetric for what is none, and for no metric at all."""
+    found = as_metrics(metrics)
+    if not found:
+        raise InvalidMetric("There is no metric to annotate the checkpoint with")
+    return found
+
+
+def number_of_step(log: LogReader, newest: Record | None, step: int) -> int:
+    """Return the number of the newest live checkpoint of a step or, if there is none, of the newest in the trash.
+
+    Raises CheckpointGone, which names live steps.
+    """
+    try:
+        return record_of_step(log, newest, step).number
+    except CheckpointGone:
+        trashed = log.records(sorted(newest.state.trash, reverse=True) if newest else ())
+        found = next((record for record in trashed if record.entry.step == step), None)
+        if found is None:
+            raise
+        return found.number
+
+
+def number_of(log: LogReader, newest: Record | None, uri: str, record: Record | None) -> int:
+    """Return the number in this log of the checkpoint at a URI, whose `record` is known if it comes from a store.
+
+    Without the record, those of all checkpoints are read. Raises InvalidInput if it is not in the log, CheckpointGone
+    if it was deleted.
+    """
+    if record is not None:
+        found = log.found([record.number])[0]
+        if not isinstance(found, Record) or found.sha256 != record.sha256:
+            raise InvalidInput(f"{uri} is a checkpoint of another store")
+        return record.number
+    attempt = Attempt.parse(uri.rpartition("/")[2])
+    held = log.records([*newest.state.live, *newest.state.trash] if newest else ())
+    number = next((item.number for item in held if item.entry.attempt == str(attempt)), None)
+    if number is None:
+        raise CheckpointGone(f"{uri} is neither live in this store nor in its trash")
+    return number
+
+
+def annotation(
+    log: LogReader, newest: Record | None, number: int, metrics: Mapping[str, float], *, epoch: int | None
+) -> Annotate:
+    """Return the change that adds metrics to a checkpoint, on top of those that it was annotated with before."""
+    annotated_by = newest.state.annotated.get(number) if newest else None
+    before = log.records([annotated_by])[0].change if annotated_by is not None else None
+    known = before.metrics if isinstance(before, Annotate) else {}
+    return Annotate(number, {**known, **metrics}, epoch)

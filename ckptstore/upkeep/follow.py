@@ -1,0 +1,252 @@
+"""Follow a store: each commit once, in the order of the commits, and under a lease while somebody works on it.
+
+What was dealt with is a place in the log, the cursor. A checkpoint is behind it once the work on it has succeeded, so a
+follower that was killed begins with the one that it was at.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TypeVar
+
+from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
+from ckptstore.events import CheckpointSkipped, emit
+from ckptstore.format.changes import EMPTY, Commit
+from ckptstore.format.cursor import Cursor
+from ckptstore.format.layout import check_step
+from ckptstore.format.record import Record
+from ckptstore.job import Job
+from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
+from ckptstore.log.reader import LogReader
+from ckptstore.runtime.shown import show_duration
+from ckptstore.storage.base import Disk
+from ckptstore.upkeep import leases
+from ckptstore.upkeep.annotate import number_of, number_of_step
+from ckptstore.upkeep.cursor_file import ONCE, CursorFile
+from ckptstore.upkeep.past_saves import removals
+
+logger = logging.getLogger("ckptstore")
+
+T = TypeVar("T")
+Start = tuple[str, Record | None] | int | str | None
+"""The place to begin at without a cursor: behind a checkpoint (its URI, and its record if that is known), behind the
+newest one of a step, behind all with "latest", or at the beginning."""
+
+_BATCH_RECORDS = 256
+_SHORTEST_SECONDS, _DISK_SECONDS, _SERVER_SECONDS = 0.1, 2.0, 5.0
+"""Between two looks at the log: after a commit, and at most."""
+_AWAY_SECONDS = 30.0
+"""The longest wait between two tries of a storage that is away."""
+
+
+@dataclass
+class Follower:
+    """Follows one store for one process."""
+
+    job: Job
+    start: Start = None
+    latest_only: bool = False
+    cursor: CursorFile | None = None
+    timeout_seconds: float | None = None
+    _log: LogReader = field(init=False)
+    _store_id: str = ""
+    """Empty until the store was seen."""
+    _was_missing: bool = False
+    _position: int = 0
+    """The number up to which all is dealt with."""
+    _begun: int = 0
+    """The number of the newest record when it began, perhaps in an earlier process."""
+    _scanned: int = 0
+    """The number up to which the log was searched for commits."""
+    _found: deque[int] = field(default_factory=lambda: deque[int]())
+    """The commits that were found, and are not dealt with."""
+
+    def __post_init__(self) -> None:
+        self._log = LogReader(self.job.storage, retry=ONCE)
+
+    def follow(self, use: Callable[[Record], T]) -> Generator[T, None, None]:
+        """Yield `use` of the record of each checkpoint; see `Catalogue.follow`."""
+        while (record := self._wait_for_next()) is not None:
+            with self._held(record) as is_present:
+                if is_present:
+                    yield use(record)
+            self._move(record.number)
+
+    def _wait_for_next(self) -> Record | None:
+        """Return the next checkpoint once there is one; None if none came in time."""
+        ends_at = self._ends_at()
+        longest = _DISK_SECONDS if isinstance(self.job.storage, Disk) else _SERVER_SECONDS
+        wait_seconds = _SHORTEST_SECONDS
+        while (record := self._patiently(self._look, ends_at)) is None:
+            left = _left(ends_at)
+            if left <= 0:
+                return None
+            time.sleep(min(wait_seconds, left))
+            wait_seconds = min(1.5 * wait_seconds, longest)
+        return record
+
+    def _ends_at(self) -> float | None:
+        return None if self.timeout_seconds is None else time.monotonic() + self.timeout_seconds
+
+    def _patiently(self, call: Callable[[], T], ends_at: float | None) -> T:
+        """Return what `call` returns once the storage is there. Raises its error at the end of the time."""
+        away_since, wait_seconds = None, _SHORTEST_SECONDS
+        while True:
+            self.job.check_open()
+            try:
+                result = call()
+            except CkptstoreError as error:
+                is_waited_for = isinstance(error, StoreMissing) and not self._store_id
+                if not (error.retryable or is_waited_for) or _left(ends_at) <= 0:
+                    raise
+                if away_since is None:
+                    away_since = time.monotonic()
+                    tell = logger.info if is_waited_for else logger.warning
+                    tell("following %s waits: %s", self.job.storage.uri, error.message)
+            else:
+                if away_since is not None:
+                    seconds = time.monotonic() - away_since
+                    logger.info("following %s goes on after %s", self.job.storage.uri, show_duration(seconds))
+                return result
+            time.sleep(min(wait_seconds, _left(ends_at)))
+            wait_seconds = min(2 * wait_seconds, _AWAY_SECONDS)
+
+    def _look(self) -> Record | None:
+        """Look at the log once, and return the next checkpoint if there is one."""
+        if not self._store_id:
+            self._begin()
+        newest = self._log.newest()
+        if newest is None:
+            return None
+        if self.latest_only:
+            latest = newest.state.latest or 0
+            return self._record(latest, newest) if latest > self._position else None
+        self._scan(newest)
+        while self._found:
+            missed = list(takewhile(lambda number: number not in newest.state.live, self._found))
+            if not missed:
+                return self._record(self._found[0], newest)
+            self._pass_over(missed, newest)
+            self._scan(newest)
+        return None
+
+    def _record(self, number: int, newest: Record) -> Record:
+        return self._log.annotated(self._log.records([number]), newest)[0]
+
+    def _scan(self, newest: Record) -> None:
+        """Search the log for commits, until one was found."""
+        while not self._found and self._scanned < newest.number:
+            end = min(self._scanned + _BATCH_RECORDS, newest.number)
+            for record in self._log.records(range(self._scanned + 1, end + 1)):
+                if isinstance(record.change, Commit) and record.number > self._position:
+                    self._found.append(record.number)
+            self._scanned = end
+
+    def _pass_over(self, missed: Sequence[int], newest: Record) -> None:
+        """Say what will not have its turn, and move past it."""
+        trash = newest.state.trash
+        removed_by = self._log.records(sorted({trash[number] for number in missed if number in trash}))
+        reasons = dict(pair for record in removed_by for pair in removals(record))
+        for record in self._log.records(missed):
+            why = reasons.get(record.number) if record.number in trash else None
+            reason = f"it was moved to the trash before its turn: {why}" if why else "it was deleted before its turn"
+            emit(CheckpointSkipped(step=record.entry.step, number=record.number, reason=reason))
+        self._move(missed[-1])
+
+    def _begin(self) -> None:
+        """Find out where to begin. Raises StoreMissing as long as there is no store."""
+        identity = read_store_json(self.job.storage, retry=ONCE)
+        if identity is None:
+            self._was_missing = True
+            raise StoreMissing(f"There is no store at {self.job.storage.uri} yet")
+        if identity.kept_by != KEPT_BY_CKPTSTORE:
+            raise InvalidInput(
+                f"The checkpoints at {self.job.storage.uri} are kept by {identity.kept_by}, and have no log to follow"
+            )
+        newest = self._log.newest()
+        top = newest.number if newest else 0
+        cursor = self.cursor.read() if self.cursor is not None else None
+        if cursor is not None:
+            self._check(cursor, identity.store_id, top)
+        self._begun = cursor.begun if cursor is not None else top
+        self._position = cursor.number if cursor is not None else self._first_position(newest)
+        self._scanned = max(self._begun, self._position)
+        # Whoever begins has missed nothing: what was live then is all there was.
+        live = self._log.records([self._begun])[0].state.live if self._begun else ()
+        self._found = deque(number for number in live if number > self._position)
+        self._store_id = identity.store_id
+        if cursor is None:
+            self._write_cursor()
+
+    def _first_position(self, newest: Record | None) -> int:
+        if isinstance(self.start, tuple):
+            return number_of(self._log, newest, *self.start)
+        if isinstance(self.start, int):
+            return number_of_step(self._log, newest, self.start)
+        is_behind_all = self.start == "latest" and not self._was_missing
+        return newest.number if newest and is_behind_all else 0
+
+    def _check(self, cursor: Cursor, store_id: str, top: int) -> None:
+        assert self.cursor is not None
+        fits = cursor.store_id == store_id and max(cursor.number, cursor.begun) <= top
+        if fits and (not cursor.number or self._log.records([cursor.number])[0].sha256 == cursor.sha256):
+            return
+        raise InvalidInput(
+            f"The cursor {self.cursor.place} is a place in another log than that of {self.job.storage.uri}",
+            hint="Choose another cursor, or remove it to begin anew",
+        )
+
+    @contextmanager
+    def _held(self, record: Record) -> Iterator[bool]:
+        """Protect a checkpoint from deletion. Yields False, after a warning, if it was removed before that."""
+        with leases.hold(self.job.storage, record.number):
+            newest = self._patiently(self._log.newest, self._ends_at())  # a prune reads leases after it has written
+            state = newest.state if newest else EMPTY
+            is_present = record.number in state.live or record.number in state.trash
+            if newest is not None and not is_present:
+                self._pass_over([record.number], newest)
+            yield is_present
+
+    def _move(self, number: int) -> None:
+        """Note that all up to this checkpoint is dealt with."""
+        if number <= self._position:
+            return
+        self._position = number
+        while self._found and self._found[0] <= number:
+            self._found.popleft()
+        self._patiently(self._write_cursor, self._ends_at())
+
+    def _write_cursor(self) -> None:
+        if self.cursor is not None:
+            sha256 = self._log.records([self._position])[0].sha256 if self._position else ""
+            self.cursor.write(Cursor(self._store_id, self._position, sha256, self._begun))
+
+
+def follower(
+    job: Job,
+    start: Start,
+    *,
+    latest_only: bool,
+    cursor: str | os.PathLike[str] | None,
+    timeout_seconds: float | None,
+) -> Follower:
+    """Return a follower with the arguments of `Catalogue.follow`, after checking them. Nothing is read."""
+    if timeout_seconds is not None and not timeout_seconds >= 0:
+        raise InvalidInput(f"timeout_seconds is {timeout_seconds!r}, it must be at least 0")
+    if isinstance(start, str) and start != "latest":
+        raise InvalidInput(f"after is {start!r}, it is a checkpoint, a step or 'latest'")
+    if not isinstance(start, tuple | str | None):
+        start = check_step(start)
+    file = None if cursor is None else CursorFile(cursor, job.storage)
+    return Follower(job, start, latest_only, file, timeout_seconds)
+
+
+def _left(ends_at: float | None) -> float:
+    return float("inf") if ends_at is None else max(0.0, ends_at - time.monotonic())
