@@ -39,6 +39,7 @@ from ckptstore.fast.tier import FastTier as FastTier
 from ckptstore.format.manifest import Receipt as Receipt
 from ckptstore.group import StorageGroup as StorageGroup
 from ckptstore.interchange.merging.story import merge as merge
+from ckptstore.loading.load_report import LoadCheck as LoadCheck
 from ckptstore.loading.load_report import LoadReport as LoadReport
 from ckptstore.opening import open_store as open_store
 from ckptstore.publication.publishing import Publication as Publication

@@ -32,7 +32,7 @@ from ckptstore.transfer.opened import open_place
 
 if TYPE_CHECKING:
     from ckptstore.loading.checkpoint_files import CheckpointFiles
-    from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
+    from ckptstore.loading.load_report import Dtype, LoadCheck, LoadReport, ReadOnce
     from ckptstore.loading.tensor_view import StoredTensors
     from ckptstore.loading.verify import VerifyReport
     from ckptstore.state.read.stored import PerRank
@@ -305,6 +305,31 @@ class Checkpoint:
             return load_state(group, self._files, state, options)
         finally:
             group.close()
+
+    def check_load(
+        self,
+        state: Mapping[str, Any],
+        *,
+        include: str | Sequence[str] | None = None,
+        strict: bool = True,
+        dtype: Dtype = "same",
+        per_rank: PerRank = "first",
+        allow_pickle: bool = False,
+    ) -> LoadCheck:
+        """Return whether `load` with these keywords would succeed, and what it would leave out, cast or miss.
+
+        Reads the manifest, the index and plain values, but no tensor of the model. The state may be on the meta device,
+        and is not changed. Not collective: this process looks at the whole checkpoint, as one on the same number of
+        ranks would. Raises InvalidInput for a pattern that fits nothing and for a checkpoint without a state,
+        InvalidState for a state that nothing can be loaded into.
+        """
+        from ckptstore.loading.check_load import check_load
+        from ckptstore.loading.load_state import LoadOptions
+
+        options = LoadOptions(
+            include=include, strict=strict, dtype=dtype, per_rank=per_rank, allow_pickle=allow_pickle, device="meta"
+        )
+        return check_load(self._files, state, options)
 
     def per_rank(self, key: str) -> list[Any]:
         """Return the plain value of `key` of every rank that had one of its own, in the order of ranks.

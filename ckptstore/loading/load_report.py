@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 ReadOnce = Literal["rank", "node", "job"]
@@ -28,3 +29,32 @@ class LoadReport:
     """On this rank: the buffers outside of the state that modules from the meta device initialised themselves."""
     left_on_meta: tuple[str, ...] = ()
     """On this rank: the buffers outside of the state that are still on the meta device. A forward pass needs them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCheck:
+    """The answer to the question whether a state can be loaded from a checkpoint."""
+
+    step: int
+    problem: str
+    """The error that a load would raise, in words; empty if it would succeed."""
+    missing: tuple[str, ...]
+    """The keys of the state that the checkpoint does not have."""
+    unexpected: tuple[str, ...]
+    """The keys of the checkpoint, below names of the state, that the state does not have."""
+    differing: Mapping[str, str] = field(default_factory=dict)
+    """The difference, for keys that both have."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """For missing keys, the unexpected one that may be meant: of the same dtype and shape, with the nearest name."""
+    cast: Mapping[str, str] = field(default_factory=dict)
+    """For keys that a load with dtype="state" casts, from what and to what."""
+    left_out: tuple[str, ...] = ()
+    """The parts of the checkpoint that the state does not name, such as "optimizer"; they would not be loaded."""
+    num_tied: int = 0
+    """The number of tensors that the checkpoint has apart and the state in one memory. A load compares their bytes, and
+    refuses those that differ; this answer does not."""
+
+    @property
+    def fits(self) -> bool:
+        """True if a load would succeed."""
+        return not self.problem

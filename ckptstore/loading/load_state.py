@@ -364,6 +364,17 @@ def _match(
     return loading, Mismatch.from_json(joined)
 
 
+def matched(
+    group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions, stack: ExitStack
+) -> tuple[Loading, Saved]:
+    """Match a checkpoint to a state as a load does, without the comparison of tied tensors, and without reading any
+    tensor of its own. Nothing is filled; the caller has to abandon the load. `stack` holds the files."""
+    with watched(group.rank, files.storage.uri) as load:
+        _, saved, _ = _open(group, files, _Reader(files, options, stack), state, options, load)
+        casts = options.dtype == "state"
+        return begin_load(state, saved, include=options.include, device=options.device, casts=casts), saved
+
+
 def _judged(parts: list[Any], options: LoadOptions) -> dict[str, Any]:
     """Return the keys that do not fit, over all ranks, or raise as `Mismatch.check` does. Warn of names of the state
     that the load leaves out, and tell of modules that take what their `state_dict()` returned."""

@@ -76,6 +76,7 @@ class Loading:
         self.targets: Mapping[str, Target] = matching.targets
         self.conflicts: Sequence[Conflict] = ()
         self.mismatch = matching.mismatch
+        self.lacking = matching.lacking
         self.materialised: list[Materialised] = []
         self._casts = matching.casts
         self._finishes: list[Callable[[], None]] = []
@@ -97,6 +98,12 @@ class Loading:
                 self._finishes.append(load_value(unit, matching, device=device))
             else:  # also an optimizer whose state dict was not torch's, and was saved as a whole
                 self._finishes.append(load_stateful(unit, matching, device=device))
+
+    @property
+    def cast_to(self) -> Mapping[str, torch.dtype]:
+        """The dtypes of the state, by key, of tensors that were saved in another one."""
+        dtypes = {id(filled): tensor.dtype for tensor, filled in self._casts}
+        return {key: dtypes[id(it.tensor)] for key, it in self.targets.items() if id(it.tensor) in dtypes}
 
     @outside_inference()
     def finish(self) -> None:

@@ -173,6 +173,8 @@ class Matching:
         self.targets: dict[str, Target] = {}
         self.moved: dict[str, torch.Tensor] = {}
         """New tensors for places whose memory is for something else too. Complete after `close`."""
+        self.lacking: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """The dtype and shape of each tensor of the state that the checkpoint lacks."""
         self.mismatch = Mismatch()
         self._include = None if include is None else (include,) if isinstance(include, str) else tuple(include)
         self._keys = sorted(dict.fromkeys(chain(saved.tensors, saved.aliases, saved.values)))  # in order, as a rule
@@ -229,6 +231,7 @@ class Matching:
         found = {source: key for key in keys if (source := self.source_of(key)) is not None}
         wanted = {source: key for source, key in found.items() if key in asked} or found
         if not wanted:
+            self.lacking[keys[0]] = name_of(tensor.dtype), tuple(tensor.shape)
             self.miss(keys[0], "a tensor")
             return False
         if any(map(overlaps_itself, local_memory(tensor))):

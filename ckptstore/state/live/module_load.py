@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ckptstore.errors import InvalidInput
 from ckptstore.runtime.torch_private import canonical_names, convert_tensors, fsdp1_ties, non_persistent_buffers
 from ckptstore.state.live.contents import StoredContents, default_device, same_random_numbers
 from ckptstore.state.live.flatten import Unit
@@ -77,6 +78,21 @@ def _is_tensor(name: str, item: Any) -> bool:
     return isinstance(item, torch.Tensor) and name.rpartition(".")[2] != EXTRA_STATE
 
 
+def on_meta(build: Callable[[], Any], name: str) -> Mapping[str, Any]:
+    """Return the state that a function builds, whose tensors are made on the meta device unless it says otherwise; for
+    a module, a state that has it under a name. Raises InvalidInput for anything else."""
+    with torch.device("meta"):
+        built = build()
+    if isinstance(built, torch.nn.Module):
+        return {name: built}
+    if not isinstance(built, Mapping):
+        raise InvalidInput(
+            f"The function returned a {type(built).__name__}",
+            hint="It returns a module, or the state as it is given to save",
+        )
+    return built
+
+
 _UNTOUCHED = 0xA5
 """Every byte of a buffer before a module fills it; real contents are never only these."""
 
@@ -103,10 +119,11 @@ def materialise(
     embedding, is filled by the module's own `reset_parameters`, or by `_init_weights` of a module around it, as in
     Hugging Face's models. A buffer that this leaves as it was stays on meta, with a warning, and so do tensors that the
     module's own `state_dict` leaves out. Neither function is called if parameters beside the buffer have contents
-    already.
+    already. If `device` is the meta device, all stays there: nothing is to be filled.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
-    if not any(tensor.is_meta for _, tensor in named):
+    is_to_stay = device is not None and device.type == "meta"
+    if is_to_stay or not any(tensor.is_meta for _, tensor in named):
         return Materialised(lambda: None)
     outside = [name for name in non_persistent_buffers(module) if module.get_buffer(name).is_meta]
     makers = {name: maker for name in outside if (maker := _maker_of(module, name)) is not None}

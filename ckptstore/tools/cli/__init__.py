@@ -25,6 +25,7 @@ GROUPS = {
     "Copy": ("cp", "export", "import", "merge", "publish", "pull", "restore-folder"),
     "Care": (
         "verify",
+        "check-load",
         "doctor",
         "annotate",
         "pin",
