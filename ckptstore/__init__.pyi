@@ -50,6 +50,7 @@ from ckptstore.retention import KeepBest as KeepBest
 from ckptstore.retention import KeepEvery as KeepEvery
 from ckptstore.retention import KeepLatest as KeepLatest
 from ckptstore.retention import KeepSince as KeepSince
+from ckptstore.retention import KeepWithin as KeepWithin
 from ckptstore.saving.background import PendingSave as PendingSave
 from ckptstore.saving.health import StoreHealth as StoreHealth
 from ckptstore.state.everything import all_state as all_state

@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, cast
@@ -22,7 +22,7 @@ from ckptstore.errors import (
     StoreNotShared,
 )
 from ckptstore.events import PruneFailed, ResumeForgotten, emit
-from ckptstore.format.changes import Claim, StoreState
+from ckptstore.format.changes import CheckpointEntry, Claim, StoreState
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt, check_step
 from ckptstore.format.record import Record
 from ckptstore.group import Group, check_shared, find_group
@@ -310,16 +310,23 @@ def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidat
     """Return the live checkpoints of a store as retention sees them, oldest first, with their times if `timed`."""
     records = log.annotated(log.readable(newest.state.live if newest else ()), newest)
     times = log.commit_times(records) if timed else {}
+    held = held_by_bases(log, [record.entry for record in records])
     return [
         Candidate(
             number=record.number,
             step=record.entry.step,
             committed_at=times.get(record.number, math.nan),
             metrics=record.entry.metrics,
-            bases=record.entry.bases,
+            holds={record.number: record.entry.held_bytes, **{base: held[base] for base in record.entry.bases}},
         )
         for record in records
     ]
+
+
+def held_by_bases(log: Log, entries: Iterable[CheckpointEntry]) -> dict[int, int]:
+    """Return the bytes in the directories of the checkpoints to whose files some others refer, by number."""
+    bases = log.records(sorted({base for entry in entries for base in entry.bases}))
+    return {record.number: record.entry.held_bytes for record in bases}
 
 
 def record_of_step(log: LogReader, newest: Record | None, step: int) -> Record:

@@ -1,9 +1,9 @@
 """Retention: which checkpoints stay live, and why. Pure.
 
 A policy looks at the whole list and says for every checkpoint whether it is kept and why; what `|` joins keeps what any
-of the two keeps. What a policy drops goes to the trash in the same log record as the commit that made it superfluous.
-The latest checkpoint, pinned ones and the resume source are kept whatever the policy says. Times are those that the
-storage gave to the records, never those of a rank's clock.
+of the two keeps, and `&` puts a budget on it. What a policy drops goes to the trash in the same log record as the
+commit that made it superfluous. The latest checkpoint, pinned ones and the resume source are kept whatever the policy
+says. Times are those that the storage gave to the records, never those of a rank's clock.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal
 
 from ckptstore.errors import InvalidInput, InvalidMetric
-from ckptstore.runtime.shown import read_duration
+from ckptstore.runtime.shown import read_duration, read_size
 
 Mode = Literal["min", "max"]
 Missing = Literal["error", "worst"]
@@ -40,8 +40,9 @@ class Candidate:
     committed_at: float
     """Seconds since the epoch by the clock of the storage. Not a number for a policy that compares no times."""
     metrics: Mapping[str, float]
-    bases: Sequence[int] = ()
-    """The checkpoints that it builds on, or in which some of its files lie."""
+    holds: Mapping[int, int] = field(default_factory=dict)
+    """The bytes that stay in the store as long as it does, by the number of the checkpoint that has the files: its own,
+    and those of each one to whose files it refers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,17 @@ class Policy:
         return True
 
     def __or__(self, other: Policy) -> Policy:
+        if KeepWithin in map(type, (self, other)):
+            raise InvalidInput(
+                "KeepWithin limits what other rules keep, and | would add what it keeps to that",
+                hint='Write (KeepLatest(3) | KeepEvery(steps=1000)) & KeepWithin("2TB")',
+            )
         return KeepAny((*_members(self), *_members(other)))
+
+    def __and__(self, other: Policy) -> KeepWithin:
+        if not isinstance(other, KeepWithin) or not isinstance(other.policy, KeepAll):
+            raise InvalidInput(f"& puts a budget on a policy, and {other!r} is none", hint="Join policies with |")
+        return KeepWithin(other.budget, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,23 +210,91 @@ class KeepSince(Policy):
         return dict.fromkeys(recent, f"not older than {self.seconds} seconds")
 
 
+@dataclass(frozen=True, slots=True)
+class KeepWithin(Policy):
+    """Keep the newest of what another policy keeps, as long as all that stays takes at most `budget`, such as "2TB".
+
+    The latest, pinned ones and the resume source stay in any case, and are counted first. Then come the others that
+    the policy keeps, the newest first; the first that does not fit goes, and so do all older ones. Files to which
+    several checkpoints refer are counted once. The trash is not counted, nor are fast checkpoints.
+
+    `policy & KeepWithin("2TB")` sets the policy; without one, all are kept that fit.
+    """
+
+    budget: str | int
+    """Bytes, or a text with a unit: "500GB", "1.5TiB"."""
+    policy: Policy = field(default_factory=KeepAll)
+
+    def __post_init__(self) -> None:
+        _check_positive("KeepWithin", budget=self.budget_bytes)
+
+    @property
+    def budget_bytes(self) -> float:
+        """The budget in bytes."""
+        return read_size(self.budget) if isinstance(self.budget, str) else self.budget
+
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
+        return self.split(candidates, {})[0]
+
+    def split(
+        self, candidates: Sequence[Candidate], protected: Mapping[int, str]
+    ) -> tuple[Mapping[int, str], Mapping[int, str]]:
+        """Return what is kept beside what is `protected`, and what goes only because of the budget, with reasons."""
+        wanted, over = _split(self.policy, candidates, protected)
+        counted: dict[int, int] = {}
+        for item in candidates:
+            if item.number in protected:
+                counted.update(item.holds)
+        stays: dict[int, str] = {}
+        left = [item for item in reversed(candidates) if item.number in wanted and item.number not in protected]
+        for place, item in enumerate(left):
+            after = {**counted, **item.holds}
+            if sum(after.values()) > self.budget_bytes:
+                over = {
+                    **over,
+                    **dict.fromkeys([it.number for it in left[place:]], f"over the budget of {self.budget}"),
+                }
+                break
+            counted, stays[item.number] = after, wanted[item.number]
+        return stays, over
+
+    def required_metrics(self) -> frozenset[str]:
+        return self.policy.required_metrics()
+
+    def compares_times(self) -> bool:
+        return self.policy.compares_times()
+
+
+def _split(
+    policy: Policy, candidates: Sequence[Candidate], protected: Mapping[int, str]
+) -> tuple[Mapping[int, str], Mapping[int, str]]:
+    return policy.split(candidates, protected) if isinstance(policy, KeepWithin) else (policy.kept(candidates), {})
+
+
 def parse_policy(rules: str | Sequence[str]) -> Policy | None:
     """Return the policy that keeps what any of the rules keeps, None without rules. Raises InvalidInput.
 
     Rules are one text, such as "latest=3 best=2:eval_loss:min every=1000 since=2d" (with spaces or commas between
     them), or several such texts. `every` counts steps; "best=2:eval_loss" is enough where the metric's name tells
-    which way is better.
+    which way is better. "within=2TB" is a budget for what the other rules keep.
     """
     texts = ([rules] if rules.strip() else []) if isinstance(rules, str) else rules
     policies = [_parse_rule(rule) for text in texts for rule in _BETWEEN_RULES.split(text.strip())]
-    return reduce(lambda joined, policy: joined | policy, policies) if policies else None
+    budgets = [policy for policy in policies if isinstance(policy, KeepWithin)]
+    others = [policy for policy in policies if not isinstance(policy, KeepWithin)]
+    if len(budgets) > 1:
+        raise InvalidInput("There are several budgets", hint="Give within=... once")
+    joined = reduce(lambda joined, policy: joined | policy, others) if others else None
+    if not budgets:
+        return joined
+    return budgets[0] if joined is None else joined & budgets[0]
 
 
 _BETWEEN_RULES = re.compile(r"[,\s]+(?=\w+=)")
 """Other commas and spaces belong to the name of a metric."""
 
 
-RULES = "latest=3 best=2:eval_loss:min every=1000 since=2d"
+RULES = "latest=3 best=2:eval_loss:min every=1000 since=2d within=2TB"
 """One rule of each kind, as every message and help text spells them."""
 
 
@@ -223,6 +302,8 @@ def _parse_rule(text: str) -> Policy:
     rule, _, value = text.partition("=")
     if rule == "since" and value:
         return KeepSince(read_duration(value))
+    if rule == "within" and value:
+        return KeepWithin(value)
     count, _, metric = value.partition(":")
     if count.isdecimal():
         if rule == "latest" and not metric:
@@ -308,9 +389,11 @@ def decide(policy: Policy, candidates: Sequence[Candidate], *, protected: Mappin
     `protected` gives the numbers that stay whatever the policy says, with the reason.
     """
     ordered = sorted(candidates, key=lambda item: item.number)
-    kept = {**policy.kept(ordered), **{number: reason for number, reason in protected.items() if reason}}
+    wanted, over = _split(policy, ordered, protected)
+    kept = {**wanted, **{number: reason for number, reason in protected.items() if reason}}
+    reasons = {**over, **kept}
     return [
-        Verdict(item.number, item.step, item.number in kept, kept.get(item.number, "no rule keeps it"))
+        Verdict(item.number, item.step, item.number in kept, reasons.get(item.number, "no rule keeps it"))
         for item in ordered
     ]
 

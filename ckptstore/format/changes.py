@@ -36,6 +36,8 @@ class CheckpointEntry:
     num_files: int
     created_at: float
     """Seconds since the epoch by the leader's clock; for people, never for decisions."""
+    own_bytes: int | None = None
+    """The bytes of the files in its own directory; None if all are there, and in earlier records."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     bases: tuple[int, ...] = ()
     """The numbers of live checkpoints whose files it refers to."""
@@ -50,6 +52,11 @@ class CheckpointEntry:
         return SaveOrder(self.epoch, self.save_number)
 
     @property
+    def held_bytes(self) -> int:
+        """The bytes in its own directory."""
+        return self.size_bytes if self.own_bytes is None else self.own_bytes
+
+    @property
     def prefix(self) -> str:
         """The key prefix of its files, with its trailing slash."""
         return f"{CHECKPOINT_PREFIX}{self.attempt}/"
@@ -62,7 +69,11 @@ class CheckpointEntry:
     def __post_init__(self) -> None:
         if not 0 <= self.step <= MAX_STEP:
             raise InvalidStep(f"The step is {self.step!r}, it must be from 0 to {MAX_STEP}")
-        if min(self.size_bytes, self.num_files, self.save_number) < 0 or self.epoch < 1 or self.world_size < 1:
+        if (
+            min(self.size_bytes, self.num_files, self.save_number, self.own_bytes or 0) < 0
+            or self.epoch < 1
+            or self.world_size < 1
+        ):
             raise InvalidInput(
                 f"An epoch, number of a save, world size, size or number of files is out of range in {self!r}"
             )

@@ -312,9 +312,11 @@ def _optional(value: Any) -> int | None:
 def _entry_to_json(entry: CheckpointEntry) -> dict[str, Any]:
     copied = {} if entry.committed_at is None else {"committed_at": entry.committed_at}
     counted = {"save_number": entry.save_number} if entry.save_number else {}
+    shared = {} if entry.own_bytes is None else {"own_bytes": entry.own_bytes}
     return {
         **copied,
         **counted,
+        **shared,
         "step": entry.step,
         "epoch": entry.epoch,
         "attempt": entry.attempt,
@@ -333,6 +335,7 @@ def _entry_from_json(value: dict[str, Any], limit: int) -> CheckpointEntry:
     return CheckpointEntry(
         **{name: _integer(value[name]) for name in ("step", "epoch", "world_size", "size_bytes", "num_files")},
         save_number=_integer(value.get("save_number", 0)),
+        own_bytes=_optional(value.get("own_bytes")),
         attempt=_text(value["attempt"]),
         manifest_sha256=_text(value["manifest_sha256"]),
         kind=value["kind"],

@@ -242,7 +242,7 @@ def _copy_and_commit(
     prefixes = [try_.prefix for try_ in earlier]
     report = copy_checkpoint(Checkpoint(files), target, prefix=attempt.prefix, earlier=prefixes, executor=executor)
     if entry.bases:
-        entry = replace(entry, bases=(), manifest_sha256=sha256_of(whole_manifest(files)[1]))
+        entry = replace(entry, bases=(), own_bytes=None, manifest_sha256=sha256_of(whole_manifest(files)[1]))
 
     def change(newest: Record | None) -> Commit:
         return Commit(entry=replace(entry, save_number=newest.state.save_number + 1 if newest else 1))

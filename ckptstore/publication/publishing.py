@@ -42,7 +42,7 @@ class KeepChains(Policy):
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
         chains: dict[int, int] = {}
         for candidate in candidates:
-            below = [chains[base] for base in candidate.bases if base in chains]
+            below = [chains[base] for base in sorted(candidate.holds) if base in chains]
             chains[candidate.number] = below[-1] if below else candidate.number
         newest = sorted({*chains.values()})[-self.n :]
         return {number: f"in one of the latest {self.n} chains" for number, root in chains.items() if root in newest}

@@ -8,6 +8,8 @@ from ckptstore.errors import InvalidInput
 
 _UNITS_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(-?\d+(?:\.\d+)?)\s*([a-z]*)")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?(B|bit)(/s)?")
+_PREFIXES = ("", "K", "M", "G", "T", "P")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -52,6 +54,18 @@ def read_duration(text: str) -> float:
     if match is None or match[2] not in _UNITS_SECONDS:
         raise InvalidInput(f"{text!r} is no duration. Write seconds, or a unit: 90, 15m, 1h, 2d")
     return float(match[1]) * _UNITS_SECONDS[match[2]]
+
+
+def read_size(text: str, *, is_speed: bool = False) -> float:
+    """Return the bytes of a size with its unit, decimal or binary: "80GB", "1.5TiB"; of a speed: "3GB/s". Raises
+    InvalidInput."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[5] or "") != ("/s" if is_speed else ""):
+        like = "3GB/s, 2.5GiB/s or 400Gbit/s" if is_speed else "80GB, 1.5TB or 1.5TiB"
+        raise InvalidInput(f"{text!r} is not like {like}")
+    factor = (1024 if match[3] else 1000) ** _PREFIXES.index((match[2] or "").upper())
+    bytes_each: float = factor / (8 if match[4] == "bit" else 1)
+    return float(match[1]) * bytes_each
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,7 @@ from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
-from ckptstore.job import Job
+from ckptstore.job import Job, held_by_bases
 from ckptstore.retention import Candidate, decide
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import mapped
@@ -134,6 +134,7 @@ def entry_of(manifest: Manifest, data: bytes) -> CheckpointEntry:
         num_files=len(manifest.files),
         world_size=manifest.world_size,
         created_at=manifest.created_at,
+        own_bytes=sum(it.size_bytes for it in manifest.files if it.attempt is None) if manifest.references else None,
     )
 
 
@@ -202,7 +203,11 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references:
     manifest_key = entry.prefix + MANIFEST_NAME  # just written, so its time is now
     committed_at = job.storage.stat(manifest_key).modified_seconds if is_timed else math.nan
     candidate = Candidate(
-        number=number, step=entry.step, committed_at=committed_at, metrics=entry.metrics, bases=entry.bases
+        number=number,
+        step=entry.step,
+        committed_at=committed_at,
+        metrics=entry.metrics,
+        holds={number: entry.held_bytes, **held_by_bases(job.log, [entry])},
     )
     left = [item for item in earlier if item.number not in replaces]
     verdicts = decide(job.policy, [*left, candidate], protected=newest.state.protected(latest=number))

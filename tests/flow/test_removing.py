@@ -9,7 +9,7 @@ import pytest
 import torch
 from trees import directories, make_tree, steps
 
-from ckptstore import CheckpointGone, CheckpointStore, InvalidInput, open_store
+from ckptstore import CheckpointGone, CheckpointStore, InvalidInput, KeepWithin, open_store
 
 
 @pytest.fixture
@@ -51,6 +51,18 @@ def test_what_somebody_needs_goes_by_force_alone(store: CheckpointStore, step: i
     assert steps(store) == left
     assert [item.step for item in store.prune()] == ([] if step == 2 else [step]), "the job may still need what it read"
     assert store.verify_log() == []
+
+
+def test_a_budget_counts_the_files_that_checkpoints_share_once(tmp_path: Path) -> None:
+    frozen = {f"w{index}": torch.full((1 << 19,), float(index)) for index in range(4)}
+    with open_store(tmp_path / "store", retention=KeepWithin("10MB")) as store:
+        for step in (1, 2, 3):
+            store.save(step, {**frozen, "step": step}, incremental="reference")
+        assert steps(store) == [1, 2, 3]
+        assert sum(checkpoint.size_bytes for checkpoint in store) > 25e6
+        store.save(4, {**frozen, "step": 4})
+        assert steps(store) == [4]
+        assert {save.removed_because for save in store.history()} == {"", "over the budget of 10MB"}
 
 
 def test_what_others_refer_to_stays_on_the_disk(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ckptstore.retention import (
     KeepEvery,
     KeepLatest,
     KeepSince,
+    KeepWithin,
     Mode,
     Policy,
     as_metrics,
@@ -238,6 +239,76 @@ def test_a_metric_whose_name_tells_no_direction_needs_a_mode(metric: str) -> Non
     with pytest.raises(InvalidInput, match='mode="min" or mode="max"'):
         KeepBest(1, metric)
     assert KeepBest(1, metric, "max").mode == "max"
+
+
+SIZES = st.lists(st.tuples(st.integers(0, 40), st.sets(st.integers(0, 5), max_size=2)), max_size=9)
+
+
+def sized(sizes: list[tuple[int, set[int]]]) -> list[Candidate]:
+    """Checkpoints of these sizes, which refer to files of some before them."""
+    found: list[Candidate] = []
+    for at, (size_bytes, bases) in enumerate(sizes):
+        holds = {10 + at: size_bytes, **{10 + base: sizes[base][0] for base in bases if base < at}}
+        found.append(Candidate(number=10 + at, step=at, committed_at=0.0, metrics={}, holds=holds))
+    return found
+
+
+def held_bytes(candidates: list[Candidate], numbers: set[int]) -> int:
+    held: dict[int, int] = {}
+    for item in candidates:
+        held |= item.holds if item.number in numbers else {}
+    return sum(held.values())
+
+
+@given(SIZES, st.integers(1, 120), st.sets(st.integers(0, 8)), st.integers(1, 9))
+def test_a_budget_keeps_the_newest_that_fit(
+    sizes: list[tuple[int, set[int]]], budget: int, pinned: set[int], latest: int
+) -> None:
+    candidates = sized(sizes)
+    numbers = [item.number for item in candidates]
+    protected = {number: "pinned" for number in numbers if number - 10 in pinned} | dict.fromkeys(
+        numbers[-1:], "latest"
+    )
+    inner = KeepLatest(latest) | KeepEvery(steps=3)
+    verdicts = decide(inner & KeepWithin(budget), candidates, protected=protected)
+    stays = {verdict.number for verdict in verdicts if verdict.keep}
+    wanted = {verdict.number for verdict in decide(inner, candidates, protected=protected) if verdict.keep}
+    assert protected.keys() <= stays <= wanted
+    extra = sorted(stays - protected.keys())
+    assert not extra or held_bytes(candidates, stays) <= budget
+    gone = sorted(wanted - stays)
+    assert not gone or not extra or gone[-1] < extra[0], "the oldest go first"
+    if gone:
+        assert held_bytes(candidates, stays | {gone[-1]}) > budget, "and none that fits"
+    for verdict in verdicts:
+        assert (verdict.reason == f"over the budget of {budget}") == (verdict.number in gone)
+    again = [item for item in candidates if item.number in stays]
+    assert all(verdict.keep for verdict in decide(KeepWithin(budget), again, protected=protected)) or len(again) == 0
+
+
+def test_budgets_are_written_as_sizes_and_joined_by_and() -> None:
+    assert KeepWithin("2TB").budget_bytes == 2e12
+    assert KeepWithin("1.5 TiB").budget_bytes == 1.5 * 2**40
+    assert parse_policy("latest=3 every=10 within=2TB") == (KeepLatest(3) | KeepEvery(steps=10)) & KeepWithin("2TB")
+    assert parse_policy(["within=5GB"]) == KeepWithin("5GB")
+    assert (KeepBest(1, "loss") & KeepWithin(1)).required_metrics() == {"loss"}
+    assert KeepWithin(1).compares_times() is False
+    wrong = [
+        lambda: KeepWithin("2"),
+        lambda: KeepWithin("TB"),
+        lambda: KeepWithin(0),
+        lambda: KeepWithin("0TB"),
+        lambda: KeepWithin(True),
+        lambda: KeepLatest(1) | KeepWithin("2TB"),
+        lambda: KeepWithin("2TB") | KeepLatest(1),
+        lambda: KeepLatest(1) & KeepLatest(2),
+        lambda: KeepLatest(1) & (KeepLatest(2) & KeepWithin("2TB")),
+        lambda: parse_policy("within=2TB within=3TB"),
+        lambda: parse_policy("within="),
+    ]
+    for build in wrong:
+        with pytest.raises(InvalidInput):
+            build()
 
 
 def test_rules_in_words() -> None:

@@ -10,7 +10,7 @@ import torch
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import InvalidState
 from ckptstore.loading.load_state import open_alone
-from ckptstore.retention import KeepAny, KeepBest, Mode, Policy
+from ckptstore.retention import KeepAny, KeepBest, KeepWithin, Mode, Policy
 from ckptstore.state.live.flatten import map_tensors, references_in
 from ckptstore.state.read.stored import read_whole
 from ckptstore.state.tensors.wrapped import Wrapped
@@ -21,6 +21,8 @@ _MODEL = "model."
 
 def mode_in(policy: Policy, metric: str) -> Mode | None:
     """Return whether the retention of a store prefers a high or a low metric, None if it does not rank by it."""
+    if isinstance(policy, KeepWithin):
+        return mode_in(policy.policy, metric)
     members = policy.members if isinstance(policy, KeepAny) else (policy,)
     return next((item.mode for item in members if isinstance(item, KeepBest) and item.metric == metric), None)
 

@@ -180,7 +180,7 @@ def _echo_error(error: dict[str, Any]) -> None:
     click.echo(json.dumps({"version": 1, "error": {"committed": False, **error}}, indent=2))
 
 
-_RULE = re.compile(r"(?:latest|best|every|since)=")
+_RULE = re.compile(r"(?:latest|best|every|since|within)=")
 _SAY_MODE = 'Say mode="min" or mode="max"'
 _FLAGS = {
     r"exists=['\"]replace['\"]": "--replace",

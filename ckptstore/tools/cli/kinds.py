@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,13 @@ from click.shell_completion import CompletionItem
 
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.opening import open_store
-from ckptstore.runtime.shown import read_duration
+from ckptstore.runtime.shown import read_duration, read_size
 from ckptstore.store import CheckpointStore
 
 if TYPE_CHECKING:
     _Kind = click.ParamType[Any]
 else:  # the releases of click that we take have no types in it
     _Kind = click.ParamType
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?(B|bit)(/s)?")
-_PREFIXES = ("", "K", "M", "G", "T", "P")
 
 
 class Duration(_Kind):
@@ -54,13 +50,10 @@ class Size(_Kind):
         """Return the bytes."""
         if isinstance(value, int | float):
             return float(value)
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None or (match[5] or "") != ("/s" if self.is_speed else ""):
-            like = "3GB/s, 2.5GiB/s or 400Gbit/s" if self.is_speed else "80GB, 1.5TB or 1.5TiB"
-            self.fail(f"{value!r} is not like {like}", param, ctx)
-        factor = (1024 if match[3] else 1000) ** _PREFIXES.index((match[2] or "").upper())
-        bytes_each: float = factor / (8 if match[4] == "bit" else 1)
-        return float(match[1]) * bytes_each
+        try:
+            return read_size(str(value), is_speed=self.is_speed)
+        except InvalidInput as error:
+            self.fail(error.message, param, ctx)
 
 
 class Share(_Kind):
