@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ckptstore.boundary import boundary
-from ckptstore.format.changes import Annotate, Commit, Remove, StoreState
+from ckptstore.format.changes import EMPTY, Annotate, Commit, Remove, StoreState
 from ckptstore.format.record import Record
 from ckptstore.log import Log
 from ckptstore.upkeep.prune import backwards
@@ -74,6 +74,50 @@ def past_saves(log: Log) -> SaveHistory:
         if isinstance(record.change, Commit):
             commits.append(replace(record, annotated=annotated.get(record.number, {})))
     return SaveHistory(_past_save(record, newest.state, reasons) for record in reversed(commits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The bytes that a store takes: the files of its checkpoints, each counted once."""
+
+    live_bytes: int
+    trash_bytes: int
+    bytes_per_day: float | None
+    """The growth of both together over the last week, or since the first record; None in the first hour."""
+
+
+_DAY_SECONDS = 86400.0
+
+
+def usage(log: Log) -> Usage:
+    """Return what a store takes, and how fast it grows. Reads all records, once."""
+    newest = log.newest()
+    held: dict[int, int] = {}
+    taken = 0
+    points: list[tuple[float, int]] = []
+    for record in reversed(list(backwards(log, newest))) if newest else ():
+        if isinstance(record.change, Commit):
+            held[record.number] = record.entry.held_bytes
+            taken += record.entry.held_bytes
+        if isinstance(record.change, Remove):
+            for number in record.change.drop:
+                taken -= held.pop(number, 0)
+        points.append((record.created_at, taken))
+    state = newest.state if newest else EMPTY
+    return Usage(
+        live_bytes=sum(held.get(number, 0) for number in state.live),
+        trash_bytes=sum(held.get(number, 0) for number in state.trash),
+        bytes_per_day=_growth(points),
+    )
+
+
+def _growth(points: list[tuple[float, int]]) -> float | None:
+    if not points:
+        return None
+    end, now_bytes = points[-1]
+    begin, then_bytes = next((point for point in points if point[0] >= end - 7 * _DAY_SECONDS), points[-1])
+    seconds = end - begin
+    return None if seconds < 3600 else (now_bytes - then_bytes) / seconds * _DAY_SECONDS
 
 
 def removals(record: Record) -> Iterable[tuple[int, str]]:

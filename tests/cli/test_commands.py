@@ -580,3 +580,16 @@ def test_rm_puts_one_in_the_trash_or_asks_for_all(run: Any, run_json: Any, store
     text = run("rm", "--all", "--yes", store).output
     assert "the next start begins at the beginning" in text
     assert f"ckptstore prune --grace 0 {store}" in text
+
+
+def test_a_listing_has_what_the_store_takes(run: Any, run_json: Any, store: Path) -> None:
+    used = run_json("ls", store, "--long", "--price", 1e9)["usage"]
+    assert used == {
+        "live_bytes": 6004,
+        "trash_bytes": 3002,
+        "bytes_per_day": None,
+        "price_per_month": pytest.approx(9.006),
+    }
+    assert "5.9 KiB live, 2.9 KiB in the trash; 9.01 per month" in run("ls", store, "--long", "--price", 1e9).stdout
+    assert "usage" not in run_json("ls", store)
+    run("ls", store, "--price", 1, code=2)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ckptstore.catalogue import Entry, job_of
-from ckptstore.errors import InvalidMetric, StoreMissing
+from ckptstore.errors import InvalidInput, InvalidMetric, StoreMissing
 from ckptstore.format.record import Record
 from ckptstore.log import Log
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE
@@ -30,6 +30,7 @@ from ckptstore.tools.cli.output import (
 from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
 from ckptstore.tools.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
 from ckptstore.tools.cli.targets import opened_store
+from ckptstore.upkeep.past_saves import usage
 
 
 @click.command()
@@ -49,6 +50,13 @@ from ckptstore.tools.cli.targets import opened_store
 )
 @click.option(
     "-n", "limit", type=click.IntRange(min=1), metavar="N", help="Show only the N newest, or the first N of --sort."
+)
+@click.option("--long", "is_long", is_flag=True, help="Show the bytes that the store takes, and its growth per day.")
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0),
+    metavar="N",
+    help="With --long: the price of a TB for a month, for the sum.",
 )
 @click.option("--trash", "with_trash", is_flag=True, help="List the checkpoints in the trash, too.")
 @fast_option
@@ -116,9 +124,13 @@ def _list_store(
     sort: str | None,
     limit: int | None,
     with_trash: bool,
+    is_long: bool,
+    price: float | None,
     fast_path: str | None,
 ) -> None:
     is_fast = fast_path is not None
+    if price is not None and not is_long:
+        raise InvalidInput("--price means nothing without --long")
     with opened_store(store, storage_options, fast=tier_at(fast_path)) as opened:
         every, trashed = opened.entries(fast=is_fast), removed_at(job_of(opened).log)
         of_ray = checkpoints_of_ray(opened, storage_options)
@@ -126,6 +138,7 @@ def _list_store(
             Entry(checkpoint=it, is_pinned=False, is_latest=it is of_ray[-1], is_resume_source=False) for it in of_ray
         ]
         grace_seconds = job_of(opened).config.grace_seconds
+        used = usage_json(job_of(opened).log, price) if is_long else {}
         entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
         trash_bytes = sum(record.entry.size_bytes for record, _ in trashed)
         if as_json:
@@ -134,7 +147,7 @@ def _list_store(
                 names = ("number", "step", "size_bytes", "removed_at")
                 rows = [(record.number, record.entry.step, record.entry.size_bytes, at) for record, at in trashed]
                 trash["checkpoints"] = [dict(zip(names, row, strict=True)) for row in rows]
-            print_json(uri=opened.uri, checkpoints=[_to_json(entry) for entry in entries], trash=trash)
+            print_json(uri=opened.uri, checkpoints=[_to_json(entry) for entry in entries], trash=trash, **used)
             return
     if entries:
         where = ("where",) if is_fast else ()
@@ -148,6 +161,27 @@ def _list_store(
         click.echo(f"{len(every) - len(entries)} more are {'there' if is_fast else 'live'}")
     if trashed:
         _echo_trash(trashed, grace_seconds=grace_seconds, is_listed=with_trash)
+    if used:
+        _echo_usage(**used["usage"])
+
+
+def usage_json(log: Log, price: float | None) -> dict[str, Any]:
+    """Return the bytes that a store takes, for JSON; `price` is that of a TB for a month."""
+    found = asdict(usage(log))
+    taken = found["live_bytes"] + found["trash_bytes"]
+    return {"usage": {**found, "price_per_month": None if price is None else taken / 1e12 * price}}
+
+
+def _echo_usage(
+    *, live_bytes: int, trash_bytes: int, bytes_per_day: float | None, price_per_month: float | None
+) -> None:
+    words = [f"{show_size(live_bytes)} live, {show_size(trash_bytes)} in the trash"]
+    if bytes_per_day is not None:
+        grows = "grows" if bytes_per_day >= 0 else "shrinks"
+        words.append(f"{grows} by {show_size(abs(bytes_per_day))} per day over the last week")
+    if price_per_month is not None:
+        words.append(f"{price_per_month:.2f} per month")
+    click.echo("; ".join(words))
 
 
 def chosen(entries: Sequence[Entry], *, metrics: Collection[str], sort: str | None, limit: int | None) -> list[Entry]:
