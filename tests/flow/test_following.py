@@ -121,8 +121,9 @@ def test_the_cursor_moves_with_what_is_done(tmp_path: Path, save: Callable[..., 
 
 
 def test_what_had_no_turn_is_named(tmp_path: Path, save: Callable[..., None], skipped: list[str]) -> None:
-    with open_store(tmp_path / "store", retention=KeepLatest(3), grace_seconds=0) as store:
+    with open_store(tmp_path / "store", retention=KeepLatest(3)) as store:
         save(store, 0, 1, 2, 3)  # step 0 was gone before the follower began
+    with open_store(tmp_path / "store", retention=KeepLatest(3), grace_seconds=0) as store:
         follower = store.follow(cursor="it", **AT_ONCE)
         assert next(follower).step == 1
         store.remove(2)
@@ -131,10 +132,10 @@ def test_what_had_no_turn_is_named(tmp_path: Path, save: Callable[..., None], sk
         follower.close()
         save(store, 4, 5, 6, 7)
         store.prune()
-        assert followed(store, cursor="it") == [5, 6, 7]
-        assert skipped[1:] == ["it was deleted before its turn"] * 2, "steps 3, which was not done, and 4"
+        assert followed(store, cursor="it") == [3, 5, 6, 7], "step 3 was not done, and is what the job began from"
+        assert skipped[1:] == ["it was deleted before its turn"]
         assert followed(store, cursor="it") == []
-        assert len(skipped) == 3
+        assert len(skipped) == 2
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
@@ -150,7 +151,8 @@ def test_what_is_worked_on_is_not_deleted(tmp_path: Path, save: Callable[..., No
         assert checkpoint.verify().ok
         store.annotate(checkpoint, {"late": 1})
         assert next(follower).step == 2
-        assert [item.step for item in store.prune()] == [1]
+        store.prune()  # unless the one behind the last save was faster
+        assert store.trash() == []
         follower.close()
         assert not any(job_of(store).storage.list("leases/"))
 
