@@ -83,6 +83,8 @@ class Job:
     is_fenced: bool = False
     """True once this process knows that a later job has claimed the store."""
     is_closed: bool = False
+    saves_left: int | None = None
+    """The number of saves for which the disk has room, as a warning has last said; None without one."""
     _claim: tuple[int, str] | None = None
     """The number and SHA-256 of the record of the claim."""
     highest_save_number: int = 0

@@ -31,6 +31,24 @@ class PruneFailed(Event):
 
 
 @event(level=logging.WARNING)
+class DiskFillsUp(Event):
+    """The disk of the store has room for few more saves, if it goes on growing as with the last ones."""
+
+    step: int
+    """The last one that was saved."""
+    saves_left: int
+    free_bytes: int
+    bytes_per_save: int
+    """The bytes that the last saves brought, without those that were deleted meanwhile, for each of them."""
+
+    def line(self) -> str:
+        free, grows = show_size(self.free_bytes), show_size(self.bytes_per_save)
+        return (
+            f"the disk of the store is full in about {self.saves_left} saves: {free} are free, and each takes {grows}"
+        )
+
+
+@event(level=logging.WARNING)
 class RequestRetried(Event):
     """A request to the storage failed and is tried again."""
 

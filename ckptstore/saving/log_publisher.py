@@ -19,6 +19,7 @@ from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision, Shard
 from ckptstore.saving.transaction import Destination, Ended, Transaction
 from ckptstore.storage.base import Disk
+from ckptstore.upkeep.disk_room import warn_of_full_disk
 from ckptstore.upkeep.prune import empty_trash, prune
 
 
@@ -114,5 +115,11 @@ def begin_in_store(
 
 
 def prune_behind(job: Job) -> None:
-    """Start a prune in the background. The leader calls this after each commit."""
-    job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))
+    """Start a prune in the background, and warn if the disk will soon be full all the same. The leader calls this after
+    each commit."""
+
+    def run() -> None:
+        prune(job.log, job.storage, job.config, epoch=job.epoch)
+        job.saves_left = warn_of_full_disk(job.log, job.storage, warned=job.saves_left)
+
+    job.prune_in_background(run)

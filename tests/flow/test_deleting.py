@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from small_disks import mounted
 from trees import Once, directories, make_tree, read_tree, save_tree, settle, steps
 
 from ckptstore import (
@@ -27,7 +28,7 @@ from ckptstore import (
     open_store,
 )
 from ckptstore.errors import InvalidInput
-from ckptstore.events import CheckpointsPruned, Event, PruneFailed, listening
+from ckptstore.events import CheckpointsPruned, DiskFillsUp, Event, PruneFailed, listening
 from ckptstore.format.changes import Claim, Commit
 from ckptstore.format.layout import HINT_KEY, record_key
 from ckptstore.format.record import Record
@@ -468,3 +469,23 @@ def test_ages_are_those_of_the_records_in_a_copy_too(tmp_path: Path) -> None:
     with open_store(target, retention=KeepSince(4 * 3600)) as store:
         save_tree(store, tmp_path, 5)
         assert steps(store) == [2, 3, 4, 5]
+
+
+def test_a_disk_that_fills_up_is_told_before_it_is_full(tmp_path: Path) -> None:
+    source = tmp_path / "big"
+    source.mkdir()
+    (source / "f").write_bytes(bytes(200_000))
+    with mounted(tmp_path / "disk", "3m") as place:
+        for retention, grace_seconds in ((KeepLatest(1), 0), (KeepLatest(20), 0), (KeepLatest(1), 3600)):
+            events: list[DiskFillsUp] = []
+            root = place / f"store-{len(list(place.iterdir()))}"
+            with listening(events.append, DiskFillsUp):  # type: ignore[arg-type]
+                for step in range(9):  # opened anew, so that what is behind a save has ended before the next one
+                    with open_store(root, retention=retention, grace_seconds=grace_seconds) as store:
+                        store.save_directory(step, source)
+            if len(events):
+                assert grace_seconds or retention == KeepLatest(20)
+                assert events[0].saves_left == events[0].free_bytes // events[0].bytes_per_save < 10
+                assert "the disk of the store is full in about" in events[0].line()
+            assert bool(events) == (retention == KeepLatest(20) or bool(grace_seconds))
+            shutil.rmtree(root)
