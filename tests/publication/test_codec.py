@@ -146,9 +146,15 @@ def test_directories_have_six_digits(name: str, version: int | None) -> None:
 def test_chains_are_kept_whole(anchors: list[bool], keep: int) -> None:
     anchors[0] = True
     candidates = [
-        Candidate(number=number, step=number, committed_at=0.0, metrics={}, bases=() if is_anchor else (number - 1,))
+        Candidate(
+            number=number,
+            step=number,
+            committed_at=0.0,
+            metrics={},
+            holds=dict.fromkeys((number,) if is_anchor else (number - 1, number), 1),
+        )
         for number, is_anchor in enumerate(anchors, 5)
     ]
     kept = KeepChains(keep).kept(candidates).keys()
-    roots = [item.number for item in candidates if not item.bases][-keep:]
+    roots = [item.number for item in candidates if len(item.holds) == 1][-keep:]
     assert kept == {item.number for item in candidates if item.number >= roots[0]}
