@@ -78,9 +78,10 @@ def command(store: str, storage_options: dict[str, Any], as_json: bool, **option
     """
     try:
         with printing_skipped():
-            _list_store(store, storage_options, as_json, **options)
+            choice = {name: options.pop(name) for name in ("metrics", "sort", "limit")}
+            _list_store(store, storage_options, as_json, choice, **options)
     except StoreMissing as missing:
-        if any(options.values()):
+        if any([*choice.values(), *options.values()]):
             raise
         _list_below(store, storage_options, missing, as_json=as_json)
 
@@ -119,10 +120,8 @@ def _list_store(
     store: str,
     storage_options: dict[str, Any],
     as_json: bool,
+    choice: dict[str, Any],
     *,
-    metrics: tuple[str, ...],
-    sort: str | None,
-    limit: int | None,
     with_trash: bool,
     is_long: bool,
     price: float | None,
@@ -139,7 +138,7 @@ def _list_store(
         ]
         grace_seconds = job_of(opened).config.grace_seconds
         used = usage_json(job_of(opened).log, price) if is_long else {}
-        entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
+        entries = chosen(every, **choice)
         trash_bytes = sum(record.entry.size_bytes for record, _ in trashed)
         if as_json:
             trash: dict[str, Any] = {"count": len(trashed), "size_bytes": trash_bytes, "grace_seconds": grace_seconds}
@@ -149,6 +148,7 @@ def _list_store(
                 trash["checkpoints"] = [dict(zip(names, row, strict=True)) for row in rows]
             print_json(uri=opened.uri, checkpoints=[_to_json(entry) for entry in entries], trash=trash, **used)
             return
+    metrics = choice["metrics"]
     if entries:
         where = ("where",) if is_fast else ()
         headers = ("number", "step", "created", "ranks", "size", *where, *(metrics or ("metrics",)), "marks")
