@@ -31,6 +31,7 @@ def check_versions(uri: str, model: Path, expected: list[dict[str, object]], opt
             assert set(weights) - {"3.weight"} <= found.keys()
 
 
+@pytest.mark.slow
 def test_every_layout_publishes_the_same_bytes(tmp_path: Path) -> None:
     uri = str(tmp_path / "published")
     expected, other = run_ranks(2, publish_in_layouts, uri, {}, timeout_seconds=200)
