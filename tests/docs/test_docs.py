@@ -150,6 +150,7 @@ def test_every_environment_variable_exists(page: Path) -> None:
     }  # of the callback that Lightning finds by itself
     known |= {f"CKPTSTORE_FOLLOW_{name.upper()}" for name in follow.FIELDS}
     known |= {"CKPTSTORE_BENCH", "CKPTSTORE_BENCH_ROUNDS"}  # of the benchmarks, see benchmarks/sizes.py
+    known |= {"CKPTSTORE_DIRECTORY", "CKPTSTORE_VERSION"}  # of the program that `pull --exec` runs
     assert set(re.findall(r"CKPTSTORE_[A-Z_]+", page.read_text())) <= known
 
 
