@@ -187,7 +187,7 @@ def test_the_table_has_a_row_for_each_contender_and_reasons_in_one_line() -> Non
         ["raw disk", "1.0000"],
         ["<b>broken</b>", "failed: rank 1: no <luck>"],
     ]
-    assert rows[0][4:8] == ["1.0000 - 3.0000", "0.54", "1.00", "0.50"]
-    assert rows[1][6:8] == ["2.00", "0.25"]
+    assert rows[0][4:9] == ["1.0000 - 3.0000", "0.54", "4.00", "1.00", "0.50"]
+    assert rows[1][7:9] == ["2.00", "0.25"]
     assert "- `ckptstore bench save`, 2027-01-15" in text
     assert "- versions: torch 2.13.0" in text

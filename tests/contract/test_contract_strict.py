@@ -26,7 +26,7 @@ def test_every_broken_storage_fails(tmp_path: Path) -> None:
         name = case.attrib["classname"].rpartition(".")[2]
         outcomes[name, case.attrib["name"].partition("[")[0]] |= {mark.tag for mark in case} or {"passed"}
         if name == "TestHasHalfOfAPower" and (failure := case.find("failure")) is not None:
-            assert "has local_path of Disk, and lacks link, read_steps, remove_" in failure.attrib["message"]
+            assert "has local_path of Disk, and lacks link, overwrite, read_steps, remov" in failure.attrib["message"]
     assert outcomes.keys() == expected
     for (name, test), seen in outcomes.items():
         assert seen <= {"passed"} if name == "TestSound" else "failure" in seen <= {"passed", "failure"}, (name, test)

@@ -35,7 +35,7 @@ NOT_INSTALLED = {"torchtitan"}
 NEED_TORCH = {
     "names": {
         *(f"ckptstore.dcp.{name}" for name in ("StoreReader", "StoreWriter", "translated")),
-        *(f"ckptstore.interchange.{name}" for name in ("export", "import_state")),
+        *(f"ckptstore.interchange.{name}" for name in ("export", "import_state", "merge")),
         *(
             f"{room}.{name}"
             for room in ("ckptstore.ray", "ckptstore.integrations.ray")
@@ -47,7 +47,7 @@ NEED_TORCH = {
     },
     "store": {"save", "save_async", "load", "resume", "warm_up", "dcp_target"},
     "checkpoint": {"keys", "load", "per_rank", "tensors", "to_dict"},
-    "commands": {"show --tensors", "export", "export --json", "import"},
+    "commands": {"show --tensors", "export", "export --json", "import", "merge", "check-load"},
 }
 """Everything else works without torch: stores, directories, all the care of a store."""
 NEED_MORE = {
@@ -71,6 +71,8 @@ NEED_MORE = {
         "demo --fast-tier": word("demo,s3"),
         "cp --engine ray": word("ray"),
         "serve": word("serve"),
+        "publish": word("publish"),
+        "pull": word("pull"),
         "s3": word("s3"),
         "gs": word("gcs"),
         "az": word("azure"),

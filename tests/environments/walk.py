@@ -31,6 +31,13 @@ MODULES = [
     "ckptstore.testing.simulation",
 ]
 STATE: dict[str, Any] = {"step": 1}
+
+
+def built() -> dict[str, Any]:
+    """What a load would fill."""
+    return dict(STATE)
+
+
 """With a tensor where there is torch."""
 
 
@@ -80,6 +87,8 @@ def of_store(store: Any) -> dict[str, Callable[[], Any]]:
         "restore": lambda: (store.save_directory(9, "files"), store.roll_back(4), store.restore(9)),
         "remove": lambda: (store.save_directory(10, "files"), store.remove(10, force=True)),
         "history": store.history,
+        "annotate": lambda: store.annotate(4, {"judged": 1.0}),
+        "follow": lambda: list(store.follow(timeout_seconds=0)),
         "retain": lambda: store.retain(store.retention),
         "retention": lambda: store.retention,
         "exists": store.exists,
@@ -138,6 +147,12 @@ COMMANDS = {
     "export": ["export", "commands@latest", "exported"],
     "export --json": ["export", "commands@latest", "exported-too", "--json"],
     "import": ["import", "state.pt", "imported", "--from", "torch", "--step", "1"],
+    "merge": ["merge", "commands@5", "commands@5", "merged"],
+    "check-load": ["check-load", "__main__:built", "commands@5"],
+    "publish": ["publish", "commands@5", "published"],
+    "pull": ["pull", "published", "pulled"],
+    "annotate": ["annotate", "commands@4", "judged=1"],
+    "follow": ["follow", "commands", "--timeout", "0"],
     "pin": ["pin", "commands@4"],
     "unpin": ["unpin", "commands@4"],
     "rollback": ["rollback", "commands@3"],

@@ -89,9 +89,9 @@ def test_a_loss_when_all_bytes_are_stored(tmp_path: Path, loss: str, monkeypatch
 
     write = commit.write_manifest
 
-    def written(*given: Any) -> None:
+    def written(*given: Any, **options: Any) -> None:
         LOSSES[loss][0](tmp_path / "store")
-        write(*given)
+        write(*given, **options)
 
     with begun(tmp_path / "store") as store:
         monkeypatch.setattr(commit, "write_manifest", written)

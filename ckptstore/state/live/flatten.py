@@ -122,7 +122,7 @@ class FlatState:
         key = self._take(path)
         if live is None and (dense := dense_of(entry.tensor)) is not None:
             tensor = entry.tensor
-            first = self._keys_by_identity.setdefault((dense.address, tensor.dtype, dense.form.shape), key)
+            first = self._keys_by_identity.setdefault(_identity_of_dense(tensor, dense), key)
             if first != key:
                 self.aliases[key] = first
             else:
@@ -140,7 +140,8 @@ class FlatState:
             self._keys_by_identity[id(kept)] = self._keys_by_identity[id(entry.tensor)] = key
             self._kept += [kept, entry.tensor]
             return
-        identity = identity_of(kept)
+        dense = dense_of(kept)
+        identity = identity_of(kept) if dense is None else _identity_of_dense(kept, dense)
         first = self._keys_by_identity.setdefault(identity, key)
         if first != key:
             self.aliases[key] = first
@@ -181,6 +182,11 @@ class FlatState:
         is_text = len(path) == 1 and type(path[0]) is str
         self.paths[key] = path if is_text else tuple([part if isinstance(part, int) else str(part) for part in path])
         return key
+
+
+def _identity_of_dense(tensor: torch.Tensor, dense: Dense) -> Hashable:
+    """Return what `identity_of` stands for, from less: all else is the same for dense tensors."""
+    return dense.address, tensor.dtype, dense.form.shape
 
 
 def join_path(path: Path) -> str:

@@ -55,7 +55,7 @@ class RankPlan:
     spans: tuple[tuple[int, int], ...] = ()
     """The first and last item of each stretch of items in which it writes something that has no rule, or that other
     ranks have too. There may be others in a stretch."""
-    derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    derived: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Results of `derive`."""
 
     def derive(self, name: str, made_for: object, make: Callable[[], Made]) -> Made:

@@ -57,6 +57,21 @@ def _comes_from(package: str, family: type) -> bool:
 class CloudStorage(GenericStorage):
     """Files below a prefix of a bucket or container."""
 
+    def __init__(self, uri: str, options: Mapping[str, Any], fs: Any = None) -> None:
+        """See `GenericStorage`. s3fs makes one try of each request, unless `fs` is somebody else's."""
+        super().__init__(uri, options, fs)
+        self._leave_retries()
+
+    def reopen(self) -> None:
+        super().reopen()
+        self._leave_retries()
+
+    def _leave_retries(self) -> None:
+        """Leave retries to the layer above, which has deadlines. s3fs tries 5 times, and botocore in each 5 times."""
+        if self._opened_as[2] is None and _comes_from("s3fs", type(self.system)):
+            self.system.retries = 1
+            self.system.config_kwargs = {"retries": {"total_max_attempts": 1}, **self.system.config_kwargs}
+
     def write(self, key: str, views: Sequence[memoryview]) -> None:
         path, size_bytes = self.path(key), total_bytes(views)
         with self.seam("write", key):

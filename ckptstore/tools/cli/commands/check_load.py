@@ -13,6 +13,7 @@ import click
 
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.loading.load_report import LoadCheck
+from ckptstore.runtime.extras import needs
 from ckptstore.runtime.near import meant, nearest
 from ckptstore.runtime.shown import printable
 from ckptstore.tools.cli.kinds import TARGET
@@ -61,6 +62,7 @@ def command(
 
     Exit codes: 0 if a load would succeed, 1 if not.
     """
+    needs("torch")
     build = _function(function)
     with opened_checkpoint(target, storage_options) as checkpoint:
         from ckptstore.state.live.module_load import on_meta

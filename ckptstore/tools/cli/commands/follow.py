@@ -55,9 +55,9 @@ def command(
     as_json: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Run COMMAND for each checkpoint of STORE, in the order of the commits.
+    """Run COMMAND for each checkpoint of STORE, in their order.
 
-    Each checkpoint has its turn once, first those that are live, and none is deleted while
+    Each checkpoint has its turn once, in the order of the commits, first those that are live, and none is deleted while
     COMMAND works on it. In its words {uri}, {step}, {number} and {store} are replaced; it finds the same in
     CKPTSTORE_FOLLOW_URI, ..._STEP, ..._NUMBER and ..._STORE. No shell reads them. Without COMMAND the URI of each
     checkpoint is printed.
