@@ -8,7 +8,7 @@ from typing import Any
 import forked_ranks
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/transformers.md"
 HEADERS = (
