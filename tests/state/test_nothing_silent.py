@@ -111,3 +111,20 @@ def test_what_belongs_to_a_name_is_its_own_key_and_all_below_it(
         for name, keys in held.items()
         if not keys and any(key == name or key.startswith(f"{name}.") for key in lacking)
     }
+
+
+@pytest.mark.parametrize("left_bytes", [0, 400])
+@pytest.mark.parametrize("kind", ["dense", "strided", "parameter"])
+def test_a_tensor_whose_memory_was_taken_away_in_part_is_refused(tmp_path: Path, kind: str, left_bytes: int) -> None:
+    """`resize_` of a storage leaves the sizes of its tensors: what lies behind its end belongs to somebody else."""
+    tensor = torch.zeros(400, 2)[:, 0] if kind == "strided" else torch.zeros(400)
+    state: dict[str, Any] = {"small": tensor, "other": torch.ones(3)}
+    if kind == "parameter":
+        state = {"model": nn.ParameterDict({"small": nn.Parameter(tensor)})}
+    tensor.untyped_storage().resize_(left_bytes)
+    with open_store(tmp_path / "store", durable=False) as store:
+        with pytest.raises(ckptstore.InvalidState, match=r"small is a .* no memory of its own"):
+            store.save(1, state)
+        with pytest.raises(ckptstore.InvalidState, match=r"small is a .* no memory of its own"):
+            store.save_async(2, state).result()
+        assert not list(store)

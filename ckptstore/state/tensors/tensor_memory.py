@@ -57,12 +57,9 @@ def check_memory(tensor: torch.Tensor, key: str) -> None:
     if not tensor.numel():
         return
     try:
-        if type(tensor) in PLAIN_TYPES:
-            has_memory = bool(tensor.data_ptr())
-        else:
-            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            end_bytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
-            has_memory = bool(tensor.data_ptr()) and tensor.untyped_storage().nbytes() >= end_bytes
+        last = sum([(size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)])
+        end_bytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        has_memory = bool(tensor.data_ptr()) and tensor.untyped_storage().nbytes() >= end_bytes
     except (RuntimeError, NotImplementedError):  # torch says of some that they have no storage
         has_memory = False
     if not has_memory:

@@ -124,7 +124,7 @@ def _unlike_any() -> bytes:
 
 def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: bool, is_own: bool) -> None:
     tensor, dense = entry.tensor, found.dense.get(key)
-    if dense is not None and dense.form.dtype in DTYPES:
+    if dense is not None and dense.form.dtype in DTYPES and dense.is_held_by(tensor):
         dtype, shape, boxes = dense.form.dtype, dense.form.shape, dense.form.boxes
         memory: tuple[torch.Tensor, ...] = (tensor.detach() if tensor.requires_grad else tensor,)
     else:
