@@ -21,8 +21,9 @@ from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.dcp.stock.stock_read import StockState
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidSource
 from ckptstore.format.layout import check_name
+from ckptstore.format.safetensors import INDEX_NAME
 from ckptstore.interchange.intake import Intake, is_optimizer
-from ckptstore.interchange.safetensors_file import INDEX_NAME, SafetensorsEntry, read_header
+from ckptstore.interchange.safetensors_file import SafetensorsEntry, read_header
 from ckptstore.state.live.flatten import FlatState, join_path
 from ckptstore.state.live.optimizers import GROUPS, STATE
 from ckptstore.state.read.stored import read_whole

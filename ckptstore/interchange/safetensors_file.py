@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, InvalidState
+from ckptstore.format.safetensors import METADATA, SINGLE_NAME, Located, headed, header_bytes, parse_header
 from ckptstore.interchange.selection import Selection
 from ckptstore.interchange.streaming import ReadableState
 from ckptstore.state.index.part import DTYPES, total_bytes
@@ -25,13 +24,6 @@ NAMES: Mapping[str, str] = {
 }  # fmt: skip
 """Maps torch's names of dtypes to those of the format."""
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
-
-METADATA = "__metadata__"
-INDEX_NAME = "model.safetensors.index.json"
-_LENGTH = struct.Struct("<Q")
-_ALIGN_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
-"""Readers of the format refuse longer headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +55,8 @@ def check_storable(entries: Sequence[SafetensorsEntry]) -> None:
 
 def header(entries: Sequence[SafetensorsEntry], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes before the tensors, which follow in this order."""
-    fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    at = 0
-    for entry in entries:
-        end = at + entry.size_bytes
-        fields[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGN_BYTES)
-    if len(text) > _MAX_HEADER_BYTES:
-        raise InvalidState(f"the header has {len(text)} bytes, safetensors allows {_MAX_HEADER_BYTES}")
-    return _LENGTH.pack(len(text)) + text
+    located = {entry.name: Located(NAMES[entry.dtype], entry.shape, 0, entry.size_bytes) for entry in entries}
+    return headed(located, metadata)[0]
 
 
 def read_header(path: Path) -> tuple[list[SafetensorsEntry], dict[str, str]]:
@@ -81,42 +64,37 @@ def read_header(path: Path) -> tuple[list[SafetensorsEntry], dict[str, str]]:
 
     Raises CheckpointDamaged when it is torn or not in the format, InvalidInput for a dtype that torch lacks.
     """
-    try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            if length > min(_MAX_HEADER_BYTES, size_bytes - _LENGTH.size):
-                raise ValueError(f"a header of {length} bytes")
-            fields = json.loads(file.read(length))
-        metadata = {str(key): str(value) for key, value in fields.pop(METADATA, {}).items()}
-        start = _LENGTH.size + length
-        entries = [_entry(name, field, start, path) for name, field in fields.items()]
-        entries.sort(key=lambda entry: (entry.offset, entry.size_bytes))
-        at = start
-        for entry in entries:
-            if entry.offset != at:
-                raise ValueError(f"{entry.name} begins at byte {entry.offset}, not {at}")
-            at += entry.size_bytes
-        if at != size_bytes:
-            raise ValueError(f"{size_bytes} bytes, the header says {at}")
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise CheckpointDamaged(f"{path} is not a whole safetensors file: {error}", file=path.name) from None
-    return entries, metadata
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        data = start + file.read(header_bytes(start, str(path)) - len(start))
+    found = parse_header(data, str(path), size_bytes=size_bytes)
+    entries = [_entry(name, tensor, path) for name, tensor in found.tensors.items()]
+    entries.sort(key=lambda entry: (entry.offset, entry.size_bytes))
+    at = found.size_bytes
+    for entry in entries:
+        if entry.offset != at:
+            raise _not_whole(path, f"{entry.name} begins at byte {entry.offset}, not {at}")
+        at += entry.size_bytes
+    if at != size_bytes:
+        raise _not_whole(path, f"{size_bytes} bytes, the header says {at}")
+    return entries, dict(found.metadata)
 
 
-def _entry(name: str, field: Mapping[str, Any], start: int, path: Path) -> SafetensorsEntry:
-    dtype = _DTYPES.get(field["dtype"])
+def _entry(name: str, tensor: Located, path: Path) -> SafetensorsEntry:
+    dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise InvalidInput(f"{name} in {path} has the dtype {field['dtype']}, which torch has no name for")
-    first, last = field["data_offsets"]
-    shape = tuple(field["shape"])
-    if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
-        raise ValueError(f"{name} has numbers that are none")
-    if last - first != total_bytes(dtype, shape):
-        raise ValueError(f"{name} has {last - first} bytes for {dtype} {list(shape)}, {prod(shape)} elements")
-    return SafetensorsEntry(name, dtype, shape, start + first)
+        raise InvalidInput(f"{name} in {path} has the dtype {tensor.dtype}, which torch has no name for")
+    if tensor.size_bytes != total_bytes(dtype, tensor.shape):
+        elements = prod(tensor.shape)
+        raise _not_whole(
+            path, f"{name} has {tensor.size_bytes} bytes for {dtype} {list(tensor.shape)}, {elements} elements"
+        )
+    return SafetensorsEntry(name, dtype, tensor.shape, tensor.offset)
+
+
+def _not_whole(path: Path, why: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{path} is not a whole safetensors file: {why}", file=str(path))
 
 
 LaidOut = tuple[str, tuple[SafetensorsEntry, ...]]
@@ -191,7 +169,7 @@ def lay_out(stored: ReadableState, selection: Selection, *, shard_size_bytes: in
     dealt = list(_dealt(entries, shard_size_bytes))
     count = len(dealt)
     names_of_files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return Layout(tuple(zip(["model.safetensors"] if count == 1 else names_of_files, dealt, strict=True)), keys, tied)
+    return Layout(tuple(zip([SINGLE_NAME] if count == 1 else names_of_files, dealt, strict=True)), keys, tied)
 
 
 def _dealt(entries: Sequence[SafetensorsEntry], shard_size_bytes: int) -> Iterator[tuple[SafetensorsEntry, ...]]:

@@ -27,9 +27,10 @@ from ckptstore.errors import (
     RankFailed,
     StorageError,
 )
+from ckptstore.format.safetensors import INDEX_NAME
 from ckptstore.group.base import LEADER, Group
 from ckptstore.interchange.places import PART_NAME, PROGRESS_FOLDER, ExportPlace, leads
-from ckptstore.interchange.safetensors_file import INDEX_NAME, LaidOut, Layout, SafetensorsEntry
+from ckptstore.interchange.safetensors_file import LaidOut, Layout, SafetensorsEntry
 from ckptstore.interchange.streaming import ReadableState, boxes_of_stretch
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_alone

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StorageError, StorageFull
+from ckptstore.format.safetensors import INDEX_NAME, Located
 from ckptstore.publication.codec import num_threads
-from ckptstore.publication.wire import INDEX_NAME, Index, Located
+from ckptstore.publication.wire import Index
 from ckptstore.publication.work import (
     STATE_NAME,
     Spooled,

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 from ckptstore.boundary import boundary, bounded
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import InvalidInput, InvalidSource
+from ckptstore.format.safetensors import INDEX_NAME, SUFFIX
 from ckptstore.opening import open_store
-from ckptstore.publication.wire import CHECKSUMS, INDEX_NAME, SUFFIX
+from ckptstore.publication.wire import CHECKSUMS
 from ckptstore.retention import Candidate, Policy
 from ckptstore.runtime.extras import needs
 from ckptstore.saving.transaction import checked

@@ -14,21 +14,10 @@ from typing import Any, Protocol
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
+from ckptstore.format.safetensors import INDEX_NAME, SINGLE_NAME, SUFFIX, Header, Located, header_bytes, parse_header
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
-from ckptstore.publication.wire import (
-    BASE_ATTEMPT,
-    INDEX_NAME,
-    SINGLE_NAME,
-    SUFFIX,
-    Header,
-    Index,
-    Located,
-    directory_of,
-    header_bytes,
-    parse_header,
-    version_of,
-)
+from ckptstore.publication.wire import BASE_ATTEMPT, Index, directory_of, version_of
 from ckptstore.storage.base import Storage
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer import Wanted

@@ -1,4 +1,4 @@
-"""The format of published versions: names, indexes and headers, and which versions lead to another. Pure.
+"""The format of published versions: names and indexes, and which versions lead to another. Pure.
 
 A version is a directory of safetensors with an index, as Hugging Face libraries read it. The index of a delta says on
 which version it builds, and in the files of a delta a vector of bytes stands for each tensor that changed.
@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidName, UnsupportedVersion
 from ckptstore.format.layout import check_name
+from ckptstore.format.safetensors import METADATA, SUFFIX
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-SUFFIX = ".safetensors"
-METADATA = "__metadata__"
 STRONG = "xxh3-128"
 """The digest of tensors by which two contents count as equal."""
 WEAK = "adler32"
@@ -33,8 +29,6 @@ ATTEMPT, BASE_ATTEMPT = "attempt", "base_attempt"
 """Fields of our own in the metadata of an index: its own attempt, and the one on which a delta builds."""
 
 _DIRECTORY = re.compile(r"weight_v(\d{6,10})")
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000
 
 
 def directory_of(version: int) -> str:
@@ -46,70 +40,6 @@ def version_of(directory: str) -> int | None:
     """Return the version of a directory, None if it is not one of a version."""
     match = _DIRECTORY.fullmatch(directory)
     return int(match[1]) if match else None
-
-
-class Located(NamedTuple):
-    """A tensor in a file, or the bytes that stand for it in a delta."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    """From the start of the file."""
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of a safetensors file."""
-
-    tensors: Mapping[str, Located]
-    metadata: Mapping[str, str]
-    size_bytes: int
-    """The bytes of the header with its length; the tensors follow."""
-
-
-def header_bytes(start: bytes, file: str) -> int:
-    """Return how many bytes a header has, from the first 8 of a file. Raises CheckpointDamaged."""
-    length = int.from_bytes(start[: _LENGTH.size], "little")
-    if len(start) < _LENGTH.size or length > _MAX_HEADER_BYTES:
-        raise CheckpointDamaged(f"{file} is not a safetensors file", file=file)
-    return _LENGTH.size + length
-
-
-def parse_header(data: bytes, file: str, *, size_bytes: int) -> Header:
-    """Parse the header of a file of that size. Raises CheckpointDamaged."""
-    try:
-        fields = json.loads(data[_LENGTH.size :])
-        metadata = {str(key): str(value) for key, value in fields.pop(METADATA, {}).items()}
-        tensors = {}
-        for name, field in fields.items():
-            first, last = field["data_offsets"]
-            shape = tuple(field["shape"])
-            if not all(type(number) is int and number >= 0 for number in (first, last, *shape)) or last < first:
-                raise ValueError(f"{name} has numbers that are none")
-            if len(data) + last > size_bytes:
-                raise ValueError(f"{name} ends at byte {len(data) + last}, the file at {size_bytes}")
-            tensors[name] = Located(str(field["dtype"]), shape, len(data) + first, last - first)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointDamaged(f"{file} is not a whole safetensors file: {error}", file=file) from None
-    return Header(tensors, metadata, len(data))
-
-
-def headed(tensors: Mapping[str, Located], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Located]]:
-    """Return the header of a file with these tensors in this order, and where each then lies."""
-    fields: dict[str, Any] = {METADATA: dict(metadata)}
-    at = 0
-    for name, tensor in tensors.items():
-        end = at + tensor.size_bytes
-        fields[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _LENGTH.size)
-    places, at = {}, _LENGTH.size + len(text)
-    for name, tensor in tensors.items():
-        places[name] = tensor._replace(offset=at)
-        at += tensor.size_bytes
-    return _LENGTH.pack(len(text)) + text, places
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.safetensors import INDEX_NAME, Header, Located, headed, header_bytes, parse_header
 from ckptstore.publication.codec import Change, Memory, OverwriteChange, XorChange, num_threads, replay
-from ckptstore.publication.wire import (
-    INDEX_NAME,
-    OVERWRITE,
-    STRONG,
-    Header,
-    Index,
-    Located,
-    headed,
-    header_bytes,
-    parse_header,
-)
+from ckptstore.publication.wire import OVERWRITE, STRONG, Index
 from ckptstore.runtime.parallel import mapped
 
 STATE_NAME = ".ckptstore-pull.json"

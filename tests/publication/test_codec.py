@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
+from ckptstore.format.safetensors import Located, headed, parse_header
 from ckptstore.publication import codec
 from ckptstore.publication.codec import Change, Memory, OverwriteChange, XorChange, digest_of, encode, replay
 from ckptstore.publication.publishing import KeepChains
-from ckptstore.publication.wire import Index, Located, headed, parse_header, version_of
+from ckptstore.publication.wire import Index, version_of
 from ckptstore.retention import Candidate
 
 

@@ -1,0 +1,92 @@
+"""The header of a file of safetensors: its length, JSON, and behind it the bytes of the tensors. Pure, without torch.
+
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckptstore.errors import CheckpointDamaged, InvalidState
+
+SUFFIX = ".safetensors"
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+"""The names that Hugging Face libraries look for."""
+METADATA = "__metadata__"
+_LENGTH = struct.Struct("<Q")
+_ALIGN_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+"""Readers of the format refuse longer headers."""
+
+
+class Located(NamedTuple):
+    """A tensor in a file, or the bytes that stand for it in a delta."""
+
+    dtype: str
+    """The format's name."""
+    shape: tuple[int, ...]
+    offset: int
+    """From the start of the file."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a file."""
+
+    tensors: Mapping[str, Located]
+    metadata: Mapping[str, str]
+    size_bytes: int
+    """The bytes of the header with its length; the tensors follow."""
+
+
+def header_bytes(start: bytes, file: str) -> int:
+    """Return how many bytes a header has with its length, from the first 8 of a file. Raises CheckpointDamaged."""
+    length = int.from_bytes(start[: _LENGTH.size], "little")
+    if len(start) < _LENGTH.size or length > _MAX_HEADER_BYTES:
+        raise CheckpointDamaged(f"{file} is not a whole safetensors file: a header of {length} bytes", file=file)
+    return _LENGTH.size + length
+
+
+def parse_header(data: bytes, file: str, *, size_bytes: int) -> Header:
+    """Parse the header of a file of that size, whose tensors have to lie in it. Raises CheckpointDamaged."""
+    try:
+        fields = json.loads(data[_LENGTH.size :])
+        metadata = {str(key): str(value) for key, value in fields.pop(METADATA, {}).items()}
+        tensors = {}
+        for name, field in fields.items():
+            first, last = field["data_offsets"]
+            shape = tuple(field["shape"])
+            if not all(type(number) is int and number >= 0 for number in (first, last, *shape)) or last < first:
+                raise ValueError(f"{name} has numbers that are none")
+            if len(data) + last > size_bytes:
+                raise ValueError(f"{name} ends at byte {len(data) + last}, the file at {size_bytes}")
+            tensors[name] = Located(str(field["dtype"]), shape, len(data) + first, last - first)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointDamaged(f"{file} is not a whole safetensors file: {error}", file=file) from None
+    return Header(tensors, metadata, len(data))
+
+
+def headed(tensors: Mapping[str, Located], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Located]]:
+    """Return the header of a file with these tensors in this order, and where each then lies. Raises InvalidState for
+    a header that readers refuse."""
+    fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.size_bytes
+        fields[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGN_BYTES)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise InvalidState(f"the header has {len(text)} bytes, safetensors allows {_MAX_HEADER_BYTES}")
+    places, at = {}, _LENGTH.size + len(text)
+    for name, tensor in tensors.items():
+        places[name] = tensor._replace(offset=at)
+        at += tensor.size_bytes
+    return _LENGTH.pack(len(text)) + text, places
