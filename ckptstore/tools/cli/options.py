@@ -69,6 +69,41 @@ def tier_at(path: str | None) -> FastTier | None:
     return FastTier(path)
 
 
+def names_options(function: F) -> F:
+    """Add `--include PATTERN`, repeatable, and `--strip-prefix PREFIX`: which keys of a checkpoint go out, and how they
+    are called."""
+    for option in (
+        click.option("--strip-prefix", default="", metavar="PREFIX", help='Remove this from keys, such as "model.".'),
+        click.option(
+            "--include",
+            multiple=True,
+            metavar="PATTERN",
+            help='Take only keys that match, such as "model.*"; repeatable.',
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def files_options(function: F) -> F:
+    """Add the options on files of safetensors: `--shard-size`, `--with DIR` as `beside`, and `--overwrite`."""
+    for option in (
+        click.option("--overwrite", is_flag=True, help="Replace an earlier export there."),
+        click.option(
+            "--with", "beside", metavar="DIR", help="Copy the other files in DIR too: a model's config and tokenizer."
+        ),
+        click.option(
+            "--shard-size",
+            default="5GB",
+            show_default=True,
+            metavar="SIZE",
+            help="Largest size of one safetensors file.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
 def engine_option(function: F) -> F:
     """Add `--engine local|ray`, where the files are worked on."""
     return click.option(

@@ -11,7 +11,15 @@ from ckptstore.errors import InvalidInput
 from ckptstore.runtime.extras import needs
 from ckptstore.runtime.shown import show_size
 from ckptstore.tools.cli.kinds import TARGET
-from ckptstore.tools.cli.options import as_json, engine_option, opened_executor, options_by_place, storage_option
+from ckptstore.tools.cli.options import (
+    as_json,
+    engine_option,
+    files_options,
+    names_options,
+    opened_executor,
+    options_by_place,
+    storage_option,
+)
 from ckptstore.tools.cli.output import checkpoint_json, print_json
 from ckptstore.tools.cli.targets import opened_checkpoint, parse_target
 from ckptstore.tools.cli.terminal import progress
@@ -30,19 +38,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
     show_default=True,
     help="Format to write.",
 )
-@click.option(
-    "--include", multiple=True, metavar="PATTERN", help='Export only keys that match, such as "model.*"; repeatable.'
-)
-@click.option(
-    "--strip-prefix", default="", metavar="PREFIX", help='Remove this from the start of keys, such as "model.".'
-)
-@click.option(
-    "--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest size of one safetensors file."
-)
-@click.option(
-    "--with", "beside", metavar="DIR", help="Copy the other files in DIR too, such as a model's config and tokenizer."
-)
-@click.option("--overwrite", is_flag=True, help="Replace an earlier export in DIRECTORY.")
+@names_options
+@files_options
 @engine_option
 @storage_option
 @as_json
