@@ -62,6 +62,12 @@ class Policy:
         """Return the numbers to keep, with the reason; `candidates` are in the order of their numbers."""
         raise NotImplementedError
 
+    def split(
+        self, candidates: Sequence[Candidate], protected: Mapping[int, str]
+    ) -> tuple[Mapping[int, str], Mapping[int, str]]:
+        """Return what is kept beside what is `protected`, and what goes only because of a budget, with reasons."""
+        return self.kept(candidates), {}
+
     def required_metrics(self) -> frozenset[str]:
         """Return the metrics that every checkpoint should have."""
         return frozenset()
@@ -239,8 +245,7 @@ class KeepWithin(Policy):
     def split(
         self, candidates: Sequence[Candidate], protected: Mapping[int, str]
     ) -> tuple[Mapping[int, str], Mapping[int, str]]:
-        """Return what is kept beside what is `protected`, and what goes only because of the budget, with reasons."""
-        wanted, over = _split(self.policy, candidates, protected)
+        wanted, over = self.policy.split(candidates, protected)
         counted: dict[int, int] = {}
         for item in candidates:
             if item.number in protected:
@@ -263,12 +268,6 @@ class KeepWithin(Policy):
 
     def compares_times(self) -> bool:
         return self.policy.compares_times()
-
-
-def _split(
-    policy: Policy, candidates: Sequence[Candidate], protected: Mapping[int, str]
-) -> tuple[Mapping[int, str], Mapping[int, str]]:
-    return policy.split(candidates, protected) if isinstance(policy, KeepWithin) else (policy.kept(candidates), {})
 
 
 def parse_policy(rules: str | Sequence[str]) -> Policy | None:
@@ -389,7 +388,7 @@ def decide(policy: Policy, candidates: Sequence[Candidate], *, protected: Mappin
     `protected` gives the numbers that stay whatever the policy says, with the reason.
     """
     ordered = sorted(candidates, key=lambda item: item.number)
-    wanted, over = _split(policy, ordered, protected)
+    wanted, over = policy.split(ordered, protected)
     kept = {**wanted, **{number: reason for number, reason in protected.items() if reason}}
     reasons = {**over, **kept}
     return [

@@ -28,7 +28,7 @@ from ckptstore.state.write.agree import Agreement, is_settled
 from ckptstore.state.write.assignment import RankPlan, SaveMemo
 from ckptstore.state.write.describe import Described, describe
 from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
-from ckptstore.state.write.outlining import Outliner, RankTold
+from ckptstore.state.write.outlining import RankTold
 from ckptstore.state.write.replicas import check_copies, digests_of_copies
 from ckptstore.state.write.shard_files import ShardFiles, Striping
 from ckptstore.storage.base import CopiesInside, Disk, Storage
@@ -322,12 +322,11 @@ class StatePlan:
             decoded = [Part.decode(part, rank=rank, file=INDEX_NAME) for rank, part in enumerate(parts)]
             check_files(decoded, {receipt.name: receipt.size_bytes for receipt in receipts})
             layout = layout_digest(decoded)
-            compared = layout, values_layout(decoded), id(outliner), outline.table, outline.tied, outline.own
+            compared = layout, values_layout(decoded), outliner, outline.table, outline.tied, outline.own
 
-            def compare() -> Outliner:
+            def compare() -> None:
                 self.memo.negotiator.structures.check(TensorIndex(decoded))
                 TensorIndex(decoded, outline)
-                return outliner  # keeps it alive, so that its number is its own
 
             self.memo.cached("compared index", compared, compare)  # once is enough, and an index is large
             if self._stock is not None:
