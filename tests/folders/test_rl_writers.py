@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore import open_store
-from ckptstore.tools.run.folders import Folder, JobSeen, newest_first, restore_folder
+from ckptstore.tools.run.folders import Folder, JobSeen, Rules, newest_first, restore_folder
 from tests.folders.rl_writers import RL_KINDS, SKYRL_TRACKER, VERL_TRACKER
 from tests.folders.test_finished_property import zipped
 from tests.folders.writers import World, play
@@ -98,6 +98,21 @@ def test_sft_on_torchtitan_leaves_its_model_elsewhere_and_is_never_taken_without
     job = JobSeen(frozenset([os.getpid()]), frozenset(), is_alive=False, ended_well=True)
     folder.look(job)
     assert list(folder.look(job).unfinished) == ["global_step_3"]
+
+
+def test_a_prime_rl_step_needs_what_both_programs_write(tmp_path: Path) -> None:
+    """The trainer's `.metadata` is there, and its last file: only the orchestrator's progress is missing."""
+    trainer = {"trainer/__0_0.distcp": b"shard", "trainer/.metadata": b"m"}
+    write_all(tmp_path, {f"step_3/{name}": data for name, data in trainer.items()})
+    write_all(tmp_path, {"step_3/orchestrator/buffer.json": b"{}"})
+    folder = Folder(tmp_path, Rules(quiet_seconds=1e-9))
+    job = JobSeen(frozenset([os.getpid()]), frozenset(), is_alive=False, ended_well=True)
+    folder.look(job)
+    (why,) = folder.look(job).unfinished.values()
+    assert why == "orchestrator/progress.pt is not there yet"
+    write_all(tmp_path, {"step_3/orchestrator/progress.pt": zipped(3, "progress")})
+    folder.look(job)
+    assert [found.name for found in folder.look(job).finished] == ["step_3"]
 
 
 def write_all(folder: Path, *trees: dict[str, bytes]) -> None:
