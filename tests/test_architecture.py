@@ -153,7 +153,7 @@ WIDE_SIGNATURES |= {"import_state", "export", "merge", "report", "integrations.l
 """The public surface, where each keyword has a default and a line in the reference."""
 
 READS_ENVIRONMENT = {"config", "group.find", "tools.run.nodes", "storage", "testing", "tools.demo"}
-READS_ENVIRONMENT |= {"integrations", "tools.run.folders.own_directory", "tools.run.trainer"}
+READS_ENVIRONMENT |= {"integrations", "tools.run.folders.own_directory", "tools.run.trainer", "tools.cli.commands.pull"}
 
 DIGESTS = re.compile("crc32c|xxh3", re.IGNORECASE)
 NAMES_OF_DIGESTS = {"format.digest", "publication.wire", "storage.cloud.bodies", "testing.s3.checksums"}

@@ -9,7 +9,7 @@ import torch
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.interchange.selection import fitting, select
 from ckptstore.loading.load_state import open_alone
-from ckptstore.state.tensors.boxes import whole
+from ckptstore.state.read.stored import read_whole
 
 
 def weights_of(
@@ -25,14 +25,6 @@ def weights_of(
         stored = open_alone(files)
         saved = stored.saved(lambda key: False)
         selection = select(saved, include=include, strip_prefix=strip_prefix, paths={})
-        fits = fitting(include)
-        found: dict[str, torch.Tensor] = {}
-        named: dict[str, torch.Tensor] = {}
-        for key, source in selection.sources.items():
-            if source not in found:
-                entry = stored.entry(source)
-                found[source] = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
-            if fits(key):
-                named[selection.name_of(key)] = found[source]
-        stored.fill_boxes([(source, whole(tuple(item.shape)), item) for source, item in found.items() if item.numel()])
-        return named
+        found = read_whole(stored, {source: stored.entry(source) for source in selection.sources.values()})
+        fits = fitting(include)  # but for tensors inside of values
+        return {selection.name_of(key): found[source] for key, source in selection.sources.items() if fits(key)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -13,21 +14,13 @@ from ckptstore.events import SaveStarted, emit
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.record import Record
+from ckptstore.format.safetensors import INDEX_NAME, Located, headed
 from ckptstore.interchange.safetensors_file import NAMES
 from ckptstore.job import Job
 from ckptstore.publication.codec import encode, num_threads
 from ckptstore.publication.source import PublishedVersions, stored_digests
 from ckptstore.publication.weights import HostCopy, Weights, deal, stage
-from ckptstore.publication.wire import (
-    ATTEMPT,
-    INDEX_NAME,
-    STRONG,
-    Index,
-    Located,
-    delta_metadata,
-    full_metadata,
-    headed,
-)
+from ckptstore.publication.wire import ATTEMPT, STRONG, Index, delta_metadata, full_metadata
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import mapped
 from ckptstore.saving.shard import Contents, Decision
@@ -35,6 +28,8 @@ from ckptstore.state.index.part import DTYPES
 from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.opened import OpenedPlace
 from ckptstore.transfer.sources import FileSource, MemorySource
+
+logger = logging.getLogger("ckptstore")
 
 ITEM_BYTES = {name: DTYPES[dtype][1] for dtype, name in NAMES.items()}
 """The bytes of an element, by the names of dtypes in the format."""
@@ -70,6 +65,8 @@ class Memo:
     described: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """On the leader: all tensors of all ranks."""
     owners: Mapping[str, int] = field(default_factory=dict)
+    has_warned: bool = False
+    """True once somebody was told of plain values that are left out."""
 
 
 class WeightsShard:
@@ -97,6 +94,10 @@ class WeightsShard:
             raise self._error
         if self._weights is None:
             self._weights = self._collected()
+            if self._weights.left_out and self._job.is_leader and not self._memo.has_warned:
+                self._memo.has_warned = True
+                shown = ", ".join(self._weights.left_out[:5]) + (", ..." if self._weights.left_out[5:] else "")
+                logger.warning("plain values are not published, the format holds tensors only: %s", shown)
             base = self._memo.base
             self._answer = {
                 "structure": self._weights.structure(),

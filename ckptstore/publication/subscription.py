@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -42,12 +42,12 @@ class Applied:
     version: int
     identity: str
     """Tells it from any other version, also from one that had its number before a roll-back."""
-    previous: int | None
-    """The version before; None if there was none."""
     metadata: Mapping[str, Any]
     """The metadata of the publisher."""
     path: Path
     """The directory."""
+    previous: int | None = None
+    """The version before; None if there was none."""
     num_deltas: int = 0
     """The number of deltas that were applied."""
     is_full: bool = False
@@ -204,7 +204,7 @@ class Subscription:
                     seconds=time.monotonic() - began,
                 )
             else:
-                applied = self._bring(target, state)(previous, time.monotonic() - began)
+                applied = replace(self._bring(target, state), previous=previous, seconds=time.monotonic() - began)
             shutil.rmtree(self._local.spool, ignore_errors=True)
             self._tell(applied, then)
             return applied
@@ -231,8 +231,8 @@ class Subscription:
                 )
             yield
 
-    def _bring(self, target: Link, state: State | None) -> Callable[[int | None, float], Applied]:
-        """Take the smaller way to a version, and the other one if it fails; return a function that makes the result."""
+    def _bring(self, target: Link, state: State | None) -> Applied:
+        """Take the smaller way to a version, and the other one if it fails."""
         ways, notices = self._ways(target, state)
         for number, (links, local) in enumerate(ways):
             try:
@@ -253,16 +253,14 @@ class Subscription:
                 num_deltas,
                 show_size(fetched_bytes),
             )
-            return lambda previous, seconds: Applied(
+            return Applied(
                 version=new.version,
                 identity=new.identity,
-                previous=previous,
                 metadata=new.metadata,
                 path=self.path,
                 num_deltas=num_deltas,
                 is_full=is_full,
                 fetched_bytes=fetched_bytes,
-                seconds=seconds,
                 notices=tuple(notices),
             )
         raise AssertionError("there is at least one way")

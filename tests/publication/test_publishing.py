@@ -296,3 +296,24 @@ def test_a_store_of_checkpoints_is_no_publication(place: Path, model: Path, tmp_
         store.save(1, {"a": torch.ones(1)})
     with ckptstore.Subscription(place, model) as subscription, pytest.raises(CheckpointDamaged, match="no version"):
         subscription.apply()
+
+
+class WithExtraState(nn.Linear):
+    """A module with a plain value besides its tensors."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to do."""
+
+
+def test_plain_values_are_left_out_and_named_once(place: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ckptstore.open_publication(place) as publication:
+        for version in (1, 2):
+            publication.publish(version, WithExtraState(2, 2))
+    (warning,) = [record.getMessage() for record in caplog.records if "plain values" in record.getMessage()]
+    assert "_extra_state" in warning
+    with ckptstore.Subscription(place, model) as subscription:
+        subscription.apply()
+    assert sorted(read_model(model)) == ["bias", "weight"]

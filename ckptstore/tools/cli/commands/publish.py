@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,8 +9,8 @@ import click
 from ckptstore.errors import InvalidInput
 from ckptstore.runtime.extras import needs
 from ckptstore.runtime.shown import show_size
-from ckptstore.tools.cli.kinds import DURATION, TARGET
-from ckptstore.tools.cli.options import as_json, options_by_place, storage_option
+from ckptstore.tools.cli.kinds import TARGET
+from ckptstore.tools.cli.options import as_json, names_options, options_by_place, storage_option
 from ckptstore.tools.cli.output import checkpoint_json, print_json
 from ckptstore.tools.cli.targets import opened_checkpoint, opened_store, parse_target
 
@@ -23,12 +22,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("target", type=TARGET)
 @click.argument("uri")
-@click.option(
-    "--include", multiple=True, metavar="PATTERN", help='Publish only keys that match, such as "model.*"; repeatable.'
-)
-@click.option(
-    "--strip-prefix", default="", metavar="PREFIX", help='Remove this from the start of keys, such as "model.".'
-)
+@names_options
 @click.option(
     "--with", "config_from", metavar="DIR", help="Add the other files in DIR: a model's config and tokenizer."
 )
@@ -44,7 +38,6 @@ if TYPE_CHECKING:
     help="The digests of tensors; adler32 for CoreWeave's readers.",
 )
 @click.option("--follow", is_flag=True, help="Go on, and publish each new checkpoint of STORE.")
-@click.option("--interval", type=DURATION, default=5.0, show_default="5s", help="Time between two looks with --follow.")
 @storage_option
 @as_json
 def command(
@@ -57,7 +50,6 @@ def command(
     keep: int,
     checksum: str,
     follow: bool,
-    interval: float,
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -89,12 +81,9 @@ def command(
             return
         with opened_store(parse_target(target).uri, of_target) as store:
             published = max((entry.checkpoint.step for entry in publication.store.entries()), default=-1)
-            while True:
-                latest = store.latest()
-                if latest is not None and latest.step > published:
-                    _publish(publication, latest, include or None, strip_prefix, as_json=as_json)
-                    published = latest.step
-                time.sleep(interval)
+            for checkpoint in store.follow(latest_only=True):
+                if checkpoint.step > published:  # what this command has published before it was started again
+                    _publish(publication, checkpoint, include or None, strip_prefix, as_json=as_json)
 
 
 def _publish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +77,8 @@ def command(
 
 def _run(program: str, applied: Applied) -> None:
     """Run the program in a shell. Raises InvalidInput if it fails."""
-    environment = {"CKPTSTORE_VERSION": str(applied.version), "CKPTSTORE_DIRECTORY": str(applied.path)}
-    done = subprocess.run(["env", *(f"{name}={value}" for name, value in environment.items()), "sh", "-c", program])
+    variables = {"CKPTSTORE_VERSION": str(applied.version), "CKPTSTORE_DIRECTORY": str(applied.path)}
+    done = subprocess.run(["sh", "-c", program], env={**os.environ, **variables})
     if done.returncode:
         raise InvalidInput(
             f"{program} ended with {done.returncode} for version {applied.version}, which is in {applied.path}",
