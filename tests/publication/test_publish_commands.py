@@ -1,8 +1,12 @@
-"""`ckptstore publish` and `ckptstore pull`, inside this process."""
+"""`ckptstore publish` and `ckptstore pull`."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import jsonschema
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from weights_made import bytes_of, read_model
 
 import ckptstore
@@ -74,3 +79,44 @@ def test_bad_words_are_refused(store: Path, tmp_path: Path) -> None:
     run("publish", f"{store}@10", tmp_path / "published", "--follow", code=2)
     run("publish", f"{store}@10", tmp_path / "published", "--include", "nothing*", code=2)
     run("publish", f"{store}@11", tmp_path / "published", code=4)
+
+
+@pytest.mark.slow
+def test_a_serving_node_follows_a_training_through_two_commands(tmp_path: Path) -> None:
+    """Each checkpoint becomes a version, the later ones as deltas, and each version is announced once."""
+    store, published, model, log = (tmp_path / name for name in ("store", "published", "model", "log"))
+    torch.manual_seed(0)
+    weights = {"model": torch.nn.Linear(300, 300)}
+    with ckptstore.open_store(store) as opened:
+        opened.save(1, weights)
+        program = [sys.executable, "-m", "ckptstore"]
+        announce = f'echo "$CKPTSTORE_VERSION $CKPTSTORE_DIRECTORY" >> {log}'
+        commands = [
+            [*program, "publish", str(store), str(published), "--follow", "--strip-prefix", "model.", "--json"],
+            [*program, "pull", str(published), str(model), "--follow", "--timeout", "100s", "--exec", announce],
+        ]
+        processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+        try:
+            for step in (2, 3, None):
+                wanted = 3 if step is None else step - 1
+                await_line(log, f"{wanted} {model}")
+                loaded = load_file(next(model.glob("*.safetensors")))
+                assert torch.equal(loaded["weight"], weights["model"].weight)
+                if step is not None:
+                    with torch.no_grad():
+                        weights["model"].weight[0] += 1
+                    opened.save(step, weights)
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGINT)
+            shown = [process.communicate(timeout=60)[0] for process in processes]
+    assert log.read_text().splitlines() == [f"{version} {model}" for version in (1, 2, 3)]
+    assert [line for line in shown[1].splitlines() if "1 deltas" in line] == shown[1].splitlines()[1:]
+
+
+def await_line(path: Path, line: str) -> None:
+    """Wait until a file has a line."""
+    deadline = time.monotonic() + 100
+    while not (path.exists() and line in path.read_text().splitlines()):
+        assert time.monotonic() < deadline, f"{line} did not come"
+        time.sleep(0.05)
