@@ -54,7 +54,7 @@ def test_a_reader_that_is_killed_anywhere_holds_a_version_or_none(
     place, model, weights, other = published
     free_bytes = 0 if has_room else MARGIN_BYTES + 12000
     num_changes: int | None = None
-    at, seen = 0, set()
+    at, seen, num_begun = 0, set(), 0
     while num_changes is None:
         at += stride
         kept = tmp_path / f"at-{at}"
@@ -70,13 +70,16 @@ def test_a_reader_that_is_killed_anywhere_holds_a_version_or_none(
         seen.add(found)
         with ckptstore.Subscription(place, kept / "model") as subscription:
             assert subscription.version == {"old": 1, "new": 2, "none": None}[found]
-            subscription.apply()
+            has_begun = (kept / ".model.ckptstore" / "journal.json").exists()
+            num_begun += has_begun
+            assert not (subscription.apply().is_full and has_begun), "it goes on, where a full version has no room"
         assert read_model(kept / "model") == bytes_of(other)
         assert {path.name for path in kept.iterdir()} == {"model", ".model.ckptstore"}
         assert {path.name for path in (kept / ".model.ckptstore").iterdir()} <= {"lock", "file.new"}
         shutil.rmtree(kept)
     assert stride > 1 or seen >= ({"old", "new"} if has_room else {"old", "new", "none"})
     assert at > 10
+    assert has_room or num_begun
 
 
 def test_without_room_for_two_files_are_replaced_one_by_one(
