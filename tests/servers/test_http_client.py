@@ -198,7 +198,8 @@ def test_an_ok_before_the_body_was_read_is_no_ok(http: HttpClient, tls: ssl.SSLC
         connection.shutdown(socket.SHUT_RD)
         connection.recv(1)
 
-    with scripted(tls, agree) as url, pytest.raises(HTTPException, match="before the body"):
+    # The end of the connection may overtake the answer, which is then not heard.
+    with scripted(tls, agree) as url, pytest.raises((HTTPException, ConnectionError), match=r"before the body|reset"):
         http.send("PUT", f"{url}/x", {"Content-Length": str(len(DATA))}, [DATA])
 
 

@@ -62,11 +62,15 @@ def check_memory(tensor: torch.Tensor, key: str) -> None:
         has_memory = bool(tensor.data_ptr()) and tensor.untyped_storage().nbytes() >= end_bytes
     except (RuntimeError, NotImplementedError):  # torch says of some that they have no storage
         has_memory = False
-    if not has_memory:
-        raise InvalidState(
-            f"{key} is a {type(tensor).__name__} that has no memory of its own for its numbers",
-            hint="Store the tensors that have them, or give the class __tensor_flatten__",
-        )
+    if has_memory:
+        return
+    if type(tensor) in PLAIN_TYPES:
+        what = f"The memory of {key} has been given back, or is smaller than the tensor"
+        raise InvalidState(what, hint="Do this while the whole tensor is there, for instance before it is offloaded")
+    raise InvalidState(
+        f"{key} is a {type(tensor).__name__} that has no memory of its own for its numbers",
+        hint="Store the tensors that have them, or give the class __tensor_flatten__",
+    )
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
