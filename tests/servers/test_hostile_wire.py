@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ MANNERS: list[OnWire] = [
 ]
 pytestmark = pytest.mark.usefixtures("two_tries")
 ENGINES = ("obstore", "sdk")
+ALL_ENGINES = [*ENGINES, pytest.param("fsspec", marks=pytest.mark.slow)]
 
 
 CLOUDS = {"gs": "fake_gcs", "az": "azurite"}
@@ -120,9 +121,16 @@ def twice(call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("engine", ["sdk", pytest.param("obstore", marks=pytest.mark.slow)])  # on sockets of our own
-@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize(
+    ("engine", "manner"),
+    [
+        *(("sdk", manner) for manner in MANNERS),  # on sockets of our own
+        *(pytest.param("obstore", manner, marks=pytest.mark.slow) for manner in MANNERS),
+        *(pytest.param("fsspec", manner, marks=pytest.mark.slow) for manner in MANNERS[1:]),
+    ],
+)
 def test_a_call_is_right_or_fails_in_time(front: tuple[dict[str, Any], Front], engine: str, manner: OnWire) -> None:
+    """aiohttp, below s3fs, waits as long as a server says 100, so it does not meet the first manner."""
     options, place = front
     check_calls(f"s3://test/{os.urandom(4).hex()}", options, place, engine, manner)
 
@@ -181,7 +189,7 @@ def check_calls(uri: str, options: dict[str, Any], place: Front, engine: str, ma
             assert twice(call) == right, name
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 @pytest.mark.parametrize("method", ["GET", pytest.param("HEAD", marks=pytest.mark.slow), "PUT"])
 def test_an_answer_too_many_is_not_believed(front: tuple[dict[str, Any], Front], engine: str, method: str) -> None:
     """The next request on the connection gets it, with every client. No byte of it ends up in a state."""
@@ -202,12 +210,19 @@ def test_an_answer_too_many_is_not_believed(front: tuple[dict[str, Any], Front],
                 """It says that it has failed."""
     assert place.done
     place.behave()
+    for _ in range(20 if engine == "fsspec" else 0):  # aiohttp keeps connections that have an answer too many
+        with (
+            suppress(CkptstoreError),
+            ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store,
+        ):
+            store.resume(state)
+            break
     with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
         assert store.resume(state) is not None
         assert all(checkpoint.verify().ok for checkpoint in store)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 @pytest.mark.parametrize("manner", [says_ok_before_the_body, says_ok_and_drops_the_body])
 @pytest.mark.parametrize(
     "match",
@@ -243,13 +258,14 @@ def saved_and_verified(store: Any, step: int, state: Any) -> None:
     assert store[step].verify().ok
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 @pytest.mark.parametrize(
     "status", [301, pytest.param(302, marks=pytest.mark.slow), 307, pytest.param(308, marks=pytest.mark.slow)]
 )
 def test_who_redirects_learns_no_secret(front: tuple[dict[str, Any], Front], engine: str, status: int) -> None:
-    """obstore follows a redirect, which it cannot be told not to. So another server may get what the first one has sent
-    there, as any gateway could; neither credentials nor a signature, and what it answers has no right digest."""
+    """obstore and s3fs follow a redirect, which they cannot be told not to. So another server may get what the first
+    one has sent there, as any gateway could; neither credentials nor a signature; its answer has no right digest.
+    """
     options, place = front
     asked: list[bytes] = []
 
@@ -277,7 +293,7 @@ def test_who_redirects_learns_no_secret(front: tuple[dict[str, Any], Front], eng
     heads = b"".join(asked).lower()
     assert b"authorization" not in heads
     assert b"testsecret" not in heads
-    assert engine == "obstore" or not asked
+    assert engine != "sdk" or not asked
     with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
         found = {"w": torch.zeros(600_000)}
         assert store.resume(found) is not None
