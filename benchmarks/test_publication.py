@@ -1,44 +1,46 @@
-"""What a version of weights costs of which 2 % of the numbers changed: rates, bytes, and through a bucket.
-
-    pytest benchmarks/test_publication.py -s
-
-Rates are of one thread's processor time, the medians of several runs; `CKPTSTORE_BENCH=full` takes 1 GiB. Times through
-the bucket are of the clock, and include a server in memory on the same processors.
-"""
+"""What a version of weights costs of which 2 % of the numbers changed: the codec on one thread, and from a trainer's
+memory to a reader's directory through a bucket and a disk, beside a full version and cwtrain."""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sizes import FULL, ROUNDS
+import zstandard
+from conftest import Take
+from sizes import FULL, group, turns
 
 import ckptstore
-from ckptstore.publication.codec import Memory, XorChange, encode, replay
-from ckptstore.publication.wire import STRONG, WEAK
+from ckptstore.publication.codec import WINDOW_BYTES, Memory, XorChange, encode, replay
+from ckptstore.publication.wire import STRONG
 from ckptstore.testing.s3_server import s3_server
+from ckptstore.tools.bench.figures.report import OURS, Role, WorkloadOutcome
+from ckptstore.tools.bench.measure import Meter
 
-SIZE_BYTES = (1024 if FULL else 128) << 20
+SIZE_BYTES = (1024 if FULL else 64) << 20
 TENSOR_BYTES = 32 << 20
 CHANGED_SHARE = 0.02
 CWTRAIN = Path(__file__).parents[1] / ".servers/cwtrain"
+THEIRS = "cwtrain"
+WHOLE = "ckptstore, full version"
 
 Weights = dict[str, torch.Tensor]
 
 
-def some_weights() -> Weights:
+def some_weights(size_bytes: int = SIZE_BYTES) -> Weights:
     """Tensors of bfloat16, as many as the size asks for."""
     generator = torch.Generator().manual_seed(0)
     shape = (TENSOR_BYTES // 2 // 1024, 1024)
     return {
         f"layers.{number}": (torch.randn(shape, generator=generator) * 0.02).bfloat16()
-        for number in range(SIZE_BYTES // TENSOR_BYTES)
+        for number in range(size_bytes // TENSOR_BYTES)
     }
 
 
@@ -57,21 +59,39 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     return tensor.view(torch.uint8).numpy().reshape(-1)
 
 
-def rate(call: Callable[[], object], size_bytes: int) -> str:
-    """Return GB for each second of this thread's processor."""
-    seconds = []
-    for _ in range(max(3, ROUNDS)):
-        before = time.thread_time()
+def timed(name: str, role: Role, call: Callable[[], object], size_bytes: int) -> tuple[WorkloadOutcome, int]:
+    with Meter() as meter:
         call()
-        seconds.append(time.thread_time() - before)
-    return f"{size_bytes / median(seconds) / 1e9:.2f} GB/s"
+    return WorkloadOutcome.of(name, [meter.sample()], role=role), size_bytes
 
 
-@pytest.mark.parametrize("checksum", [STRONG, WEAK])
-def test_rates_of_one_processor(checksum: str) -> None:
-    tensor = next(iter(some_weights().values()))
-    old, new = memory_of(tensor), memory_of(stepped({"w": tensor}, 1)["w"])
-    delta, digest = encode(old, new, checksum=checksum)
+@pytest.fixture(scope="module")
+def pair() -> tuple[Memory, Memory]:
+    """A tensor before a step and after it."""
+    tensors = some_weights(TENSOR_BYTES)
+    return memory_of(next(iter(tensors.values()))), memory_of(next(iter(stepped(tensors, 1).values())))
+
+
+@group("Encode a tensor of which 2 % changed")
+@pytest.mark.parametrize("turn", turns())
+@pytest.mark.parametrize("name", [OURS, "ckptstore, nothing changed", "zstd alone"])
+def test_encode(take: Take, pair: tuple[Memory, Memory], name: str, turn: int) -> None:
+    old, new = pair
+    difference = old ^ new
+    calls: Mapping[str, Callable[[], object]] = {
+        OURS: lambda: encode(old, new, checksum=STRONG),
+        "ckptstore, nothing changed": lambda: encode(old, old, checksum=STRONG),
+        "zstd alone": lambda: zstandard.ZstdCompressor(level=1).compress(difference),
+    }
+    take(lambda: timed(name, "limit" if name == "zstd alone" else OURS, calls[name], TENSOR_BYTES))
+
+
+@group("Apply a delta to a tensor of which 2 % changed")
+@pytest.mark.parametrize("turn", turns())
+@pytest.mark.parametrize("name", [OURS, "zstd alone"])
+def test_apply(take: Take, pair: tuple[Memory, Memory], name: str, turn: int) -> None:
+    old, new = pair
+    delta, digest = encode(old, new, checksum=STRONG)
     assert delta is not None
     out = np.empty_like(new)
 
@@ -82,47 +102,68 @@ def test_rates_of_one_processor(checksum: str) -> None:
         out[start : start + len(window)] = window
 
     def apply() -> None:
-        assert replay(read, write, len(old), [XorChange(delta, "w")], checksum) == digest
+        assert replay(read, write, len(old), [XorChange(delta, "w")], STRONG) == digest
 
-    print(
-        f"\n{checksum}: encode {rate(lambda: encode(old, new, checksum=checksum), len(new))}, unchanged "
-        f"{rate(lambda: encode(old, old, checksum=checksum), len(new))}, apply {rate(apply, len(new))}, "
-        f"{len(delta) / len(new):.2%} of the bytes"
-    )
-    assert out.tobytes() == new.tobytes()
+    if name == OURS:
+        take(lambda: timed(name, OURS, apply, TENSOR_BYTES), delta_share=len(delta) / TENSOR_BYTES)
+        assert out.tobytes() == new.tobytes()
+    else:
+        scratch = bytearray(WINDOW_BYTES)
 
+        def decompress() -> None:
+            with zstandard.ZstdDecompressor().stream_reader(delta) as reader:
+                while reader.readinto(scratch):
+                    pass
 
-def test_through_a_bucket(tmp_path: Path) -> None:
-    old = some_weights()
-    with s3_server(buckets=["test"]) as server:
-        options = {"storage_options": server.storage_options}
-        with (
-            ckptstore.open_publication("s3://test/weights", directories=False, **options) as publication,
-            ckptstore.Subscription("s3://test/weights", tmp_path / "model", **options) as subscription,
-        ):
-            rows = []
-            for version in range(1, 3 + max(2, ROUNDS)):
-                began = time.monotonic()
-                stored = publication.publish(version, old)
-                published = time.monotonic()
-                applied = subscription.apply()
-                rows.append((published - began, time.monotonic() - published, stored.size_bytes, applied.num_deltas))
-                old = stepped(old, version)
-    (
-        (full, pulled, size, _),
-        *_,
-    ) = rows
-    deltas = rows[2:]  # the first of them makes the second copy in memory
-    print(
-        f"\n{SIZE_BYTES >> 20} MiB: full {full:.2f} s to publish and {pulled:.2f} s to pull, {size / SIZE_BYTES:.1%}; "
-        f"a delta {median(row[0] for row in deltas):.2f} s and {median(row[1] for row in deltas):.2f} s, "
-        f"{deltas[0][2] / SIZE_BYTES:.2%}"
-    )
-    assert all(row[3] == 1 for row in deltas)
+        take(lambda: timed(name, "limit", decompress, TENSOR_BYTES))
 
 
-def test_beside_cwtrain(tmp_path: Path) -> None:
-    """Their writer and reader work on files; ours on weights in memory, and on files."""
+@contextmanager
+def trainer_and_reader(place: str | Path, path: Path, **options: Any) -> Iterator[Callable[[Weights], None]]:
+    """Publish the next version and apply it; the first one is full, and each later one a delta."""
+    with (
+        ckptstore.open_publication(place, directories=False, **options) as publication,
+        ckptstore.Subscription(place, path, **options) as subscription,
+    ):
+        versions = count(1)
+
+        def bring(weights: Weights) -> None:
+            version = next(versions)
+            publication.publish(version, weights)
+            assert subscription.apply().num_deltas == min(1, version - 1)
+
+        yield bring
+
+
+def take_a_turn(take: Take, name: str, bring: Callable[[Weights], None]) -> None:
+    """The first version, or the third: it finds its threads and memory."""
+    weights = some_weights()
+    if name != WHOLE:
+        for seed in (1, 2):
+            bring(weights)
+            weights = stepped(weights, seed)
+    take(lambda: timed(name, OURS if name == OURS else "peer", lambda: bring(weights), SIZE_BYTES))
+
+
+@group("Bring 2 % of the weights through S3 in memory")
+@pytest.mark.parametrize("turn", turns(3))
+@pytest.mark.parametrize("name", [OURS, WHOLE])
+def test_through_a_bucket(take: Take, tmp_path: Path, name: str, turn: int) -> None:
+    with (
+        s3_server(buckets=["test"]) as server,
+        trainer_and_reader("s3://test/w", tmp_path, storage_options=server.storage_options) as bring,
+    ):
+        take_a_turn(take, name, bring)
+
+
+@group("Bring 2 % of the weights through a disk")
+@pytest.mark.parametrize("turn", turns(3))
+@pytest.mark.parametrize("name", [OURS, WHOLE, THEIRS])
+def test_through_a_disk(take: Take, tmp_path: Path, name: str, turn: int) -> None:
+    if name != THEIRS:
+        with trainer_and_reader(tmp_path / "published", tmp_path / "model") as bring:
+            take_a_turn(take, name, bring)
+        return
     if not CWTRAIN.is_dir():
         pytest.skip("cwtrain is not installed: make servers")
     from safetensors.torch import save_file
@@ -131,34 +172,21 @@ def test_beside_cwtrain(tmp_path: Path) -> None:
     from cwtrain.hotload import WeightMirror
     from cwtrain.hotload.delta import write_delta
 
-    old = some_weights()
-    new = stepped(old, 1)
-    for name, weights in (("old", old), ("new", new)):
-        (tmp_path / name).mkdir()
-        save_file(weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-        (tmp_path / name / "config.json").write_text("{}")
-    mirror = WeightMirror.create(tmp_path / "old", tmp_path / "mirror", version="000000")
-    began = time.monotonic()
-    theirs = write_delta(
-        *(tmp_path / name for name in ("old", "new", "delta")), version="000001", base_version="000000"
-    )
-    written = time.monotonic()
-    mirror.apply_delta(tmp_path / "delta")
-    ended = time.monotonic()
-    with (
-        ckptstore.open_publication(tmp_path / "published", checksum="adler32") as publication,
-        ckptstore.Subscription(tmp_path / "published", tmp_path / "model") as subscription,
-    ):
-        publication.publish(0, old)
-        subscription.apply()
-        before = time.monotonic()
-        publication.publish(1, new)
-        published = time.monotonic()
-        subscription.apply()
-        pulled = time.monotonic()
-    ours = sum(file.stat().st_size for file in (tmp_path / "published" / "weight_v000001").iterdir())
-    print(
-        f"\n{SIZE_BYTES >> 20} MiB on a disk: ckptstore {published - before:.2f} s and {pulled - published:.2f} s, "
-        f"cwtrain {written - began:.2f} s and {ended - written:.2f} s; wire {ours / theirs.wire_bytes:.3f} of theirs"
-    )
-    assert ours < 1.1 * theirs.wire_bytes
+    weights = some_weights()
+    (tmp_path / "0").mkdir()
+    save_file(weights, tmp_path / "0/model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "0/config.json").write_text("{}")
+    mirror = WeightMirror.create(tmp_path / "0", tmp_path / "mirror", version="000000")
+    versions = count(1)
+
+    def theirs(weights: Weights) -> None:
+        """Their writer compares files, so the weights go there first."""
+        number = next(versions)
+        old, new, delta = tmp_path / f"{number - 1}", tmp_path / f"{number}", tmp_path / f"delta{number}"
+        new.mkdir()
+        save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+        (new / "config.json").write_text("{}")
+        write_delta(old, new, delta, version=f"{number:06}", base_version=f"{number - 1:06}")
+        mirror.apply_delta(delta)
+
+    take_a_turn(take, name, theirs)
