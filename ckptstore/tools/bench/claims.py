@@ -8,10 +8,12 @@ from dataclasses import replace
 from ckptstore.tools.bench.figures.report import Options, Report
 
 CLAIMS: Mapping[str, str] = {
-    "durable save, Llama, 1 rank": "save --shape llama-1b --size 1.2GiB --repeat 5 --peers dcp",
-    "load from the page cache, Even, 1 rank": "load --shape tensors --size 1GiB --repeat 5 --peers dcp",
+    "durable save, Llama, 1 rank": "save --shape llama-1b --size 600MiB --repeat 3 --peers dcp",
+    "load from the page cache, Even, 1 rank": "load --shape tensors --size 512MiB --repeat 5 --peers dcp",
     "save of 20,000 tensors of 4 KiB": "save --shape tensors --tensor-size 4KiB --size 78MiB --repeat 3 --peers dcp",
-    "save to S3 in memory, 1 GiB": "save --to s3-sink --shape tensors --size 1GiB --repeat 5 --peers s3torchconnector",
+    "save to S3 in memory, 1 GiB": (
+        "save --to s3-sink --shape tensors --size 512MiB --repeat 5 --peers s3torchconnector"
+    ),
 }
 """By workload, as in the README: the words of a command that takes a minute or so."""
 
