@@ -27,7 +27,8 @@ from ckptstore.log.identity import read_identity
 from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
-from ckptstore.state.live.flatten import Kind, is_loader, units_of
+from ckptstore.state.live.contents import pass_state
+from ckptstore.state.live.flatten import Kind, is_loader, takes_all_ranks, units_of
 from ckptstore.state.live.matching import Matching, Mismatch, Saved
 from ckptstore.state.read.settle import unsettled
 from ckptstore.state.read.shared_reads import SharedSteps
@@ -162,8 +163,6 @@ def _load(
         reader = _Reader(files, options, stack)
         stored, saved, manifest = _open(group, files, reader, state, options, load)
         loading, mismatch = _match(group, stored, saved, state, options)
-        if group.rank == 0 and isinstance(stored, StoredState):
-            _warn_of_loaders(stored, state, options)
         load.enter("read")
         try:
             if options.read_once == "job":
@@ -176,7 +175,11 @@ def _load(
             raise
         load.enter("apply")
         with group.meeting("finish the load"):
+            all_ranks = stored.states_of_all_ranks() if isinstance(stored, StoredState) else {}
             loading.finish()
+            for unit in units_of(state) if all_ranks else ():
+                if all_ranks.get(unit.key):
+                    pass_state(unit, unit.item.load_rank_states, all_ranks[unit.key])
     made = loading.materialised
     report = LoadReport(
         missing=tuple(sorted(mismatch.missing)),
@@ -333,6 +336,7 @@ def _open(
                 allow_pickle=options.allow_pickle,
                 buffer_bytes=files.config.transfer.memory_budget_bytes // 2,
                 asked=asked,
+                loaders=_loaders_in(state, included) if group.world_size != manifest.world_size else {},
                 more=reader.more,
             )
             saved = stored.saved()
@@ -387,21 +391,11 @@ def _judged(parts: list[Any], options: LoadOptions) -> dict[str, Any]:
     return joined.to_json()
 
 
-def _warn_of_loaders(stored: StoredState, state: Mapping[str, Any], options: LoadOptions) -> None:
-    """Warn of data loaders and samplers whose state was the same on all ranks, if the number of ranks has changed."""
-    if stored.index.world_size == stored.world_size:
-        return
-    includes = Matching(Saved({}, {}), include=options.include).includes
-    for unit in units_of(state):
-        if unit.kind is Kind.STATEFUL and is_loader(unit.item) and includes(unit.key) and stored.is_common(unit.key):
-            logger.warning(
-                "the %s at %r gets back the state that all %d ranks had alike, and there are %d ranks now: samples may "
-                "be repeated or left out. Mark it with ckptstore.state.per_rank where it is saved",
-                type(unit.item).__name__,
-                unit.key,
-                stored.index.world_size,
-                stored.world_size,
-            )
+def _loaders_in(state: Mapping[str, Any], included: Callable[[str], bool]) -> dict[str, bool]:
+    """Return the value of `StoredState.loaders` for a state."""
+    units = [unit for unit in units_of(state) if unit.kind is Kind.STATEFUL and included(unit.key)]
+    found = {unit.key: takes_all_ranks(unit.item) for unit in units}
+    return {unit.key: found[unit.key] for unit in units if found[unit.key] or is_loader(unit.item)}
 
 
 def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:

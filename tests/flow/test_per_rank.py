@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,6 +24,36 @@ class StatefulLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+
+
+class Divisible(StatefulLoader):
+    """Takes the states of all ranks."""
+
+    heard: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def load_rank_states(self, states: list[dict[str, Any]]) -> None:
+        assert all(state["seen"].tolist() == [0, 1, 2] for state in states)
+        self.heard.append([state["position"] for state in states])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("the number of ranks is another one")
+
+
+def test_an_object_takes_the_states_of_all_ranks(tmp_path: Path) -> None:
+    saved(
+        tmp_path, num_ranks=3, state=lambda rank: {"in": {"it": StatefulLoader(7 + rank)}, "alike": StatefulLoader(5)}
+    )
+    Divisible.heard.clear()
+
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        store.resume({"in": {"it": Divisible()}, "alike": Divisible()})
+
+    assert run_threads(2, tmp_path, flow) == [None] * 2
+    assert sorted(Divisible.heard) == [[5, 5, 5]] * 2 + [[7, 8, 9]] * 2
+    Divisible.heard.clear()
 
 
 def saved(root: Path, *, num_ranks: int, state: Any) -> None:
@@ -73,18 +102,23 @@ def test_what_is_marked_is_kept_for_each_rank_though_alike(tmp_path: Path, num_r
     assert run_threads(3, tmp_path, on_others) == [None] * 3
 
 
-def test_a_loader_that_was_not_marked_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_that_was_not_marked_is_refused_too(tmp_path: Path) -> None:
     saved(tmp_path, num_ranks=2, state=lambda rank: {"loader": StatefulLoader(7), "epoch": 1})
     state = {"loader": StatefulLoader(0), "epoch": 0}
-    with open_store(tmp_path) as store, caplog.at_level(logging.WARNING, "ckptstore"):
+    with open_store(tmp_path) as store:
         store.load(state, include="epoch")
-        assert not caplog.records
-        store.load(state)
-        (record,) = caplog.records
-        assert "StatefulLoader at 'loader' gets back the state that all 2 ranks had alike" in record.getMessage()
-    caplog.clear()
+        with pytest.raises(
+            StateMismatch, match=r"its own loader, loader\.seen, .*Where loader was means other samples"
+        ):
+            store.load(state)
+        store.load(state, per_rank={"loader": "skip"})
+        assert (state["loader"].position, state["epoch"]) == (0, 1)
+        store.load(state, per_rank="first")
+        assert state["loader"].position == 7
+        store.load({"loader": Divisible()}, per_rank="first")
+        store.load({"loader": Divisible()}, per_rank={"loader": "skip"})
+        assert Divisible.heard == [[7, 7]], "but where it is named"
     assert run_threads(2, tmp_path, lambda store, rank: store.load({"loader": StatefulLoader(0)}).step) == [2] * 2
-    assert not caplog.records  # as many as there were
 
 
 def test_what_cannot_be_marked_and_bad_choices_are_refused(tmp_path: Path) -> None:

@@ -200,10 +200,21 @@ def load_stateful(unit: Unit, matching: Matching, *, device: torch.device | None
     def finish() -> None:
         if contents.is_skipped:
             return
-        with blaming(f"the {type(unit.item).__name__} at {unit.key!r}", StateMismatch, did="refused its state"):
-            unit.item.load_state_dict(contents.result())
+        pass_state(unit, unit.item.load_state_dict, contents.result())
 
     return finish
+
+
+def pass_state(unit: Unit, load: Callable[[Any], Any], state: Any) -> None:
+    """Pass an object its state by one of its methods. Raises StateMismatch, with its key, when it refuses it."""
+    what = f"the {type(unit.item).__name__} at {unit.key!r}"
+    try:
+        with blaming(what, StateMismatch, did="refused its state"):
+            load(state)
+    except StateMismatch as error:
+        if error.message.startswith(what):
+            raise
+        raise StateMismatch(f"{what} refused its state: {error.message}", hint=error.hint) from error
 
 
 def _is_distributed(optimizer: torch.optim.Optimizer) -> bool:

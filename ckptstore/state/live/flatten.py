@@ -357,6 +357,11 @@ def is_loader(item: Any) -> bool:
     return "loader" in names or "sampler" in names
 
 
+def takes_all_ranks(item: Any) -> bool:
+    """Return True for an object that takes the states of all ranks where another number of ranks saved them."""
+    return callable(getattr(item, "load_rank_states", None))
+
+
 def units_of(state: Any) -> list[Unit]:
     """Take a state apart, in its own order.
 

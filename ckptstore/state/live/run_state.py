@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
-from ckptstore.state.live.flatten import Kind, is_loader, kind_of, per_rank, units_of
+from ckptstore.state.live.flatten import Kind, is_loader, kind_of, per_rank, takes_all_ranks, units_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def _storable(name: str, item: Any) -> Any:
     """Return what stands for an object in a state."""
     if isinstance(item, torch.Generator):
         return _GeneratorState(item)
-    if not is_loader(item):
+    if not is_loader(item) or takes_all_ranks(item):
         return item
     if kind_of(item) is not Kind.STATEFUL:
         raise InvalidState(

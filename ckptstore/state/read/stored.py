@@ -57,6 +57,9 @@ class StoredState:
     asked: Callable[[str], bool] = lambda key: True
     """The predicate of the keys that the caller wants. Other keys may differ between ranks, whatever `per_rank` says:
     they are left out."""
+    loaders: Mapping[str, bool] = field(default_factory=dict)
+    """The keys of data loaders and samplers that are loaded, whose positions belong to their number of ranks; True for
+    what takes the states of all ranks, where there were others."""
     more: Callable[[Iterable[int]], TensorIndex] | None = None
     """The function that returns the index with the parts of these ranks too; None if all parts were read."""
     _ranks: dict[str, int] = field(default_factory=dict)
@@ -112,24 +115,55 @@ class StoredState:
                 ranks[fqn] = self.index.ranks_of(fqn)
         if self.index.world_size == self.world_size:
             return dict.fromkeys(ranks, self.rank)
+        everyone = [*range(self.index.world_size)]
+        for key in filter(self.is_common, self.loaders):  # alike, and to another number of ranks it means other samples
+            inside = (fqn for fqn in self.index.tensors if fqn.startswith(f"{key}."))
+            ranks |= dict.fromkeys((key, *inside), everyone)
         refused = sorted(key for key in ranks if self._choice(key) == "error" and self.asked(key))
         if refused:
             shown = ", ".join(refused[:10]) + (f" and {len(refused) - 10} more" if len(refused) > 10 else "")
             raise StateMismatch(
                 f"each of the {self.index.world_size} ranks that saved had its own {shown}, and there are "
                 f"{self.world_size} ranks now",
-                hint='per_rank="first" takes the lowest rank\'s, per_rank="skip" leaves them as they are, '
-                f'per_rank={{"{refused[0]}": "skip"}} chooses for one key or pattern',
+                hint=self._ways_out(refused),
             )
         return {key: holders[0] if self._choice(key) == "first" else None for key, holders in ranks.items()}
 
+    def _ways_out(self, refused: Sequence[str]) -> str:
+        """Return what helps against keys that another number of ranks cannot take."""
+        loaders = sorted({place for key in refused for place in (key, *above(key)) if place in self.loaders})
+        advice = (
+            'per_rank="first" takes the lowest rank\'s, per_rank="skip" leaves them as they are, '
+            f'per_rank={{"{refused[0]}": "skip"}} chooses for one key or pattern'
+        )
+        if not loaders:
+            return advice
+        return (
+            f"Where {', '.join(loaders)} was means other samples on another number of ranks. Resume on "
+            f"{self.index.world_size} ranks until the epoch ends; or begin the epoch anew with "
+            f'per_rank={{"{loaders[0]}": "skip"}}; or train with a loader of ckptstore.integrations.loaders, which any '
+            f"number of ranks resumes. {advice}"
+        )
+
     def _choice(self, key: str) -> Choice:
         """Return the treatment of a key that differs between ranks."""
-        if not isinstance(self.per_rank, Mapping):
-            return self.per_rank
         places = (key, *above(key))
+        takes_all = any(self.loaders.get(place) for place in places)
+        if not isinstance(self.per_rank, Mapping):
+            return "skip" if takes_all else self.per_rank
         fitting = (choice for pattern, choice in self.per_rank.items() if any(fits(place, pattern) for place in places))
-        return next(fitting, "error")
+        return next(fitting, "skip" if takes_all else "error")
+
+    def states_of_all_ranks(self) -> dict[str, list[Any]]:
+        """Return, for each object that takes them and that `per_rank` does not name, the states of all ranks that
+        saved, in their order; nothing if there are as many ranks now."""
+        if self.index.world_size == self.world_size:
+            return {}
+        named = self.per_rank if isinstance(self.per_rank, Mapping) else ()
+        wanted = [key for key, takes_all in self.loaders.items() if takes_all]
+        wanted = [key for key in wanted if not any(fits(place, it) for it in named for place in (key, *above(key)))]
+        found = {key: self.value_of_each_rank(key) for key in wanted}
+        return {key: states * (self.index.world_size if len(states) == 1 else 1) for key, states in found.items()}
 
     def all_keys(self) -> set[str]:
         """Return the keys of tensors and of plain values, of all ranks."""
