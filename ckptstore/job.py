@@ -145,6 +145,7 @@ class Job:
         """
         if self.epoch is None:
             self.log.try_creates()
+            self.log.check_safe()  # before anything is written
             beat()  # on a storage that fails often, the other ranks may wait long
             self.store_id()
 

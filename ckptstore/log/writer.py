@@ -66,6 +66,16 @@ class Log(LogReader):
         if not self._retrying("try to create", lambda: has_exclusive_create(self._storage)):
             self._exclusive = None
 
+    def check_safe(self) -> None:
+        """Raise InvalidInput if the storage cannot create-if-absent and the log was not opened with `single_writer`."""
+        if self._exclusive is None and not self._single_writer:
+            raise InvalidInput(
+                f"{self._storage.uri} cannot create a file only where there is none, so writers could overwrite each"
+                " other's records",
+                hint="Use a disk, or a bucket that can; `ckptstore doctor` tries it. If no second process ever writes "
+                "to this store, say so with single_writer=True",
+            )
+
     def checked_newest(self) -> Record | None:
         """Read the newest record from the log itself, whatever a hint says, and check the chain of the newest 64.
 
@@ -136,12 +146,7 @@ class Log(LogReader):
         create-if-absent and the log was not opened with `single_writer`; CheckpointDamaged, UnsupportedVersion and
         StorageError as `newest` does.
         """
-        if self._exclusive is None and not self._single_writer:
-            raise InvalidInput(
-                f"{self._storage.uri} cannot create a file only where there is none, so writers could overwrite each"
-                " other's records",
-                hint="If no second process ever writes to this store, say so with single_writer=True",
-            )
+        self.check_safe()
         with self._appending:
             failures = 0
             while True:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime
+from functools import partial
+from threading import RLock
 from typing import Any
 
 from ckptstore.errors import (
@@ -29,6 +31,10 @@ from ckptstore.storage.uri import Location, parse_uri
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _BROKEN = (ConnectionError, TimeoutError, EOFError, BlockingIOError)
+_ONE_CONNECTION = frozenset({"ftp", "sftp"})
+"""Schemes whose file systems send all threads' requests over one connection, and mix them up."""
+_TURN = RLock()
+"""Held for each request of theirs: fsspec gives all storages of one host the same file system."""
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 
@@ -39,6 +45,8 @@ class GenericStorage(ProcessBound):
         """Open it by a file system that is given, else by one that is made with these options."""
         location = parse_uri(uri)
         super().__init__(location.uri)
+        self._one_at_a_time = _TURN if location.scheme in _ONE_CONNECTION else nullcontext()
+        self._made: set[str] = set()
         self._opened_as = (uri, dict(options), fs)
         with self.seam("open", ""):
             self.system = _checked(fs, location, options) if fs is not None else _opened(location, options)
@@ -54,10 +62,16 @@ class GenericStorage(ProcessBound):
     def write(self, key: str, views: Sequence[memoryview]) -> None:
         path = self.path(key)
         with self.seam("write", key):
+            directory = path.rpartition("/")[0]
+            if self.uri.partition(":")[0] in _ONE_CONNECTION and directory not in self._made:
+                self.system.makedirs(directory, exist_ok=True)  # after a failed write the connection may be unusable
+                self._made.add(directory)
             try:
                 self.stream(path, views)
-            except FileNotFoundError:  # where directories exist, they have to be made
-                self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
+            except Exception as error:  # where directories exist, they have to be made
+                if not isinstance(error, FileNotFoundError) and self.system.exists(directory):
+                    raise  # the packages of FTP and WebDAV have errors of their own for a directory that is not there
+                self.system.makedirs(directory, exist_ok=True)
                 self.stream(path, views)
 
     def stream(self, path: str, views: Sequence[memoryview], **options: Any) -> None:
@@ -130,7 +144,13 @@ class GenericStorage(ProcessBound):
 
     def seam(self, what: str, key: str) -> AbstractContextManager[None]:
         """Translate foreign errors to those of ckptstore."""
-        return foreign.seam(lambda error: self.translated(error, what=f"{what} {self.uri}", key=key))
+        translating = foreign.seam(lambda error: self.translated(error, what=f"{what} {self.uri}", key=key))
+        return self._in_turn(translating)
+
+    @contextmanager
+    def _in_turn(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        with self._one_at_a_time, inner:
+            yield
 
     def translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
         """Return the error of ckptstore for one of the file system."""
@@ -173,7 +193,7 @@ def _opened(location: Location, options: Mapping[str, Any]) -> Any:
     import fsspec
 
     try:
-        return fsspec.filesystem(location.scheme, **{"use_listings_cache": False, **named, **options})
+        return _without_listings(partial(fsspec.filesystem, location.scheme), {**named, **options})
     except TypeError:
         raise refused from None
 
@@ -204,7 +224,17 @@ def _checked(fs: Any, location: Location, options: Mapping[str, Any]) -> Any:
 
 def _again(fs: Any, **more: Any) -> Any:
     """Return a file system with the same arguments, without a cache of listings."""
-    return type(fs)(*fs.storage_args, **{**fs.storage_options, "use_listings_cache": False, **more})
+    options = {name: value for name, value in fs.storage_options.items() if name != "use_listings_cache"}
+    family: Callable[..., Any] = type(fs)
+    return _without_listings(partial(family, *fs.storage_args), {**options, **more})
+
+
+def _without_listings(make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Make a file system that keeps no listings. Raises TypeError for options that it does not accept."""
+    try:
+        return make(**{"use_listings_cache": False, **options})
+    except TypeError:  # those that keep none at all, of sftp and WebDAV, pass every option on to their client
+        return make(**options)
 
 
 def _root_of(cls: Any, location: Location) -> str:
