@@ -31,6 +31,7 @@ from ckptstore.storage.uri import redact
 from ckptstore.transfer.opened import open_place
 
 if TYPE_CHECKING:
+    from ckptstore.format.provenance import Provenance
     from ckptstore.loading.checkpoint_files import CheckpointFiles
     from ckptstore.loading.load_report import Dtype, LoadCheck, LoadReport, ReadOnce
     from ckptstore.loading.tensor_view import StoredTensors
@@ -157,6 +158,11 @@ class Checkpoint:
     def timings(self) -> Timings | None:
         """The duration of each phase of the save, on which ranks; None if the save did not keep them."""
         return self._manifest.timings
+
+    @property
+    def provenance(self) -> Provenance | None:
+        """The program that saved it: its commit, command line, packages and hosts; None if the save kept none."""
+        return self._manifest.provenance
 
     @property
     def files(self) -> tuple[Receipt, ...]:

@@ -148,11 +148,16 @@ class StoreConfig(_Config):
     compare_every: int = 16
     """Every how many saves of a state the ranks compare what they are to have alike (under DDP, as a DTensor's
     Replicate, marked as replicated). The first save of a store, and any of a new structure, always does."""
+    provenance: bool = True
+    """Write into each manifest where its state comes from: the commit of the program, its command line without secrets,
+    the versions of its packages, and the number of hosts."""
     transfer: TransferConfig = field(default_factory=TransferConfig.from_env)
     retry: RetryConfig = field(default_factory=RetryConfig.from_env)
     cache: CacheConfig = field(default_factory=CacheConfig.from_env)
 
     def __post_init__(self) -> None:
         self._check_positive("rank_timeout_seconds", "num_prefixes", "compare_every")
+        if not isinstance(self.provenance, bool):
+            raise InvalidInput(f"provenance is {self.provenance!r}, it is True or False")
         if not self.grace_seconds >= 0:
             raise InvalidInput(f"grace_seconds is {self.grace_seconds!r}, it must be at least 0")

@@ -144,6 +144,10 @@ class Job:
         Raises StoreFenced if a later job has claimed the store since.
         """
         if self.epoch is None:
+            if self.config.provenance:
+                from ckptstore.program import provenance
+
+                provenance()  # begins to look for the commit, so that it is known when a manifest is written
             self.log.try_creates()
             self.log.check_safe()  # before anything is written
             beat()  # on a storage that fails often, the other ranks may wait long

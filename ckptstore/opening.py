@@ -38,6 +38,7 @@ def open_store(
     single_writer: bool | None = None,
     num_prefixes: int | None = None,
     compare_every: int | None = None,
+    provenance: bool | None = None,
     fast: FastTier | None = None,
 ) -> CheckpointStore:
     """Open the store at `uri`. It need not exist: the first save creates it.
@@ -62,6 +63,8 @@ def open_store(
             limit the requests per second for each prefix (1).
         compare_every: the number of saves of a state between comparisons of the data that all ranks must have in common
             (16). The first save, and any of a new structure, always compares it.
+        provenance: whether manifests say what saved them: the commit and command line of the program, without secrets,
+            the versions of its packages, and the number of hosts (True).
         fast: save states to disks of the nodes first, and bring them into the store behind the training.
 
     Raises InvalidInput for an unknown scheme or a bad value, and for the directory of a checkpoint in a store.
@@ -84,6 +87,7 @@ def open_store(
         single_writer=single_writer,
         num_prefixes=num_prefixes,
         compare_every=compare_every,
+        provenance=provenance,
         transfer=TransferConfig.from_env(durable=durable, memory_budget_bytes=memory_budget_bytes),
     )
     place = open_place(uri, config=config, storage_options=storage_options, engine=engine, fs=fs)

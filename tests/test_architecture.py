@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"config", "retention", "tools.planning"},
     {"boundary"},
     {"storage"},
-    {"transfer", "log", "group", "node_cache"},
+    {"transfer", "log", "group", "node_cache", "program"},
     {"job", "state"},
     {"dcp.stock"},
     {"upkeep"},

@@ -75,7 +75,8 @@ class FastPublisher:
             copy_to_partner(place, attempt, digests)
         beat()
         world_size = len(place.members.nodes)
-        manifest = manifest_of(request, attempt, contents, store_id=self._job.store_id(), world_size=world_size)
+        config, store_id = self._job.config, self._job.store_id()
+        manifest = manifest_of(request, attempt, contents, config, store_id=store_id, world_size=world_size)
         return zlib.compress(place.certificate(manifest.encode(), self._save_number).encode(), 1)
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Certificate | None:

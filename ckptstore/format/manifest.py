@@ -7,13 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, InvalidName
 from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
 from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_collisions, check_name
 from ckptstore.format.timings import Timings
+
+if TYPE_CHECKING:
+    from ckptstore.format.provenance import Provenance
 
 Kind = Literal["directory", "state"]
 
@@ -80,12 +83,20 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that this version does not know, and `timings`, which it need not understand; kept as they are."""
+    """Fields that this version does not know, and `timings` and `provenance`, which it need not understand; kept as
+    they are."""
 
     @cached_property
     def timings(self) -> Timings | None:
         """The timings of the save; None if the manifest has none, or none that this version can read."""
         return Timings.from_json(self.extra.get("timings"))
+
+    @cached_property
+    def provenance(self) -> Provenance | None:
+        """The program that saved it; None if the manifest does not say, or not in a way that this version can read."""
+        from ckptstore.format.provenance import Provenance
+
+        return Provenance.from_json(self.extra.get("provenance"))
 
     @cached_property
     def size_bytes(self) -> int:

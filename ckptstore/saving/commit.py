@@ -47,7 +47,8 @@ def commit(
     check_stored(job.storage, attempt, contents.receipts)
     beat()
     world_size = job.group.world_size if world_size is None else world_size
-    manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=world_size)
+    config, store_id = job.config, job.store_id()
+    manifest = manifest_of(request, attempt, contents, config, store_id=store_id, world_size=world_size)
     data = manifest.encode()
     write_manifest(job.storage, job.config, attempt, contents, data, counts=False)
     beat()
@@ -172,8 +173,15 @@ def _refuse_overtaken(since: Sequence[Record], step: int) -> None:
         )
 
 
-def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store_id: str, world_size: int) -> Manifest:
+def manifest_of(
+    request: Request, attempt: Attempt, contents: Contents, config: StoreConfig, *, store_id: str, world_size: int
+) -> Manifest:
     """Build the manifest of the attempt. Call it right before writing, so that the timings are complete."""
+    extra: dict[str, Any] = {} if contents.timings is None else {"timings": contents.timings().to_json()}
+    if config.provenance:
+        from ckptstore.program import provenance
+
+        extra["provenance"] = provenance(num_hosts=contents.num_hosts).to_json()
     return Manifest(
         store_id=store_id,
         step=request.step,
@@ -186,7 +194,7 @@ def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store
         directories=tuple(contents.directories),
         metrics=request.metrics,
         metadata=request.metadata,
-        extra={} if contents.timings is None else {"timings": contents.timings().to_json()},
+        extra=extra,
     )
 
 

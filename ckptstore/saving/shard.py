@@ -36,6 +36,8 @@ class Contents(NamedTuple):
     """The attempts of live checkpoints that this one builds on, beside those in which its files lie."""
     timings: Callable[[], Timings] | None = None
     """A function that builds the timings of the save, called for the manifest; None if they are unknown."""
+    num_hosts: int | None = None
+    """The number of hosts that the ranks run on; None if it is unknown."""
 
 
 class Plan(Protocol):

@@ -156,7 +156,9 @@ class Transaction(Generic[Published]):
 
     def _publish(self, plan: Plan, answers: Sequence[Any]) -> Any:
         reports, stored = zip(*answers, strict=True)
-        contents = plan.join(self.attempt, stored)._replace(timings=lambda: self.clock.timings(reports))
+        contents = plan.join(self.attempt, stored)._replace(
+            timings=lambda: self.clock.timings(reports), num_hosts=len({report["node"] for report in reports})
+        )
         published = self.publisher.publish(self.request, self.attempt, contents)
         uploads = [report["seconds"]["upload"] for report in reports]
         return {"slowest": _slowest(uploads), "longest_seconds": longest_seconds(reports)}, published

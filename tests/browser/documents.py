@@ -62,6 +62,7 @@ def checkpoint(number: int, step: int, **more: Any) -> dict[str, Any]:
         "held_by": [],
         "commands": {name: f"ckptstore {name} {at}" for name in ("pin", "prune")},
         "timings": None,
+        "provenance": None,
     }
     own["commands"]["cp"] = f"ckptstore cp {at} /mnt/backup"
     return {**own, **more}

@@ -136,6 +136,32 @@ def test_show_has_metrics_metadata_and_files(run: Any, run_json: Any, store: Pat
     ]
 
 
+def test_show_and_diff_say_what_program_saved(
+    run: Any, run_json: Any, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--name", "two words\x1b[2J", "--token", "abc"])
+    with open_store(tmp_path / "other") as other:
+        other.save_directory(20, None)
+    with open_store(tmp_path / "silent", provenance=False) as silent:
+        silent.save_directory(20, None)
+    shown = run("show", tmp_path / "other").stdout
+    assert "command line train.py --name 'two words\\x1b[2J' --token '***'" in " ".join(shown.split())
+    assert "version of python" in shown
+    found = run_json("show", tmp_path / "other")["provenance"]
+    assert found["argv"][-2:] == ["--token", "***"]
+    assert found["num_hosts"] == 1
+    assert run_json("show", tmp_path / "silent")["provenance"] is None
+    differs = run_json("diff", f"{store}@20", tmp_path / "other")["provenance"]
+    assert [(item["name"], item["b"].split()[0]) for item in differs if item["name"] != "commit"] == [
+        ("command line", "train.py")
+    ]
+    lines = run("diff", f"{store}@20", tmp_path / "other").stdout.splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("command")] == [["command", "line"]]
+    lacking = run_json("diff", tmp_path / "other", tmp_path / "silent")["provenance"]
+    assert {"command line", "hosts", "version of python"} <= {item["name"] for item in lacking if item["b"] is None}
+    assert run_json("diff", tmp_path / "silent", tmp_path / "silent")["provenance"] == []
+
+
 def test_show_of_a_store_alone_is_its_latest(run_json: Any, store: Path) -> None:
     assert run_json("show", store)["checkpoint"]["step"] == 30
     assert run_json("show", f"{store}@latest")["checkpoint"]["step"] == 30

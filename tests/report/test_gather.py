@@ -76,6 +76,10 @@ def test_a_report_says_what_ls_and_gc_say(root: Path, run: Commands, report: Com
     assert seen["sizes"][-1]["live_bytes"] == sum(item["size_bytes"] for item in listed["checkpoints"])
     assert seen["sizes"][-1]["trash_bytes"] == listed["trash"]["size_bytes"]
     assert seen["uri"] == listed["uri"]
+    saved = by_step(seen)
+    assert saved[9]["provenance"] == json.loads(run("show", f"{root}@9", "--json").stdout)["provenance"]
+    assert saved[9]["provenance"]["versions"]["ckptstore"]
+    assert saved[1]["provenance"] is None, "its manifest is deleted"
     garbage = json.loads(run("gc", root, "--dry-run", "--json").stdout)
     assert seen["health"]["garbage_bytes"] == garbage["size_bytes"] > 0
     assert [item["attempt"] for item in seen["torn"]] == [item["directory"] for item in garbage["attempts"]]

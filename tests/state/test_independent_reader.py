@@ -59,7 +59,7 @@ def test_it_sees_every_changed_byte_of_a_record(tmp_path: Path) -> None:
             reader.read_log(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["directory.json", "with-unknown-fields.json"])
+@pytest.mark.parametrize("name", ["directory.json", "with-provenance.json", "with-unknown-fields.json"])
 def test_it_reads_the_golden_manifests(name: str) -> None:
     manifest = json.loads((GOLDEN / "manifest-v1" / name).read_text())
     assert (manifest["version"], manifest["kind"]) == (1, "directory")

@@ -240,6 +240,19 @@ def test_timings_are_read_and_would_be_written_the_same() -> None:
     assert replace(manifest, extra={}) == Manifest.decode((GOLDEN / "manifest-v1/directory.json").read_bytes())
 
 
+def test_a_provenance_is_read_and_would_be_written_the_same() -> None:
+    data = (GOLDEN / "manifest-v1/with-provenance.json").read_bytes()
+    manifest = Manifest.decode(data)
+    assert manifest.encode() == data
+    found = manifest.provenance
+    assert found is not None
+    assert found.to_json() == json.loads(data)["provenance"]
+    assert (found.commit[:7], found.is_dirty, found.num_hosts) == ("5f0c3a9", True, 2)
+    assert found.argv == ("train.py", "--lr", "0.1", "--api-key", "***")
+    assert found.versions["torch"] == "2.9.0"
+    assert replace(manifest, extra={}) == Manifest.decode((GOLDEN / "manifest-v1/directory.json").read_bytes())
+
+
 def test_unknown_fields_of_a_manifest_are_kept() -> None:
     manifest = Manifest.decode((GOLDEN / "manifest-v1/with-unknown-fields.json").read_bytes())
     assert manifest.extra == {"later": {"field": 1}}

@@ -55,6 +55,7 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
         rank_timeout_seconds=plan.rank_timeout_seconds,
         fast=world.nodes.tier(actor, member.rank) if actor.nodes else None,
         single_writer=plan.storage == "plain objects" or None,
+        provenance=False,  # it takes a thread and a process of this machine
     )
 
 

@@ -65,6 +65,21 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def provenance_texts(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what is known of the program that saved a checkpoint, as texts for people by name."""
+    found = checkpoint.provenance
+    if found is None:
+        return {}
+    state = {None: "", True: ", and changes that are not in it", False: ""}[found.is_dirty]
+    texts = {
+        "commit": f"{found.commit}{state}" if found.commit else "",
+        "command line": shlex.join(found.argv),
+        "hosts": "" if found.num_hosts is None else str(found.num_hosts),
+        **{f"version of {name}": version for name, version in sorted(found.versions.items())},
+    }
+    return {printable(name): printable(text) for name, text in texts.items() if text}
+
+
 def echo_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows below headers, aligned; a column of numbers to the right. On a terminal each row is one line: the
     widest texts and headers lose their middle."""

@@ -90,6 +90,9 @@ class SeenCheckpoint:
     verify. None where the URI cannot stand in one, or names another checkpoint of the step."""
     timings: Mapping[str, Any] | None = None
     """The timings of the save in the manifest, rank by rank; None without them, or beyond the bound."""
+    provenance: Mapping[str, Any] | None = None
+    """The program that saved it, as in the manifest: commit, is_dirty, argv, versions, num_hosts, each only where it is
+    known; None without it, or beyond the bound of timings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,8 @@ class Sighting:
     """The least pause between two listings of the files; it is at least 20 times as long as a listing took."""
     _history: History = field(default_factory=History)
     _identity: StoreIdentity | None = None
-    _timings: dict[int, Mapping[str, Any] | None] = field(default_factory=dict)
+    _saves: dict[int, Mapping[str, Any] | None] = field(default_factory=dict)
+    """By number, the timings and the provenance in the manifest."""
     _trees: dict[int, ReadTree | None] = field(default_factory=dict)
     _damage: dict[int, str] = field(default_factory=dict)
     """By number, why a checkpoint could not be looked into."""
@@ -85,7 +86,7 @@ class Sighting:
         self._read_log()
         for number in self._failed:
             self._damage.pop(number, None)
-            self._timings.pop(number, None)
+            self._saves.pop(number, None)
             self._trees.pop(number, None)
         self._failed.clear()
         history = self._history
@@ -155,10 +156,11 @@ class Sighting:
 
     def _read_manifests(self, numbers: Sequence[int]) -> None:
         def read(number: int) -> Mapping[str, Any] | None:
-            timings = self._checkpoint(number).timings
-            return timings.to_json() if timings else None
+            checkpoint = self._checkpoint(number)
+            found = {"timings": checkpoint.timings, "provenance": checkpoint.provenance}
+            return {name: value.to_json() for name, value in found.items() if value is not None}
 
-        self._keep(self._timings, numbers, read)
+        self._keep(self._saves, numbers, read)
 
     def _read_trees(self, numbers: Iterable[int]) -> Forest:
         """Return the trees of the first of these, as many as the bounds allow."""
@@ -231,7 +233,8 @@ class Sighting:
             deletes_at=life.removed_at + grace_seconds if in_trash and life.removed_at is not None else None,
             held_by=_held_by(number, state) if in_trash else (),
             commands=lines.of_checkpoint(life),
-            timings=self._timings.get(number),
+            timings=(self._saves.get(number) or {}).get("timings"),
+            provenance=(self._saves.get(number) or {}).get("provenance"),
         )
 
     def _health(self, latest: Life | None, node: SeenNode) -> Health:

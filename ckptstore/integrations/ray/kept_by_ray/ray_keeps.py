@@ -149,7 +149,8 @@ class RayPublisher:
         beat()
         for name, data in self.beside().items():
             run.storage.write(attempt.key(name), [memoryview(data)])
-        manifest = manifest_of(request, attempt, contents, store_id=run.store_id(), world_size=run.worker.world_size)
+        store_id, world_size = run.store_id(), run.worker.world_size
+        manifest = manifest_of(request, attempt, contents, run.config, store_id=store_id, world_size=world_size)
         try:
             write_manifest(run.storage, run.config, attempt, contents, manifest.encode())
         except StorageError as error:

@@ -14,7 +14,7 @@ from ckptstore.runtime.extras import not_installed
 from ckptstore.runtime.shown import printable, show_size
 from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import as_json, storage_option
-from ckptstore.tools.cli.output import checkpoint_json, echo_table, print_json
+from ckptstore.tools.cli.output import checkpoint_json, echo_table, print_json, provenance_texts
 from ckptstore.tools.cli.targets import opened_checkpoint
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class FileDifference:
 @storage_option
 @as_json
 def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Compare two checkpoints: metrics, metadata, files, tensors.
+    """Compare two checkpoints: metrics, metadata, the programs that saved them, files, tensors.
 
     A and B are TARGETs of one store or of two. A delta is B minus A. Files and tensors are compared by size and digest.
     Tensors below 1 MiB share their digests with others, so they may be read. A larger tensor is "unknown" if it has no
@@ -58,6 +58,7 @@ def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_js
         files = file_differences(first, second)
         metrics = differences(first.metrics, second.metrics)
         metadata = differences(flat(first.metadata), flat(second.metadata))
+        provenance = differences(provenance_texts(first), provenance_texts(second))
         num_equal = len(first.files) - sum(item.a_bytes is not None for item in files)
         tensors, num_equal_tensors, not_compared = compared_tensors(first, second, values=values)
         if as_json:
@@ -73,11 +74,13 @@ def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_js
                 num_equal_tensors=num_equal_tensors,
                 metrics=[{"name": item.name, "a": item.a, "b": item.b} for item in metrics],
                 metadata=[{"name": item.name, "a": item.a, "b": item.b} for item in metadata],
+                provenance=[{"name": item.name, "a": item.a, "b": item.b} for item in provenance],
             )
             return
         _echo_header(first, second)
         _echo_values("metric", metrics)
         _echo_values("metadata", metadata)
+        _echo_values("provenance", provenance)
         if files:
             echo_table(("file", "change", "a", "b", "b - a"), [_file_row(item) for item in files])
         click.echo(f"files: {len(files)} differ, {num_equal} equal")

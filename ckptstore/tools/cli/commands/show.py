@@ -25,6 +25,7 @@ from ckptstore.tools.cli.output import (
     echo_table,
     print_json,
     printing_skipped,
+    provenance_texts,
     show_metrics,
     show_time,
 )
@@ -78,7 +79,9 @@ def command(
         if as_json:
             on_node = _files_on_node(checkpoint)
             files = [_to_json(receipt, on_node) for receipt in checkpoint.files]
+            provenance = checkpoint.provenance
             more: dict[str, Any] = {"is_durable": checkpoint.is_durable}
+            more["provenance"] = None if provenance is None else provenance.to_json()
             more |= {} if tensors is None else {"tensors": [asdict(tensor) for tensor in tensors]}
             more |= {} if timings is None else {"timings": timings.to_json()}
             print_json(checkpoint=checkpoint_json(checkpoint), metadata=checkpoint.metadata, files=files, **more)
@@ -143,6 +146,7 @@ def _echo_fields(checkpoint: Checkpoint) -> None:
         "metrics": show_metrics(checkpoint.metrics),
     }
     fields |= {f"metadata.{name}": _shortened(value) for name, value in checkpoint.metadata.items()}
+    fields |= provenance_texts(checkpoint)
     echo_fields(fields)
 
 

@@ -126,6 +126,11 @@ function details(store, checkpoint) {
   say("held by", (checkpoint.held_by ?? []).join("; "));
   say("resumed by job", checkpoint.resumed_by.join(", "));
   say("refers to files of", (checkpoint.bases ?? []).map((number) => `number ${number}`).join(", "));
+  const { provenance } = checkpoint;
+  say("commit", provenance?.commit && `${provenance.commit}${provenance.is_dirty ? ", and changes that are not in it" : ""}`);
+  say("command line", provenance?.argv?.join(" "));
+  say("versions", Object.entries(provenance?.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", "));
+  say("hosts", provenance?.num_hosts);
   const metrics = Object.keys(checkpoint.metrics).map((name) => [name, metricOf(checkpoint, name)]);
   for (const [name, value] of metrics) say(name, `${value}${checkpoint.best_of.includes(name) ? " (best)" : ""}`);
   const lines = Object.entries(checkpoint.commands).map(([name, line]) => copyLine(name, line, `copy/${checkpoint.number}/${name}`));
