@@ -10,7 +10,7 @@ from ckptstore.boundary import boundary
 from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import store_of
-from ckptstore.job import Job
+from ckptstore.job import Job, Tier
 from ckptstore.log import Log
 from ckptstore.retention import KeepAll, Missing, Policy
 from ckptstore.storage.uri import parse_uri
@@ -59,12 +59,10 @@ def open_store(
         rank_timeout_seconds: how long a rank may give no sign of life (280).
         memory_budget_bytes: the most memory that transfers of this process take for buffers (512 MiB).
         single_writer: promise that no other job ever writes, for storages without create-if-absent.
-        num_prefixes: over how many directories the ranks spread the files of a state checkpoint, for storages that
-            limit the requests per second for each prefix (1).
+        num_prefixes: over how many directories the ranks spread a state, where requests per prefix are limited (1).
         compare_every: the number of saves of a state between comparisons of the data that all ranks must have in common
             (16). The first save, and any of a new structure, always compares it.
-        provenance: whether manifests say what saved them: the commit and command line of the program, without secrets,
-            the versions of its packages, and the number of hosts (True).
+        provenance: whether manifests say what program saved them: commit, command line, packages, hosts (True).
         fast: save states to disks of the nodes first, and bring them into the store behind the training.
 
     Raises InvalidInput for an unknown scheme or a bad value, and for the directory of a checkpoint in a store.
@@ -74,10 +72,12 @@ def open_store(
     policy = KeepAll() if retention is None else retention
     if not isinstance(policy, Policy):
         raise InvalidInput(f"retention is {retention!r}, it is a policy such as KeepLatest(3)")
+    tier: Tier | None = None
     if fast is not None:
-        from ckptstore.fast.guest import check_tier
+        from ckptstore.fast.guest import Guest, check_tier
 
         check_tier(fast)
+        tier = Guest(fast)
     root = parse_uri(uri).uri
     if (store := store_of(root)) is not None:
         raise InvalidInput(f"{root} is a checkpoint, not a store", hint=f"Its store is {store}")
@@ -99,9 +99,6 @@ def open_store(
         policy=policy,
         missing=missing,
         given_group=group,
+        tier=tier,
     )
-    if fast is not None:
-        from ckptstore.fast.guest import Guest
-
-        job.tier = Guest(fast)
     return CheckpointStore(job)
