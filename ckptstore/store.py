@@ -91,6 +91,7 @@ class CheckpointStore(Catalogue):
         incremental: Incremental = False,
         allow_pickle: bool = False,
         stock_readable: StockReadable = "auto",
+        dtype: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Save a state from all ranks at once. Collective; returns, or raises, as `save_directory` does.
 
@@ -105,15 +106,17 @@ class CheckpointStore(Catalogue):
                 to 10,000 plain values in dicts and lists.
 
         A tensor that all ranks hold is written once, split over them. A small tensor or a value that differs between
-        ranks is stored for each rank. Raises InvalidState, with the key, for a value that cannot be stored.
+        ranks is stored for each rank. Raises InvalidState, with the key, for a value that cannot be stored, and for a
+        number that its dtype of `dtype` cannot hold; InvalidInput for a pattern that casts nothing.
         """
         from ckptstore.saving.state_shard import StateOptions
         from ckptstore.saving.transaction import checked
 
         clock = self._clock()
         job = self._in_turn(max_failures=0)
-        request = checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
-        options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
+        options = StateOptions.of(dtype, incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
+        more = {"metrics": metrics, "metadata": metadata, "exists": exists, **options.agreed}
+        request = checked(job.group, kind="state", step=step, **more)
         return self._saved(self._state_saver.save(state, request, options=options, clock=clock))
 
     def save_async(
@@ -127,6 +130,7 @@ class CheckpointStore(Catalogue):
         incremental: Incremental = False,
         allow_pickle: bool = False,
         stock_readable: StockReadable = "auto",
+        dtype: Mapping[str, Any] | None = None,
         on_busy: OnBusy = "wait",
         max_failures: int = 0,
     ) -> PendingSave:
@@ -151,8 +155,9 @@ class CheckpointStore(Catalogue):
 
             return PendingSave(step, skipped=True, stalled_seconds=clock.elapsed_seconds)
         job = self._in_turn(max_failures=max_failures)
-        request = checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
-        options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
+        options = StateOptions.of(dtype, incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
+        more = {"metrics": metrics, "metadata": metadata, "exists": exists, **options.agreed}
+        request = checked(job.group, kind="state", step=step, **more)
         return self._state_saver.save_async(
             state, request, self._saved, options=options, max_failures=max_failures, clock=clock
         )

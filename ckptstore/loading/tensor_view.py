@@ -29,6 +29,8 @@ class StoredTensor:
     """The files that hold those parts."""
     is_per_rank: bool
     """True if each rank had its own; then dtype and shape are the lowest rank's."""
+    live_dtype: str
+    """The dtype that it had in the state, and has again after a load. It differs from `dtype` if the save cast it."""
 
 
 class StoredTensors(Mapping[str, StoredTensor]):
@@ -56,6 +58,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
             ranks=tuple(sorted({manifest.by_name[name].rank for name in names})),
             files=tuple(names),
             is_per_rank=bool(own),
+            live_dtype=entry.restored.dtype,
         )
 
     def __iter__(self) -> Iterator[str]:

@@ -15,7 +15,8 @@ from ckptstore.state.read.stored import read_whole
 def weights_of(
     checkpoint: Checkpoint, *, include: str | Sequence[str] | None, strip_prefix: str
 ) -> dict[str, torch.Tensor]:
-    """Read tensors of a state checkpoint into host memory, by the names that an export gives them.
+    """Read tensors of a state checkpoint into host memory, by the names that an export gives them, in the dtypes that
+    they had in the state.
 
     Where ranks differ, the lowest rank's value is taken, as in an export. Tied names have one tensor. Every block is
     checked. Raises InvalidInput where nothing fits, InvalidState for a directory, CheckpointDamaged.
@@ -25,6 +26,6 @@ def weights_of(
         stored = open_alone(files)
         saved = stored.saved(lambda key: False)
         selection = select(saved, include=include, strip_prefix=strip_prefix, paths={})
-        found = read_whole(stored, {source: stored.entry(source) for source in selection.sources.values()})
+        found = read_whole(stored, {source: stored.entry(source).restored for source in selection.sources.values()})
         fits = fitting(include)  # but for tensors inside of values
         return {selection.name_of(key): found[source] for key, source in selection.sources.items() if fits(key)}

@@ -178,6 +178,8 @@ def manifest_of(
 ) -> Manifest:
     """Build the manifest of the attempt. Call it right before writing, so that the timings are complete."""
     extra: dict[str, Any] = {} if contents.timings is None else {"timings": contents.timings().to_json()}
+    if contents.casts:
+        extra["casts"] = dict(contents.casts)
     if config.provenance:
         from ckptstore.program import provenance
 

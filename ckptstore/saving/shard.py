@@ -5,7 +5,7 @@ A transaction (`ckptstore.saving.transaction`) is the same for every kind of che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ckptstore.format.layout import Attempt
@@ -36,6 +36,8 @@ class Contents(NamedTuple):
     """The attempts of live checkpoints that this one builds on, beside those in which its files lie."""
     timings: Callable[[], Timings] | None = None
     """A function that builds the timings of the save, called for the manifest; None if they are unknown."""
+    casts: Mapping[str, str] = {}
+    """The dtypes in which tensors are stored that have another one in the state, by patterns of keys."""
     num_hosts: int | None = None
     """The number of hosts that the ranks run on; None if it is unknown."""
 

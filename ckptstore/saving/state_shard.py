@@ -18,14 +18,17 @@ from ckptstore.format.manifest import Receipt
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.saving.shard import Contents, Decision
+from ckptstore.state.index.items import Structure
 from ckptstore.state.index.outline import INDEX_NAME, part_name
 from ckptstore.state.index.part import Part
 from ckptstore.state.index.tensor_index import TensorIndex, check_files, layout_digest, values_layout
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.device import LaunchedWork
+from ckptstore.state.tensors.placement import name_of
 from ckptstore.state.tensors.segments import SegmentSource
 from ckptstore.state.write.agree import Agreement, is_settled
 from ckptstore.state.write.assignment import RankPlan, SaveMemo
+from ckptstore.state.write.casts import Rules, check_rules, rules_of
 from ckptstore.state.write.describe import Described, describe
 from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.write.outlining import RankTold
@@ -49,6 +52,8 @@ class StateOptions:
     """The options of a save of a state."""
 
     allow_pickle: bool = False
+    casts: Rules = ()
+    """The dtypes in which tensors are stored, by patterns."""
     stock_readable: StockReadable = "auto"
     """True to make it readable for stock DCP, with plain values stored twice and `.metadata`; "auto" to do so up to
     200,000 chunks and values, and up to 10,000 values in dicts and lists."""
@@ -64,6 +69,20 @@ class StateOptions:
     compare_every: int = 16
     """The interval, in saves, at which the data that ranks must have in common is compared; a new structure always is.
     0 means never, as in a warm-up, which saves nothing."""
+
+    @staticmethod
+    def of(
+        dtype: object, incremental: Incremental, *, allow_pickle: bool, stock_readable: StockReadable
+    ) -> StateOptions:
+        """Return the options of a call of `save`. Raises InvalidInput for a `dtype` that is no mapping of dtypes."""
+        return StateOptions(
+            casts=rules_of(dtype), incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable
+        )
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """The options that must be the same on all ranks."""
+        return {"dtype": {pattern: name_of(dtype) for pattern, dtype in self.casts}} if self.casts else {}
 
 
 class Before(NamedTuple):
@@ -122,7 +141,8 @@ class StateShard:
         options, flat = self._options, self._collect()
         can = options.incremental == "reference" or isinstance(self._storage, Disk | CopiesInside)
         before = self._before.find() if options.incremental and can else None
-        found = describe(flat, compare=self._world_size > 1, allow_pickle=options.allow_pickle)
+        compare = self._world_size > 1
+        found = describe(flat, compare=compare, allow_pickle=options.allow_pickle, rules=options.casts)
         return Looked(flat, found, before)
 
     def describe(self) -> bytes:
@@ -144,6 +164,7 @@ class StateShard:
         """Leader: see `Shard.decide`. Raises InvalidState if a key is something else on another rank."""
         may_be_less = bool(self._options.incremental)
         if self._world_size == 1:
+            check_rules(self._options.casts, Structure.of(self._looked.found.items))
             return Decision(b"", self._looked.found.size_bytes, may_be_less)
         if self._agreement is not None:
             check_copies(descriptions)
@@ -153,6 +174,8 @@ class StateShard:
             may_spread=self._options.stock_readable is not True,
             compare_every=self._options.compare_every,
         )
+        if is_settled(told):
+            check_rules(self._options.casts, *self._negotiator.structures.structures)
         return Decision(told, self._negotiator.size_bytes if is_settled(told) else None, may_be_less)
 
     def hear(self, told: bytes) -> None:
@@ -336,13 +359,14 @@ class StatePlan:
                 )
                 written |= {} if metadata is None else {DCP_METADATA_NAME: metadata}
         beat()
+        casts = self.options.agreed.get("dtype", {})
         if not isinstance(self.storage, Disk):
-            return Contents([*receipts, *self._add(written, attempt)])
+            return Contents([*receipts, *self._add(written, attempt)], casts=casts)
         for name, data in written.items():
             self.storage.write(attempt.key(name), [memoryview(data)])
             digest = Digest.of(data, algorithm=self.options.algorithm)
             receipts.append(Receipt(name, len(data), digest, self.rank))
-        return Contents(receipts, pending=list(written))
+        return Contents(receipts, pending=list(written), casts=casts)
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
         """Link files of the checkpoint before, or copy them inside the storage, and return their receipts.

@@ -35,7 +35,7 @@ def fields(value: object) -> set[str]:
         return {name for item in value for name in fields(item)}
     if not isinstance(value, dict):
         return set()
-    chosen = {"metrics", "metadata", "reasons", "bases", "later"}
+    chosen = {"metrics", "metadata", "reasons", "bases", "later", "versions", "casts"}
     return set(value) | {name for key, item in value.items() if key not in chosen for name in fields(item)}
 
 

@@ -61,6 +61,8 @@ class Item(NamedTuple):
     """SHARD and MESH: the rule by which ranks have it, in torch's numbers of the ranks; None without a rule."""
     member: int = -1
     """Torch's number of this rank, if it has a layout; -1 for a rank outside of the mesh."""
+    live: str = ""
+    """The dtype of the tensor itself, if it is stored in another one."""
     digest: bytes = b""
     """COMPARE and VALUE: the fingerprint of the content. The last field, for `without_digests`."""
 
@@ -97,6 +99,7 @@ class Row(NamedTuple):
     group: int
     layout: int = 0
     """The place in the layouts of the structure, counted from 1; 0 without a layout."""
+    live: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ class Structure:
         rows = tuple(
             Row(
                 item.key, int(item.mode), item.dtype, item.shape, item.tied_to, item.owner, item.group,
-                place(item.layout),
+                place(item.layout), item.live,
             )
             for item in items
         )  # fmt: skip

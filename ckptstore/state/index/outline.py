@@ -131,6 +131,11 @@ class Outline:
         """The tensors in the order of keys. One that differs between ranks is the lowest rank's."""
         return self._table[0]
 
+    @cached_property
+    def live(self) -> Mapping[str, str]:
+        """The dtypes that tensors had in the state, for the keys of those that are stored in another one."""
+        return {tensor.key: tensor.live for tensor in self.tensors if tensor.live}
+
     @property
     def layouts(self) -> tuple[MeshLayout, ...]:
         """The rules by which ranks have tensors."""
@@ -222,7 +227,12 @@ class Outline:
 def encode_table(tensors: Sequence[Tensor], layouts: Sequence[MeshLayout] = ()) -> bytes:
     """Return the `table` of an outline: its tensors, in the order of keys, and the layouts that they have."""
     rows = [(tensor.key, tensor.dtype, tensor.shape, tensor.layout) for tensor in tensors]
-    return _deflated({"layouts": [layout.to_json() for layout in layouts], "tensors": rows})
+    live: dict[str, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.live:
+            live.setdefault(tensor.live, []).append(place)
+    casts = {"live": live} if live else {}
+    return _deflated({"layouts": [layout.to_json() for layout in layouts], "tensors": rows, **casts})
 
 
 @contextmanager
@@ -268,6 +278,8 @@ def _checked(content: Mapping[str, Any], table: bytes) -> Outline:
 def _checked_table(content: Mapping[str, Any], outline: Outline) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...]]:
     layouts = tuple(MeshLayout.from_json(value, num_ranks=outline.world_size) for value in content["layouts"])
     tensors = _tensors(content["tensors"], len(layouts), outline.own)
+    if "live" in content:
+        tensors = _with_live(tensors, content["live"])
     keys = [tensor.key for tensor in tensors]
     if not all(map(lt, keys, keys[1:])):
         raise ValueError("its keys are not in order")
@@ -295,8 +307,20 @@ def _tensors(rows: Sequence[Sequence[Any]], num_layouts: int, own: Collection[st
         raise ValueError("a tensor has a layout that is none")
     forms = [_form(dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     flags = [PER_RANK if key in own else 0 for key in keys] if own else repeat(0)
-    columns = zip(keys, *zip(*forms, strict=True), flags, layouts, strict=False)  # `repeat` has no end
+    columns = zip(keys, *zip(*forms, strict=True), flags, layouts, repeat(""), strict=False)  # `repeat` has no end
     return tuple(map(Tensor._make, columns))
+
+
+def _with_live(tensors: Sequence[Tensor], live: Mapping[str, Sequence[int]]) -> tuple[Tensor, ...]:
+    """Return the tensors with the dtypes that they had, from their places by dtype."""
+    found = list(tensors)
+    for dtype, places in live.items():
+        for place in places:
+            at = _number(place, 0, len(tensors))
+            if dtype not in DTYPES or DTYPES[dtype][1] <= DTYPES[found[at].dtype][1]:
+                raise ValueError("a tensor was cast from a dtype that cannot be")
+            found[at] = found[at]._replace(live=dtype)
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096, typed=True)  # thousands of tensors are alike

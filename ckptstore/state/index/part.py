@@ -63,6 +63,8 @@ class Tensor(NamedTuple):
     layout: int = 0
     """The place in the layouts of an outline, counted from 1; 0 without a layout: then every rank has all of it, one
     rank has, or no rule says who has what."""
+    live: str = ""
+    """The dtype that it had in the state that was saved, if it is stored in another one; outlines alone know it."""
 
     @property
     def per_rank(self) -> bool:
@@ -73,6 +75,11 @@ class Tensor(NamedTuple):
     def beside_value(self) -> bool:
         """True if it belongs to a plain value, and is no key of the state."""
         return bool(self.flags & BESIDE_VALUE)
+
+    @property
+    def restored(self) -> Tensor:
+        """The tensor as it was in the state that was saved."""
+        return self._replace(dtype=self.live, live="") if self.live else self
 
     @property
     def form(self) -> tuple[str, Sizes]:

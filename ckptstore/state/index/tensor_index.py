@@ -128,6 +128,8 @@ class TensorIndex:
             outline = self.outline
             if outline and not entry.beside_value and not (entry.per_rank and entry.key in outline.own):
                 raise CheckpointDamaged(f"the outline has no tensor {entry.key} as rank {rank} has it")
+            if outline and not entry.beside_value:
+                entry = entry._replace(live=outline.live.get(entry.key, ""))
             self._entries.append(entry)
             self._entry_ranks.append(rank)
         elif self._entries[known][:4] != entry[:4]:  # only an outline has layouts
@@ -427,7 +429,7 @@ def _entries_of(part: Part) -> list[Tensor]:
         known[dims, at] = tuple(numbers[at + dims : at + 2 * dims])
     shapes = map(known.__getitem__, zip(columns[1], columns[3], strict=True))
     names = map(DTYPE_NAMES.__getitem__, columns[0])
-    return list(map(Tensor._make, zip(part.names, names, shapes, columns[2], repeat(0), strict=False)))
+    return list(map(Tensor._make, zip(part.names, names, shapes, columns[2], repeat(0), repeat(""), strict=False)))
 
 
 def are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:

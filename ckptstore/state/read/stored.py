@@ -82,6 +82,8 @@ class StoredState:
         with collector_paused():
             tied, left_out = self.index.aliases, skipped.union(self.index.aliases)
             tensors = self.index.tensors
+            if (outline := self.index.outline) is not None and outline.live:
+                tensors = {key: entry.restored for key, entry in tensors.items()}
             if left_out or not self.index.is_common:
                 tensors = {
                     key: entry
@@ -93,7 +95,8 @@ class StoredState:
 
     def _as_taken(self, lowest: Tensor) -> Tensor | None:
         """Return this rank's entry of a tensor, from the lowest rank's."""
-        return self.index.entry(lowest.key, self.source_rank(lowest.key)) if lowest.per_rank else lowest
+        own = self.index.entry(lowest.key, self.source_rank(lowest.key)) if lowest.per_rank else lowest
+        return own and own.restored
 
     def entry(self, key: str) -> Tensor:
         """Return this rank's entry of a tensor. Raises CheckpointDamaged for one that the index lacks."""
@@ -201,7 +204,7 @@ class StoredState:
             entry = self.index.entry(name, rank)
             if entry is None:
                 raise CheckpointDamaged(f"the checkpoint has no tensor {name!r}, to which {key!r} refers")
-            tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
+            tensor = torch.empty(entry.shape, dtype=entry.restored.torch_dtype, device="cpu")
             self._fill([(name, rank, pieces_of(tensor, name))])
             return tensor
 
@@ -267,13 +270,14 @@ class StoredState:
         entry = self.index.entry(source, rank)
         dtype, shape = dtype_and_shape(tensor)
         wanted_dtype = name_of(dtype)
-        if entry is None or entry.form != (wanted_dtype, shape):
+        if entry is None or (wanted_dtype, shape) not in (entry.form, entry.restored.form):
             has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
             raise StateMismatch(f"{name} is {wanted_dtype} {shape}, the checkpoint has {has}")
         return source, rank, pieces_of(tensor, name)
 
     def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
-        """Read boxes of stored tensors, each into memory of its shape and dtype. Raises CheckpointDamaged."""
+        """Read boxes of stored tensors, each into memory of its shape and dtype, the stored one or the one that it had
+        in the state. Raises CheckpointDamaged."""
         self._fill([(key, self.source_rank(key), [Piece(box, memory)]) for key, box, memory in wanted])
 
     def whole_index(self) -> TensorIndex:
@@ -301,16 +305,40 @@ class StoredState:
         run: RunSteps = run_steps,
         small: SmallTensors | None = None,
     ) -> None:
+        stored: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
-            run(self._steps(wanted, small), self.read, buffer_bytes=self.buffer_bytes)
+            run(self._steps(wanted, stored, small), self.read, buffer_bytes=self.buffer_bytes)
+            for tensor, memory in stored:
+                tensor.copy_(memory)
+
+    def _in_stored_dtype(
+        self, source: str, rank: int, pieces: list[Piece], stored: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[str, int, list[Piece]]:
+        """Return what to read for pieces of a tensor: new memory on the host for those that it was cast from."""
+        entry = self.index.entry(source, rank)
+        if entry is None or not entry.live:
+            return source, rank, pieces
+        found = []
+        for box, tensor in pieces:
+            memory = tensor
+            if tensor.dtype != entry.torch_dtype:
+                check_memory(tensor, source)
+                memory = torch.empty(tensor.shape, dtype=entry.torch_dtype, device="cpu")
+                stored.append((tensor, memory))
+            found.append(Piece(box, memory))
+        return source, rank, found
 
     def _steps(
-        self, wanted: Iterable[tuple[str, int, list[Piece]]], small: SmallTensors | None = None
+        self,
+        wanted: Iterable[tuple[str, int, list[Piece]]],
+        stored: list[tuple[torch.Tensor, torch.Tensor]],
+        small: SmallTensors | None = None,
     ) -> Iterator[Step]:
-        """Yield the steps of a read. All that can fail comes after the first is asked for, where `run` is prepared."""
+        """Yield the steps of a read. Note in `stored` the memory that takes the place of tensors of another dtype. All
+        that can fail comes after the first is asked for, where `run` is prepared."""
         # Some classes of tensors cannot be detached in inference mode, in which the reads are.
         with collector_paused(), torch.inference_mode(False):
-            pieces_of_all = list(wanted)
+            pieces_of_all = [self._in_stored_dtype(*one, stored) for one in wanted]
         self._know(pieces_of_all)
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
         with collector_paused(), torch.inference_mode(False):

@@ -16,9 +16,11 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from ckptstore.errors import InvalidState
 from ckptstore.state.tensors.boxes import Box, boxes_of_range
 from ckptstore.state.tensors.dense import copy_bytes
 from ckptstore.state.tensors.frames import Template
+from ckptstore.state.tensors.placement import name_of
 from ckptstore.state.tensors.tensor_memory import as_bytes, is_plain_memory, view_of
 from ckptstore.transfer.sources import Read
 
@@ -46,19 +48,25 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A tensor whose bytes do not simply lie in host memory."""
+    """A tensor whose bytes do not simply lie in host memory, or that is stored in another dtype."""
 
     tensor: torch.Tensor
+    cast: torch.dtype | None = None
+    """The dtype in which it is stored; None if that is its own."""
+    key: str = ""
+    """The key of a tensor that is cast, for errors."""
     memory: None = None
 
     @property
     def size_bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.tensor.numel() * (self.cast or self.tensor.dtype).itemsize
 
     def fill(self, offset: int, target: memoryview) -> None:
-        """Copy the elements that cover the range to the host."""
-        bits = bits_of(self.tensor)
-        element_bytes = bits.element_size()
+        """Copy the elements that cover the range to the host. Raises InvalidState if the dtype to store them in cannot
+        hold one."""
+        bits = bits_of(self.tensor) if self.cast is None else self.tensor
+        dtype = self.cast or bits.dtype
+        element_bytes = dtype.itemsize
         first, last = offset // element_bytes, -(-(offset + len(target)) // element_bytes)
         before, after = offset - first * element_bytes, last * element_bytes - offset - len(target)
         if before or after:  # it begins or ends inside of an element
@@ -66,11 +74,33 @@ class Copied:
             self.fill(first * element_bytes, whole)
             target[:] = whole[before : len(whole) - after]
             return
-        flat = torch.frombuffer(target, dtype=torch.uint8).view(bits.dtype)
+        flat = torch.frombuffer(target, dtype=torch.uint8).view(dtype)
         done = 0
         for box in boxes_of_range(tuple(bits.shape), first, last):
-            flat[done : done + box.volume].view(box.sizes).copy_(narrowed(bits, box))
+            made, part = flat[done : done + box.volume].view(box.sizes), narrowed(bits, box)
+            made.copy_(part)
+            if self.cast is not None:
+                check_range(self.key, part, made)
             done += box.volume
+
+
+def check_range(key: str, tensor: torch.Tensor, made: torch.Tensor) -> None:
+    """Raise InvalidState if a number of a tensor is beyond what the dtype of its cast can hold. Infinities and NaN may
+    be cast to dtypes that have them."""
+    if not made.numel():
+        return
+    if made.dtype.itemsize > 1 and all(map(torch.isfinite, made.aminmax())):  # one quick look, which a NaN fails
+        return
+    was, stored = tensor.detach().cpu().double(), made.cpu().double()
+    lost = (was.isfinite() != stored.isfinite()) | (was.isnan() != stored.isnan())
+    if made.dtype.itemsize == 1:  # which may end at the largest number
+        lost |= was.isfinite() & (was.abs() > torch.finfo(made.dtype).max)
+    if lost.any():
+        is_narrow = torch.finfo(made.dtype).max < torch.finfo(torch.bfloat16).max
+        raise InvalidState(
+            f"{key} has the number {float(was[lost][0]):.6g}, which {name_of(made.dtype)} cannot hold",
+            hint=f"Take it out of dtype{', or give bfloat16, which has the range of float32' if is_narrow else ''}",
+        )
 
 
 class SlabLayout:
@@ -184,7 +214,9 @@ def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))]
 
 
-def payload_segment(tensor: torch.Tensor) -> Segment:
+def payload_segment(tensor: torch.Tensor, cast: torch.dtype | None = None, key: str = "") -> Segment:
+    if cast is not None:
+        return Copied(tensor, cast, key)
     return Bytes(view_of(tensor), keeps=tensor) if is_plain_memory(tensor) else Copied(tensor)
 
 

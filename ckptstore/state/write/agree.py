@@ -293,9 +293,18 @@ def _differing(digests: list[bytes]) -> list[int]:
 def _different_signatures(structures: list[Structure], classes: tuple[int, ...]) -> set[str]:
     """Return the keys that are whole on every rank that has them, but not the same thing."""
     first: dict[str, tuple[int, Any]] = {}
+    live: dict[str, tuple[str, int]] = {}
     differs = set()
     for number, structure in enumerate(structures):
-        for key, *signature in (list[Any](row[:4]) for row in structure.rows):
+        for row in structure.rows:
+            key, *signature = list[Any](row[:4])
+            if live.setdefault(key, (row.dtype and row.live, number))[0] != row.live and row.dtype:
+                ranks = classes.index(live[key][1]), classes.index(number)
+                raise InvalidState(
+                    f"{key} is {live[key][0] or row.dtype} on rank {ranks[0]} and {row.live or row.dtype} on rank "
+                    f"{ranks[1]}, is stored as {row.dtype}, and a load could give back one of them alone",
+                    ranks=ranks,
+                )
             other, known = first.setdefault(key, (number, signature))
             if known == signature:
                 continue

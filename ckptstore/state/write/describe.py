@@ -32,6 +32,7 @@ from ckptstore.state.tensors.placement import (
 )
 from ckptstore.state.tensors.tensor_memory import bytes_of, check_memory
 from ckptstore.state.tensors.wrapped import Wrapped
+from ckptstore.state.write.casts import Rules, casts_of
 
 
 @dataclass(slots=True)
@@ -47,7 +48,9 @@ class Described:
     own: frozenset[str] = frozenset()
     """The keys that were marked as each rank's own."""
     dense: dict[str, Dense] = field(default_factory=dict)
-    """The memory of the tensors that are dense."""
+    """The memory of the tensors that are dense, but for those that are cast."""
+    casts: dict[str, torch.dtype] = field(default_factory=dict)
+    """The dtypes in which tensors are stored that have another one in memory."""
 
     @property
     def size_bytes(self) -> int:
@@ -55,12 +58,15 @@ class Described:
 
 
 @collector_paused()
-def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> Described:
-    """Describe a flat state. With `compare` there are other ranks, so that digests are needed.
+def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False, rules: Rules = ()) -> Described:
+    """Describe a flat state. With `compare` there are other ranks, so that digests are needed. `rules` say which
+    tensors are cast.
 
     Raises InvalidState, with the key, for anything that cannot be stored.
     """
-    found = Described(dense=flat.dense)
+    casts = casts_of(flat, rules)
+    dense = {key: one for key, one in flat.dense.items() if key not in casts} if casts else flat.dense
+    found = Described(dense=dense, casts=casts)
     marked = flat.own | {first for key, first in flat.aliases.items() if key in flat.own}  # one memory, one fate
     for key, value in flat.values.items():
         if key in marked and isinstance(value, Wrapped) and value.label.part is not None:
@@ -77,6 +83,11 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
     if marked:
         kinds = (Mode.COMPARE, Mode.VALUE)
         found.own = frozenset(item.key for item in found.items if item.key in marked and item.mode in kinds)
+    if casts:
+        found.items = [
+            item._replace(dtype=name_of(casts[item.key]), live=item.dtype) if item.key in casts else item
+            for item in found.items
+        ]
     if compare and found.values:
         _fill_value_digests(found)
     found.items.sort(key=itemgetter(0))

@@ -195,7 +195,7 @@ class Outliner:
             return 0 if layout is None else places.setdefault(layout, len(places) + 1)
 
         tensors = [
-            Tensor(key, row.dtype, row.shape, layout=place(self._layout_of(row, number)))
+            Tensor(key, row.dtype, row.shape, layout=place(self._layout_of(row, number)), live=row.live)
             for key, row, number in self._tensors
         ]
         return encode_table(tensors, tuple(places))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.format.digest import BLOCK_BYTES, DEFAULT, Digest
+from ckptstore.format.digest import BLOCK_BYTES, DEFAULT, Digest, fingerprint
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import spread_directory
 from ckptstore.runtime.collector import collector_paused
@@ -35,6 +35,7 @@ from ckptstore.state.tensors.segments import (
     Slab,
     SlabLayout,
     bits_of,
+    check_range,
     narrowed,
     payload_segment,
 )
@@ -72,6 +73,8 @@ class Placed(NamedTuple):
     offset: int
     size_bytes: int
     tensor: torch.Tensor
+    cast: torch.dtype | None = None
+    """The dtype in which it is stored; None if that is its own."""
 
 
 class SmallPlaced(Sequence[Placed]):
@@ -117,13 +120,15 @@ class ShardFile:
         """All tensors, in their order."""
         return chain(self.small or (), self.placed)
 
-    def add_large(self, key: str, box: Box, made: Template, tensor: torch.Tensor) -> None:
-        """Add one tensor, with its payload aligned."""
+    def add_large(
+        self, key: str, box: Box, made: Template, tensor: torch.Tensor, cast: torch.dtype | None = None
+    ) -> None:
+        """Add one tensor, with its payload aligned, in the dtype `cast` if there is one."""
         gap = -(self.size_bytes + len(made.header)) % ALIGN_BYTES
         self.add(Bytes(memoryview(bytes(gap) + made.header)))
-        self.placed.append(Placed(key, box, self.size_bytes, made.payload_bytes, tensor))
+        self.placed.append(Placed(key, box, self.size_bytes, made.payload_bytes, tensor, cast))
         self.regions.append((self.size_bytes, made.payload_bytes))
-        self.add(payload_segment(tensor))
+        self.add(payload_segment(tensor, cast, key))
         self.add(Bytes(memoryview(made.trailer)))
 
 
@@ -165,7 +170,7 @@ class ShardFiles:
         """Files of the checkpoint before that are taken over, with those of their chunks that are still current."""
         frames = self._frames()
         if incremental:
-            self._digests = {(key, box): digest_of(tensor) for key, box, _, tensor in frames}
+            self._digests = {(key, box): self._digest_of(key, tensor) for key, box, _, tensor in frames}
             self.kept = before.still_good(self._digests, algorithm=algorithm) if before else []
         held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
         frames = [frame for frame in frames if frame[:2] not in held] if held else frames
@@ -182,8 +187,17 @@ class ShardFiles:
             frame_bytes = frame[2].size_bytes
             if filled + frame_bytes // 2 > share and at + 1 < len(self.files):
                 at, filled = at + 1, 0
-            self.files[at].add_large(*frame)
+            key, box, made, tensor = frame
+            cast = described.casts.get(key)
+            if cast is not None and not _is_lazy(tensor):
+                tensor, cast = cast_now(key, tensor, cast), None
+            self.files[at].add_large(key, box, made, tensor, cast)
             filled += frame_bytes
+
+    def _digest_of(self, key: str, tensor: torch.Tensor) -> str:
+        """Return the fingerprint of the payload, which for a cast tensor follows from its own and the dtype."""
+        digest, cast = digest_of(tensor), self._described.casts.get(key)
+        return digest if cast is None else fingerprint(f"{digest} {cast}".encode()).hex()
 
     def _new_files(self, num_files: int) -> list[ShardFile]:
         taken = {file.receipt.name for file in self.kept}
@@ -192,14 +206,15 @@ class ShardFiles:
         return [ShardFile(next(free)) for _ in range(num_files)]
 
     def _frames(self) -> list[_Frame]:
-        items, memory = self._described.items, self._described.memory
+        items, memory, casts = self._described.items, self._described.memory, self._described.casts
 
         def make() -> list[tuple[str, int, Box, Box | None, Template]]:
             found = []
             for number, place, box in self._plan.writes:
                 item = items[number]
                 part = None if box == item.boxes[place] else inside(box, item.boxes[place])
-                found.append((item.key, place, box, part, template(memory[item.key][place].dtype, box.sizes)))
+                dtype = casts.get(item.key, memory[item.key][place].dtype)
+                found.append((item.key, place, box, part, template(dtype, box.sizes)))
             return found
 
         return [
@@ -210,6 +225,10 @@ class ShardFiles:
     def _slab(self, frames: Sequence[_Frame]) -> tuple[SmallPlaced, list[int]]:
         """Return the small tensors in their places, and their addresses, 0 for those that are not dense."""
         keys, boxes, templates, tensors = zip(*frames, strict=True)
+        if casts := self._described.casts:
+            tensors = tuple(
+                [cast_now(key, it, casts[key]) if key in casts else it for key, it in zip(keys, tensors, strict=True)]
+            )
         layout = self._plan.derive("slab", templates, lambda: SlabLayout(templates))
         dense = self._described.dense
         addresses = [
@@ -305,7 +324,7 @@ class ShardFiles:
         regions = iter(stored.block_digests)
         slab_digests = next(regions) if file.slab_bytes else b""
         chunks = []
-        for key, box, offset, size_bytes, _ in file.all_placed:
+        for key, box, offset, size_bytes, *_ in file.all_placed:
             blocks = b"" if offset < file.slab_bytes else next(regions)
             chunks.append(KeptChunk(key, box, offset, size_bytes, self._digests[key, box], blocks))
         receipt = Receipt(file.name, stored.size_bytes, stored.digest, self._rank, attempt=attempt)
@@ -317,6 +336,18 @@ class ShardFiles:
             return b""
         pairs = (f"{json.dumps(key)}:{self._described.values[key]}" for key in keys)
         return f"{{{','.join(pairs)}}}".encode()
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor that is cast stretch by stretch, without a copy of all of it, to the same bits."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def cast_now(key: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in another dtype, contiguous. Raises InvalidState for a number that it cannot hold."""
+    made = tensor.detach().to(dtype).resolve_neg().contiguous()
+    check_range(key, tensor, made)
+    return made
 
 
 def _num_files(size_bytes: int, num_files: int, shared_bytes: int) -> int:
@@ -360,9 +391,14 @@ class CopyCheck:
     def compare(self, copies: Sequence[memoryview]) -> None:
         """Compare with the copies of all files. Raises CkptstoreError, with the key, for one that differs."""
         for file, placed in self._every:
-            _refuse(placed, _elements(copies[file], placed), _as_elements(_plain(placed.tensor)))
+            _refuse(placed, _elements(copies[file], placed), _as_elements(_as_stored(placed, _plain(placed.tensor))))
         for file, placed, positions, values in self.samples:
-            _refuse(placed, _elements(copies[file], placed)[positions], _as_elements(values))
+            _refuse(placed, _elements(copies[file], placed)[positions], _as_elements(_as_stored(placed, values)))
+
+
+def _one_nan(elements: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    numbers = torch.from_numpy(np.array(elements)).view(dtype).float()
+    return np.where(numbers.isnan().numpy(), np.uint8(255), elements)
 
 
 def _in_turn(placed: Sequence[_T], turn: int, num_chosen: int) -> list[_T]:
@@ -401,11 +437,18 @@ def _as_elements(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _elements(copy: memoryview, placed: Placed) -> np.ndarray[Any, Any]:
     """Return the copied bytes of a tensor, a row for each element."""
-    tensor = placed.tensor
-    return np.frombuffer(copy, np.uint8, tensor.nbytes, placed.offset).reshape(-1, tensor.element_size())
+    element_bytes = (placed.cast or placed.tensor.dtype).itemsize
+    return np.frombuffer(copy, np.uint8, placed.size_bytes, placed.offset).reshape(-1, element_bytes)
+
+
+def _as_stored(placed: Placed, elements: torch.Tensor) -> torch.Tensor:
+    """Return elements of a tensor, as whole numbers, in the dtype in which it is stored."""
+    return elements if placed.cast is None else elements.view(placed.tensor.dtype).to(placed.cast)
 
 
 def _refuse(placed: Placed, copy: np.ndarray[Any, Any], original: np.ndarray[Any, Any]) -> None:
+    if placed.cast is not None:  # torch has several NaN, by the way that it takes
+        copy, original = (_one_nan(elements, placed.cast) for elements in (copy, original))
     if not np.array_equal(copy, original):
         tensor = placed.tensor
         raise CkptstoreError(

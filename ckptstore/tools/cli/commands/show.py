@@ -179,7 +179,7 @@ def _echo_tensors(tensors: list[StoredTensor]) -> None:
     rows = [
         (
             tensor.key,
-            tensor.dtype,
+            tensor.dtype if tensor.dtype == tensor.live_dtype else f"{tensor.dtype} of {tensor.live_dtype}",
             "x".join(map(str, tensor.shape)) or "scalar",
             show_size(tensor.size_bytes),
             _ranges(tensor.ranks) + (", each its own" if tensor.is_per_rank else ""),
