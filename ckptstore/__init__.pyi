@@ -7,6 +7,7 @@ from ckptstore.errors import AccessDenied as AccessDenied
 from ckptstore.errors import CacheError as CacheError
 from ckptstore.errors import CheckpointDamaged as CheckpointDamaged
 from ckptstore.errors import CheckpointGone as CheckpointGone
+from ckptstore.errors import CheckpointThinned as CheckpointThinned
 from ckptstore.errors import CkptstoreError as CkptstoreError
 from ckptstore.errors import FileMissing as FileMissing
 from ckptstore.errors import GroupMissing as GroupMissing
@@ -50,6 +51,7 @@ from ckptstore.retention import KeepBest as KeepBest
 from ckptstore.retention import KeepEvery as KeepEvery
 from ckptstore.retention import KeepLatest as KeepLatest
 from ckptstore.retention import KeepSince as KeepSince
+from ckptstore.retention import KeepWeights as KeepWeights
 from ckptstore.retention import KeepWithin as KeepWithin
 from ckptstore.saving.background import PendingSave as PendingSave
 from ckptstore.saving.health import StoreHealth as StoreHealth

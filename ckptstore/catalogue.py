@@ -19,6 +19,7 @@ from ckptstore.retention import Mode, Policy, Verdict, check_metric_exists, rank
 
 if TYPE_CHECKING:
     from ckptstore.loading.checkpoint_files import CheckpointFiles
+    from ckptstore.loading.thinning import ThinReport
     from ckptstore.upkeep.garbage import Garbage
     from ckptstore.upkeep.past_saves import SaveHistory
     from ckptstore.upkeep.prune import Trashed
@@ -165,7 +166,7 @@ class Catalogue:
         if newest is None:
             return []
         state = newest.state
-        records = self._job.log.annotated(self._job.log.readable(state.live), newest)
+        records = self._job.log.annotated(self._job.log.readable(state.in_order()), newest)
         entries = [
             Entry(
                 checkpoint=self._checkpoint(record),
@@ -260,7 +261,7 @@ class Catalogue:
         Raises CheckpointGone if it was deleted, InvalidMetric for a value that is no number and without any,
         InvalidInput for a checkpoint that is not in this store, StoreFenced in a job that was fenced.
         """
-        from ckptstore.upkeep.annotate import annotation, checked_metrics, number_of, number_of_step
+        from ckptstore.upkeep.annotate import annotation, checked_metrics, place_of, place_of_step
 
         job, found = self._job, checked_metrics(metrics)
         files = files_behind(checkpoint) if isinstance(checkpoint, Checkpoint) else None
@@ -268,10 +269,10 @@ class Catalogue:
         def change(newest: Record | None) -> Change:
             if isinstance(checkpoint, Checkpoint):
                 assert files is not None
-                number = number_of(job.log, newest, files.uri, files.record)
+                place = place_of(job.log, newest, files.uri, files.record)
             else:
-                number = number_of_step(job.log, newest, checkpoint)
-            return annotation(job.log, newest, number, found, epoch=job.epoch)
+                place = place_of_step(job.log, newest, checkpoint)
+            return annotation(job.log, newest, place, found, epoch=job.epoch)
 
         self._change(change)
 
@@ -331,6 +332,21 @@ class Catalogue:
 
         self._change(change)
 
+    def thin(self, step: int, drop: str | Sequence[str], *, force: bool = False, dry_run: bool = False) -> ThinReport:
+        """Drop the keys that fit `drop` ("optimizer.*"), one pattern or several, from the live checkpoint of a step.
+
+        What stays is a checkpoint of its own in the place of the whole one, with its pin. The whole one goes to the
+        trash: `restore` brings it back, and a prune deletes it. A load of what is left names it, with `include` or with
+        strict=False, and a resume passes over the checkpoint.
+
+        The latest and the one that the job resumed from are refused; a pinned one and one with files that others refer
+        to without `force`. Raises InvalidInput then, for a pattern that fits no key, and if nothing would be freed;
+        CheckpointGone if the step is not live; CheckpointDamaged; StoreFenced if a job claims the store meanwhile.
+        """
+        from ckptstore.loading.thinning import thin
+
+        return thin(self._job, step, [drop] if isinstance(drop, str) else drop, force=force, dry_run=dry_run)
+
     def restore(self, step: int, *, number: int | None = None, pin: bool = True) -> Checkpoint:
         """Make a checkpoint in the trash live again, and `pin` it: otherwise the next save may drop it once more.
 
@@ -342,14 +358,23 @@ class Catalogue:
         return self._checkpoint(restore(self._job, step, number=number, pin=pin))
 
     def retain(self, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
-        """Put every live checkpoint that `policy` does not keep in the trash, and return the verdict on each.
+        """Put every live checkpoint that `policy` does not keep in the trash, and return the verdict on each. Those of
+        which it keeps the weights alone are thinned.
 
         The latest, pinned ones and the resume source stay. No job is fenced: a running one applies its own policy at
         its next save. A dry run returns the same verdicts and changes nothing.
         """
         from ckptstore.upkeep.retain import retain
 
-        return retain(self._job.log, policy, dry_run=dry_run)
+        verdicts = retain(self._job.log, policy, dry_run=dry_run)
+        if policy.thins() and not dry_run:
+            from ckptstore.loading.thinning import thin_as_decided
+
+            for error in thin_as_decided(self._job, verdicts).values():
+                raise error
+            gone = [verdict for verdict in verdicts if not verdict.keep]
+            return gone + retain(self._job.log, policy)  # only now a budget knows what they take
+        return verdicts
 
     def prune(self, *, dry_run: bool = False) -> list[Trashed]:
         """Delete, and return, the checkpoints that were in the trash for the grace period and that nothing protects.

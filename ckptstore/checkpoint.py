@@ -24,6 +24,7 @@ from ckptstore.format.encoding import dump_json, load_json
 from ckptstore.format.layout import STORE_KEY, USER_METADATA_NAME
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
+from ckptstore.format.thinning import Thinning
 from ckptstore.format.timings import Timings
 from ckptstore.group import SOLO, find_group, has_torch_group
 from ckptstore.storage.open import open_storage
@@ -153,6 +154,12 @@ class Checkpoint:
         """ "directory" for files of the caller's own, "state" for tensor state."""
         record = self._files.record
         return record.entry.kind if record else self._manifest.kind
+
+    @property
+    def thinned(self) -> Thinning | None:
+        """The keys that were dropped from it after its save, the time, and its size before; None if it is whole."""
+        record = self._files.record
+        return record.entry.thinned if record else self._manifest.thinned
 
     @property
     def timings(self) -> Timings | None:

@@ -10,6 +10,7 @@
     |   +-- InvalidState                    a state that cannot be stored
     |   +-- StepExists
     +-- StateMismatch                       the checkpoint does not fit the state it is loaded into
+    |   +-- CheckpointThinned               it lacks what thinning dropped; load the rest with include=
     +-- SourceChanged                       a file changed or vanished while it was read; save again
     +-- CheckpointDamaged                   use another checkpoint; `ckptstore verify` names the files
     +-- CheckpointGone                      it was removed; the message names what is left
@@ -148,6 +149,12 @@ class StateMismatch(CkptstoreError):
     """The checkpoint and the state that it is loaded into differ; the first ten keys of each difference are listed."""
 
     code, exit_code = "state-mismatch", 8
+
+
+class CheckpointThinned(StateMismatch):
+    """The checkpoint lacks keys that were dropped from it after its save; the message has the patterns and the time."""
+
+    code, exit_code = "checkpoint-thinned", 26
 
 
 class SourceChanged(CkptstoreError):

@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, cast
@@ -22,7 +22,8 @@ from ckptstore.errors import (
     StoreNotShared,
 )
 from ckptstore.events import PruneFailed, ResumeForgotten, emit
-from ckptstore.format.changes import CheckpointEntry, Claim, StoreState
+from ckptstore.format.changes import EMPTY, Claim, StoreState
+from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt, check_step
 from ckptstore.format.record import Record
 from ckptstore.group import Group, check_shared, find_group
@@ -85,6 +86,8 @@ class Job:
     is_closed: bool = False
     saves_left: int | None = None
     """The number of saves for which the disk has room, as a warning has last said; None without one."""
+    unthinned: set[int] = field(default_factory=set)
+    """The numbers of checkpoints that retention would thin, and which could not be."""
     _claim: tuple[int, str] | None = None
     """The number and SHA-256 of the record of the claim."""
     highest_save_number: int = 0
@@ -278,7 +281,7 @@ class Job:
 
     def candidates(self, newest: Record | None, *, timed: bool = False) -> list[Candidate]:
         """Return the live checkpoints as retention sees them; see `candidates`."""
-        return candidates(self.log, newest, timed=timed)
+        return candidates(self.log, newest, timed=timed, unthinned=self.unthinned)
 
     def prune_in_background(self, prune: Callable[[], object]) -> None:
         """Leader: run `prune` on a thread of its own, one at a time. Failures are emitted as events, not raised."""
@@ -313,9 +316,11 @@ class Job:
         self.storage.close()
 
 
-def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidate]:
-    """Return the live checkpoints of a store as retention sees them, oldest first, with their times if `timed`."""
-    records = log.annotated(log.readable(newest.state.live if newest else ()), newest)
+def candidates(log: Log, newest: Record | None, *, timed: bool, unthinned: Collection[int] = ()) -> list[Candidate]:
+    """Return the live checkpoints of a store as retention sees them, oldest first, with their times if `timed`.
+    `unthinned` are the numbers of those that could not be thinned."""
+    state = newest.state if newest else EMPTY
+    records = log.annotated(log.readable(state.in_order()), newest)
     times = log.commit_times(records) if timed else {}
     held = held_by_bases(log, [record.entry for record in records])
     return [
@@ -325,6 +330,9 @@ def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidat
             committed_at=times.get(record.number, math.nan),
             metrics=record.entry.metrics,
             holds={record.number: record.entry.held_bytes, **{base: held[base] for base in record.entry.bases}},
+            whole=state.thinned.get(record.number),
+            dropped=record.entry.thinned.dropped if record.entry.thinned else (),
+            can_thin=record.entry.kind == "state" and record.number not in {*unthinned, *state.bases},
         )
         for record in records
     ]
@@ -339,7 +347,7 @@ def held_by_bases(log: Log, entries: Iterable[CheckpointEntry]) -> dict[int, int
 def record_of_step(log: LogReader, newest: Record | None, step: int) -> Record:
     """Return the record of the newest live checkpoint of a step. Raises CheckpointGone, which names live steps."""
     step = check_step(step)
-    records = log.readable(newest.state.live if newest else ())
+    records = log.readable(newest.state.in_order() if newest else ())
     found = [record for record in records if record.entry.step == step]
     if not found:
         shown = ", ".join(str(record.entry.step) for record in records[-10:]) or "none"

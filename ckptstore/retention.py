@@ -13,11 +13,10 @@ import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ckptstore.errors import InvalidInput, InvalidMetric
-from ckptstore.runtime.shown import read_duration, read_size
+from ckptstore.runtime.shown import read_size
 
 Mode = Literal["min", "max"]
 Missing = Literal["error", "worst"]
@@ -43,6 +42,17 @@ class Candidate:
     holds: Mapping[int, int] = field(default_factory=dict)
     """The bytes that stay in the store as long as it does, by the number of the checkpoint that has the files: its own,
     and those of each one to whose files it refers."""
+    whole: int | None = None
+    """The number of the checkpoint of which it is the thinned one, and whose place in the order of commits it has."""
+    dropped: tuple[str, ...] = ()
+    """The patterns of the keys that it lacks."""
+    can_thin: bool = False
+    """True if retention can drop keys from it, as far as this process knows."""
+
+    @property
+    def place(self) -> int:
+        """The place in the order of commits."""
+        return self.number if self.whole is None else self.whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +63,38 @@ class Verdict:
     step: int
     keep: bool
     reason: str
+    drops: tuple[str, ...] = ()
+    """The patterns of the keys that go, where it stays thinned."""
+
+
+class Stay(NamedTuple):
+    """The reason to keep a checkpoint, and the patterns of the keys that it need not have."""
+
+    reason: str
+    drops: tuple[str, ...] = ()
 
 
 class Policy:
     """A rule that keeps some checkpoints. Subclasses define `kept`; a policy holds no state and reads no clock."""
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
-        """Return the numbers to keep, with the reason; `candidates` are in the order of their numbers."""
+        """Return the numbers to keep, with the reason; `candidates` are in the order of their commits."""
         raise NotImplementedError
+
+    def thinned(self, candidates: Sequence[Candidate]) -> Mapping[int, Stay]:
+        """Return the numbers to keep without some keys, unless another rule keeps them whole."""
+        return {}
+
+    def thins(self) -> tuple[str, ...]:
+        """Return the patterns of all keys that it may drop from checkpoints that it keeps."""
+        return ()
 
     def split(
         self, candidates: Sequence[Candidate], protected: Mapping[int, str]
-    ) -> tuple[Mapping[int, str], Mapping[int, str]]:
+    ) -> tuple[Mapping[int, Stay], Mapping[int, str]]:
         """Return what is kept beside what is `protected`, and what goes only because of a budget, with reasons."""
-        return self.kept(candidates), {}
+        whole = {number: Stay(reason) for number, reason in self.kept(candidates).items()}
+        return {**self.thinned(candidates), **whole}, {}
 
     def required_metrics(self) -> frozenset[str]:
         """Return the metrics that every checkpoint should have."""
@@ -102,6 +130,18 @@ class KeepAny(Policy):
             for number, reason in member.kept(candidates).items():
                 reasons.setdefault(number, []).append(reason)
         return {number: "; ".join(found) for number, found in reasons.items()}
+
+    def thinned(self, candidates: Sequence[Candidate]) -> Mapping[int, Stay]:
+        found: dict[int, Stay] = {}
+        for member in self.members:
+            for number, (reason, drops) in member.thinned(candidates).items():
+                before = found.get(number, Stay("", drops))
+                both = tuple(pattern for pattern in before.drops if pattern in drops)
+                found[number] = Stay("; ".join(filter(None, (before.reason, reason))), both)
+        return found
+
+    def thins(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(pattern for member in self.members for pattern in member.thins()))
 
     def required_metrics(self) -> frozenset[str]:
         return frozenset().union(*(member.required_metrics() for member in self.members))
@@ -222,7 +262,8 @@ class KeepWithin(Policy):
 
     The latest, pinned ones and the resume source stay in any case, and are counted first. Then come the others that
     the policy keeps, the newest first; the first that does not fit goes, and so do all older ones. Files to which
-    several checkpoints refer are counted once. The trash is not counted, nor are fast checkpoints.
+    several checkpoints refer are counted once. The trash is not counted, nor are fast checkpoints, nor what
+    `KeepWeights` is about to thin: that is counted as soon as it takes less.
 
     `policy & KeepWithin("2TB")` sets the policy; without one, all are kept that fit.
     """
@@ -240,20 +281,27 @@ class KeepWithin(Policy):
         return read_size(self.budget) if isinstance(self.budget, str) else self.budget
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
-        return self.split(candidates, {})[0]
+        return {number: reason for number, (reason, drops) in self.split(candidates, {})[0].items() if not drops}
+
+    def thinned(self, candidates: Sequence[Candidate]) -> Mapping[int, Stay]:
+        return {number: found for number, found in self.split(candidates, {})[0].items() if found.drops}
+
+    def thins(self) -> tuple[str, ...]:
+        return self.policy.thins()
 
     def split(
         self, candidates: Sequence[Candidate], protected: Mapping[int, str]
-    ) -> tuple[Mapping[int, str], Mapping[int, str]]:
+    ) -> tuple[Mapping[int, Stay], Mapping[int, str]]:
         wanted, over = self.policy.split(candidates, protected)
         counted: dict[int, int] = {}
         for item in candidates:
             if item.number in protected:
                 counted.update(item.holds)
-        stays: dict[int, str] = {}
+        stays: dict[int, Stay] = {}
         left = [item for item in reversed(candidates) if item.number in wanted and item.number not in protected]
         for place, item in enumerate(left):
-            after = {**counted, **item.holds}
+            is_due = item.can_thin and not set(wanted[item.number].drops) <= set(item.dropped)
+            after = counted if is_due else {**counted, **item.holds}
             if sum(after.values()) > self.budget_bytes:
                 over = {
                     **over,
@@ -270,54 +318,45 @@ class KeepWithin(Policy):
         return self.policy.compares_times()
 
 
-def parse_policy(rules: str | Sequence[str]) -> Policy | None:
-    """Return the policy that keeps what any of the rules keeps, None without rules. Raises InvalidInput.
+@dataclass(frozen=True, slots=True)
+class KeepWeights(Policy):
+    """Keep what another rule keeps, but without the optimizer, unless a further rule keeps it whole.
 
-    Rules are one text, such as "latest=3 best=2:eval_loss:min every=1000 since=2d" (with spaces or commas between
-    them), or several such texts. `every` counts steps; "best=2:eval_loss" is enough where the metric's name tells
-    which way is better. "within=2TB" is a budget for what the other rules keep.
+    `drop` is a pattern of keys, or several. What fits goes in the background, once the checkpoint is no longer the
+    latest, nor pinned, nor what the job resumed from. Saves keep it in files of its own, so that these can be deleted.
     """
-    texts = ([rules] if rules.strip() else []) if isinstance(rules, str) else rules
-    policies = [_parse_rule(rule) for text in texts for rule in _BETWEEN_RULES.split(text.strip())]
-    budgets = [policy for policy in policies if isinstance(policy, KeepWithin)]
-    others = [policy for policy in policies if not isinstance(policy, KeepWithin)]
-    if len(budgets) > 1:
-        raise InvalidInput("There are several budgets", hint="Give within=... once")
-    joined = reduce(lambda joined, policy: joined | policy, others) if others else None
-    if not budgets:
-        return joined
-    return budgets[0] if joined is None else joined & budgets[0]
 
+    rule: Policy
+    drop: str | tuple[str, ...] = "optimizer*"
 
-_BETWEEN_RULES = re.compile(r"[,\s]+(?=\w+=)")
-"""Other commas and spaces belong to the name of a metric."""
+    def __post_init__(self) -> None:
+        if self.rule.thins():
+            raise InvalidInput(f"KeepWeights takes a rule that keeps checkpoints whole, not {self.rule!r}")
+        if isinstance(self.rule, KeepWithin):
+            raise InvalidInput(
+                "KeepWeights takes a rule without a budget, which is for all that stays",
+                hint='Write (KeepLatest(3) | KeepWeights(KeepEvery(steps=1000))) & KeepWithin("2TB")',
+            )
+        drop = (self.drop,) if isinstance(self.drop, str) else tuple(self.drop)
+        if not drop or not all(drop):
+            raise InvalidInput(f"KeepWeights has drop={self.drop!r}, it must be one or several patterns of keys")
+        object.__setattr__(self, "drop", drop)
 
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
+        return {}
 
-RULES = "latest=3 best=2:eval_loss:min every=1000 since=2d within=2TB"
-"""One rule of each kind, as every message and help text spells them."""
+    def thinned(self, candidates: Sequence[Candidate]) -> Mapping[int, Stay]:
+        drops = self.thins()
+        return {number: Stay(reason, drops) for number, reason in self.rule.kept(candidates).items()}
 
+    def thins(self) -> tuple[str, ...]:
+        return self.drop if isinstance(self.drop, tuple) else (self.drop,)
 
-def _parse_rule(text: str) -> Policy:
-    rule, _, value = text.partition("=")
-    if rule == "since" and value:
-        return KeepSince(read_duration(value))
-    if rule == "within" and value:
-        return KeepWithin(value)
-    count, _, metric = value.partition(":")
-    if count.isdecimal():
-        if rule == "latest" and not metric:
-            return KeepLatest(int(count))
-        if rule == "every" and not metric:
-            return KeepEvery(steps=int(count))
-        if rule == "best" and metric:
-            name, _, mode = metric.rpartition(":")
-            if name and mode in ("min", "max"):
-                return KeepBest(int(count), name, "min" if mode == "min" else "max")
-            try:
-                return KeepBest(int(count), metric)
-            except InvalidInput as error:
-                raise InvalidInput(error.message, hint=f"Write {text}:min or {text}:max") from None
-    raise InvalidInput(f"{text!r} is no rule of what to keep", hint=f"Rules are like {RULES}")
+    def required_metrics(self) -> frozenset[str]:
+        return self.rule.required_metrics()
+
+    def compares_times(self) -> bool:
+        return self.rule.compares_times()
 
 
 def _words_of(metric: str) -> set[str]:
@@ -370,7 +409,7 @@ def ranked(candidates: Sequence[Candidate], metric: str, mode: Mode | None) -> l
     """Return the candidates with a finite value of the metric, best first, later ones first among equals."""
     sign = 1.0 if mode_of(metric, mode) == "min" else -1.0
     finite = [item for item in candidates if _is_finite(item.metrics.get(metric, math.nan))]
-    return sorted(finite, key=lambda item: (sign * item.metrics[metric], -item.number))
+    return sorted(finite, key=lambda item: (sign * item.metrics[metric], -item.place))
 
 
 def _is_finite(value: float) -> bool:
@@ -383,16 +422,17 @@ def _is_finite(value: float) -> bool:
 
 
 def decide(policy: Policy, candidates: Sequence[Candidate], *, protected: Mapping[int, str]) -> list[Verdict]:
-    """Return the verdict on every candidate, in the order of their numbers.
+    """Return the verdict on every candidate, in the order of their commits.
 
     `protected` gives the numbers that stay whatever the policy says, with the reason.
     """
-    ordered = sorted(candidates, key=lambda item: item.number)
+    ordered = sorted(candidates, key=lambda item: item.place)
     wanted, over = policy.split(ordered, protected)
-    kept = {**wanted, **{number: reason for number, reason in protected.items() if reason}}
-    reasons = {**over, **kept}
+    kept = {**wanted, **{number: Stay(reason) for number, reason in protected.items() if reason}}
     return [
-        Verdict(item.number, item.step, item.number in kept, reasons.get(item.number, "no rule keeps it"))
+        Verdict(item.number, item.step, True, *kept[item.number])
+        if item.number in kept
+        else Verdict(item.number, item.step, False, over.get(item.number, "no rule keeps it"))
         for item in ordered
     ]
 

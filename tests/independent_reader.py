@@ -66,7 +66,7 @@ def numbers(text):
 
 def read_log(directory):
     """The records, the chain checked, and for each what is live, worked out anew from the changes."""
-    records, live, trash, previous = [], set(), {}, ""
+    records, live, trash, previous, places = [], set(), {}, "", {}
     for number, path in enumerate(sorted(Path(directory).glob("[0-9]*.json")), 1):
         data = path.read_bytes()
         head, _, body = data.partition(b",")
@@ -82,15 +82,31 @@ def read_log(directory):
             gone = set(numbers(change["drops"])) | set(numbers(change["replaces"])) - kept
         elif record["kind"] == "remove":
             gone = set(numbers(change["trash"]))
+        elif record["kind"] == "thin":
+            whole = change["thins"]
+            need(change["checkpoint"]["thinned"]["dropped"], f"{path} does not say what was dropped")
+            live, gone, places[number] = live | {number}, {whole}, places.get(whole, whole)
         elif record["kind"] == "restore":
-            live |= set(numbers(change["numbers"]))
+            back = set(numbers(change["numbers"]))
+            taken = {places.get(key, key) for key in back}
+            gone, live = {key for key in live if places.get(key, key) in taken}, live | back
         kept = {key: by for key, by in trash.items() if key not in live | set(numbers(change.get("drop", "")))}
         live, trash = live - gone, kept | dict.fromkeys(gone, number)
         held = state.get("trash", {"numbers": "", "removed_by": ""})
         need(set(numbers(state["live"])) == live, f"{path} has other live checkpoints than its changes give")
         need(dict(zip(numbers(held["numbers"]), numbers(held["removed_by"]), strict=True)) == trash, f"{path}: trash")
+        places = {key: whole for key, whole in places.items() if key in live or key in trash}
+        thinned = state.get("thinned", {"numbers": "", "wholes": ""})
+        pairs = zip(numbers(thinned["numbers"]), numbers(thinned["wholes"]), strict=True)
+        need(dict(pairs) == places, f"{path} has other thinned checkpoints than its changes give")
         records.append(record)
     return records
+
+
+def latest(state):
+    """The number of the latest checkpoint: the highest live one that is not thinned."""
+    thinned = numbers(state.get("thinned", {"numbers": ""})["numbers"])
+    return max(set(numbers(state["live"])) - set(thinned))
 
 
 def read_part(data):
@@ -256,7 +272,7 @@ def read_checkpoint(root, record):
 
 if __name__ == "__main__":
     log = read_log(Path(sys.argv[1]) / "log")
-    found, plain = read_checkpoint(sys.argv[1], log[max(numbers(log[-1]["state"]["live"])) - 1])
+    found, plain = read_checkpoint(sys.argv[1], log[latest(log[-1]["state"]) - 1])
     for key, (dtype, shape, content) in sorted(found.items(), key=str):
         print(key, dtype, list(shape), hashlib.sha256(content).hexdigest()[:16])
     print(json.dumps({str(key): value for key, value in plain.items()}, indent=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptstore.format.changes import CheckpointEntry
+from ckptstore.format.entry import CheckpointEntry
 
 
 def entry(step: int = 1, epoch: int = 1, **fields: Any) -> CheckpointEntry:

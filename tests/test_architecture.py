@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"events"},
     {"format"},
     {"config", "retention", "tools.planning"},
-    {"boundary"},
+    {"boundary", "keep_rules"},
     {"storage"},
     {"transfer", "log", "group", "node_cache", "program"},
     {"job", "state"},

@@ -9,87 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric, InvalidStep, StoreFenced
+from ckptstore.errors import CheckpointGone, InvalidInput, StoreFenced
 from ckptstore.format.encoding import shortened
-from ckptstore.format.layout import CHECKPOINT_PREFIX, MAX_STEP, Attempt
+from ckptstore.format.entry import CheckpointEntry, check_metrics
+from ckptstore.format.layout import Attempt
 from ckptstore.format.order import BEGINNING, SaveOrder, Void, with_void
 from ckptstore.format.ranges import MAX_LISTED, Numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointEntry:
-    """The facts about one checkpoint in the log, so that a list of checkpoints opens no manifest."""
-
-    step: int
-    epoch: int
-    """The writer epoch of the job that saved it."""
-    attempt: str
-    """The name of its directory below `checkpoints/`."""
-    manifest_sha256: str
-    """The SHA-256 of the manifest's exact bytes, hexadecimal."""
-    kind: Literal["directory", "state"]
-    world_size: int
-    size_bytes: int
-    """The bytes of all files, without the manifest."""
-    num_files: int
-    created_at: float
-    """Seconds since the epoch by the leader's clock; for people, never for decisions."""
-    own_bytes: int | None = None
-    """The bytes of the files in its own directory; None if all are there, and in earlier records."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    bases: tuple[int, ...] = ()
-    """The numbers of live checkpoints whose files it refers to."""
-    committed_at: float | None = None
-    """The time at which the original of a copy was committed, by the clock of the storage that it was copied from."""
-    save_number: int = 0
-    """Its number among the saves of its epoch, from 1; 0 in records from before saves were counted."""
-
-    @property
-    def order(self) -> SaveOrder:
-        """Its place among all saves of the store."""
-        return SaveOrder(self.epoch, self.save_number)
-
-    @property
-    def held_bytes(self) -> int:
-        """The bytes in its own directory."""
-        return self.size_bytes if self.own_bytes is None else self.own_bytes
-
-    @property
-    def prefix(self) -> str:
-        """The key prefix of its files, with its trailing slash."""
-        return f"{CHECKPOINT_PREFIX}{self.attempt}/"
-
-    @property
-    def is_of_own_epoch(self) -> bool:
-        """True if its directory was begun in the epoch in which it is committed."""
-        return Attempt.of(self.attempt).epoch == self.epoch
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.step <= MAX_STEP:
-            raise InvalidStep(f"The step is {self.step!r}, it must be from 0 to {MAX_STEP}")
-        if (
-            min(self.size_bytes, self.num_files, self.save_number, self.own_bytes or 0) < 0
-            or self.epoch < 1
-            or self.world_size < 1
-        ):
-            raise InvalidInput(
-                f"An epoch, number of a save, world size, size or number of files is out of range in {self!r}"
-            )
-        if Attempt.parse(self.attempt) is None:
-            raise InvalidInput(f"{self.attempt!r} is not the name of an attempt directory")
-        if len(self.manifest_sha256) != 64 or not set(self.manifest_sha256) <= set("0123456789abcdef"):
-            raise InvalidInput(f"{self.manifest_sha256!r} is not a SHA-256")
-        if self.kind not in ("directory", "state"):
-            raise InvalidInput(f"{self.kind!r} is not a kind of checkpoint")
-        _check_metrics(self.metrics)
-
-
-def _check_metrics(metrics: Mapping[str, Any]) -> None:
-    for name, value in metrics.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidMetric(f"The metric {name!r} is a {type(value).__name__}, not a number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +41,14 @@ class Commit:
     """Live checkpoints that retention moves to the trash. None of them is pinned or the resume source."""
     reasons: Mapping[int, str] = field(default_factory=dict)
     """Short reasons for some of `drops`."""
+    thins: int | None = None
+    """The live checkpoint of which this is a thinned one: that goes to the trash, and this takes its place in the order
+    of checkpoints, and its pin. None for a new checkpoint."""
+
+    @property
+    def begun_in(self) -> int:
+        """The writer epoch in which its directory was begun."""
+        return Attempt.of(self.entry.attempt).epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +123,7 @@ class Annotate:
     """A checkpoint, live or in the trash, has more metrics than its save gave it."""
 
     number: int
+    """Its place: that of the whole one, if it is thinned, so that all forms of it have the same metrics."""
     metrics: Mapping[str, float]
     """All that it was annotated with so far, those of earlier annotations included: readers look at the last one. They
     take the place of metrics of the save with the same names."""
@@ -195,7 +131,7 @@ class Annotate:
     """The writer epoch of the job that annotates; None for any other process, which fences nobody."""
 
     def __post_init__(self) -> None:
-        _check_metrics(self.metrics)
+        check_metrics(self.metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,18 +162,30 @@ class StoreState:
     bases: Mapping[int, Numbers] = field(default_factory=dict)
     """The checkpoints, live or in the trash, that refer to files of another one: base -> those that refer to it."""
     annotated: Mapping[int, int] = field(default_factory=dict)
-    """The checkpoints, live or in the trash, that were annotated: number -> number of the last record that did it."""
+    """The places of the checkpoints, live or in the trash, that were annotated, each with the number of the last record
+    that did it."""
     save_number: int = 0
     """The highest number of a save that was committed in this epoch; 0 when there is none."""
     void: tuple[Void, ...] = ()
     """The intervals of the order of saves in which a fast checkpoint is void; in order and disjoint."""
+    thinned: Mapping[int, int] = field(default_factory=dict)
+    """The thinned checkpoints, live or in the trash, each with the number of the whole one whose place it has."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields that this version does not know; kept."""
 
     @property
     def latest(self) -> int | None:
-        """The number of the latest checkpoint, None if none is live."""
-        return self.live.highest
+        """The number of the latest checkpoint, None if none is live. A thinned one is never the latest."""
+        return self.live.without(self.thinned).highest if self.thinned else self.live.highest
+
+    def place(self, number: int) -> int:
+        """Return the place of a checkpoint in the order of commits: its number, or that of the whole one."""
+        return self.thinned.get(number, number)
+
+    def in_order(self, numbers: Iterable[int] | None = None) -> list[int]:
+        """Return the live checkpoints, or these numbers, in the order of their places."""
+        found = list(self.live if numbers is None else numbers)
+        return sorted(found, key=self.place) if self.thinned else sorted(found)
 
     def protected(self, *, latest: int | None) -> dict[int, str]:
         """Return the numbers that retention keeps, with reasons. `latest` is, or is about to be, the latest."""
@@ -274,9 +222,12 @@ def apply(state: StoreState, number: int, change: Change) -> StoreState:
                 raise InvalidInput(f"A claim needs a start token and a world size above 0, and this is {change!r}")
             epoch = max(state.epoch, change.above_epoch) + 1
             return replace(state, epoch=epoch, resume_from=state.latest, save_number=0)
-        case Commit():
+        case Commit(thins=None):
             _check_epoch(state, change.entry.epoch)
             return _commit(state, number, change)
+        case Commit():
+            _check_epoch(state, change.begun_in)
+            return _thin(state, number, change)
         case Remove():
             _check_epoch(state, change.epoch)
             return _remove(state, number, change)
@@ -288,7 +239,7 @@ def apply(state: StoreState, number: int, change: Change) -> StoreState:
             return replace(state, pinned=Numbers([*pinned, *change.numbers]) if isinstance(change, Pin) else pinned)
         case Restore():
             _check_epoch(state, change.epoch)
-            return _restore(state, change)
+            return _restore(state, number, change)
         case Resumed():
             _check_epoch(state, change.epoch)
             return _resumed(state, change)
@@ -298,8 +249,7 @@ def apply(state: StoreState, number: int, change: Change) -> StoreState:
 
 
 def _commit(state: StoreState, number: int, change: Commit) -> StoreState:
-    if not number > max(state.latest or 0, *state.trash.values(), 0):
-        raise InvalidInput(f"Record {number} cannot follow on a state that knows higher numbers")
+    _check_follows(state, number)
     if 0 < change.entry.save_number <= state.save_number:
         raise InvalidInput(
             f"{change.entry.order} cannot be committed, for save {state.save_number} of this epoch has been",
@@ -309,12 +259,33 @@ def _commit(state: StoreState, number: int, change: Commit) -> StoreState:
     _check_live(state, change.replaces)
     _check_removable(state, change.drops)
     replaced = [other for other in change.replaces if other not in state.pinned]
-    after = _to_trash(state, number, {*replaced, *change.drops})
-    bases = dict(after.bases)
-    for base in set(change.entry.bases):
+    after = _joined(_to_trash(state, number, {*replaced, *change.drops}), number, change.entry)
+    return replace(after, save_number=change.entry.save_number or state.save_number)
+
+
+def _joined(state: StoreState, number: int, entry: CheckpointEntry) -> StoreState:
+    bases = dict(state.bases)
+    for base in set(entry.bases):
         bases[base] = bases.get(base, Numbers()).with_number(number)
-    save_number = change.entry.save_number or state.save_number
-    return replace(after, live=after.live.with_number(number), bases=bases, save_number=save_number)
+    return replace(state, live=state.live.with_number(number), bases=bases)
+
+
+def _thin(state: StoreState, number: int, change: Commit) -> StoreState:
+    thins, entry = change.thins or 0, change.entry
+    _check_follows(state, number)
+    if entry.thinned is None or change.replaces or change.drops:
+        raise InvalidInput("A thinned checkpoint says what was dropped, and takes the place of one other")
+    _check_live(state, (thins, *entry.bases))
+    if thins in (state.latest, state.resume_from):
+        why = "the latest" if thins == state.latest else RESUMED_FROM
+        raise InvalidInput(f"The checkpoint with number {thins} cannot be thinned: {why}", step=entry.step)
+    after = _joined(_to_trash(state, number, (thins,)), number, entry)
+    is_pinned = thins in state.pinned
+    return replace(
+        after,
+        pinned=state.pinned.without((thins,)).with_number(number) if is_pinned else state.pinned,
+        thinned={**state.thinned, number: state.place(thins)},
+    )
 
 
 def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
@@ -330,11 +301,15 @@ def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
     after = _to_trash(state, number, change.trash)
     dropped = set(change.drop)
     rest = {base: users.without(dropped) for base, users in after.bases.items() if base not in dropped}
+    thinned = {other: whole for other, whole in after.thinned.items() if other not in dropped}
+    trash = {other: by for other, by in after.trash.items() if other not in dropped}
+    known = {*trash, *thinned.values()}
     return replace(
         after,
-        trash={other: by for other, by in after.trash.items() if other not in dropped},
-        annotated={other: by for other, by in after.annotated.items() if other not in dropped},
+        trash=trash,
+        annotated={place: by for place, by in after.annotated.items() if place in known or place in after.live},
         bases={base: users for base, users in rest.items() if users},
+        thinned=thinned,
         void=after.void if change.voids is None else with_void(after.void, change.voids),
     )
 
@@ -353,21 +328,33 @@ def _end_of(state: StoreState) -> SaveOrder:
     return SaveOrder(state.epoch + 1, 0)
 
 
-def _restore(state: StoreState, change: Restore) -> StoreState:
+def _restore(state: StoreState, number: int, change: Restore) -> StoreState:
     _check_named(change.numbers)
     _check_in_trash(state, change.numbers)
+    places = {state.place(other) for other in change.numbers}
+    if len(places) < len(set(change.numbers)):
+        raise InvalidInput(f"Of a checkpoint and the thinned one of it, only one can be live: {change.numbers}")
+    displaced = [other for other in state.live if state.place(other) in places] if state.thinned else []
+    if state.latest in displaced or state.resume_from in displaced:
+        raise InvalidInput("The latest checkpoint, and what the running job resumed from, are not exchanged")
+    after = _to_trash(state, number, displaced)
+    pinned = state.pinned.without(displaced)
+    taken_over = {state.place(other) for other in displaced if other in state.pinned}
+    pins = [other for other in change.numbers if change.pin or state.place(other) in taken_over]
     return replace(
-        state,
-        live=Numbers([*state.live, *change.numbers]),
-        pinned=Numbers([*state.pinned, *change.numbers]) if change.pin else state.pinned,
-        trash={other: by for other, by in state.trash.items() if other not in change.numbers},
+        after,
+        live=Numbers([*after.live, *change.numbers]),
+        pinned=Numbers([*pinned, *pins]),
+        trash={other: by for other, by in after.trash.items() if other not in change.numbers},
     )
 
 
 def _annotate(state: StoreState, number: int, change: Annotate) -> StoreState:
     if not change.metrics:
         raise InvalidInput("The change has no metric")
-    if change.number not in state.trash:
+    if state.place(change.number) != change.number:
+        raise InvalidInput(f"Number {change.number} is thinned: its metrics are those of its place")
+    if change.number not in state.trash and change.number not in state.thinned.values():
         _check_live(state, (change.number,))
     if len(state.annotated) >= MAX_LISTED and change.number not in state.annotated:
         raise InvalidInput(f"A store has at most {MAX_LISTED} annotated checkpoints")
@@ -389,6 +376,11 @@ def _check_epoch(state: StoreState, epoch: int | None) -> None:
         f"A newer job has claimed the store: its writer epoch is {state.epoch}, this job's is {epoch}",
         hint="Stop this job, or start it again so that it claims the store",
     )
+
+
+def _check_follows(state: StoreState, number: int) -> None:
+    if not number > max(state.live.highest or 0, *state.trash.values(), 0):
+        raise InvalidInput(f"Record {number} cannot follow on a state that knows higher numbers")
 
 
 def _check_named(numbers: Collection[int]) -> None:
@@ -418,10 +410,11 @@ def _check_unpinned(state: StoreState, numbers: Collection[int]) -> None:
 
 
 def _check_roll_back(state: StoreState, numbers: Collection[int]) -> None:
-    gone = set(numbers)
-    stays = state.live.without(gone).highest
-    if stays is not None and stays > min(gone):
+    stays = state.in_order(state.live.without(numbers))
+    if stays and state.place(stays[-1]) > min(map(state.place, numbers)):
         raise InvalidInput("Only a roll back removes the latest checkpoint: with all above its target, and no others")
+    if stays and stays[-1] in state.thinned:
+        raise InvalidInput(f"The checkpoint with number {stays[-1]} is thinned, and cannot become the latest")
 
 
 def _check_in_trash(state: StoreState, numbers: Iterable[int]) -> None:

@@ -13,6 +13,7 @@ from ckptstore.errors import CheckpointDamaged, InvalidName
 from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
 from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_collisions, check_name
+from ckptstore.format.thinning import Thinning
 from ckptstore.format.timings import Timings
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class Manifest:
     """Directories without a file in them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    thinned: Thinning | None = None
+    """The facts on what was dropped from the checkpoint after its save; None if it is whole."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields that this version does not know, and `timings` and `provenance`, which it need not understand; kept as
     they are."""
@@ -124,6 +127,7 @@ class Manifest:
         return dump_json(
             {
                 **self.extra,
+                **({} if self.thinned is None else {"thinned": self.thinned.to_json()}),
                 "version": FORMAT_VERSION,
                 "kind": self.kind,
                 "store_id": self.store_id,
@@ -156,12 +160,14 @@ class Manifest:
             check_collisions([*(receipt.name for receipt in files), *directories])
             known = {name: value.pop(name) for name in _SCALARS}
             _check_scalars(known)
+            thinned = None if value.get("thinned") is None else Thinning.from_json(value.pop("thinned"))
         except InvalidName as error:
             raise error.at(file=file) from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointDamaged(f"{file} is not a manifest: {shortened(repr(error))}", file=file) from None
         value.pop("version")
-        return Manifest(**known, files=files, directories=directories, extra=value)
+        value.pop("thinned", None)
+        return Manifest(**known, files=files, directories=directories, thinned=thinned, extra=value)
 
 
 _SCALARS: Mapping[str, type | tuple[type, ...]] = {

@@ -20,7 +20,6 @@ from ckptstore.format.changes import (
     EMPTY,
     Annotate,
     Change,
-    CheckpointEntry,
     Claim,
     Commit,
     Noop,
@@ -33,14 +32,17 @@ from ckptstore.format.changes import (
     apply,
 )
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
+from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import MAX_NUMBER, record_key
 from ckptstore.format.manifest import sha256_of
 from ckptstore.format.order import MAX_VOIDS, SaveOrder, Void, with_void
 from ckptstore.format.ranges import MAX_LISTED, Numbers, decode_sequence, encode_sequence
+from ckptstore.format.thinning import Thinning
 
 _KINDS: Mapping[str, type[Change]] = {
     "claim": Claim,
     "checkpoint": Commit,
+    "thin": Commit,
     "remove": Remove,
     "pin": Pin,
     "unpin": Unpin,
@@ -81,7 +83,7 @@ class Record:
         """
         # Garbage collection could take such a directory for dead. Copies of stores by earlier releases have them, so
         # `apply` allows them.
-        if isinstance(change, Commit) and not change.entry.is_of_own_epoch:
+        if isinstance(change, Commit) and change.thins is None and change.begun_in != change.entry.epoch:
             raise InvalidInput(f"{change.entry.attempt} was not begun in the writer epoch {change.entry.epoch}")
         number = newest.number + 1 if newest else 1
         state = apply(newest.state if newest else EMPTY, number, change)
@@ -112,6 +114,14 @@ class Record:
             raise CheckpointDamaged(f"{record_key(self.number)} commits no checkpoint", file=record_key(self.number))
         return self._annotated_entry if self.annotated else self.change.entry
 
+    @property
+    def place(self) -> int:
+        """The place of the checkpoint that this record committed in the order of commits: its number, or that of the
+        whole one if it is thinned."""
+        if not isinstance(self.change, Commit) or self.change.thins is None:
+            return self.number
+        return self.state.place(self.number)
+
     @cached_property
     def _annotated_entry(self) -> CheckpointEntry:
         assert isinstance(self.change, Commit)
@@ -129,13 +139,12 @@ class Record:
 
     @cached_property
     def _encoded(self) -> bytes:
-        kind = next(name for name, cls in _KINDS.items() if isinstance(self.change, cls))
         text = dump_json(
             {
                 **self.extra,
                 "version": FORMAT_VERSION,
                 "number": self.number,
-                "kind": kind,
+                "kind": _kind_of(self.change),
                 "change": _change_to_json(self.change),
                 "previous": self.previous,
                 "write_id": self.write_id,
@@ -241,11 +250,19 @@ def _object(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _kind_of(change: Change) -> str:
+    if isinstance(change, Commit):
+        return "checkpoint" if change.thins is None else "thin"
+    return next(name for name, cls in _KINDS.items() if isinstance(change, cls))
+
+
 def _change_to_json(change: Change) -> dict[str, Any]:
     match change:
         case Claim():
             above = {"above_epoch": change.above_epoch} if change.above_epoch else {}
             return {"start_token": change.start_token, "world_size": change.world_size, **above}
+        case Commit(thins=int()):
+            return {"checkpoint": _entry_to_json(change.entry), "thins": change.thins}
         case Commit():
             return {
                 "checkpoint": _entry_to_json(change.entry),
@@ -285,6 +302,8 @@ def _change_from_json(kind: str, value: dict[str, Any], *, limit: int) -> Change
         case "checkpoint":
             reasons = {int(number): _text(reason) for number, reason in value["reasons"].items()}
             return Commit(_entry_from_json(value["checkpoint"], limit), numbers("replaces"), numbers("drops"), reasons)
+        case "thin":
+            return Commit(_entry_from_json(value["checkpoint"], limit), thins=_integer(value["thins"]))
         case "remove":
             voids = None if value.get("voids") is None else Void.from_json(value["voids"])
             return Remove(numbers("trash"), numbers("drop"), _optional(value["epoch"]), _text(value["reason"]), voids)
@@ -313,10 +332,12 @@ def _entry_to_json(entry: CheckpointEntry) -> dict[str, Any]:
     copied = {} if entry.committed_at is None else {"committed_at": entry.committed_at}
     counted = {"save_number": entry.save_number} if entry.save_number else {}
     shared = {} if entry.own_bytes is None else {"own_bytes": entry.own_bytes}
+    thinned = {} if entry.thinned is None else {"thinned": entry.thinned.to_json()}
     return {
         **copied,
         **counted,
         **shared,
+        **thinned,
         "step": entry.step,
         "epoch": entry.epoch,
         "attempt": entry.attempt,
@@ -343,6 +364,7 @@ def _entry_from_json(value: dict[str, Any], limit: int) -> CheckpointEntry:
         metrics=_object(value["metrics"]),
         bases=tuple(decode_sequence(value["bases"], limit=limit)),
         committed_at=None if value.get("committed_at") is None else check_seconds(value["committed_at"]),
+        thinned=None if value.get("thinned") is None else Thinning.from_json(value["thinned"]),
     )
 
 
@@ -367,6 +389,10 @@ def _state_to_json(state: StoreState) -> dict[str, Any]:
         numbers = sorted(state.annotated)
         by = [state.annotated[number] for number in numbers]
         encoded["annotated"] = {"numbers": encode_sequence(numbers), "annotated_by": encode_sequence(by)}
+    if state.thinned:
+        numbers = sorted(state.thinned)
+        wholes = [state.thinned[number] for number in numbers]
+        encoded["thinned"] = {"numbers": encode_sequence(numbers), "wholes": encode_sequence(wholes)}
     if state.bases:
         encoded["bases"] = {str(base): users.encode() for base, users in state.bases.items()}
     return encoded
@@ -386,7 +412,14 @@ def _state_from_json(encoded: Mapping[str, Any], *, limit: int) -> StoreState:
         raise ValueError(f"more than {MAX_LISTED} checkpoints are pinned, annotated or in the trash")
     if not pinned <= live or not live.isdisjoint(numbers):  # in this order: those that are live may be very many
         raise ValueError("its state contradicts itself")
+    thinned = _thinned(value.pop("thinned", {"numbers": "", "wholes": ""}), limit=limit)
+    if not all(number in live or number in numbers for number in thinned):
+        raise ValueError("a thinned checkpoint is neither live nor in the trash")
+    taken = [whole for number, whole in thinned.items() if number in live]
+    if len(taken) > len(set(taken)) or any(whole in live for whole in taken):
+        raise ValueError("two live checkpoints have one place")
     return StoreState(
+        thinned=thinned,
         save_number=_integer(value.pop("save_number", 0)),
         void=_voids(value.pop("void", [])),
         epoch=_integer(value.pop("epoch")),
@@ -398,6 +431,15 @@ def _state_from_json(encoded: Mapping[str, Any], *, limit: int) -> StoreState:
         bases={int(base): Numbers.decode(users, limit=limit) for base, users in value.pop("bases", {}).items()},
         extra=value,
     )
+
+
+def _thinned(value: Mapping[str, Any], *, limit: int) -> dict[int, int]:
+    numbers = decode_sequence(value["numbers"], limit=limit)
+    wholes = decode_sequence(value["wholes"], limit=limit)
+    thinned = dict(zip(numbers, wholes, strict=True))
+    if numbers != sorted(thinned) or any(whole >= number for number, whole in thinned.items()):
+        raise ValueError("thinned checkpoints are not in order, or stand for later ones")
+    return thinned
 
 
 def _voids(value: Any) -> tuple[Void, ...]:

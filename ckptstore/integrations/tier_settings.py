@@ -11,7 +11,8 @@ from typing import Any
 
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.tier import FastTier
-from ckptstore.retention import Policy, parse_policy
+from ckptstore.keep_rules import parse_policy
+from ckptstore.retention import Policy
 
 
 def tier_of(settings: Mapping[str, Any], *, shown: Callable[[str], str] = str) -> FastTier | None:

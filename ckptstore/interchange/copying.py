@@ -22,8 +22,9 @@ from typing import NamedTuple
 from ckptstore.catalogue import Catalogue, job_of
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, StoreMissing
-from ckptstore.format.changes import CheckpointEntry, Claim, Commit, Pin
+from ckptstore.format.changes import Claim, Commit, Pin
 from ckptstore.format.digest import Digest
+from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.record import Record
@@ -158,7 +159,7 @@ def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | No
     log, newest, store_id = job.log, job.log.newest(), read_identity(job.storage)
     if newest is None or store_id is None:
         raise StoreMissing(f"There is no store at {store.uri}")
-    records = log.annotated(log.records(newest.state.live), newest)
+    records = log.annotated(log.records(newest.state.in_order()), newest)
     times = log.commit_times(records)
     items = [
         CopiedCheckpoint(
@@ -227,7 +228,7 @@ def _annotate_copy(own: Log, copy: Record, metrics: Mapping[str, float]) -> None
     known = copy.entry.metrics
     late = {name: value for name, value in metrics.items() if name not in known or repr(known[name]) != repr(value)}
     if late:
-        own.append(lambda newest: annotation(own, newest, copy.number, late, epoch=None))
+        own.append(lambda newest: annotation(own, newest, copy.place, late, epoch=None))
 
 
 def _copy_and_commit(
@@ -253,8 +254,8 @@ def _copy_and_commit(
 
 
 def _origin(entry: CheckpointEntry) -> Attempt:
-    """Return the attempt without its epoch, which a checkpoint shares with its copies."""
-    return replace(Attempt.of(entry.attempt), epoch=0)
+    """Return the attempt without its epoch, which a checkpoint shares with its copies and with its thinned form."""
+    return replace(Attempt.of(entry.thinned.attempt if entry.thinned else entry.attempt), epoch=0)
 
 
 def _earlier_tries(storage: Storage, own: Log, attempt: Attempt) -> list[Attempt]:

@@ -155,16 +155,15 @@ def _read_log(source: OpenedPlace) -> tuple[set[str], set[str], dict[str, Mappin
     if newest is None:
         return set(), set(), {}
     state = newest.state
-    numbers = [*state.trash, *state.pinned, *state.annotated]
+    numbers = [*state.trash, *state.pinned, *state.annotated, *state.thinned]
     attempts = {
         number: found.entry.attempt for number, found in _records(log, numbers) if isinstance(found.change, Commit)
     }
     trash, pinned = ({attempts[it] for it in part if it in attempts} for part in (state.trash, state.pinned))
     annotations = [found.change for _, found in _records(log, [*state.annotated.values()])]
+    metrics = {change.number: change.metrics for change in annotations if isinstance(change, Annotate)}
     annotated = {
-        attempts[change.number]: change.metrics
-        for change in annotations
-        if isinstance(change, Annotate) and change.number in attempts
+        attempt: metrics[place] for number, attempt in attempts.items() if (place := state.place(number)) in metrics
     }
     return trash, pinned, annotated
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from ckptstore.errors import (
+    CheckpointThinned,
     InvalidInput,
     StoreMissing,
 )
@@ -132,7 +133,7 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
                 f"There is no store at {job.storage.uri}, so there is nothing to load",
                 hint="`resume` creates one where there is none; look for a typo in the URI",
             )
-        records = job.log.annotated(job.log.readable(order(list(newest.state.live)) if newest else ()), newest)
+        records = job.log.annotated(job.log.readable(order(newest.state.in_order()) if newest else ()), newest)
         if claim and not (newest and newest.state.live):
             job.log.confirm()
         claimed = job.claimed() if claim else None
@@ -189,6 +190,21 @@ def _load(
         left_on_meta=tuple(key for item in made for key in item.left),
     )
     return report, manifest
+
+
+def _refuse_thinned(manifest: Manifest, state: Mapping[str, Any], options: LoadOptions) -> None:
+    """Raise CheckpointThinned if the load would take anything that may have been dropped."""
+    thinned = manifest.thinned
+    if thinned is None or not options.strict:
+        return
+    include = [options.include] if isinstance(options.include, str) else options.include
+    if thinned.meets([f"{name}.*" for name in state] if include is None else include):
+        raise CheckpointThinned(
+            f"step {manifest.step} {thinned}",
+            step=manifest.step,
+            hint='Load what is left with include="model.*", say, or with strict=False; as long as the whole one is in '
+            "the trash, `restore` brings it back",
+        )
 
 
 class _Reader:
@@ -320,6 +336,7 @@ def _open(
             reader.hold()
         manifest, _ = files.read_manifest()
         load.found(manifest.step, files.record)
+        _refuse_thinned(manifest, state, options)
         if is_stock(manifest):
             stored = _open_stock(files, reader, manifest, options)
             saved = stored.saved(included)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 from ckptstore.errors import (
     CheckpointDamaged,
     CheckpointGone,
+    CheckpointThinned,
     InvalidInput,
     InvalidName,
     NoUsableCheckpoint,
@@ -69,7 +70,7 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
 
         def find() -> Any:
             newest = job.claim(job.log.newest() if job.epoch is not None else None)
-            record = first_whole(job, order(list(newest.state.live)))
+            record = first_whole(job, order(newest.state.in_order()))
             found = None if record is None else job.log.annotated([record], newest)[0].to_wire()
             return {**job.claimed(), "record": found, **load.told()}
 
@@ -89,11 +90,8 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
 def _resume_first(job: Job, tier: Tier) -> CheckpointFiles | None:
     """Resume from the first candidate of the tier that is whole; None if there are none. Collective."""
 
-    def check(files: CheckpointFiles) -> None:
-        files.check_complete(files.read_manifest()[0])
-
     def choose() -> int | None:
-        found = first_usable(offered.files, check, [])
+        found = first_usable(offered.files, _check_whole, [])
         return None if found is None else offered.files.index(found[0])
 
     with watched(job.group.rank, job.storage.uri) as load:
@@ -132,16 +130,25 @@ def first_whole(job: Job, numbers: Iterable[int]) -> Record | None:
 
     def check(files: CheckpointFiles) -> None:
         with files.held():
-            files.check_complete(files.read_manifest()[0])
+            _check_whole(files)
 
     found = first_usable((files_of(job, job.log.records([number])[0]) for number in numbers), check, [])
     return found[0].record if found else None
+
+
+def _check_whole(files: CheckpointFiles) -> None:
+    """Raise CheckpointThinned or CheckpointDamaged unless a job can resume from the checkpoint."""
+    manifest = files.read_manifest()[0]
+    if manifest.thinned is not None:
+        raise CheckpointThinned(f"step {manifest.step} {manifest.thinned}", step=manifest.step)
+    files.check_complete(manifest)
 
 
 def first_usable(
     candidates: Iterable[CheckpointFiles], use: Callable[[CheckpointFiles], T], reasons: list[str]
 ) -> tuple[CheckpointFiles, T] | None:
     """Return the first checkpoint for which `use` raises no damage, with the result of `use`; None if there are none.
+    One that lacks what thinning dropped is passed over too.
 
     Appends a line to `reasons` for each checkpoint that is passed over. Raises NoUsableCheckpoint, with all of them, if
     there are checkpoints and none can be used.
@@ -150,7 +157,7 @@ def first_usable(
     for files in candidates:
         try:
             return files, use(files)
-        except (CheckpointDamaged, CheckpointGone, InvalidName, StorageError) as error:
+        except (CheckpointDamaged, CheckpointGone, CheckpointThinned, InvalidName, StorageError) as error:
             if isinstance(error, StorageError) and not files.is_broken_by(error):
                 raise
             emit(CheckpointSkipped(step=files.step, number=files.number, reason=str(error)))

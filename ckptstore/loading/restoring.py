@@ -27,7 +27,7 @@ def restore(job: Job, step: int, *, number: int | None = None, pin: bool = True)
     another size; InvalidInput if the step is live or Ray keeps the checkpoints; StoreMissing; StoreFenced.
     """
     step = check_step(step)
-    _check_has_trash(job)
+    check_has_trash(job)
     log = job.log
     found = _in_trash(log, log.newest(), step, number)
     files = files_of(job, found)
@@ -43,7 +43,8 @@ def restore(job: Job, step: int, *, number: int | None = None, pin: bool = True)
     return log.annotated([found], log.append(change))[0]
 
 
-def _check_has_trash(job: Job) -> None:
+def check_has_trash(job: Job) -> None:
+    """Raise StoreMissing without a store, and InvalidInput if Ray keeps the checkpoints."""
     uri = job.storage.uri
     identity = read_store_json(job.storage, retry=job.config.retry)
     if identity is None:
@@ -58,14 +59,18 @@ def _check_has_trash(job: Job) -> None:
 def _in_trash(log: Log, newest: Record | None, step: int, number: int | None) -> Record:
     """Return the record of the checkpoint to restore, as of the newest record. Raises as `restore` does."""
     state = newest.state if newest else None
-    live = [record.entry.step for record in log.records(state.live if state else ())]
-    if step in live:
+    live = [record.number for record in log.records(state.live if state else ()) if record.entry.step == step]
+    trashed = log.records(sorted(state.trash) if state else ())
+    found = [record for record in trashed if record.entry.step == step and number in (None, record.number)]
+    if state is not None and live:  # what it was before it was thinned, or by its number any other form of it
+        places = {state.place(other) for other in live}
+        is_exchange = number is not None or state.thinned.keys() >= set(live)
+        found = [record for record in found if is_exchange and {state.place(record.number)} == places]
+    if live and not found:
         raise InvalidInput(
             f"Step {step} is live, so nothing was restored",
             hint="Where it was saved twice and you want the other one, roll back to an earlier step first",
         )
-    trashed = log.records(sorted(state.trash) if state else ())
-    found = [record for record in trashed if record.entry.step == step and number in (None, record.number)]
     if not found:
         what = f"step {step}" if number is None else f"step {step} with number {number}"
         there = ", ".join(f"{record.entry.step} (number {record.number})" for record in trashed[-10:]) or "nothing"

@@ -137,15 +137,14 @@ class LogReader:
 
         Costs a request for each annotated one, once. Raises CheckpointDamaged for an annotation that cannot be read.
         """
-        annotated_by = newest.state.annotated if newest else {}
-        found = [record for record in records if record.number in annotated_by]
-        if not found:
+        if newest is None or not newest.state.annotated:
             return list(records)
-        changes = {
-            record.number: annotation.change
-            for record, annotation in zip(found, self.records(annotated_by[item.number] for item in found), strict=True)
-        }
-        return [_with_metrics(record, changes.get(record.number)) for record in records]
+        annotated_by = newest.state.annotated
+        places = [newest.state.place(record.number) for record in records]
+        found = sorted(annotated_by.keys() & set(places))
+        read = self.records(annotated_by[place] for place in found)
+        changes = {place: record.change for place, record in zip(found, read, strict=True)}
+        return [_with_metrics(record, place, changes.get(place)) for record, place in zip(records, places, strict=True)]
 
     def readable(self, numbers: Iterable[int]) -> list[Record]:
         """Return these records without those in an archive class; a warning names each of these once.
@@ -337,10 +336,10 @@ class LogReader:
             logger.debug("%s failed, which does no harm: %s", what, error)
 
 
-def _with_metrics(record: Record, change: Change | None) -> Record:
+def _with_metrics(record: Record, place: int, change: Change | None) -> Record:
     if change is None:
         return record
-    if not isinstance(change, Annotate) or change.number != record.number:
+    if not isinstance(change, Annotate) or change.number != place:
         key = record_key(record.number)
         raise CheckpointDamaged(f"The record that is to annotate the checkpoint of {key} is another one", file=key)
     return replace(record, annotated=change.metrics)

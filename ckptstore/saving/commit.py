@@ -12,7 +12,8 @@ from typing import Any
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, FileMissing, InvalidInput, StorageError
 from ckptstore.events import CheckpointCommitted, emit
-from ckptstore.format.changes import CheckpointEntry, Commit, StoreState
+from ckptstore.format.changes import Commit, StoreState
+from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.format.order import SaveOrder, void_of
@@ -136,6 +137,7 @@ def entry_of(manifest: Manifest, data: bytes) -> CheckpointEntry:
         world_size=manifest.world_size,
         created_at=manifest.created_at,
         own_bytes=sum(it.size_bytes for it in manifest.files if it.attempt is None) if manifest.references else None,
+        thinned=manifest.thinned,
     )
 
 

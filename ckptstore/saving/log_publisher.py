@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import StepExists, StorageFull
+from ckptstore.events import PruneFailed, emit
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Group
@@ -21,6 +22,7 @@ from ckptstore.saving.transaction import Destination, Ended, Transaction
 from ckptstore.storage.base import Disk
 from ckptstore.upkeep.disk_room import warn_of_full_disk
 from ckptstore.upkeep.prune import empty_trash, prune
+from ckptstore.upkeep.retain import verdicts_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +117,17 @@ def begin_in_store(
 
 
 def prune_behind(job: Job) -> None:
-    """Start a prune in the background, and warn if the disk will soon be full all the same. The leader calls this after
-    each commit."""
+    """Start a prune in the background, thin what retention says, and warn if the disk will soon be full all the same.
+    The leader calls this after each commit."""
 
     def run() -> None:
         prune(job.log, job.storage, job.config, epoch=job.epoch)
+        if job.policy.thins():
+            from ckptstore.loading.thinning import thin_as_decided
+
+            verdicts = verdicts_on(job.log, job.log.newest(), job.policy, unthinned=job.unthinned)
+            for step, error in thin_as_decided(job, verdicts).items():
+                emit(PruneFailed(error=f"step {step} was not thinned: {error}"))
         job.saves_left = warn_of_full_disk(job.log, job.storage, warned=job.saves_left)
 
     job.prune_in_background(run)

@@ -236,6 +236,7 @@ class StateSaver:
             options,
             algorithm=job.config.transfer.digest,
             num_prefixes=job.config.num_prefixes,
+            apart=job.policy.thins(),
             compare_every=job.config.compare_every if compares_replicas else 0,
         )
         return StateShard(
@@ -260,7 +261,7 @@ class StateSaver:
         """
         job = self.job
         newest = job.log.newest()
-        live = job.log.records(newest.state.live) if newest else []
+        live = job.log.records(newest.state.in_order()) if newest else []
         if not live or live[-1].entry.kind != "state" or live[-1].entry.world_size != job.group.world_size:
             return None
         kept = self._kept

@@ -66,6 +66,8 @@ class StateOptions:
     """The algorithm of the digests of all files and of their blocks."""
     num_prefixes: int = 1
     """The number of directories over which the files of all ranks are spread."""
+    apart: tuple[str, ...] = ()
+    """The patterns of keys that get files of their own, because retention will drop them."""
     compare_every: int = 16
     """The interval, in saves, at which the data that ranks must have in common is compared; a new structure always is.
     0 means never, as in a warm-up, which saves nothing."""
@@ -231,7 +233,12 @@ class StatePlan:
             self.looked.found,
             self._rank_plan,
             rank=self.rank,
-            striping=Striping(options.num_files, options.num_prefixes, on_disk=isinstance(self.storage, Disk)),
+            striping=Striping(
+                options.num_files,
+                options.num_prefixes,
+                on_disk=isinstance(self.storage, Disk),
+                apart=options.apart,
+            ),
             incremental=bool(options.incremental),
             before=self.looked.before,
             algorithm=options.algorithm,

@@ -21,23 +21,23 @@ def checked_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     return found
 
 
-def number_of_step(log: LogReader, newest: Record | None, step: int) -> int:
-    """Return the number of the newest live checkpoint of a step or, if there is none, of the newest in the trash.
+def place_of_step(log: LogReader, newest: Record | None, step: int) -> int:
+    """Return the place of the newest live checkpoint of a step or, if there is none, of the newest in the trash.
 
     Raises CheckpointGone, which names live steps.
     """
     try:
-        return record_of_step(log, newest, step).number
+        return record_of_step(log, newest, step).place
     except CheckpointGone:
         trashed = log.records(sorted(newest.state.trash, reverse=True) if newest else ())
         found = next((record for record in trashed if record.entry.step == step), None)
         if found is None:
             raise
-        return found.number
+        return found.place
 
 
-def number_of(log: LogReader, newest: Record | None, uri: str, record: Record | None) -> int:
-    """Return the number in this log of the checkpoint at a URI, whose `record` is known if it comes from a store.
+def place_of(log: LogReader, newest: Record | None, uri: str, record: Record | None) -> int:
+    """Return the place in this log of the checkpoint at a URI, whose `record` is known if it comes from a store.
 
     Without the record, those of all checkpoints are read. Raises InvalidInput if it is not in the log, CheckpointGone
     if it was deleted.
@@ -46,20 +46,21 @@ def number_of(log: LogReader, newest: Record | None, uri: str, record: Record | 
         found = log.found([record.number])[0]
         if not isinstance(found, Record) or found.sha256 != record.sha256:
             raise InvalidInput(f"{uri} is a checkpoint of another store")
-        return record.number
+        return record.place
     attempt = Attempt.parse(uri.rpartition("/")[2])
     held = log.records([*newest.state.live, *newest.state.trash] if newest else ())
-    number = next((item.number for item in held if item.entry.attempt == str(attempt)), None)
-    if number is None:
+    place = next((item.place for item in held if item.entry.attempt == str(attempt)), None)
+    if place is None:
         raise CheckpointGone(f"{uri} is neither live in this store nor in its trash")
-    return number
+    return place
 
 
 def annotation(
-    log: LogReader, newest: Record | None, number: int, metrics: Mapping[str, float], *, epoch: int | None
+    log: LogReader, newest: Record | None, place: int, metrics: Mapping[str, float], *, epoch: int | None
 ) -> Annotate:
-    """Return the change that adds metrics to a checkpoint, on top of those that it was annotated with before."""
-    annotated_by = newest.state.annotated.get(number) if newest else None
+    """Return the change that adds metrics to the checkpoint of a place, on top of those that it was annotated with
+    before."""
+    annotated_by = newest.state.annotated.get(place) if newest else None
     before = log.records([annotated_by])[0].change if annotated_by is not None else None
     known = before.metrics if isinstance(before, Annotate) else {}
-    return Annotate(number, {**known, **metrics}, epoch)
+    return Annotate(place, {**known, **metrics}, epoch)

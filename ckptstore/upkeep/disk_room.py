@@ -24,11 +24,13 @@ def warn_of_full_disk(log: Log, storage: Storage, *, warned: int | None) -> int 
     if free_bytes is None or newest is None:
         return warned
     records = log.records(range(max(1, newest.number - _RECORDS + 1), newest.number + 1))
-    commits = [record for record in records if isinstance(record.change, Commit)]
+    commits = [record for record in records if isinstance(record.change, Commit) and record.change.thins is None]
+    thinned = [record for record in records if isinstance(record.change, Commit) and record.change.thins is not None]
     dropped = [number for record in records if isinstance(record.change, Remove) for number in record.change.drop]
     if len(commits) < _LEAST_SAVES:
         return warned
-    grown_bytes = sum(it.entry.held_bytes for it in commits) - sum(it.entry.held_bytes for it in log.records(dropped))
+    gone = log.records(dropped)
+    grown_bytes = sum(it.entry.held_bytes for it in [*commits, *thinned]) - sum(it.entry.held_bytes for it in gone)
     bytes_per_save = grown_bytes // len(commits)
     if bytes_per_save <= 0:
         return None

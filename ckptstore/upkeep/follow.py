@@ -28,7 +28,7 @@ from ckptstore.log.reader import LogReader
 from ckptstore.runtime.shown import show_duration
 from ckptstore.storage.base import Disk
 from ckptstore.upkeep import leases
-from ckptstore.upkeep.annotate import number_of, number_of_step
+from ckptstore.upkeep.annotate import place_of, place_of_step
 from ckptstore.upkeep.cursor_file import ONCE, CursorFile
 from ckptstore.upkeep.past_saves import removals
 
@@ -60,13 +60,13 @@ class Follower:
     """Empty until the store was seen."""
     _was_missing: bool = False
     _position: int = 0
-    """The number up to which all is dealt with."""
+    """The place up to which all is dealt with. What is thinned keeps its place, so it comes once."""
     _begun: int = 0
     """The number of the newest record when it began, perhaps in an earlier process."""
     _scanned: int = 0
     """The number up to which the log was searched for commits."""
     _found: deque[int] = field(default_factory=lambda: deque[int]())
-    """The commits that were found, and are not dealt with."""
+    """The places of the commits that were found, and are not dealt with."""
 
     def __post_init__(self) -> None:
         self._log = LogReader(self.job.storage, retry=ONCE)
@@ -77,7 +77,8 @@ class Follower:
             with self._held(record) as is_present:
                 if is_present:
                     yield use(record)
-            self._move(record.number)
+            if is_present:
+                self._move(record.place)
 
     def _wait_for_next(self) -> Record | None:
         """Return the next checkpoint once there is one; None if none came in time."""
@@ -129,10 +130,12 @@ class Follower:
             latest = newest.state.latest or 0
             return self._record(latest, newest) if latest > self._position else None
         self._scan(newest)
+        state = newest.state
+        live = {state.place(number): number for number in state.live} if self._found else {}
         while self._found:
-            missed = list(takewhile(lambda number: number not in newest.state.live, self._found))
+            missed = list(takewhile(lambda place: place not in live, self._found))
             if not missed:
-                return self._record(self._found[0], newest)
+                return self._record(live[self._found[0]], newest)
             self._pass_over(missed, newest)
             self._scan(newest)
         return None
@@ -145,17 +148,19 @@ class Follower:
         while not self._found and self._scanned < newest.number:
             end = min(self._scanned + _BATCH_RECORDS, newest.number)
             for record in self._log.records(range(self._scanned + 1, end + 1)):
-                if isinstance(record.change, Commit) and record.number > self._position:
+                is_new = isinstance(record.change, Commit) and record.change.thins is None
+                if is_new and record.number > self._position:
                     self._found.append(record.number)
             self._scanned = end
 
     def _pass_over(self, missed: Sequence[int], newest: Record) -> None:
         """Say what will not have its turn, and move past it."""
-        trash = newest.state.trash
-        removed_by = self._log.records(sorted({trash[number] for number in missed if number in trash}))
+        state = newest.state
+        last = {state.place(number): number for number in sorted(state.trash)}
+        removed_by = self._log.records(sorted({state.trash[last[place]] for place in missed if place in last}))
         reasons = dict(pair for record in removed_by for pair in removals(record))
         for record in self._log.records(missed):
-            why = reasons.get(record.number) if record.number in trash else None
+            why = reasons.get(last[record.number]) if record.number in last else None
             reason = f"it was moved to the trash before its turn: {why}" if why else "it was deleted before its turn"
             emit(CheckpointSkipped(step=record.entry.step, number=record.number, reason=reason))
         self._move(missed[-1])
@@ -179,17 +184,18 @@ class Follower:
         self._position = cursor.number if cursor is not None else self._first_position(newest)
         self._scanned = max(self._begun, self._position)
         # Whoever begins has missed nothing: what was live then is all there was.
-        live = self._log.records([self._begun])[0].state.live if self._begun else ()
-        self._found = deque(number for number in live if number > self._position)
+        state = self._log.records([self._begun])[0].state if self._begun else EMPTY
+        places = map(state.place, state.in_order())
+        self._found = deque(place for place in places if place > self._position)
         self._store_id = identity.store_id
         if cursor is None:
             self._write_cursor()
 
     def _first_position(self, newest: Record | None) -> int:
         if isinstance(self.start, tuple):
-            return number_of(self._log, newest, *self.start)
+            return place_of(self._log, newest, *self.start)
         if isinstance(self.start, int):
-            return number_of_step(self._log, newest, self.start)
+            return place_of_step(self._log, newest, self.start)
         is_behind_all = self.start == "latest" and not self._was_missing
         return newest.number if newest and is_behind_all else 0
 
@@ -205,13 +211,14 @@ class Follower:
 
     @contextmanager
     def _held(self, record: Record) -> Iterator[bool]:
-        """Protect a checkpoint from deletion. Yields False, after a warning, if it was removed before that."""
+        """Protect a checkpoint from deletion. Yields False if it was removed before that, after a warning unless what
+        it was thinned to has its place."""
         with leases.hold(self.job.storage, record.number):
             newest = self._patiently(self._log.newest, self._ends_at())  # a prune reads leases after it has written
             state = newest.state if newest else EMPTY
             is_present = record.number in state.live or record.number in state.trash
-            if newest is not None and not is_present:
-                self._pass_over([record.number], newest)
+            if newest is not None and not is_present and record.place not in map(state.place, state.live):
+                self._pass_over([record.place], newest)
             yield is_present
 
     def _move(self, number: int) -> None:

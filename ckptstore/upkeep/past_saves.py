@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ckptstore.boundary import boundary
-from ckptstore.format.changes import EMPTY, Annotate, Commit, Remove, StoreState
+from ckptstore.format.changes import EMPTY, Annotate, Commit, Remove
 from ckptstore.format.record import Record
 from ckptstore.log import Log
 from ckptstore.upkeep.prune import backwards
@@ -63,17 +63,30 @@ def past_saves(log: Log) -> SaveHistory:
     newest = log.newest()
     if newest is None:
         return SaveHistory()
+    state = newest.state
+    standing = {state.place(number): number for number in state.live}
+    """The live form of each save, whole or thinned, by the number of the whole one."""
+    in_trash = set(map(state.place, state.trash))
     reasons: dict[int, str] = {}
+    removed: list[tuple[int, str]] = []
+    """All that records put in the trash, the last first, each with the reason."""
+    places: dict[int, int] = {}
+    """The places of the thinned checkpoints that ever were."""
     commits: list[Record] = []
     annotated: dict[int, Mapping[str, float]] = {}
     for record in backwards(log, newest):
-        for number, reason in removals(record):
-            reasons.setdefault(number, reason)
+        removed.extend(removals(record))
         if isinstance(record.change, Annotate):
             annotated.setdefault(record.change.number, record.change.metrics)  # the last one has them all
-        if isinstance(record.change, Commit):
+        if isinstance(record.change, Commit) and record.change.thins is None:
             commits.append(replace(record, annotated=annotated.get(record.number, {})))
-    return SaveHistory(_past_save(record, newest.state, reasons) for record in reversed(commits))
+        elif isinstance(record.change, Commit):
+            places[record.number] = record.place
+    for number, reason in removed:
+        reasons.setdefault(places.get(number, number), reason)
+    thinned = [number for number in standing.values() if number in state.thinned]
+    sizes = {record.place: record.entry.size_bytes for record in log.readable(thinned)}
+    return SaveHistory(_past_save(record, standing, in_trash, reasons, sizes) for record in reversed(commits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,18 +143,24 @@ def removals(record: Record) -> Iterable[tuple[int, str]]:
         yield from ((number, f"step {change.entry.step} was saved again") for number in change.replaces)
 
 
-def _past_save(record: Record, state: StoreState, reasons: Mapping[int, str]) -> PastSave:
+def _past_save(
+    record: Record,
+    live: Collection[int],
+    in_trash: Collection[int],
+    reasons: Mapping[int, str],
+    sizes: Mapping[int, int],
+) -> PastSave:
     entry, number = record.entry, record.number
-    is_live = number in state.live
+    is_live = number in live
     return PastSave(
         number=number,
         step=entry.step,
         epoch=entry.epoch,
         created_at=entry.created_at,
         world_size=entry.world_size,
-        size_bytes=entry.size_bytes,
+        size_bytes=sizes.get(number, entry.size_bytes),
         kind=entry.kind,
-        status="live" if is_live else "trash" if number in state.trash else "deleted",
+        status="live" if is_live else "trash" if number in in_trash else "deleted",
         removed_because="" if is_live else reasons.get(number, ""),
         metrics=dict(entry.metrics),
     )

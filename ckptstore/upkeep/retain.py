@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ckptstore.errors import InvalidInput
 from ckptstore.format.changes import Remove, Resumed
 from ckptstore.format.order import BEGINNING, SaveOrder, Void
@@ -48,7 +50,13 @@ def roll_back(
         return None
     state = newest.state
     order, attempt = (target.entry.order, target.entry.attempt) if target else (BEGINNING, "")
-    later = tuple(number for number in state.live if target is None or number > target.number)
+    if target is not None and target.entry.thinned is not None:
+        raise InvalidInput(
+            f"Step {target.entry.step} {target.entry.thinned}, so no job can go on from it",
+            step=target.entry.step,
+            hint="Restore the whole one, as long as it is in the trash, or choose another step",
+        )
+    later = tuple(number for number in state.live if target is None or state.place(number) > state.place(target.number))
     is_job = epoch is not None and epoch == state.epoch
     next_save = max(next_save, state.save_number + 1)
     if not later and epoch is not None and is_job and next_save > state.save_number + 1:
@@ -70,7 +78,8 @@ def remove(
     target = record_of_step(log, newest, step)
     assert newest is not None  # it has a live checkpoint
     state, number = newest.state, target.number
-    before = state.live.without([other for other in state.live if other >= number]).highest
+    earlier = [other for other in state.in_order() if state.place(other) < state.place(number)]
+    before = earlier[-1] if earlier else None
     if not force:
         users = [record.entry.step for record in log.records(state.bases.get(number, ()))]
         why = state.protected(latest=state.latest).get(number, "")
@@ -86,10 +95,11 @@ def remove(
     return roll_back(newest, None if before is None else log.records([before])[0], epoch=epoch, next_save=next_save)
 
 
-def verdicts_on(log: Log, newest: Record | None, policy: Policy) -> list[Verdict]:
-    """Return the verdict of the policy on every live checkpoint, oldest first."""
+def verdicts_on(log: Log, newest: Record | None, policy: Policy, *, unthinned: Collection[int] = ()) -> list[Verdict]:
+    """Return the verdict of the policy on every live checkpoint, oldest first. `unthinned` as for `candidates`."""
     if newest is None:
         return []
     state = newest.state
     protected = state.protected(latest=state.latest)
-    return decide(policy, candidates(log, newest, timed=policy.compares_times()), protected=protected)
+    found = candidates(log, newest, timed=policy.compares_times(), unthinned=unthinned)
+    return decide(policy, found, protected=protected)

@@ -619,3 +619,39 @@ def test_a_listing_has_what_the_store_takes(run: Any, run_json: Any, store: Path
     assert "5.9 KiB live, 2.9 KiB in the trash; 9.01 per month" in run("ls", store, "--long", "--price", 1e9).stdout
     assert "usage" not in run_json("ls", store)
     run("ls", store, "--price", 1, code=2)
+
+
+def test_thin_drops_the_optimizer_and_the_others_show_it(run: Any, run_json: Any, tmp_path: Path) -> None:
+    root, model = tmp_path / "store", torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with open_store(root) as opened:
+        for step in (1, 2, 3):
+            model(torch.ones(300)).sum().backward()
+            optimizer.step()
+            opened.save(step, {"model": model, "optimizer": optimizer})
+    dry = run_json("thin", f"{root}@1", "--drop", "optimizer.*", "--dry-run")
+    assert (dry["dry_run"], dry["number"], run_json("show", f"{root}@1")["checkpoint"]["thinned"]) == (True, None, None)
+    done = run("thin", f"{root}@1", "--drop", "optimizer.*").stdout.splitlines()
+    assert done[0].startswith(f"step 1 without optimizer.*: {dry['num_keys']} keys, ")
+    assert done[1:] == [
+        f"the whole one is in the trash; `ckptstore restore {root}@1` brings it back",
+        f"`ckptstore prune --grace 0 {root}` frees {done[2].rpartition(' frees ')[2]}",
+    ]
+    assert "was not thinned: the latest" in run("thin", f"{root}@latest", "--drop", "optimizer.*", code=2).stderr
+    assert "without optimizer.*" in run("ls", root).stdout.splitlines()[1]
+    assert "dropped        optimizer.*, at 2" in run("show", f"{root}@1").stdout
+    rows = run_json("prune", root, "--keep", "latest=2", "weights:every=1", "--dry-run")["verdicts"]
+    assert [(row["keep"], row["drops"]) for row in rows] == [(True, ["optimizer*"]), (True, []), (True, [])]
+    run("prune", root, "--keep", "latest=1", "weights:every=1")
+    assert [item["thinned"] is None for item in run_json("ls", root)["checkpoints"]] == [False, False, True]
+    removed = run_json("prune", root, "--grace", "0")
+    assert (len(removed["removed"]), removed["left"]) == (2, [])
+    run("verify", "--all", root)
+    run("rollback", f"{root}@2", code=2)
+    run("cp", root, tmp_path / "copy")
+    assert [item["thinned"] is None for item in run_json("ls", tmp_path / "copy")["checkpoints"]] == [
+        False,
+        False,
+        True,
+    ]
+    assert "there already: 3" in run("cp", root, tmp_path / "copy").stdout

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit
+from ckptstore.format.changes import Change, Claim, Commit
+from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import HINT_KEY, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.identity import read_or_create_identity

@@ -30,6 +30,7 @@ CODES = {
     "invalid-step": 2,
     "no-usable-checkpoint": 5,
     "not-durable": 25,
+    "checkpoint-thinned": 26,
     "rank-failed": 20,
     "rank-timeout": 21,
     "save-busy": 23,

@@ -10,8 +10,9 @@ from ckptstore.errors import InvalidInput
 from ckptstore.fast.candidates import Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate, held_by
 from ckptstore.fast.upkeep.sweep import SweepView, sweep
-from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Remove, Resumed
+from ckptstore.format.changes import Change, Claim, Commit, Remove, Resumed
 from ckptstore.format.digest import Digest
+from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.order import SaveOrder

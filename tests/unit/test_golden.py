@@ -30,6 +30,7 @@ from ckptstore.storage.memory import MemoryStorage
 GOLDEN = Path(__file__).parents[1] / "golden"
 LOG = GOLDEN / "log-v1"
 NUMBERS = range(1, 14)
+MANIFEST_THINNED = (GOLDEN / "manifest-v1/thinned.json").read_bytes()
 
 
 def record(number: int) -> Record:
@@ -150,6 +151,25 @@ def test_a_record_that_annotates_is_read_and_would_be_written_the_same() -> None
     assert math.isnan(metrics.pop("worst"))
     assert metrics == {"eval_loss": 0.25, "bleu": 31.5}
     assert replace(found.state, annotated={}) == record(13).state
+
+
+def test_a_record_that_thins_is_read_and_would_be_written_the_same() -> None:
+    before = Record.decode((LOG / "counted.json").read_bytes(), 14)
+    data = (LOG / "thinned.json").read_bytes()
+    found = Record.decode(data, 15)
+    again = Record.following(before, found.change, write_id=found.write_id, created_at=found.created_at)
+    assert again.encode() == data
+    assert isinstance(found.change, Commit)
+    assert (found.change.thins, found.entry.step, found.entry.epoch, found.change.begun_in) == (3, 200, 1, 7)
+    state = found.state
+    assert (state.live, dict(state.trash), dict(state.thinned)) == ({4, 14, 15}, {3: 15, 8: 9, 9: 12}, {15: 3})
+    assert (state.latest, state.in_order()) == (14, [15, 4, 14])
+    manifest = Manifest.decode(MANIFEST_THINNED)
+    assert manifest.encode() == MANIFEST_THINNED
+    assert manifest.thinned == found.entry.thinned
+    assert manifest.thinned is not None
+    assert manifest.thinned.dropped == ("optimizer.*", "ema.*")
+    assert manifest.attempt == found.entry.attempt
 
 
 @pytest.mark.parametrize("name", ["counted", "resumed", "rolled-back"])

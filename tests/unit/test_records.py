@@ -24,7 +24,6 @@ from ckptstore.format.changes import (
     EMPTY,
     Annotate,
     Change,
-    CheckpointEntry,
     Claim,
     Commit,
     Noop,
@@ -36,9 +35,11 @@ from ckptstore.format.changes import (
     Unpin,
     apply,
 )
+from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.order import BEGINNING, MAX_VOIDS, SaveOrder, Void, void_of, with_void
 from ckptstore.format.ranges import Numbers, decode_sequence, encode_sequence
 from ckptstore.format.record import Record, sealed
+from ckptstore.format.thinning import Thinning
 
 CLAIM = Claim("token", 2)
 
@@ -59,6 +60,14 @@ def states(*changes: Change) -> StoreState:
 def commits(count: int) -> list[Change]:
     """A claim, then `count` checkpoints: numbers 2 to count + 1."""
     return [CLAIM, *(Commit(entry(step)) for step in range(count))]
+
+
+THINNED = Thinning(dropped=("optimizer.*",), attempt=str(entry(7).attempt), size_bytes=9, thinned_at=1.5)
+
+
+def thin(number: int, step: int = 0) -> Commit:
+    """The checkpoint with that number becomes a thinned one."""
+    return Commit(entry(step, thinned=THINNED), thins=number)
 
 
 # Number sets as text
@@ -401,6 +410,12 @@ changes = st.one_of(
         st.just(()) | numbers_of,
     ),
     st.builds(
+        lambda step, epoch, thins: Commit(entry(step, epoch, thinned=THINNED), thins=thins),
+        st.integers(0, 99),
+        epochs,
+        st.integers(1, 30),
+    ),
+    st.builds(
         Remove,
         st.just(()) | numbers_of,
         st.just(()) | numbers_of,
@@ -415,6 +430,90 @@ changes = st.one_of(
     st.builds(Annotate, st.integers(1, 40), metrics, st.none() | epochs),
     st.just(Noop()),
 )
+
+
+# Thinned checkpoints
+
+
+def test_a_thinned_checkpoint_takes_the_place_and_the_pin_of_the_whole_one() -> None:
+    state = states(*commits(3), Pin((2,)), thin(2))
+    assert (state.live, state.pinned, dict(state.trash)) == ({3, 4, 6}, {6}, {2: 6})
+    assert (state.in_order(), state.latest, dict(state.thinned)) == ([6, 3, 4], 4, {6: 2})
+    assert apply(state, 7, CLAIM).resume_from == 4
+    again = apply(state, 7, thin(6))
+    assert (again.in_order(), dict(again.thinned), again.pinned) == ([7, 3, 4], {6: 2, 7: 2}, {7})
+    dropped = apply(again, 8, Remove(drop=(2, 6)))
+    assert (dropped.in_order(), dict(dropped.thinned)) == ([7, 3, 4], {7: 2})
+
+
+def test_the_latest_and_the_resume_source_stay_whole() -> None:
+    state = states(*commits(2), CLAIM, Commit(entry(7, 2)), Commit(entry(8, 2)))
+    for number in (3, 6):
+        with pytest.raises(InvalidInput, match="cannot be thinned"):
+            apply(state, 7, Commit(entry(0, 2, thinned=THINNED), thins=number))
+    with pytest.raises(CheckpointGone):
+        apply(state, 7, Commit(entry(0, 2, thinned=THINNED), thins=4))
+    with pytest.raises(InvalidInput, match="says what was dropped"):
+        apply(state, 7, Commit(entry(0, 2), thins=2))
+
+
+def test_a_directory_of_before_the_last_claim_is_refused() -> None:
+    with pytest.raises(StoreFenced):
+        apply(states(*commits(2), CLAIM), 5, thin(2))
+
+
+def test_a_restore_exchanges_the_two_forms() -> None:
+    state = states(*commits(2), thin(2), Restore((2,), pin=False))
+    assert (state.live, dict(state.trash), state.in_order()) == ({2, 3}, {4: 5}, [2, 3])
+    back = apply(state, 6, Restore((4,)))
+    assert (back.live, back.pinned, dict(back.trash), back.in_order()) == ({3, 4}, {4}, {2: 6}, [4, 3])
+    both = apply(state, 6, Remove(trash=(2,)))
+    with pytest.raises(InvalidInput, match="only one can be live"):
+        apply(both, 7, Restore((2, 4)))
+
+
+def test_a_roll_back_ends_at_a_whole_one() -> None:
+    state = states(*commits(3), thin(3))
+    with pytest.raises(InvalidInput, match="is thinned"):
+        apply(state, 6, Remove(trash=(4,)))
+    rolled_back = apply(state, 6, Remove(trash=(4, 5)))
+    assert (rolled_back.live, rolled_back.latest) == ({2}, 2)
+    assert not apply(state, 6, Remove(trash=(2, 4, 5))).live
+
+
+def test_files_that_others_refer_to_stay_when_their_checkpoint_is_thinned() -> None:
+    state = states(CLAIM, Commit(entry(1)), Commit(entry(2, bases=(2,))), Commit(entry(3)), thin(2), thin(3))
+    assert state.droppable([2, 3]) == (2, 3)
+    assert state.droppable([2]) == ()
+
+
+@pytest.mark.parametrize(
+    "thinned",
+    [
+        {"numbers": "3", "wholes": "2"},
+        {"numbers": "1", "wholes": "1"},
+        {"numbers": "1", "wholes": ""},
+        {"numbers": "1"},
+        "1",
+        7,
+    ],
+)
+def test_a_state_whose_thinned_checkpoints_make_no_sense_is_damage(thinned: object) -> None:
+    value = json.loads(first().encode())
+    value["state"].update(live="1", thinned=thinned)
+    with pytest.raises(CheckpointDamaged, match="not a record of the log"):
+        _ = Record.decode(sealed(json.dumps(value).encode()), 1).state
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"dropped": []}, {"dropped": "optimizer"}, {"dropped": [1]}, {"attempt": "up/../there"}, {"size_bytes": -1},
+     {"size_bytes": True}, {"thinned_at": "now"}, {"thinned_at": 1e300}],
+)  # fmt: skip
+def test_what_was_dropped_is_not_believed(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Thinning.from_json({**THINNED.to_json(), **fields})
+    assert Thinning.from_json({**THINNED.to_json(), "later": 1}) == THINNED
 
 
 # The order of saves, and what is void in it
@@ -528,6 +627,10 @@ def check_invariants(state: StoreState, number: int) -> None:
     assert all(number < by for number, by in state.annotated.items())
     assert not {*state.droppable(state.trash)} & {state.resume_from, state.latest, *state.pinned}
     assert all(void.before <= (state.epoch + 1, 0) for void in state.void)  # a job to come begins in the clear
+    assert state.thinned.keys() <= held
+    assert state.latest not in state.thinned
+    places = [state.place(other) for other in state.in_order()]
+    assert places == sorted(set(places))
 
 
 @settings(max_examples=300)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import InvalidInput, InvalidMetric
+from ckptstore.keep_rules import parse_policy
 from ckptstore.retention import (
     Candidate,
     KeepAll,
@@ -19,6 +20,7 @@ from ckptstore.retention import (
     KeepEvery,
     KeepLatest,
     KeepSince,
+    KeepWeights,
     KeepWithin,
     Mode,
     Policy,
@@ -26,7 +28,6 @@ from ckptstore.retention import (
     check_required,
     decide,
     mode_of,
-    parse_policy,
     ranked,
 )
 
@@ -333,3 +334,30 @@ def test_rules_in_words() -> None:
 def test_words_that_are_no_rule_are_refused(rule: str) -> None:
     with pytest.raises(InvalidInput):
         parse_policy([rule])
+
+
+def test_weights_are_kept_of_what_no_other_rule_keeps_whole() -> None:
+    rules = parse_policy("latest=2 weights:every=10, best=1:loss:min weights:latest=4")
+    assert rules == KeepLatest(2) | KeepWeights(KeepEvery(steps=10)) | KeepBest(1, "loss", "min") | KeepWeights(
+        KeepLatest(4)
+    )
+    assert rules is not None
+    assert (rules.thins(), KeepLatest(2).thins()) == (("optimizer*",), ())
+    found = decide(rules, make(list(range(0, 50, 5)), [9, 1, *[5] * 8]), protected={14: "pinned"})
+    whole = [verdict.step for verdict in found if verdict.keep and not verdict.drops]
+    assert (whole, [verdict.step for verdict in found if verdict.drops]) == ([5, 20, 40, 45], [0, 10, 30, 35])
+    assert [verdict.step for verdict in found if not verdict.keep] == [15, 25]
+
+
+def test_two_rules_drop_what_neither_needs() -> None:
+    rules = KeepWeights(KeepLatest(1), drop=("ema*", "optimizer*")) | KeepWeights(KeepAll(), drop="optimizer*")
+    assert [verdict.drops for verdict in decide(rules, make([1, 2]), protected={})] == [("optimizer*",)] * 2
+    assert rules.thins() == ("ema*", "optimizer*")
+
+
+@pytest.mark.parametrize("drop", ["", (), ("optimizer*", "")])
+def test_a_rule_without_a_pattern_is_refused(drop: str | tuple[str, ...]) -> None:
+    with pytest.raises(InvalidInput, match="it must be one or several patterns"):
+        KeepWeights(KeepLatest(1), drop=drop)
+    with pytest.raises(InvalidInput, match="keeps checkpoints whole"):
+        KeepWeights(KeepLatest(1) | KeepWeights(KeepAll()))

@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import chain, count
 from typing import Any, NamedTuple, TypeVar
 
@@ -141,6 +142,8 @@ class Striping(NamedTuple):
     """The directories that share the files of all ranks."""
     on_disk: bool = False
     """True for a disk, which takes bytes for one file from one thread at a time."""
+    apart: tuple[str, ...] = ()
+    """The patterns of keys that get files of their own, which thinning deletes."""
 
 
 class ShardFiles:
@@ -174,24 +177,34 @@ class ShardFiles:
             self.kept = before.still_good(self._digests, algorithm=algorithm) if before else []
         held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
         frames = [frame for frame in frames if frame[:2] not in held] if held else frames
+        self.files: list[ShardFile] = []
+        if striping.apart:
+            apart = {frame[0]: any(fnmatchcase(frame[0], pattern) for pattern in striping.apart) for frame in frames}
+            self._lay_out([frame for frame in frames if apart[frame[0]]], striping)
+            frames = [frame for frame in frames if not apart[frame[0]]]
+        self._lay_out(frames, striping)
+
+    def _lay_out(self, frames: Sequence[_Frame], striping: Striping) -> None:
+        """Add files with these frames."""
         shared_bytes = LOCAL_SHARED_FILE_BYTES if striping.on_disk else SHARED_FILE_BYTES
         size_bytes = sum([made.size_bytes for _, _, made, _ in frames])
-        self.files = self._new_files(_num_files(size_bytes, striping.num_files, shared_bytes))
+        files = self._new_files(_num_files(size_bytes, striping.num_files, shared_bytes))
+        self.files += files
         small = [frame for frame in frames if frame[2].payload_bytes < BLOCK_BYTES]
         large = [frame for frame in frames if frame[2].payload_bytes >= BLOCK_BYTES]
         if small:
-            self.files[0].add_slab(*self._slab(small))
-        share = -(-sum(made.size_bytes for _, _, made, _ in large) // max(1, len(self.files)))
+            files[0].add_slab(*self._slab(small))
+        share = -(-sum(made.size_bytes for _, _, made, _ in large) // max(1, len(files)))
         at, filled = 0, 0
         for frame in large:
             frame_bytes = frame[2].size_bytes
-            if filled + frame_bytes // 2 > share and at + 1 < len(self.files):
+            if filled + frame_bytes // 2 > share and at + 1 < len(files):
                 at, filled = at + 1, 0
             key, box, made, tensor = frame
             cast = described.casts.get(key)
             if cast is not None and not _is_lazy(tensor):
                 tensor, cast = cast_now(key, tensor, cast), None
-            self.files[at].add_large(key, box, made, tensor, cast)
+            files[at].add_large(key, box, made, tensor, cast)
             filled += frame_bytes
 
     def _digest_of(self, key: str, tensor: torch.Tensor) -> str:
@@ -200,7 +213,7 @@ class ShardFiles:
         return digest if cast is None else fingerprint(f"{digest} {cast}".encode()).hex()
 
     def _new_files(self, num_files: int) -> list[ShardFile]:
-        taken = {file.receipt.name for file in self.kept}
+        taken = {file.receipt.name for file in self.kept}.union(file.name for file in self.files)
         names = (f"{self._directory}state-rank={self._rank:05d}-{number:02d}.distcp" for number in count())
         free = (name for name in names if name not in taken)
         return [ShardFile(next(free)) for _ in range(num_files)]

@@ -33,6 +33,7 @@ GROUPS = {
         "rollback",
         "restore",
         "rm",
+        "thin",
         "prune",
         "gc",
         "fast",
@@ -53,6 +54,7 @@ OTHER_WORDS = {
     "cp": ("copy", "mirror", "sync", "upload", "download"),
     "rm": ("delete", "remove", "del"),
     "prune": ("clean",),
+    "thin": ("slim", "drop", "strip", "shrink"),
     "verify": ("check", "fsck", "validate"),
     "diff": ("compare", "cmp"),
     "rollback": ("revert", "reset"),
@@ -180,7 +182,7 @@ def _echo_error(error: dict[str, Any]) -> None:
     click.echo(json.dumps({"version": 1, "error": {"committed": False, **error}}, indent=2))
 
 
-_RULE = re.compile(r"(?:latest|best|every|since|within)=")
+_RULE = re.compile(r"(?:weights:)?(?:latest|best|every|since|within)=")
 _SAY_MODE = 'Say mode="min" or mode="max"'
 _FLAGS = {
     r"exists=['\"]replace['\"]": "--replace",

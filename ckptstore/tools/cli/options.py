@@ -12,7 +12,7 @@ import click
 
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.tier import FastTier
-from ckptstore.retention import RULES, parse_policy
+from ckptstore.keep_rules import RULES, parse_policy
 from ckptstore.storage.uri import parse_uri
 from ckptstore.transfer.executor import Executor, InProcess
 

@@ -60,6 +60,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "created_at": checkpoint.created_at,
         "world_size": checkpoint.world_size,
         "size_bytes": checkpoint.size_bytes,
+        "thinned": None if checkpoint.thinned is None else checkpoint.thinned.to_json(),
         "metrics": checkpoint.metrics,
         "uri": checkpoint.uri,
     }

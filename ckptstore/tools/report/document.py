@@ -28,6 +28,7 @@ ChangeKind = Literal[
     "pin",
     "unpin",
     "restore",
+    "thin",
     "resume",
     "noop",
     "unreadable",
@@ -67,8 +68,12 @@ class SeenCheckpoint:
     """By name. A float that JSON lacks is "NaN", "Infinity" or "-Infinity"."""
     bases: tuple[int, ...] = ()
     """The numbers of the checkpoints whose files it refers to."""
+    dropped: tuple[str, ...] = ()
+    """The patterns of the keys that were dropped from it after its save; then its number is that of this record."""
+    whole_bytes: int | None = None
+    """Its size before that; None if it is whole."""
     is_latest: bool = False
-    """True for the live one with the highest number."""
+    """True for the latest of the store."""
     is_pinned: bool = False
     """True if it is kept until it is unpinned."""
     best_of: tuple[str, ...] = ()

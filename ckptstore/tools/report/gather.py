@@ -91,7 +91,7 @@ class Sighting:
         self._failed.clear()
         history = self._history
         state = history.settle()
-        live = sorted((life for life in history.lives.values() if life.status == "live"), key=lambda life: life.number)
+        live = [life for life in history.in_order() if life.status == "live"]
         self._look_around()
         modes, best = _best(live)
         self._read_manifests([life.number for life in live[-NUM_TIMINGS:]])
@@ -110,7 +110,7 @@ class Sighting:
             ),
             metric_modes=modes,
             checkpoints=tuple(
-                self._seen(life, state, best, lines, grace_seconds=grace_seconds) for life in history.lives.values()
+                self._seen(life, state, best, lines, grace_seconds=grace_seconds) for life in history.in_order()
             ),
             changes=tuple(history.changes),
             resumes=tuple(history.resumes),
@@ -223,6 +223,8 @@ class Sighting:
             size_bytes=entry.size_bytes,
             metrics={name: finite(value) for name, value in entry.metrics.items()},
             bases=tuple(entry.bases),
+            dropped=entry.thinned.dropped if entry.thinned else (),
+            whole_bytes=entry.thinned.size_bytes if entry.thinned else None,
             is_latest=number == state.latest,
             is_pinned=number in state.pinned,
             best_of=best_of,

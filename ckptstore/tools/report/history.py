@@ -12,7 +12,6 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.format.changes import (
     EMPTY,
     Annotate,
-    CheckpointEntry,
     Claim,
     Commit,
     Pin,
@@ -23,6 +22,7 @@ from ckptstore.format.changes import (
     Unpin,
 )
 from ckptstore.format.encoding import shortened
+from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Probed, link_problem, record_problem
@@ -74,6 +74,8 @@ class History:
         self._numbers: dict[str, int] = {}
         """The numbers of the checkpoints, by attempt."""
         self._live: set[int] = set()
+        self._places: dict[int, int] = {}
+        """The numbers of whole checkpoints by those of the thinned ones that have their places."""
         self._pinned: set[int] = set()
         self._bytes: dict[Status, int] = {"live": 0, "trash": 0, "deleted": 0}
 
@@ -109,9 +111,14 @@ class History:
         if isinstance(change, Remove):
             return self._removed(record, change)
         if isinstance(change, Restore):
+            places = {self._places.get(number, number): number for number in change.numbers}
+            pins = set(change.numbers if change.pin else ())
+            for other in [other for other in self._live if self._places.get(other, other) in places]:
+                pins |= {places[self._places.get(other, other)]} if other in self._pinned else set()
+                self._move(other, "trash", record, "another form of it was restored")
             for number in change.numbers:
                 self._move(number, "live", record)
-            self._pinned.update(change.numbers if change.pin else ())
+            self._pinned |= pins
             text = f"{self._named(change.numbers)} brought back from the trash{', pinned' if change.pin else ''}"
             return _seen(record, "restore", text, numbers=change.numbers, epoch=change.epoch)
         if isinstance(change, Pin):
@@ -129,7 +136,7 @@ class History:
         return _seen(record, "noop", "nothing changed: it took the number of a write whose fate was unknown")
 
     def _claimed(self, record: Record, change: Claim) -> SeenChange:
-        source = self.lives.get(max(self._live, default=0))
+        source = self.lives.get(self._latest())
         self._epoch = max(self._epoch, change.above_epoch) + 1
         if source is not None:
             source.resumed_by.append(self._epoch)
@@ -157,9 +164,9 @@ class History:
         return _seen(record, "resume", text, numbers=[source] if source else (), epoch=change.epoch)
 
     def _annotated(self, record: Record, change: Annotate) -> SeenChange:
-        life = self.lives.get(change.number)
-        if life is not None:
-            life.entry = replace(life.entry, metrics={**life.entry.metrics, **change.metrics})
+        for life in self.lives.values() if self._places else filter(None, [self.lives.get(change.number)]):
+            if self._places.get(life.number, life.number) == change.number:
+                life.entry = replace(life.entry, metrics={**life.entry.metrics, **change.metrics})
         names = ", ".join(map(shortened, sorted(change.metrics)[:MOST_NAMED]))
         text = f"{self._named([change.number])} annotated with {names}"
         return _seen(record, "annotate", text, numbers=[change.number], epoch=change.epoch)
@@ -177,12 +184,31 @@ class History:
             self._move(number, "trash", record, f"step {entry.step} was saved again, as number {record.number}")
         for number in change.drops:
             self._move(number, "trash", record, change.reasons.get(number) or "retention dropped it")
+        if change.thins is not None:
+            return self._thinned(record, change.thins)
         gone = [*replaced, *change.drops]
         text = f"step {entry.step} committed" + (f"; {self._named(gone)} to the trash" if gone else "")
         return _seen(record, "commit", text, numbers=[record.number, *gone], epoch=entry.epoch)
 
+    def _thinned(self, record: Record, whole: int) -> SeenChange:
+        self._places[record.number] = self._places.get(whole, whole)
+        is_pinned, before, life = whole in self._pinned, self.lives.get(whole), self.lives[record.number]
+        if before is not None:  # what it was annotated with
+            life.entry = replace(life.entry, metrics=before.entry.metrics)
+        self._move(whole, "trash", record, "it was thinned")
+        self._pinned.update([record.number] if is_pinned else [])
+        text = f"step {record.entry.step} {record.entry.thinned}; the whole one, number {whole}, to the trash"
+        return _seen(record, "thin", text, numbers=[record.number, whole], epoch=None)
+
+    def in_order(self) -> list[Life]:
+        """Return all checkpoints in the order of their commits, a thinned one behind the whole one."""
+        return sorted(self.lives.values(), key=lambda life: (self._places.get(life.number, life.number), life.number))
+
+    def _latest(self) -> int:
+        return max((number for number in self._live if number not in self._places), default=0)
+
     def _removed(self, record: Record, change: Remove) -> SeenChange:
-        is_roll_back = bool(change.trash) and max(self._live, default=0) in change.trash
+        is_roll_back = bool(change.trash) and self._latest() in change.trash
         for number in change.trash:
             self._move(number, "trash", record, change.reason)
         for number in change.drop:

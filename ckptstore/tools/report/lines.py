@@ -46,7 +46,9 @@ class Lines:
         step, target = life.entry.step, f"{self._uri}@{life.entry.step}"
         if life.status == "trash":
             found = {"prune": _line("prune", self._uri)}
-            if step not in self._newest_live:
+            other = self._newest_live.get(step)
+            state = self._state
+            if other is None or (other in state.thinned and state.place(other) == state.place(life.number)):
                 number = ["--number", str(life.number)] if self._trashed[step] > 1 else []
                 found["restore"] = _line("restore", *number, target)
             return found
@@ -54,7 +56,8 @@ class Lines:
             return {}
         pin = "unpin" if life.number in self._state.pinned else "pin"
         found = {pin: _line(pin, target), "cp": _line("cp", target, f"step-{step}"), "verify": _line("verify", target)}
-        if life.number != self._state.latest and self._highest_pin <= life.number:
+        can_resume = life.number not in self._state.thinned
+        if life.number != self._state.latest and self._highest_pin <= life.number and can_resume:
             found["rollback"] = _line("rollback", target)
         return found
 

@@ -164,8 +164,9 @@ class StoreWatcher:
 
     def _take(self, record: Record) -> None:
         if isinstance(record.change, Commit):
-            self._commits[record.number] = SeenCommit.of(record)
             self._attempts.add(record.entry.attempt)
+            if record.change.thins is None:
+                self._commits[record.number] = SeenCommit.of(record)
         elif isinstance(record.change, Annotate) and (commit := self._commits.get(record.change.number)) is not None:
             self._commits[commit.number] = replace(commit, metrics={**commit.metrics, **record.change.metrics})
         elif isinstance(record.change, Claim):
@@ -292,6 +293,9 @@ def _happenings(record: Record, commits: Mapping[int, SeenCommit]) -> list[Happe
             ranks = f"{change.world_size} ranks" if change.world_size != 1 else "1 rank"
             text = f"a job of {ranks} has claimed the store, writer epoch {record.state.epoch}"
             return [Happening(kind="claim", number=number, text=text)]
+        case Commit(entry=entry, thins=int(whole)):
+            text = f"step {entry.step} {entry.thinned}; number {whole} moved to the trash"
+            return [Happening(kind="log", number=number, text=text)]
         case Commit():
             step = change.entry.step
             return [Happening(kind="commit", number=number, step=step, text=f"step {step} is committed")]

@@ -14,7 +14,8 @@ from typing import Any
 
 from ckptstore.catalogue import job_of
 from ckptstore.config import RetryConfig
-from ckptstore.format.changes import CheckpointEntry, Claim, Commit
+from ckptstore.format.changes import Claim, Commit
+from ckptstore.format.entry import CheckpointEntry
 from ckptstore.log import Log
 from ckptstore.log.identity import read_or_create_identity
 from ckptstore.opening import open_store

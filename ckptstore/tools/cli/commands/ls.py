@@ -65,10 +65,10 @@ from ckptstore.upkeep.past_saves import usage
 def command(store: str, storage_options: dict[str, Any], as_json: bool, **options: Any) -> None:
     """List the checkpoints of STORE, oldest first.
 
-    The marks are "latest", "pinned" (retention does not remove it) and "resumed from" (the running job started from
-    it). Checkpoints that retention has removed are counted at the end, until they are deleted from the trash. For a
-    directory above stores, the stores below it are listed; for a run of Ray Train that keeps its files itself, what
-    ckptstore.ray.report stored.
+    The marks are "latest", "pinned" (retention does not remove it), "resumed from" (the running job started from it)
+    and "without", with the keys that were dropped from it. Checkpoints that retention has removed are counted at the
+    end, until they are deleted from the trash. For a directory above stores, the stores below it are listed; for a run
+    of Ray Train that keeps its files itself, what ckptstore.ray.report stored.
 
     Without --metric, losses and the like are shown first: the store does not know by which metric the job keeps
     checkpoints.
@@ -253,8 +253,9 @@ def _to_json(entry: Entry) -> dict[str, Any]:
 
 
 def _row(entry: Entry, metrics: Sequence[str], *, with_where: bool) -> tuple[str, ...]:
-    marks = {"latest": entry.is_latest, "pinned": entry.is_pinned, "resumed from": entry.is_resume_source}
     checkpoint = entry.checkpoint
+    marks = {"latest": entry.is_latest, "pinned": entry.is_pinned, "resumed from": entry.is_resume_source}
+    marks |= {} if checkpoint.thinned is None else {f"without {', '.join(checkpoint.thinned.dropped)}": True}
     known = checkpoint.metrics
     return (
         str(checkpoint.number or ""),

@@ -40,8 +40,9 @@ def command(
     """Remove checkpoints by --keep rules, and empty the trash.
 
     With --keep, every checkpoint that no rule keeps goes to the trash. The latest, pinned ones and the one that the
-    running job resumed from always stay. Then checkpoints that have been in the trash for the grace period are deleted.
-    Without --keep, that is all. Try it with --dry-run.
+    running job resumed from always stay. A rule with "weights:" before it keeps checkpoints without the optimizer. Then
+    checkpoints that have been in the trash for the grace period are deleted. Without --keep, that is all. Try it with
+    --dry-run.
     """
     with opened_store(store, storage_options, grace_seconds=grace_seconds) as opened:
         verdicts = [] if keep is None else opened.retain(keep, dry_run=dry_run)
@@ -53,7 +54,13 @@ def command(
                 uri=opened.uri,
                 dry_run=dry_run,
                 verdicts=[
-                    {"number": item.number, "step": item.step, "keep": item.keep, "reason": item.reason}
+                    {
+                        "number": item.number,
+                        "step": item.step,
+                        "keep": item.keep,
+                        "reason": item.reason,
+                        "drops": list(item.drops),
+                    }
                     for item in verdicts
                 ],
                 removed=[_to_json(item) for item in removed],
@@ -62,6 +69,12 @@ def command(
             )
             return
     _echo(verdicts, removed, left, dry_run=dry_run)
+
+
+def _decision(item: Verdict) -> str:
+    if item.drops:
+        return f"keep without {', '.join(item.drops)}"
+    return "keep" if item.keep else "to the trash"
 
 
 def _to_json(item: Trashed) -> dict[str, Any]:
@@ -75,7 +88,7 @@ def _to_json(item: Trashed) -> dict[str, Any]:
 
 
 def _echo(verdicts: list[Verdict], removed: list[Trashed], left: list[Trashed], *, dry_run: bool) -> None:
-    rows = [(str(item.step), "keep" if item.keep else "to the trash", item.reason) for item in verdicts]
+    rows = [(str(item.step), _decision(item), item.reason) for item in verdicts]
     rows += [(str(item.step), "delete", f"{show_size(item.size_bytes)}, long enough in the trash") for item in removed]
     for item in left:
         why = item.held_by or f"{show_size(item.size_bytes)}, may be deleted in {show_duration(item.due_in_seconds)}"

@@ -145,6 +145,9 @@ def _echo_fields(checkpoint: Checkpoint) -> None:
         "size": f"{show_size(checkpoint.size_bytes)} in {len(checkpoint.files)} files",
         "metrics": show_metrics(checkpoint.metrics),
     }
+    if (thinned := checkpoint.thinned) is not None:
+        fields["dropped"] = f"{', '.join(thinned.dropped)}, at {show_time(thinned.thinned_at)} (UTC)"
+        fields["size before"] = show_size(thinned.size_bytes)
     fields |= {f"metadata.{name}": _shortened(value) for name, value in checkpoint.metadata.items()}
     fields |= provenance_texts(checkpoint)
     echo_fields(fields)

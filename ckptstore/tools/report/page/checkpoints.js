@@ -119,6 +119,8 @@ function details(store, checkpoint) {
   say("attempt", checkpoint.attempt);
   say("kind", checkpoint.kind);
   say("size", `${bytesText(checkpoint.size_bytes)} (${checkpoint.size_bytes} bytes)`);
+  const dropped = checkpoint.dropped ?? [];
+  say("dropped", dropped.length ? `${dropped.join(", ")}, of ${bytesText(checkpoint.whole_bytes)} before` : "");
   say("kept because", checkpoint.kept_because.join("; "));
   say("removed because", checkpoint.removed_because);
   say("removed", checkpoint.removed_at ? momentText(checkpoint.removed_at) : "");

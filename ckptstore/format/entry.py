@@ -1,0 +1,84 @@
+"""The entry of one checkpoint in the record that commits it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckptstore.errors import InvalidInput, InvalidMetric, InvalidStep
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MAX_STEP, Attempt
+from ckptstore.format.order import SaveOrder
+from ckptstore.format.thinning import Thinning
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEntry:
+    """The facts about one checkpoint in the log, so that a list of checkpoints opens no manifest."""
+
+    step: int
+    epoch: int
+    """The writer epoch of the job that saved it."""
+    attempt: str
+    """The name of its directory below `checkpoints/`."""
+    manifest_sha256: str
+    """The SHA-256 of the manifest's exact bytes, hexadecimal."""
+    kind: Literal["directory", "state"]
+    world_size: int
+    size_bytes: int
+    """The bytes of all files, without the manifest."""
+    num_files: int
+    created_at: float
+    """Seconds since the epoch by the leader's clock; for people, never for decisions."""
+    own_bytes: int | None = None
+    """The bytes of the files in its own directory; None if all are there, and in earlier records."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    bases: tuple[int, ...] = ()
+    """The numbers of live checkpoints whose files it refers to."""
+    committed_at: float | None = None
+    """The time at which the original of a copy was committed, by the clock of the storage that it was copied from."""
+    save_number: int = 0
+    """Its number among the saves of its epoch, from 1; 0 in records from before saves were counted."""
+    thinned: Thinning | None = None
+    """The facts on what was dropped from it after its save; None if it is whole."""
+
+    @property
+    def order(self) -> SaveOrder:
+        """Its place among all saves of the store."""
+        return SaveOrder(self.epoch, self.save_number)
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes in its own directory."""
+        return self.size_bytes if self.own_bytes is None else self.own_bytes
+
+    @property
+    def prefix(self) -> str:
+        """The key prefix of its files, with its trailing slash."""
+        return f"{CHECKPOINT_PREFIX}{self.attempt}/"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step <= MAX_STEP:
+            raise InvalidStep(f"The step is {self.step!r}, it must be from 0 to {MAX_STEP}")
+        if (
+            min(self.size_bytes, self.num_files, self.save_number, self.own_bytes or 0) < 0
+            or self.epoch < 1
+            or self.world_size < 1
+        ):
+            raise InvalidInput(
+                f"An epoch, number of a save, world size, size or number of files is out of range in {self!r}"
+            )
+        if Attempt.parse(self.attempt) is None:
+            raise InvalidInput(f"{self.attempt!r} is not the name of an attempt directory")
+        if len(self.manifest_sha256) != 64 or not set(self.manifest_sha256) <= set("0123456789abcdef"):
+            raise InvalidInput(f"{self.manifest_sha256!r} is not a SHA-256")
+        if self.kind not in ("directory", "state"):
+            raise InvalidInput(f"{self.kind!r} is not a kind of checkpoint")
+        check_metrics(self.metrics)
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Raise InvalidMetric for a value that is no number."""
+    for name, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidMetric(f"The metric {name!r} is a {type(value).__name__}, not a number")
