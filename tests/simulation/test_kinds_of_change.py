@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ckptstore.format.changes import Commit
 from ckptstore.testing.simulation import Simulation, report
-from ckptstore.testing.simulation.plan import draw_commands
+from ckptstore.testing.simulation.plan import draw_commands, draw_thinning
 from ckptstore.testing.simulation.world import World
 
 KINDS = {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Annotate", "Noop"}
@@ -20,3 +21,15 @@ def test_every_kind_of_change_is_met(simulation: Simulation) -> None:
         if seed > 10 and met == KINDS:
             return
     raise AssertionError(f"only {met} were met")
+
+
+def test_checkpoints_are_thinned_while_jobs_save(simulation: Simulation) -> None:
+    """The ledger of the simulation knows the rules by itself, and the model what every file must hold."""
+    thinned = 0
+    for seed in range(4):
+        worlds: list[World] = []
+        outcome = simulation.run(draw_thinning(seed), prepare=worlds.append)
+        assert outcome.ok, report(outcome)
+        changes = [record.change for record in worlds[0].model.records.values()]
+        thinned += sum(isinstance(change, Commit) and change.thins is not None for change in changes)
+    assert thinned >= 4

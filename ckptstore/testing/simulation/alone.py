@@ -147,6 +147,15 @@ def _restore(world: World, member: Member, index: int, store: Any) -> None:
             world.fail("what is asked for is restored", f"{where}: {found.number} in place of {number}")
 
 
+def _thin(world: World, where: str, store: Any, steps: list[int]) -> None:
+    """Drop some keys, or all tensors, from one of the steps; the choice follows from the seed."""
+    step = steps[int(world.plan.chance("thinned", where) * len(steps))]
+    drop = ("model.*",) if world.plan.chance("drop", where) < 0.5 else ("model.*", "own")
+    report = store.thin(step, drop, force=world.plan.chance("force", where) < 0.5)
+    if report.freed_bytes <= 0:
+        world.fail("what is thinned is smaller", f"{where}: {report}")
+
+
 def _break_a_rule(world: World, where: str, store: Any) -> None:
     """Ask the log for a change that no rule allows."""
 
@@ -201,7 +210,7 @@ def _list(world: World, store: Any) -> None:
     """Look at the metrics of all live checkpoints: none may be older than the call."""
     before = {number: dict(metrics) for number, metrics in world.model.ledger.metrics.items()}
     for entry in store.entries():
-        number, found = entry.checkpoint.number, entry.checkpoint.metrics
+        number, found = world.model.ledger.place(entry.checkpoint.number or 0), entry.checkpoint.metrics
         if not before.get(number, {}).keys() <= found.keys():
             world.fail("what is annotated is found", f"{number} has {found}, and was annotated with {before[number]}")
 
@@ -227,6 +236,7 @@ def _with_checkpoint(world: World, member: Member, index: int, action: Action, s
         "annotate": lambda step: store.annotate(step, {f"metric {where}": world.plan.chance("metric", where)}),
         "roll back": store.roll_back,
         "remove": lambda step: store.remove(step, force=force),
+        "thin": lambda step: _thin(world, where, store, [item.step for item in checkpoints[:-1]] or [step]),
         "remove all": lambda step: store.remove_all(force=force),
     }
     if action.kind in changes:

@@ -71,7 +71,8 @@ def _judge_resume(world: World, where: str, mine: Attempted) -> None:
     usable: set[int | None] = set()
     for number in model.numbers_between(mine.began, mine.ended):
         record = model.records.get(number or 0)
-        live = [model.saved[item] for item in record.state.live] if record else []
+        live = [model.saved[item] for item in record.state.in_order()] if record else []
+        live = [saved for saved in live if not saved.is_thinned]
         whole = [saved.number for saved in live if not saved.is_damaged]
         usable |= {saved.number for saved in live if saved.damaged_at >= mine.began}
         if world.plan.contents == "state":  # what was lost may be a file that this state did not need

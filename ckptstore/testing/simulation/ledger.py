@@ -33,22 +33,26 @@ class Ledger:
     users: dict[int, set[int]] = field(default_factory=dict)
     """By base the checkpoints that refer to its files."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By checkpoint what it was annotated with so far."""
+    """By place what it was annotated with so far."""
     annotated_by: dict[int, int] = field(default_factory=dict)
     last_save: int = 0
+    places: dict[int, int] = field(default_factory=dict)
+    """The numbers of whole checkpoints, by those of the thinned ones that have their places."""
     left: list[tuple[SaveOrder, SaveOrder]] = field(default_factory=list)
     """Between which saves nobody may go on."""
 
     def take(self, record: Record) -> None:
         """Follow one record. Raise Violation when its change is not legal, or the state in it is another one."""
         change = record.change
-        epoch = change.entry.epoch if isinstance(change, Commit) else getattr(change, "epoch", None)
+        epoch = getattr(change, "epoch", None)
+        if isinstance(change, Commit):
+            epoch = change.entry.epoch if change.thins is None else change.begun_in
         if epoch not in (None, self.epoch):
             self._fail("a fenced job changes nothing", record)
         match change:
             case Claim():
                 self.epoch = max(self.epoch, change.above_epoch) + 1
-                self.source, self.last_save = max(self.live, default=None), 0
+                self.source, self.last_save = self._latest(), 0
             case Commit():
                 self._commit(record, change)
             case Remove():
@@ -58,14 +62,11 @@ class Ledger:
                 self.pinned -= {*change.numbers}
                 self.pinned |= {*change.numbers} if isinstance(change, Pin) else set()
             case Restore():
-                self._require(self.trash, change.numbers, record, rule="what is deleted never comes back")
-                self.trash -= {*change.numbers}
-                self.live |= {*change.numbers}
-                self.pinned |= {*change.numbers} if change.pin else set()
+                self._restore(record, change)
             case Resumed():
                 self.left.append((change.source or SaveOrder(0, 0), SaveOrder(change.epoch, change.next_save)))
             case Annotate():
-                self._require(self.live | self.trash, [change.number], record)
+                self._require(set(map(self.place, self.live | self.trash)), [change.number], record)
                 before = self.metrics.get(change.number, {})
                 if not change.metrics or not before.keys() <= change.metrics.keys():
                     self._fail("an annotation forgets none", record)
@@ -75,6 +76,9 @@ class Ledger:
             self._fail("a state follows from the changes", record, f"it says {record.state}, it should say {self}")
 
     def _commit(self, record: Record, change: Commit) -> None:
+        if change.thins is not None:
+            self._thin(record, change, change.thins)
+            return
         entry = change.entry
         if 0 < entry.save_number <= self.last_save:
             self._fail("one order of saves", record)
@@ -87,6 +91,39 @@ class Ledger:
         for base in entry.bases:
             self.users.setdefault(base, set()).add(record.number)
 
+    def _thin(self, record: Record, change: Commit, whole: int) -> None:
+        self._require(self.live, [whole, *change.entry.bases], record)
+        self._check_whole(record, {whole})
+        self.places[record.number] = self.places.get(whole, whole)
+        self.live = self.live - {whole} | {record.number}
+        self.trash.add(whole)
+        if whole in self.pinned:
+            self.pinned = self.pinned - {whole} | {record.number}
+        for base in change.entry.bases:
+            self.users.setdefault(base, set()).add(record.number)
+
+    def _check_whole(self, record: Record, thinned: set[int]) -> None:
+        if thinned & {self._latest(), self.source}:
+            self._fail("what a job resumes from stays whole", record)
+
+    def _latest(self) -> int | None:
+        return max(self.live - self.places.keys(), default=None)
+
+    def place(self, number: int) -> int:
+        """Return the place of a checkpoint in the order of commits."""
+        return self.places.get(number, number)
+
+    def _restore(self, record: Record, change: Restore) -> None:
+        self._require(self.trash, change.numbers, record, rule="what is deleted never comes back")
+        taken = {self.place(number) for number in change.numbers}
+        other = {number for number in self.live if self.place(number) in taken}
+        self._check_whole(record, other)
+        pins = {self.place(number) for number in other & self.pinned}
+        self.trash = self.trash - {*change.numbers} | other
+        self.live = self.live - other | {*change.numbers}
+        self.pinned -= other
+        self.pinned |= {*change.numbers} if change.pin or pins else set()
+
     def _remove(self, record: Record, change: Remove) -> None:
         trash, drop = {*change.trash}, {*change.drop}
         self._require(self.live, trash, record)
@@ -94,17 +131,20 @@ class Ledger:
         self._check_kept(record, drop)
         if trash & self.pinned:
             self._fail("what is pinned stays", record)
-        if max(self.live, default=0) in trash:
-            stays = max(self.live - trash, default=0)
-            if trash != {number for number in self.live if number > stays}:
+        if self._latest() in trash:
+            last = max(self.live - trash, key=self.place, default=0)
+            higher = {number for number in self.live if self.place(number) > self.place(last)}
+            if trash != higher or last in self.places:
                 self._fail("the latest goes in a roll back alone", record)
         if any(not self.users.get(number, set()) <= drop for number in drop):
             self._fail("what others refer to stays", record)
         if change.voids is not None:
             self.left.append((change.voids.after, change.voids.before))
         self.live -= trash
-        self.annotated_by = {number: by for number, by in self.annotated_by.items() if number not in drop}
         self.trash = self.trash - drop | trash
+        self.places = {number: whole for number, whole in self.places.items() if number not in drop}
+        left = set(map(self.place, self.live | self.trash))
+        self.annotated_by = {place: by for place, by in self.annotated_by.items() if place in left}
         self.users = {base: users - drop for base, users in self.users.items() if base not in drop and users - drop}
 
     def _check_kept(self, record: Record, gone: Collection[int]) -> None:
@@ -121,7 +161,8 @@ class Ledger:
 
     def _is(self, state: StoreState) -> bool:
         return (
-            (state.epoch, state.resume_from, state.latest) == (self.epoch, self.source, max(self.live, default=None))
+            (state.epoch, state.resume_from, state.latest) == (self.epoch, self.source, self._latest())
+            and dict(state.thinned) == self.places
             and ({*state.live}, {*state.pinned}, {*state.trash}) == (self.live, self.pinned, self.trash)
             and {base: {*users} for base, users in state.bases.items()} == self.users
             and dict(state.annotated) == self.annotated_by

@@ -47,6 +47,7 @@ class SavedCheckpoint:
     is_visibly_damaged: bool = False
     """True if a listing shows the damage."""
     damaged_at: float = -1.0
+    is_thinned: bool = False
     removed_at: float | None = None
     """The time at which a record took it out of live and trash."""
 
@@ -93,7 +94,11 @@ class Model:
     def live(self) -> list[SavedCheckpoint]:
         """Return the live checkpoints, oldest first."""
         newest = self.newest
-        return [self.saved[number] for number in newest.state.live] if newest else []
+        return [self.saved[number] for number in newest.state.in_order()] if newest else []
+
+    def resumable(self) -> list[SavedCheckpoint]:
+        """Return the live checkpoints that a job can resume from, as far as they are not damaged; oldest first."""
+        return [saved for saved in self.live() if not saved.is_thinned]
 
     def changed(self, key: str, before: File | None, after: File | None) -> None:
         """Handle a write or removal of a file."""
@@ -179,7 +184,9 @@ class Model:
         for number in change.replaces:
             if self.saved[number].step != change.entry.step:
                 raise Violation("only the same step is replaced", f"record {record.number} replaces {number}")
-        left = [number for number in newest.state.live if number not in change.replaces] + [record.number]
+        if change.thins is not None:
+            return
+        left = [number for number in newest.state.in_order() if number not in change.replaces] + [record.number]
         policy = self.plan.policy
         kept: set[int] = set()
         if policy == "all":
@@ -207,6 +214,9 @@ class Model:
         entry = change.entry
         where = f"record {record.number}{' of the copy' if self.is_copy else ''}, step {entry.step}"
         prefix = f"{CHECKPOINT_PREFIX}{entry.attempt}/"
+        if entry.thinned is not None:
+            self._thinned(record, change, prefix, where)
+            return
         held = held_files(self.space, prefix, where, sha256=entry.manifest_sha256, is_copy=self.is_copy)
         calls = calls_of(held, where, self.ranks_of, self.step_of)
         tag = max((tag for tag, _ in calls), default=("", -1))
@@ -222,6 +232,20 @@ class Model:
             raise Violation("one order of saves", f"{where}: {tag} after action {self.last_action[tag[0]]}")
         self.last_action[tag[0]] = tag[1]
         self.by_call |= dict.fromkeys(calls, record.number)
+
+    def _thinned(self, record: Record, change: Commit, prefix: str, where: str) -> None:
+        entry, whole = change.entry, self.saved.get(change.thins or 0)
+        is_damaged = whole is not None and whole.is_damaged
+        if is_damaged:  # files are linked, or copied inside the storage, without a look at them
+            files = self.space.files.items()
+            held = {key.removeprefix(prefix): file.data for key, file in files if key.startswith(prefix)}
+        else:
+            held = held_files(self.space, prefix, where, sha256=entry.manifest_sha256, is_copy=self.is_copy)
+        tag, at = (whole.tag, whole.at) if whole else (("", -1), self.now())
+        saved = SavedCheckpoint(
+            record.number, entry.step, entry.attempt, tag, at, held, is_damaged=is_damaged, is_thinned=True
+        )
+        self.saved[record.number] = self.by_attempt[entry.attempt] = saved
 
     def _moved(self, record: Record, newest: Record | None) -> None:
         before = set(newest.state.live) | set(newest.state.trash) if newest else set()

@@ -223,6 +223,21 @@ def draw_commands(seed: int) -> Plan:
     )
 
 
+def draw_thinning(seed: int) -> Plan:
+    """Jobs that save states, while people thin and restore them, some of whom are killed."""
+    plan, rng = draw_commands(seed), Random(f"thinning {seed}")
+
+    def changed(action: Action) -> Action:
+        if action.kind == "directory":
+            return replace(action, kind="state", after_seconds=2.0 * action.after_seconds)
+        return replace(action, kind="thin") if rng.random() < 0.6 else action
+
+    actors = tuple(replace(actor, actions=tuple(map(changed, actor.actions))) for actor in plan.actors)
+    kills = [Trouble("kill", who="admin1.0", at_call=rng.randrange(1, 200))] if rng.random() < 0.5 else []
+    policy = rng.choice(["all", "latest 2"])
+    return replace(plan, storage="disk", contents="state", policy=policy, actors=actors, troubles=tuple(kills))
+
+
 def _cut_off(plan: Plan, jobs: list[Actor]) -> list[Trouble]:
     """Draw a rank, not the leader, that gets no replies for a while, though its messages may arrive."""
     job = next((job for job in jobs if job.ranks > 1), None)
@@ -361,6 +376,7 @@ RESTORE_RATE = 0.25
 HARM_RATE = 0.2
 _HARMS = ("break a rule", "tear the hint")
 REMOVE_RATE = 0.2
+THIN_RATE = 0.25
 _REMOVALS = ("remove", "remove", "remove", "remove all")
 ANNOTATE_RATE = 0.15
 _CHANGES = (
@@ -401,7 +417,7 @@ def _others(rng: Random, plan: Plan) -> list[Actor]:
 
 
 def _restoring(plan: Plan, actor: Actor) -> Actor:
-    """Replace some commands of a process by a restore, by harm, by a removal, or by an annotation."""
+    """Replace some commands of a process by a restore, by harm, by a removal, by an annotation, or by thinning."""
 
     def changed(index: int, action: Action) -> Action:
         if action.kind in _COMMANDS and plan.chance("restore", actor.name, index) < RESTORE_RATE:
@@ -412,6 +428,8 @@ def _restoring(plan: Plan, actor: Actor) -> Actor:
             return replace(action, kind=_REMOVALS[int(removal / REMOVE_RATE * len(_REMOVALS))])
         if action.kind in _COMMANDS and plan.chance("annotate", actor.name, index) < ANNOTATE_RATE:
             return replace(action, kind="annotate")
+        if action.kind in _COMMANDS and plan.chance("thin", actor.name, index) < THIN_RATE:
+            return replace(action, kind="thin")
         return action
 
     return replace(actor, actions=tuple(changed(index, action) for index, action in enumerate(actor.actions)))

@@ -229,7 +229,7 @@ def finale(world: World, member: Member) -> None:
 
 def _restart(world: World, member: Member) -> None:
     model = world.model
-    whole = [saved for saved in model.live() if not saved.is_damaged]
+    whole = [saved for saved in model.resumable() if not saved.is_damaged]
     try:
         found = _load(world, member, Action("resume"))
     except NoUsableCheckpoint as error:

@@ -235,7 +235,7 @@ class NodeDisks:
             )
             if shown and whole and not self._is_void(saved.order):
                 found[name] = saved.order
-        for live in self.durable.live():
+        for live in self.durable.resumable():
             change: Any = self.durable.records[live.number].change
             found[live.attempt] = change.entry.order
         return found
