@@ -332,10 +332,15 @@ def candidates(log: Log, newest: Record | None, *, timed: bool, unthinned: Colle
             holds={record.number: record.entry.held_bytes, **{base: held[base] for base in record.entry.bases}},
             whole=state.thinned.get(record.number),
             dropped=record.entry.thinned.dropped if record.entry.thinned else (),
+            left_share=_left_share(record.entry),
             can_thin=record.entry.kind == "state" and record.number not in {*unthinned, *state.bases},
         )
         for record in records
     ]
+
+
+def _left_share(entry: CheckpointEntry) -> float | None:
+    return None if entry.thinned is None else entry.size_bytes / max(1, entry.thinned.size_bytes)
 
 
 def held_by_bases(log: Log, entries: Iterable[CheckpointEntry]) -> dict[int, int]:

@@ -46,6 +46,8 @@ class Candidate:
     """The number of the checkpoint of which it is the thinned one, and whose place in the order of commits it has."""
     dropped: tuple[str, ...] = ()
     """The patterns of the keys that it lacks."""
+    left_share: float | None = None
+    """The share of its bytes that thinning has left; None if it is whole."""
     can_thin: bool = False
     """True if retention can drop keys from it, as far as this process knows."""
 
@@ -262,8 +264,8 @@ class KeepWithin(Policy):
 
     The latest, pinned ones and the resume source stay in any case, and are counted first. Then come the others that
     the policy keeps, the newest first; the first that does not fit goes, and so do all older ones. Files to which
-    several checkpoints refer are counted once. The trash is not counted, nor are fast checkpoints, nor what
-    `KeepWeights` is about to thin: that is counted as soon as it takes less.
+    several checkpoints refer are counted once. The trash is not counted, nor are fast checkpoints. What `KeepWeights`
+    is about to thin counts with the share that the last thinned one has left, and with nothing before there is one.
 
     `policy & KeepWithin("2TB")` sets the policy; without one, all are kept that fit.
     """
@@ -298,10 +300,14 @@ class KeepWithin(Policy):
             if item.number in protected:
                 counted.update(item.holds)
         stays: dict[int, Stay] = {}
+        share = next((item.left_share for item in reversed(candidates) if item.left_share is not None), 0.0)
         left = [item for item in reversed(candidates) if item.number in wanted and item.number not in protected]
         for place, item in enumerate(left):
             is_due = item.can_thin and not set(wanted[item.number].drops) <= set(item.dropped)
-            after = counted if is_due else {**counted, **item.holds}
+            after = {
+                **counted,
+                **({item.number: int(share * item.holds.get(item.number, 0))} if is_due else item.holds),
+            }
             if sum(after.values()) > self.budget_bytes:
                 over = {
                     **over,

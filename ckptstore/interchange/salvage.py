@@ -97,8 +97,10 @@ def _item(
     )
 
 
-def _order(item: CopiedCheckpoint) -> tuple[int, float, int]:
-    return item.entry.epoch, item.entry.created_at, item.entry.step
+def _order(item: CopiedCheckpoint) -> tuple[int, float, int, bool]:
+    entry = item.entry
+    epoch = entry.epoch if entry.thinned is None else Attempt.of(entry.thinned.attempt).epoch
+    return epoch, entry.created_at, entry.step, entry.thinned is None
 
 
 def _last_whole(items: list[CopiedCheckpoint], left_out: dict[str, str]) -> CopiedCheckpoint:

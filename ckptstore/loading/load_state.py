@@ -202,8 +202,8 @@ def _refuse_thinned(manifest: Manifest, state: Mapping[str, Any], options: LoadO
         raise CheckpointThinned(
             f"step {manifest.step} {thinned}",
             step=manifest.step,
-            hint='Load what is left with include="model.*", say, or with strict=False; as long as the whole one is in '
-            "the trash, `restore` brings it back",
+            hint='Load the rest with include="model.*", say, or with strict=False; `restore` brings the whole one '
+            "back as long as it is in the trash",
         )
 
 

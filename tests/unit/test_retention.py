@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -353,6 +354,38 @@ def test_two_rules_drop_what_neither_needs() -> None:
     rules = KeepWeights(KeepLatest(1), drop=("ema*", "optimizer*")) | KeepWeights(KeepAll(), drop="optimizer*")
     assert [verdict.drops for verdict in decide(rules, make([1, 2]), protected={})] == [("optimizer*",)] * 2
     assert rules.thins() == ("ema*", "optimizer*")
+
+
+def test_a_budget_counts_what_is_about_to_be_thinned_with_the_share_that_is_left() -> None:
+    def made(number: int, size_bytes: int, **fields: Any) -> Candidate:
+        return Candidate(number=number, step=number, committed_at=0.0, metrics={}, holds={number: size_bytes}, **fields)
+
+    def kept(items: list[Candidate], budget: int) -> list[int]:
+        rules = (KeepLatest(1) | KeepWeights(KeepAll())) & KeepWithin(budget)
+        assert rules.thins() == ("optimizer*",)
+        return [verdict.number for verdict in decide(rules, items, protected={9: "the latest"}) if verdict.keep]
+
+    whole = [made(number, 100, can_thin=True) for number in (6, 7, 8, 9)]
+    done = made(10, 20, whole=5, dropped=("optimizer*",), left_share=0.2)
+    assert kept(whole, 100) == [6, 7, 8, 9], "nobody knows yet what is left of them"
+    assert kept([done, *whole], 180) == [10, 6, 7, 8, 9]
+    assert kept([done, *whole], 179) == [6, 7, 8, 9]
+    assert kept([done, *whole], 139) == [8, 9]
+    assert kept([done, *whole], 100) == [9]
+    stuck = [made(8, 100, can_thin=False) if item.number == 8 else item for item in whole]
+    assert kept([done, *stuck], 199) == [9], "what cannot be thinned takes all that it has"
+    assert kept([done, *stuck], 220) == [7, 8, 9]
+    other = made(10, 20, whole=5, dropped=("ema*",), left_share=0.2, can_thin=True)
+    assert kept([other, *whole], 164) == [10, 6, 7, 8, 9], "by other patterns"
+
+
+def test_a_budget_is_for_all_that_stays() -> None:
+    assert parse_policy("latest=1 weights:every=5 within=2TB") == (
+        KeepLatest(1) | KeepWeights(KeepEvery(steps=5))
+    ) & KeepWithin("2TB")
+    for rules in (lambda: KeepWeights(KeepWithin("2TB")), lambda: parse_policy("latest=1 weights:within=2TB")):
+        with pytest.raises(InvalidInput, match="takes a rule without a budget"):
+            rules()
 
 
 @pytest.mark.parametrize("drop", ["", (), ("optimizer*", "")])

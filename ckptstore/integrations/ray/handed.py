@@ -41,7 +41,7 @@ def look(
     Raises NoUsableCheckpoint, with the way out, when the store has nothing in its place.
     """
     newest = job.log.newest()
-    live = list(newest.state.live) if newest else []
+    live = newest.state.in_order() if newest else []
     try:
         pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
     except InvalidInput:  # there is no pointer in it
@@ -71,7 +71,8 @@ def unknown_to_ray(ray_checkpoint: Any, job: Job, taken: int, *, is_of_run: bool
     Where that leads elsewhere, `taken` alone is returned; without any, all records of a store that is the run's own.
     """
     newest = job.log.newest()
-    numbers = [number for number in (newest.state.live if newest else ()) if number <= taken]
+    live = newest.state.live.without(newest.state.thinned) if newest else ()  # those that Ray has had
+    numbers = [number for number in live if number <= taken]
     if ray_checkpoint is None:
         return _readable(job, numbers if is_of_run else [taken])
     try:

@@ -124,7 +124,8 @@ def _attempt_lines(attempt: SeenAttempt, later_seconds: float) -> Iterator[str]:
 def _commit_facts(commit: SeenCommit, now: float) -> list[str]:
     ranks = "1 rank" if commit.world_size == 1 else f"{commit.world_size} ranks"
     size = show_size(commit.size_bytes)
-    return [f"step {commit.step}", _age(commit, now), size, ranks, show_some_metrics(commit.metrics)]
+    lacks = f"  without {printable(', '.join(commit.dropped))}" if commit.dropped else ""
+    return [f"step {commit.step}", _age(commit, now), size, ranks, show_some_metrics(commit.metrics) + lacks]
 
 
 def _age(commit: SeenCommit, now: float) -> str:

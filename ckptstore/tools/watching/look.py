@@ -51,6 +51,8 @@ class SeenCommit:
     world_size: int
     size_bytes: int
     metrics: Mapping[str, float]
+    dropped: tuple[str, ...] = ()
+    """The patterns of the keys that it lacks since it was thinned; then its size is what is left."""
 
     @staticmethod
     def of(record: Record) -> SeenCommit:
@@ -65,6 +67,7 @@ class SeenCommit:
             world_size=entry.world_size,
             size_bytes=entry.size_bytes,
             metrics=entry.metrics,
+            dropped=entry.thinned.dropped if entry.thinned else (),
         )
 
 

@@ -151,10 +151,10 @@ class StoreWatcher:
 
     def _read_first(self, newest: Record) -> None:
         state = newest.state
-        numbers = sorted({*state.live, *state.trash}, reverse=True)[:NUM_COMMITS]
-        for record in self._log.annotated(
-            self._log.records({*numbers, *([state.latest] if state.latest else [])}), newest
-        ):
+        places = sorted(set(map(state.place, [*state.live, *state.trash])), reverse=True)[:NUM_COMMITS]
+        numbers = sorted({*places, *([state.latest] if state.latest else [])})
+        thinned = [number for number in state.thinned if number in state.live and state.place(number) in places]
+        for record in self._log.annotated(self._log.records([*numbers, *thinned]), newest):
             self._take(record)
         oldest = max(1, newest.number - _CLAIM_RECORDS + 1)
         for record in reversed(self._log.records(range(oldest, newest.number + 1))):
@@ -167,12 +167,23 @@ class StoreWatcher:
             self._attempts.add(record.entry.attempt)
             if record.change.thins is None:
                 self._commits[record.number] = SeenCommit.of(record)
+            else:
+                self._take_form(record)
+        elif isinstance(record.change, Restore):
+            for restored in self._log.records(record.change.numbers):
+                self._take_form(restored)
         elif isinstance(record.change, Annotate) and (commit := self._commits.get(record.change.number)) is not None:
             self._commits[commit.number] = replace(commit, metrics={**commit.metrics, **record.change.metrics})
         elif isinstance(record.change, Claim):
             self._claim = record.change
             token = record.change.start_token
             self._signs = SignsOfLife(self.storage, token) if _is_name(token) else None
+
+    def _take_form(self, record: Record) -> None:
+        """Take note that what a record committed is live now, in the place of a whole or of a thinned one."""
+        commit, form = self._commits.get(record.place), SeenCommit.of(record)
+        if commit is not None:
+            self._commits[commit.number] = replace(commit, size_bytes=form.size_bytes, dropped=form.dropped)
 
     def _durable(self) -> SeenCommit | None:
         number = self._newest.state.latest if self._newest else None

@@ -147,6 +147,9 @@ def _echo_header(first: Checkpoint, second: Checkpoint) -> None:
         for name, checkpoint in (("a", first), ("b", second))
     ]
     echo_table(("", "step", "size", "uri"), rows)
+    for name, checkpoint in (("a", first), ("b", second)):
+        if checkpoint.thinned is not None:
+            click.echo(f"{name} {checkpoint.thinned}")
     click.echo()
 
 

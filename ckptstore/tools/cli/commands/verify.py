@@ -71,7 +71,8 @@ def _chosen(target: str, every: bool, storage_options: dict[str, Any]) -> Iterat
 def _echo(checkpoint: Checkpoint, report: VerifyReport) -> None:
     read = f"{report.num_read} of {report.num_files} files read, {show_size(report.read_bytes)}"
     linked = f", {report.num_without_digest} linked without a digest" if report.num_without_digest else ""
-    click.echo(f"step {checkpoint.step}: {'ok' if report.ok else 'DAMAGED'}, {read}{linked}")
+    thinned = f", thinned: without {', '.join(checkpoint.thinned.dropped)}" if checkpoint.thinned else ""
+    click.echo(f"step {checkpoint.step}: {'ok' if report.ok else 'DAMAGED'}, {read}{linked}{thinned}")
     for problem in report.problems:
         click.echo(f"  {problem}")
 
