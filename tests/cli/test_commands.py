@@ -646,7 +646,13 @@ def test_thin_drops_the_optimizer_and_the_others_show_it(run: Any, run_json: Any
     assert [item["thinned"] is None for item in run_json("ls", root)["checkpoints"]] == [False, False, True]
     removed = run_json("prune", root, "--grace", "0")
     assert (len(removed["removed"]), removed["left"]) == (2, [])
-    run("verify", "--all", root)
+    assert "thinned: without optimizer*" in run("verify", "--all", root).stdout.splitlines()[1]
+    assert "b was thinned at 2" in run("diff", f"{root}@3", f"{root}@2").stdout
+    assert "without optimizer" in run("watch", "--once", root).stdout
+    assert run("follow", root, "--timeout", "0", "--cursor", "a").stdout.count("\n") == 3
+    run("thin", f"{root}@2", "--drop", "model.bias")
+    assert run("follow", root, "--timeout", "0", "--cursor", "a").stdout == ""
+    run("restore", f"{root}@2", "--no-pin")
     run("rollback", f"{root}@2", code=2)
     run("cp", root, tmp_path / "copy")
     assert [item["thinned"] is None for item in run_json("ls", tmp_path / "copy")["checkpoints"]] == [

@@ -45,9 +45,9 @@ NEED_TORCH = {
         "ckptstore.state.replicated",
         "ckptstore.testing.simulation",
     },
-    "store": {"save", "save_async", "load", "resume", "warm_up", "dcp_target"},
+    "store": {"save", "save_async", "load", "resume", "warm_up", "dcp_target", "thin"},
     "checkpoint": {"keys", "load", "per_rank", "tensors", "to_dict"},
-    "commands": {"show --tensors", "export", "export --json", "import", "merge", "check-load"},
+    "commands": {"show --tensors", "export", "export --json", "import", "merge", "check-load", "thin"},
 }
 """Everything else works without torch: stores, directories, all the care of a store."""
 NEED_MORE = {
