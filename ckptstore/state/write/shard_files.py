@@ -201,7 +201,7 @@ class ShardFiles:
             if filled + frame_bytes // 2 > share and at + 1 < len(files):
                 at, filled = at + 1, 0
             key, box, made, tensor = frame
-            cast = described.casts.get(key)
+            cast = self._described.casts.get(key)
             if cast is not None and not _is_lazy(tensor):
                 tensor, cast = cast_now(key, tensor, cast), None
             files[at].add_large(key, box, made, tensor, cast)
