@@ -35,6 +35,7 @@ NOT_INSTALLED = {"torchtitan"}
 NEED_TORCH = {
     "names": {
         *(f"ckptstore.dcp.{name}" for name in ("StoreReader", "StoreWriter", "translated")),
+        *(f"ckptstore.integrations.loaders.{name}" for name in ("MapLoader", "StreamLoader")),
         *(f"ckptstore.interchange.{name}" for name in ("export", "import_state", "merge")),
         *(
             f"{room}.{name}"

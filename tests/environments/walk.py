@@ -15,6 +15,7 @@ MODULES = [
     "ckptstore",
     "ckptstore.dcp",
     "ckptstore.integrations.lightning",
+    "ckptstore.integrations.loaders",
     "ckptstore.integrations.mlflow",
     "ckptstore.integrations.otel",
     "ckptstore.integrations.ray",
