@@ -27,6 +27,7 @@ LAYERS: list[set[str]] = [
     {"config", "retention", "tools.planning"},
     {"boundary", "keep_rules"},
     {"storage"},
+    {"peers"},
     {"transfer", "log", "group", "node_cache", "program"},
     {"job", "state"},
     {"dcp.stock"},

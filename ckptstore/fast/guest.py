@@ -12,10 +12,10 @@ from ckptstore.fast.near_node import NearCheckpoint, NearNode
 from ckptstore.fast.nodes import arrival
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.members import Members
-from ckptstore.fast.nodes.node_channel import NodeKeys
 from ckptstore.fast.tier import FastTier
 from ckptstore.job import Job
 from ckptstore.loading.newest import newest_first
+from ckptstore.peers.channel import NodeKeys
 
 if TYPE_CHECKING:
     from ckptstore.fast.saver import FastSaver

@@ -19,11 +19,11 @@ from saving import bits
 from ckptstore import CkptstoreError, open_store
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.fast.drain.own_files import _OnPartner
-from ckptstore.fast.nodes.node_channel import NodeKeys
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.fast.nodes.node_server import NodeClient, NodeServer
 from ckptstore.format.layout import Attempt
 from ckptstore.interchange.copying import StorageSource
+from ckptstore.peers.channel import NodeKeys
 from ckptstore.saving.staging import Staging
 from ckptstore.state.tensors import device
 from ckptstore.state.tensors.boxes import whole

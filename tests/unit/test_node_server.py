@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageUnavailable
-from ckptstore.fast.nodes import node_server
-from ckptstore.fast.nodes.node_channel import Channel, NodeKeys, greet
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.fast.nodes.node_server import NodeClient, NodeServer, own_addresses
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
+from ckptstore.peers import line_server
+from ckptstore.peers.channel import Channel, NodeKeys, greet
 from ckptstore.transfer.sources import MemorySource
 
 ATTEMPT = Attempt(3, 1, "0123abcd")
@@ -268,7 +268,7 @@ def is_sent_away(stranger: socket.socket) -> bool:
 
 
 def test_a_stranger_more_takes_the_place_of_the_first(disk: NodeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_server, "_MAX_STRANGERS", 4)
+    monkeypatch.setattr(line_server, "MAX_STRANGERS", 4)
     with served(disk) as server:
         strangers = [socket.create_connection(server.addresses[0], timeout=5) for _ in range(20)]
         assert all(map(is_sent_away, strangers[:16]))
@@ -281,7 +281,7 @@ def test_a_stranger_more_takes_the_place_of_the_first(disk: NodeDisk, monkeypatc
 
 
 def test_a_stranger_who_says_little_does_not_stay(disk: NodeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_server, "_GREETING_SECONDS", 0.6)
+    monkeypatch.setattr(line_server, "GREETING_SECONDS", 0.6)
     with served(disk) as server, socket.create_connection(server.addresses[0], timeout=0.1) as stranger:
         began = time.monotonic()
         with suppress(ConnectionError):

@@ -10,12 +10,12 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.members import Members
-from ckptstore.fast.nodes.node_channel import NodeKeys
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.fast.nodes.node_server import NodeClient, NodeServer
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.timings import clean_node
 from ckptstore.group import Group
+from ckptstore.peers.channel import NodeKeys
 from ckptstore.transfer import Transfer
 
 

@@ -5,9 +5,8 @@
     write     a header: node, attempt, name, size_bytes, is_written, algorithm; then the bytes
               the reply, when the file is durable: a header with the digest of the file as written, or the error
 
-A connection begins with a proof in both directions, and then carries one request after another: see `node_channel`.
-Strangers cost little: only a few connect at once, and each for a short time. A process that has no descriptors, threads
-or memory left refuses new connections, and accepts them again when it has some.
+A connection begins with a proof in both directions, and then carries one request after another: see
+`ckptstore.peers.channel`.
 """
 
 from __future__ import annotations
@@ -15,43 +14,35 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
-import logging
 import mmap
 import os
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptstore.errors import CkptstoreError, InvalidInput, StorageUnavailable, from_wire
+from ckptstore.errors import CkptstoreError, InvalidInput, StorageUnavailable
 from ckptstore.fast.certificate import CERTIFICATE_NAME
-from ckptstore.fast.nodes.node_channel import AUTHENTICATED_BYTES, Channel, NodeKeys, greet, receive_into, welcome
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.format.digest import Digest, Hasher
 from ckptstore.format.layout import Attempt
+from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, NodeKeys, receive_into
+from ckptstore.peers.line_client import Address, LineClient
+from ckptstore.peers.line_server import LineServer
 from ckptstore.storage.disk import posix
 from ckptstore.transfer.sources import Source
 
-Address = tuple[str, int]
-
-logger = logging.getLogger("ckptstore")
-
 LOOPBACK = "127.0.0.1"
-_MAX_STRANGERS = 64
-"""The most connections without a proof at once; one more replaces the oldest of them."""
-_GREETING_SECONDS = 10.0
-_PAUSE_SECONDS = 0.2
-"""The time without new connections after descriptors, threads or memory have run out."""
-_WARN_SECONDS = 60.0
 _SIOCGIFADDR = 0x8915
 _TEST_NETWORK = ("192.0.2.1", 9)
 """An address of RFC 5737: nothing is sent to it, but the system chooses the own address it would send from."""
 
 
-class NodeServer:
+class NodeServer(LineServer):
     """Serves the files of one node to the ranks of its job, on threads of its own, until it is closed."""
+
+    serves = "its fast checkpoints"
 
     def __init__(
         self,
@@ -67,7 +58,7 @@ class NodeServer:
         Raises InvalidInput when the interface does not exist or has no address, StorageError when no port can be
         listened to.
         """
-        self._disk, self._keys, self._timeout_seconds = disk, keys, timeout_seconds
+        self._disk = disk
         host = LOOPBACK if is_one_machine else address_of(interface) if interface else ""
         hosts = [host] if host else own_addresses()
         if not hosts:
@@ -76,95 +67,20 @@ class NodeServer:
                 hint="Name a network interface: FastTier(interface=)",
             )
         try:
-            self._listener = socket.create_server((host, 0), backlog=256)
+            listener = socket.create_server((host, 0), backlog=256)
         except OSError as error:
             raise posix.translate(error, what="Listening", file=host or "all addresses", directory="") from error
-        port = self._listener.getsockname()[1]
+        port = listener.getsockname()[1]
         self.addresses: list[Address] = [(name, port) for name in hosts]
         """The addresses of the server, best first."""
-        self._open: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, None] = {}
-        """The connections without a proof, oldest first."""
-        self._warned_seconds = -_WARN_SECONDS
-        self._lock = threading.Lock()
-        self._is_closed = False
-        threading.Thread(target=self._accept, name="ckptstore-node-server", daemon=True).start()
+        super().__init__(listener, keys, node=disk.node, timeout_seconds=timeout_seconds)
 
-    def close(self) -> None:
-        """Stop to serve, and close all connections."""
-        with self._lock:
-            self._is_closed = True
-            connections = list(self._open)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                self._pause(error)
-                continue
-            try:
-                self._let_in(connection)
-            except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no more threads can be started
-                self._forget(connection)
-                connection.close()
-                self._pause(error)
-
-    def _let_in(self, connection: socket.socket) -> None:
-        with self._lock:
-            if self._is_closed:
-                connection.close()
-                return
-            self._open.add(connection)
-            self._strangers[connection] = None
-            waiting = next(iter(self._strangers)) if len(self._strangers) > _MAX_STRANGERS else None
-            if waiting is not None:
-                del self._strangers[waiting]
-        if waiting is not None:
-            with contextlib.suppress(OSError):
-                waiting.shutdown(socket.SHUT_RDWR)
-        threading.Thread(target=self._serve, args=(connection,), name="ckptstore-node-server", daemon=True).start()
-
-    def _pause(self, error: BaseException) -> None:
-        """Wait after an error of a new connection, most often a lack of descriptors, and log it now and then."""
-        if self._is_closed:
-            return
-        now = time.monotonic()
-        if now - self._warned_seconds >= _WARN_SECONDS:
-            self._warned_seconds = now
-            logger.warning(
-                "%s cannot serve its fast checkpoints to other nodes for the moment: %s", self._disk.node, error
-            )
-        time.sleep(_PAUSE_SECONDS)
-
-    def _forget(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.discard(connection)
-            self._strangers.pop(connection, None)
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError, MemoryError):
-                _set_up(connection, _GREETING_SECONDS)
-                channel = welcome(connection, self._keys, node=self._disk.node, seconds=_GREETING_SECONDS)
-                with self._lock:
-                    self._strangers.pop(connection, None)
-                while True:
-                    connection.settimeout(None)  # a proven client may send its next request after hours
-                    asked = channel.receive()
-                    connection.settimeout(self._timeout_seconds)
-                    if asked.get("is_written"):
-                        self._take(channel, asked)
-                    else:
-                        self._give(channel, asked)
-        finally:
-            self._forget(connection)
+    def answer(self, channel: Channel, request: Mapping[str, Any]) -> None:
+        """See `LineServer.answer`."""
+        if request.get("is_written"):
+            self._take(channel, request)
+        else:
+            self._give(channel, request)
 
     def _key(self, asked: Mapping[str, Any]) -> str:
         """Return the key of the file that a request names. Raises InvalidInput, StorageUnavailable for another node."""
@@ -254,8 +170,10 @@ def _memory(size_bytes: int) -> memoryview:
     return memoryview(bytearray(size_bytes) if size_bytes < mmap.PAGESIZE else mmap.mmap(-1, size_bytes))
 
 
-class NodeClient:
+class NodeClient(LineClient):
     """Reads and writes files of another node. Safe for threads: each has a connection of its own."""
+
+    reaching = "Nodes must reach each other on all TCP ports, as for torch.distributed; FastTier(interface=) chooses"
 
     def __init__(
         self,
@@ -267,15 +185,10 @@ class NodeClient:
         server_rank: int,
         timeout_seconds: float,
     ) -> None:
-        """`rank` is the rank of this process, `server_rank` that of the process that serves the files of the node."""
-        self.node = node
-        """The name of the other node."""
-        self._addresses, self._keys = list(addresses), keys
-        self._rank, self._server_rank = rank, server_rank
-        self._timeout_seconds = timeout_seconds
+        """Take the rank of this process, and that of the process that serves the files of the node."""
+        super().__init__(node, addresses, keys, rank=rank, server_rank=server_rank, timeout_seconds=timeout_seconds)
         self._writing: set[socket.socket] = set()
-        self._idle: list[Channel] = []
-        self._lock = threading.Lock()
+        self._writing_lock = threading.Lock()
 
     def read_into(self, attempt: Attempt, name: str, offset: int, views: Sequence[memoryview]) -> None:
         """Fill the views with a range of a file.
@@ -294,7 +207,7 @@ class NodeClient:
                     channel.check(views)
             return answer
 
-        self._talk(name, talk)
+        self.talk(name, talk)
 
     def write(
         self,
@@ -329,94 +242,29 @@ class NodeClient:
                     _sent(channel, [], proves=True)
                 return channel.receive()
 
-        return Digest.parse(self._talk(name, talk)["digest"])
+        return Digest.parse(self.talk(name, talk)["digest"])
 
     def _asked(self, attempt: Attempt, name: str, **more: Any) -> dict[str, Any]:
         return {"node": self.node, "attempt": str(attempt), "name": name, **more}
 
-    def _talk(self, name: str, talk: Callable[[Channel], dict[str, Any]]) -> dict[str, Any]:
-        """Call `talk` on an idle connection, or else on a new one, and return the reply. Raises the error in it."""
-        while True:
-            idle = self._take_idle()  # the other side may have closed it: then the next one is tried
-            channel = idle or self._connected()
-            try:
-                answer = talk(channel)
-            except (OSError, ValueError, TypeError) as error:
-                channel.line.close()
-                if isinstance(error, CkptstoreError):
-                    raise
-                if idle is not None and isinstance(error, ConnectionError):
-                    continue
-                raise StorageUnavailable(
-                    f"{self.node} broke off at {name}: {error}",
-                    file=name,
-                    hint="Its process may have ended, or is of another start of the job",
-                ) from error
-            except BaseException:
-                channel.line.close()
-                raise
-            if "error" in answer:
-                channel.line.close()
-                raise from_wire(dict(answer["error"]))
-            with self._lock:
-                self._idle.append(channel)
-            return answer
-
-    def _take_idle(self) -> Channel | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
-
     @contextlib.contextmanager
     def _breakable(self, connection: socket.socket) -> Iterator[None]:
         """Let `interrupt` break this connection while the context lasts."""
-        with self._lock:
+        with self._writing_lock:
             self._writing.add(connection)
         try:
             yield
         finally:
-            with self._lock:
+            with self._writing_lock:
                 self._writing.discard(connection)
 
     def interrupt(self) -> None:
         """Break off every `write` in progress."""
-        with self._lock:
+        with self._writing_lock:
             writing = list(self._writing)
         for connection in writing:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close all idle connections."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for channel in idle:
-            channel.line.close()
-
-    def _connected(self) -> Channel:
-        failures = []
-        for address in list(self._addresses):
-            connection: socket.socket | None = None
-            try:
-                connection = socket.create_connection(address, timeout=min(_GREETING_SECONDS, self._timeout_seconds))
-                channel = greet(connection, self._keys, rank=self._rank, server_rank=self._server_rank, node=self.node)
-                _set_up(connection, self._timeout_seconds)
-            except (OSError, ValueError) as error:
-                if connection is not None:
-                    connection.close()
-                failures.append(f"{address[0]}:{address[1]}: {error}")
-                continue
-            self._addresses.sort(key=lambda other: other != address)
-            return channel
-        raise StorageUnavailable(
-            f"{self.node} cannot be reached: {'; '.join(failures)}",
-            hint="Nodes must reach each other on all TCP ports, as for torch.distributed; FastTier(interface=) chooses",
-        )
-
-
-def _set_up(connection: socket.socket, timeout_seconds: float) -> None:
-    connection.settimeout(timeout_seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # between saves, nothing is said for hours
 
 
 def _sent(channel: Channel, views: Sequence[memoryview], *, proves: bool) -> bool:

@@ -1,6 +1,7 @@
-"""Connections between two processes of a job: each proves its identity, and then they exchange authentic messages.
+"""Connections between two processes: each proves its identity, and then they exchange authentic messages.
 
-Each process has a pair of keys (Diffie and Hellman's, in the group of 2,048 bits of RFC 3526), and all learn all public
+Processes that were given one token have a key in common: `TokenKeys`. Those of a job need none: `NodeKeys`. There each
+process has a pair of keys (Diffie and Hellman's, in the group of 2,048 bits of RFC 3526), and all learn all public
 keys when the ranks meet. They may meet in a bucket that others read: public keys are no secret. Each side derives the
 same key from its own private key and the other's public one; that key is never sent. First each side proves that it has
 the key, for two numbers that were never used before:
@@ -24,7 +25,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 AUTHENTICATED_BYTES = 1 << 20
 """Files up to this size are authenticated as a whole: indexes, certificates, plain values."""
@@ -46,6 +47,24 @@ _PRIME = int(
 
 class NotProved(ConnectionError):
     """The other side does not have the key of the job."""
+
+
+class SharedKeys(Protocol):
+    """The keys that a process shares with others."""
+
+    def shared_with(self, rank: int) -> bytes:
+        """Return the key that this process shares with another one. Raises NotProved when there is none."""
+
+
+class TokenKeys:
+    """The key of all processes that were given the same token."""
+
+    def __init__(self, token: str) -> None:
+        self._key = hmac.digest(token.encode(), b"ckptstore peers", "sha256")
+
+    def shared_with(self, rank: int) -> bytes:
+        """See `SharedKeys.shared_with`. All have the same key."""
+        return self._key
 
 
 class NodeKeys:
@@ -88,13 +107,13 @@ class Channel:
         data = json.dumps(header).encode()
         self.line.sendall(_LENGTH.pack(len(data)) + data + self._mac(0, [memoryview(data)]))
 
-    def receive(self) -> dict[str, Any]:
-        """Receive a header.
+    def receive(self, deadline: float | None = None) -> dict[str, Any]:
+        """Receive a header, before the deadline of `time.monotonic`.
 
         Raises OSError at the end of the connection, ValueError for a malformed header, NotProved for one that the other
         side has not sent.
         """
-        data = _received(self.line, _MAX_HEADER_BYTES)
+        data = _received(self.line, _MAX_HEADER_BYTES, deadline)
         self.check([memoryview(data)])
         return _parsed(data)
 
@@ -117,7 +136,7 @@ class Channel:
         return found.digest()
 
 
-def greet(line: socket.socket, keys: NodeKeys, *, rank: int, server_rank: int, node: str) -> Channel:
+def greet(line: socket.socket, keys: SharedKeys, *, rank: int, server_rank: int, node: str) -> Channel:
     """Client: prove its identity to the server of a node, which `server_rank` runs, and have the server prove its own.
 
     Raises NotProved when the server does not, OSError and ValueError when it sends something else.
@@ -134,7 +153,7 @@ def greet(line: socket.socket, keys: NodeKeys, *, rank: int, server_rank: int, n
     return Channel(line, bytes.fromhex(_proof(key, "session", context)), is_client=True)
 
 
-def welcome(line: socket.socket, keys: NodeKeys, *, node: str, seconds: float) -> Channel:
+def welcome(line: socket.socket, keys: SharedKeys, *, node: str, seconds: float) -> Channel:
     """Server: have a client prove its identity, in at most so many seconds in all.
 
     Raises NotProved when it does not, OSError and ValueError when it sends something else, or too slowly.
