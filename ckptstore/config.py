@@ -132,6 +132,32 @@ class CacheConfig(_Config):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PeerConfig(_Config):
+    """Nodes that read the same checkpoints from one server, and give each other what they have read."""
+
+    peers: str = ""
+    """host:port of every node, with commas, or one DNS name of all of them, name:port; empty for none."""
+    peers_token: str = field(default="", repr=False)
+    """A secret that all of them have, of at least 16 characters; set it in the environment."""
+    peers_cache_bytes: int = 1 << 30
+    """The memory for what a node has read for all."""
+    peers_timeout_seconds: float = 10.0
+    """The longest silence of a node; after it the storage is read, and that node is not asked for a while."""
+    peers_linger_seconds: float = 60.0
+    """The longest time for which a store that is closed goes on serving nodes that still ask."""
+
+    def __post_init__(self) -> None:
+        self._check_positive("peers_cache_bytes", "peers_timeout_seconds")
+        if not self.peers_linger_seconds >= 0:
+            raise InvalidInput(f"peers_linger_seconds is {self.peers_linger_seconds!r}, it must be at least 0")
+        if self.peers and len(self.peers_token) < 16:
+            raise InvalidInput(
+                f"peers_token has {len(self.peers_token)} characters, with peers it must have 16 or more",
+                hint="Set CKPTSTORE_PEERS_TOKEN to the same secret on all nodes, such as that of openssl rand -hex 32",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoreConfig(_Config):
     """The rules of one store."""
 
@@ -154,6 +180,7 @@ class StoreConfig(_Config):
     transfer: TransferConfig = field(default_factory=TransferConfig.from_env)
     retry: RetryConfig = field(default_factory=RetryConfig.from_env)
     cache: CacheConfig = field(default_factory=CacheConfig.from_env)
+    peer: PeerConfig = field(default_factory=PeerConfig.from_env)
 
     def __post_init__(self) -> None:
         self._check_positive("rank_timeout_seconds", "num_prefixes", "compare_every")

@@ -40,6 +40,7 @@ def open_store(
     compare_every: int | None = None,
     provenance: bool | None = None,
     fast: FastTier | None = None,
+    peers: str | None = None,
 ) -> CheckpointStore:
     """Open the store at `uri`. It need not exist: the first save creates it.
 
@@ -64,6 +65,7 @@ def open_store(
             (16). The first save, and any of a new structure, always compares it.
         provenance: whether manifests say what program saved them: commit, command line, packages, hosts (True).
         fast: save states to disks of the nodes first, and bring them into the store behind the training.
+        peers: host:port of each node that reads the same, with commas, or one DNS name of all; they share it.
 
     Raises InvalidInput for an unknown scheme or a bad value, and for the directory of a checkpoint in a store.
     """
@@ -90,7 +92,7 @@ def open_store(
         provenance=provenance,
         transfer=TransferConfig.from_env(durable=durable, memory_budget_bytes=memory_budget_bytes),
     )
-    place = open_place(uri, config=config, storage_options=storage_options, engine=engine, fs=fs)
+    place = open_place(uri, config=config, storage_options=storage_options, engine=engine, fs=fs, peers=peers)
     job = Job(
         storage=place.storage,
         log=Log(place.storage, retry=config.retry, single_writer=config.single_writer),

@@ -34,7 +34,7 @@ from ckptstore.tools.run.folders.shape import Shape, known_shapes
 
 DOCS = Path(__file__).parent
 SCHEMA = json.loads((DOCS / "reference/cli-schema.json").read_text())
-CONFIGS = (config.StoreConfig, config.TransferConfig, config.RetryConfig, config.CacheConfig)
+CONFIGS = (config.StoreConfig, config.TransferConfig, config.RetryConfig, config.CacheConfig, config.PeerConfig)
 SHOWN_DEFAULTS = {"num_threads": "2 per core, at most 16", "cache_dir": "`ckptstore-<uid>` in the temporary directory"}
 
 

@@ -21,6 +21,7 @@ from ckptstore.events.loads import LoadPhase as LoadPhase
 from ckptstore.events.requests import CheckpointsPruned as CheckpointsPruned
 from ckptstore.events.requests import ConcurrencyChanged as ConcurrencyChanged
 from ckptstore.events.requests import DiskFillsUp as DiskFillsUp
+from ckptstore.events.requests import PeerLeftOut as PeerLeftOut
 from ckptstore.events.requests import PruneFailed as PruneFailed
 from ckptstore.events.requests import RequestRetried as RequestRetried
 from ckptstore.events.saves import BytesMoved as BytesMoved

@@ -70,6 +70,16 @@ class ConcurrencyChanged(Event):
     reason: str
 
 
+@event(level=logging.WARNING, line="{node} is not asked for bytes of checkpoints for {seconds:.0f} s: {reason}")
+class PeerLeftOut(Event):
+    """Another node had trouble, or gave wrong bytes: the storage is read, and the other nodes asked."""
+
+    node: str
+    seconds: float
+    """The time until it is asked again."""
+    reason: str
+
+
 def _listed(steps: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, steps[:5]))
     return f"steps {shown}, ..." if len(steps) > 5 else f"step {shown}" if len(steps) == 1 else f"steps {shown}"

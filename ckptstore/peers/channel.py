@@ -205,7 +205,10 @@ def _received(line: socket.socket, most_bytes: int, deadline: float | None = Non
 
 
 def _parsed(data: bytearray) -> dict[str, Any]:
-    header = json.loads(data)
+    try:
+        header = json.loads(data)
+    except RecursionError:
+        raise ValueError("a header that never ends") from None
     if not isinstance(header, dict):
         raise ValueError("a header that is no object")
     return header

@@ -68,6 +68,10 @@ class LineClient:
                 self._idle.append(channel)
             return answer
 
+    def is_other(self, addresses: Sequence[Address]) -> bool:
+        """Return True if these are not the addresses of the server."""
+        return set(addresses) != set(self._addresses)
+
     def _take_idle(self) -> Channel | None:
         with self._lock:
             return self._idle.pop() if self._idle else None

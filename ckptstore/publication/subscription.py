@@ -79,6 +79,7 @@ class Subscription:
         *,
         base: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        peers: str | None = None,
     ) -> None:
         """Open it. Nothing is fetched yet.
 
@@ -88,18 +89,21 @@ class Subscription:
                 holds what is on its way. It must not be a mount itself.
             base: the model on which the first delta of another publisher builds, as a path or a URI.
             storage_options: credentials and the like for both places.
+            peers: the nodes that follow the same publication, as for `open_store`.
         """
         needs("pull", what="Following weights")
         from ckptstore.publication.local import LocalModel
 
         self._stack = ExitStack()
-        self._place = self._opened(uri, storage_options)
+        self._place = self._opened(uri, storage_options, peers)
         self._base = None if base is None else self._opened(base, storage_options)
         self._local: LocalModel = LocalModel(Path(local_path(directory, "The directory")).absolute())
         self._source: VersionSource | None = None
 
-    def _opened(self, uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> OpenedPlace:
-        place = open_place(uri, storage_options=storage_options)
+    def _opened(
+        self, uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, peers: str | None = None
+    ) -> OpenedPlace:
+        place = open_place(uri, storage_options=storage_options, peers=peers)
         self._stack.callback(place.close)
         return place
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.runtime.beat import Beat, no_beat
@@ -17,6 +17,9 @@ from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Storage
 from ckptstore.transfer.engine import Engine
 from ckptstore.transfer.moves import Checked, PlannedFile, RangeRead, Stored, Wanted
+
+if TYPE_CHECKING:
+    from ckptstore.peers.peers import Peers
 
 __all__ = ["Checked", "RangeRead", "Stored", "Transfer", "Wanted"]
 
@@ -28,15 +31,20 @@ class Transfer:
     the file in it; requests that may go through later are tried again.
     """
 
-    def __init__(self, storage: Storage, *, config: TransferConfig, retry: RetryConfig, rank: int = 0) -> None:
-        """Do not take over the storage, which the caller closes. Threads are started when they are needed."""
-        self._engine = Engine(storage, config, retry, rank)
+    def __init__(
+        self, storage: Storage, *, config: TransferConfig, retry: RetryConfig, rank: int = 0, peers: Peers | None = None
+    ) -> None:
+        """Do not take over the storage, which the caller closes. Threads are started when they are needed.
+
+        What has digests is read from `peers` first, which it closes; a pickle has none.
+        """
+        self._engine = Engine(storage, config, retry, rank, peers)
         in_forked_child(self, Transfer._after_fork)
 
     def _after_fork(self) -> None:
         """Give a forked child threads, locks and buffers of its own."""
         engine = self._engine
-        self._engine = Engine(engine.storage, engine.config, engine.retry, engine.rank)
+        self._engine = Engine(engine.storage, engine.config, engine.retry, engine.rank, engine.peers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         engine = self._engine
@@ -112,6 +120,8 @@ class Transfer:
         read(self._engine, ranges)
 
     def close(self) -> None:
-        """End the threads and give the buffers back."""
+        """End the threads and give the buffers back. Other nodes that still ask this one are served for a while."""
         self._engine.pool.close()
+        if self._engine.peers is not None:
+            self._engine.peers.close()
         self._engine.scratch.trim(0)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import StorageThrottled
@@ -17,6 +17,9 @@ from ckptstore.storage.probe import is_server
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer.pool import Operation, Pool
+
+if TYPE_CHECKING:
+    from ckptstore.peers.peers import Peers
 
 T = TypeVar("T")
 
@@ -37,8 +40,11 @@ _RUN = 4
 class Engine:
     """A storage, and the means to move bytes."""
 
-    def __init__(self, storage: Storage, config: TransferConfig, retry: RetryConfig, rank: int) -> None:
-        """Start no thread yet. `rank` is that in events."""
+    def __init__(
+        self, storage: Storage, config: TransferConfig, retry: RetryConfig, rank: int, peers: Peers | None = None
+    ) -> None:
+        """Start no thread yet. `rank` is that in events, `peers` are nodes to read from before the storage."""
+        self.peers = peers
         self.storage = storage
         self.config = config
         self.retry = retry

@@ -9,6 +9,7 @@ from functools import partial
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.format.digest import Digest, file_digest
+from ckptstore.peers.extents import EXTENT_BYTES
 from ckptstore.runtime.beat import beat
 from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, NewFile, make_durable, write_new
 from ckptstore.storage.second_look import tell
@@ -16,11 +17,15 @@ from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
 from ckptstore.transfer.moves import Checked, Wanted
 from ckptstore.transfer.pool import Operation, Task
+from ckptstore.transfer.reads import read_from_peers
 
 
 def download(engine: Engine, wanted: Sequence[tuple[Wanted, str]], *, read_only: bool, durable: bool) -> None:
     """Fetch files to new paths. See `Transfer.download`."""
-    for checked in _fetch_twice(engine, wanted, READ_ONLY if read_only else WRITABLE, durable):
+    mode = READ_ONLY if read_only else WRITABLE
+    for checked in _fetch_twice(
+        engine, wanted, mode, durable, from_peers=engine.peers is not None and engine.peers.are_several
+    ):
         if checked.damage:
             raise checked.damage
     if durable:
@@ -34,46 +39,60 @@ def check(engine: Engine, wanted: Sequence[Wanted]) -> list[Checked]:
 
 
 def _fetch_twice(
-    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, durable: bool
+    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, durable: bool, *, from_peers: bool = False
 ) -> list[Checked]:
     """Fetch each file to its path, or to nowhere if that is None, and those that seem damaged once more, in another
-    way. The result has their order."""
-    found = _fetch(engine, places, mode, durable)
+    way. What peers gave wrong does not count: the storage is read twice then. The result has their order."""
+    found = _fetch(engine, places, mode, durable, from_peers)
     # A bit may have flipped on its way.
     damaged = [place for place, checked in zip(places, found, strict=True) if checked.damage]
     if not damaged:
         return found
-    if engine.doubts is not None:
+    if from_peers:
+        again = iter(_fetch_twice(engine, damaged, mode, durable))
+    else:
         for item, _ in damaged:
-            engine.doubts.doubt(item.key)
-    again = iter(_fetch(engine, damaged, mode, durable))
+            if engine.doubts is not None:
+                engine.doubts.doubt(item.key)
+        again = iter(_fetch(engine, damaged, mode, durable, False))
     result = [next(again) if checked.damage else checked for checked in found]
     for first, second in zip(found, result, strict=True):
-        if first.damage and not second.damage:
+        if not first.damage or second.damage:
+            continue
+        if from_peers and engine.peers is not None:
+            engine.peers.mistrust(first.wanted.key, 0, first.wanted.size_bytes)
+        else:
             tell(engine.storage, first.wanted.key, first.damage.message)
     return result
 
 
-def _fetch(engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, durable: bool) -> list[Checked]:
+def _fetch(
+    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, durable: bool, from_peers: bool
+) -> list[Checked]:
     total_bytes = sum(item.size_bytes for item, _ in places)
     found: dict[int, Checked] = {}
     small = [index for index, (item, _) in enumerate(places) if item.size_bytes <= STEP_BYTES]
+    if from_peers and engine.peers is not None:
+        order = engine.peers.order([(places[index][0].key, 0, places[index][0].size_bytes) for index in small])
+        small = [small[number] for number in order]
     fetches = {
-        index: _Fetch(engine, item, path, mode, durable, total_bytes)
+        index: _Fetch(engine, item, path, mode, durable, total_bytes, from_peers)
         for index, (item, path) in enumerate(places)
         if item.size_bytes > STEP_BYTES
     }
 
     def fetch_batch(indices: Sequence[int], run: Operation) -> None:
         some = [places[index] for index in indices]
-        found.update(zip(indices, _fetch_batch(engine, some, mode, run), strict=True))
+        found.update(zip(indices, _fetch_batch(engine, some, mode, run, from_peers), strict=True))
         _tell(some[-1][0].key, sum(item.size_bytes for item, _ in some), total_bytes)
 
-    tasks: list[Task] = [
-        partial(fetch.move, start)
-        for fetch in fetches.values()
-        for start in range(0, fetch.wanted.size_bytes, fetch.task_bytes)
+    moves = [
+        (fetch, start) for fetch in fetches.values() for start in range(0, fetch.wanted.size_bytes, fetch.task_bytes)
     ]
+    if from_peers and engine.peers is not None:
+        order = engine.peers.order([(fetch.wanted.key, start, fetch.task_bytes) for fetch, start in moves])
+        moves = [moves[number] for number in order]
+    tasks: list[Task] = [partial(fetch.move, start) for fetch, start in moves]
     batches = engine.batches([places[index][0].size_bytes for index in small])
     tasks += [partial(fetch_batch, small[batch]) for batch in batches]
     try:
@@ -96,7 +115,7 @@ def _tell(key: str, size_bytes: int, total_bytes: int) -> None:
 
 
 def _fetch_batch(
-    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, run: Operation
+    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, run: Operation, from_peers: bool
 ) -> list[Checked]:
     """Read small files, each in one call, and write those with the right bytes to their paths, where they have one."""
     with engine.scratch.take(sum(item.size_bytes for item, _ in places), run) as scratch:
@@ -106,7 +125,7 @@ def _fetch_batch(
             start += item.size_bytes
             run.check()
             try:
-                found.append(_read_checked(engine, item, view, path is None, run))
+                found.append(_read_checked(engine, item, view, path is None, run, from_peers))
                 if path is not None and found[-1].damage is None:
                     write_new(item.key, path, view, mode=mode)
             except CkptstoreError as error:
@@ -115,16 +134,24 @@ def _fetch_batch(
         return found
 
 
-def _read_checked(engine: Engine, item: Wanted, view: memoryview, whole: bool, run: Operation) -> Checked:
+def _read_checked(
+    engine: Engine, item: Wanted, view: memoryview, whole: bool, run: Operation, from_peers: bool
+) -> Checked:
     """Read a file and compare its digest; with `whole` it must also have no byte more."""
     try:
         version = _version_of(engine, item, run) if whole else None
-        if view:
+        came = bool(view) and from_peers and _came(engine, run, item, 0, view)
+        if view and not came:
             engine.read(run, item.key, partial(engine.storage.read_into, item.key, 0, (view,), version=version))
     except (CheckpointDamaged, FileMissing) as error:
         return Checked(item, None, error)
     found = Digest.of(view, algorithm=item.algorithm)
     return Checked(item, found, _fault_of(item, found))
+
+
+def _came(engine: Engine, run: Operation, item: Wanted, offset: int, view: memoryview) -> bool:
+    """Fill the view from peers, where the file has a digest. Return False if the storage has to be read."""
+    return item.digest is not None and read_from_peers(engine, run, item.key, offset, [view])
 
 
 def _version_of(engine: Engine, item: Wanted, run: Operation) -> str | None:
@@ -152,10 +179,18 @@ class _Fetch:
     """One file that is read by several threads, to its path, or to nowhere: then it must also have no byte more."""
 
     def __init__(
-        self, engine: Engine, wanted: Wanted, path: str | None, mode: int, durable: bool, total_bytes: int
+        self,
+        engine: Engine,
+        wanted: Wanted,
+        path: str | None,
+        mode: int,
+        durable: bool,
+        total_bytes: int,
+        from_peers: bool,
     ) -> None:
         self.wanted = wanted
         self._total_bytes = total_bytes
+        self._from_peers = from_peers
         self.damage: CheckpointDamaged | FileMissing | None = None
         self.found_digest: Digest | None = None
         self._engine = engine
@@ -163,7 +198,8 @@ class _Fetch:
         self._mode = mode
         self._durable = durable
         self._digest = file_digest(algorithm=wanted.algorithm)
-        self.task_bytes = wanted.size_bytes if self._digest.needs_order else TASK_BYTES
+        task_bytes = EXTENT_BYTES if from_peers else TASK_BYTES
+        self.task_bytes = wanted.size_bytes if self._digest.needs_order else task_bytes
         self._lock = threading.Lock()
         self._left_bytes = wanted.size_bytes
         self._is_begun = False
@@ -224,7 +260,8 @@ class _Fetch:
                 run.check()
                 view = scratch[: min(request_bytes, end - offset)]
                 read = partial(self._engine.storage.read_into, key, offset, [view], version=self._version)
-                self._engine.read(run, key, read)
+                if not (self._from_peers and _came(self._engine, run, self.wanted, offset, view)):
+                    self._engine.read(run, key, read)
                 for first in range(0, len(view), STEP_BYTES):
                     step = view[first : first + STEP_BYTES]
                     self._digest.add(offset + first, [step])

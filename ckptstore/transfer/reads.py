@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import BytesMoved, emit, is_heard
+from ckptstore.peers.extents import EXTENT_BYTES
 from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import TASK_BYTES, Engine
@@ -36,6 +38,9 @@ def read(engine: Engine, ranges: Sequence[RangeRead]) -> None:
                 left, left_bytes = most, TASK_BYTES
             batches[-1].append(piece)
             left, left_bytes = left - 1, left_bytes - piece_bytes
+    if engine.peers is not None and engine.peers.are_several:
+        order = engine.peers.order([(batch[0].key, batch[0].offset, batch[0].size_bytes) for batch in batches])
+        batches = [batches[number] for number in order]
     engine.pool.run([partial(_read_all, engine, batch, total_bytes) for batch in batches])
 
 
@@ -82,6 +87,17 @@ def _cut(views: Sequence[memoryview], sizes_bytes: Iterable[int]) -> Iterator[tu
         yield tuple(found)
 
 
+def read_from_peers(engine: Engine, run: Operation, key: str, offset: int, views: Sequence[memoryview]) -> bool:
+    """Fill the views from the nodes that own the extents. Return False if the storage has to be read. Whoever calls it
+    compares digests, and says so to the peers where they are wrong and the storage has it right."""
+    if engine.peers is None:
+        return False
+    end = offset + sum(map(len, views))
+    borders = [offset, *range((offset // EXTENT_BYTES + 1) * EXTENT_BYTES, end, EXTENT_BYTES), end]
+    pieces = _cut(views, [after - before for before, after in pairwise(borders)])
+    return all(engine.peers.fill(key, start, piece, run.check) for start, piece in zip(borders, pieces, strict=False))
+
+
 def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run: Operation) -> None:
     moved_bytes = 0
     for piece in pieces:
@@ -122,6 +138,9 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
             raise CheckpointDamaged(faults[-1], file=key)
         return False
 
+    came = bool(checks) and read_from_peers(engine, run, key, offset, views)
+    if came and all(check.like(*step) == check for step, (_, check) in zip(steps, checks, strict=True)):
+        return
     if engine.disk is not None:
         engine.read(run, key, partial(engine.disk.read_steps, key, offset, steps, accept))
     else:
@@ -131,5 +150,7 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
             if engine.doubts is not None:
                 engine.doubts.doubt(key, offset, piece.size_bytes)
             engine.read(run, key, request)
+    if came and engine.peers is not None:
+        engine.peers.mistrust(key, offset, piece.size_bytes)
     if faults:
         tell(engine.storage, key, faults[0])

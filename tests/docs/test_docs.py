@@ -181,7 +181,7 @@ def test_every_option_and_event_is_in_the_reference() -> None:
     shown = {page.stem: module.on_page_markdown(page.read_text()) for page in (ROOT / "docs/reference").glob("*.md")}
     for cls in module.CONFIGS:
         for item in fields(cls):
-            documented = item.name in ("transfer", "retry", "cache") or f"`{item.name}`" in shown["config"]
+            documented = item.name in ("transfer", "retry", "cache", "peer") or f"`{item.name}`" in shown["config"]
             assert documented, f"{cls.__name__}.{item.name} is not documented"
     for event in module.event_classes():
         assert f"`{event.__name__}`" in shown["events"]

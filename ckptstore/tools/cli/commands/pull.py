@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 )
 @click.option("--follow", is_flag=True, help="Go on, and pull each new version.")
 @click.option("--timeout", type=DURATION, default=600.0, show_default="10m", help="Longest wait for a version.")
+@click.option("--peers", metavar="HOSTS", help="Nodes that pull the same: host:port,host:port or one DNS name:port.")
 @storage_option
 @as_json
 def command(
@@ -42,6 +43,7 @@ def command(
     program: str | None,
     follow: bool,
     timeout: float,
+    peers: str | None,
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -60,7 +62,7 @@ def command(
     if follow and version is not None:
         raise InvalidInput("--follow and --version mean different things", hint="Leave one of them out")
     then = None if program is None else lambda applied: _run(program, applied)
-    with Subscription(uri, directory, base=base, storage_options=storage_options) as subscription:
+    with Subscription(uri, directory, base=base, storage_options=storage_options, peers=peers) as subscription:
         is_first = True
         while True:
             if version is None and (subscription.version is None or not is_first):
