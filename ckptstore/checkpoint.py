@@ -21,10 +21,10 @@ from ckptstore.errors import (
     InvalidMetadata,
 )
 from ckptstore.format.encoding import dump_json, load_json
+from ckptstore.format.entry import Thinning
 from ckptstore.format.layout import STORE_KEY, USER_METADATA_NAME
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
-from ckptstore.format.thinning import Thinning
 from ckptstore.format.timings import Timings
 from ckptstore.group import SOLO, find_group, has_torch_group
 from ckptstore.storage.open import open_storage

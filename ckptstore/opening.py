@@ -56,13 +56,12 @@ def open_store(
         fs: a file system of fsspec that serves the URI, with its own options and credentials.
         storage_options: credentials and the like in fsspec's names; never written anywhere, never logged.
         group: a torch ProcessGroup or a `StorageGroup`; None for torch.distributed where it is initialised, "solo" for
-            this process alone, such as an evaluation beside the job, or one rank that looks something up.
+            this process alone, such as an evaluation beside the job.
         rank_timeout_seconds: how long a rank may give no sign of life (280).
         memory_budget_bytes: the most memory that transfers of this process take for buffers (512 MiB).
         single_writer: promise that no other job ever writes, for storages without create-if-absent.
         num_prefixes: over how many directories the ranks spread a state, where requests per prefix are limited (1).
-        compare_every: the number of saves of a state between comparisons of the data that all ranks must have in common
-            (16). The first save, and any of a new structure, always compares it.
+        compare_every: every how many saves of a structure the ranks compare what they must have alike (16).
         provenance: whether manifests say what program saved them: commit, command line, packages, hosts (True).
         fast: save states to disks of the nodes first, and bring them into the store behind the training.
         peers: host:port of each node that reads the same, with commas, or one DNS name of all; they share it.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ckptstore.errors import CheckpointDamaged, InvalidName
 from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
+from ckptstore.format.entry import Thinning
 from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_collisions, check_name
-from ckptstore.format.thinning import Thinning
 from ckptstore.format.timings import Timings
 
 if TYPE_CHECKING:

@@ -32,12 +32,11 @@ from ckptstore.format.changes import (
     apply,
 )
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
-from ckptstore.format.entry import CheckpointEntry
+from ckptstore.format.entry import CheckpointEntry, Thinning
 from ckptstore.format.layout import MAX_NUMBER, record_key
 from ckptstore.format.manifest import sha256_of
 from ckptstore.format.order import MAX_VOIDS, SaveOrder, Void, with_void
 from ckptstore.format.ranges import MAX_LISTED, Numbers, decode_sequence, encode_sequence
-from ckptstore.format.thinning import Thinning
 
 _KINDS: Mapping[str, type[Change]] = {
     "claim": Claim,

@@ -24,11 +24,10 @@ from ckptstore.dcp.stock.stock_thin import StockLeft, check_frame
 from ckptstore.errors import CheckpointGone, CkptstoreError, FileMissing, InvalidInput, StorageError, StoreFenced
 from ckptstore.format.changes import Commit
 from ckptstore.format.digest import Digest
-from ckptstore.format.entry import CheckpointEntry
+from ckptstore.format.entry import CheckpointEntry, Thinning
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME, USER_METADATA_NAME, Attempt, check_step
 from ckptstore.format.manifest import Receipt, sha256_of, sorted_receipts
 from ckptstore.format.record import Record
-from ckptstore.format.thinning import Thinning
 from ckptstore.job import Job, record_of_step
 from ckptstore.loading.checkpoint_files import CheckpointFiles, CommittedFiles, files_of
 from ckptstore.loading.index_read import read_whole

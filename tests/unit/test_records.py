@@ -35,11 +35,10 @@ from ckptstore.format.changes import (
     Unpin,
     apply,
 )
-from ckptstore.format.entry import CheckpointEntry
+from ckptstore.format.entry import CheckpointEntry, Thinning
 from ckptstore.format.order import BEGINNING, MAX_VOIDS, SaveOrder, Void, void_of, with_void
 from ckptstore.format.ranges import Numbers, decode_sequence, encode_sequence
 from ckptstore.format.record import Record, sealed
-from ckptstore.format.thinning import Thinning
 
 CLAIM = Claim("token", 2)
 

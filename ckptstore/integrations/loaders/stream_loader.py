@@ -170,9 +170,9 @@ class StreamLoader(CountingLoader):
         yield from DataLoader(_Streams(left, self._read), batch_size=self.batch_size, **self._options)
 
     def _counted(self, batch: Any) -> Any:
-        positions, given = batch
+        positions, collated = batch
         self._positions.update(positions)
-        return given
+        return collated
 
 
 class _Streams(IterableDataset[tuple[str, Position, Any]]):

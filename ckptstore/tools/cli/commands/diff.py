@@ -48,7 +48,7 @@ class FileDifference:
 @storage_option
 @as_json
 def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Compare two checkpoints: metrics, metadata, the programs that saved them, files, tensors.
+    """Compare two checkpoints: metrics, metadata, programs, files, tensors.
 
     A and B are TARGETs of one store or of two. A delta is B minus A. Files and tensors are compared by size and digest.
     Tensors below 1 MiB share their digests with others, so they may be read. A larger tensor is "unknown" if it has no
