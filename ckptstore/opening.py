@@ -55,8 +55,7 @@ def open_store(
         engine: "obstore", "sdk" or "fsspec"; None for the fastest one that fits.
         fs: a file system of fsspec that serves the URI, with its own options and credentials.
         storage_options: credentials and the like in fsspec's names; never written anywhere, never logged.
-        group: a torch ProcessGroup or a `StorageGroup`; None for torch.distributed where it is initialised, "solo" for
-            this process alone, such as an evaluation beside the job.
+        group: a ProcessGroup or `StorageGroup`; None for torch.distributed where it runs, "solo" for this process.
         rank_timeout_seconds: how long a rank may give no sign of life (280).
         memory_budget_bytes: the most memory that transfers of this process take for buffers (512 MiB).
         single_writer: promise that no other job ever writes, for storages without create-if-absent.

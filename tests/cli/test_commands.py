@@ -146,7 +146,7 @@ def test_show_and_diff_say_what_program_saved(
         silent.save_directory(20, None)
     shown = run("show", tmp_path / "other").stdout
     assert "command line train.py --name 'two words\\x1b[2J' --token '***'" in " ".join(shown.split())
-    assert "version of python" in shown
+    assert "python version" in shown
     found = run_json("show", tmp_path / "other")["provenance"]
     assert found["argv"][-2:] == ["--token", "***"]
     assert found["num_hosts"] == 1
@@ -158,7 +158,7 @@ def test_show_and_diff_say_what_program_saved(
     lines = run("diff", f"{store}@20", tmp_path / "other").stdout.splitlines()
     assert [line.split()[:2] for line in lines if line.startswith("command")] == [["command", "line"]]
     lacking = run_json("diff", tmp_path / "other", tmp_path / "silent")["provenance"]
-    assert {"command line", "hosts", "version of python"} <= {item["name"] for item in lacking if item["b"] is None}
+    assert {"command line", "hosts", "python version"} <= {item["name"] for item in lacking if item["b"] is None}
     assert run_json("diff", tmp_path / "silent", tmp_path / "silent")["provenance"] == []
 
 

@@ -71,12 +71,12 @@ def provenance_texts(checkpoint: Checkpoint) -> dict[str, str]:
     found = checkpoint.provenance
     if found is None:
         return {}
-    state = {None: "", True: ", and changes that are not in it", False: ""}[found.is_dirty]
+    state = " (modified)" if found.is_dirty else ""
     texts = {
         "commit": f"{found.commit}{state}" if found.commit else "",
         "command line": shlex.join(found.argv),
         "hosts": "" if found.num_hosts is None else str(found.num_hosts),
-        **{f"version of {name}": version for name, version in sorted(found.versions.items())},
+        **{f"{name} version": version for name, version in sorted(found.versions.items())},
     }
     return {printable(name): printable(text) for name, text in texts.items() if text}
 

@@ -48,11 +48,12 @@ class FileDifference:
 @storage_option
 @as_json
 def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Compare two checkpoints: metrics, metadata, programs, files, tensors.
+    """Compare two checkpoints: metrics, metadata, files, tensors.
 
-    A and B are TARGETs of one store or of two. A delta is B minus A. Files and tensors are compared by size and digest.
-    Tensors below 1 MiB share their digests with others, so they may be read. A larger tensor is "unknown" if it has no
-    digests or was divided differently among the ranks; --values reads it.
+    A and B are TARGETs of one store or of two. A delta is B minus A. The programs that saved them are compared too.
+    Files and tensors are compared by size and digest. Tensors below 1 MiB share their digests with others, so they
+    may be read. A larger tensor is "unknown" if it has no digests or was divided differently among the ranks;
+    --values reads it.
     """
     with opened_checkpoint(a, storage_options) as first, opened_checkpoint(b, storage_options) as second:
         files = file_differences(first, second)
