@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -120,11 +120,12 @@ def usage(log: Log) -> Usage:
     return Usage(
         live_bytes=sum(held.get(number, 0) for number in state.live),
         trash_bytes=sum(held.get(number, 0) for number in state.trash),
-        bytes_per_day=_growth(points),
+        bytes_per_day=growth_per_day(points),
     )
 
 
-def _growth(points: list[tuple[float, int]]) -> float | None:
+def growth_per_day(points: Sequence[tuple[float, int]]) -> float | None:
+    """Return the growth of the last week in bytes per day, from times and sizes; None for less than an hour."""
     if not points:
         return None
     end, now_bytes = points[-1]

@@ -76,6 +76,12 @@ def test_a_report_says_what_ls_and_gc_say(root: Path, run: Commands, report: Com
     assert seen["sizes"][-1]["live_bytes"] == sum(item["size_bytes"] for item in listed["checkpoints"])
     assert seen["sizes"][-1]["trash_bytes"] == listed["trash"]["size_bytes"]
     assert seen["uri"] == listed["uri"]
+    assert seen["usage"]["price_per_month"] is None
+    (priced,) = report(root, "--price", "20", "--price", f"{root}=23")["stores"]
+    usage = json.loads(run("ls", root, "--long", "--price", "23", "--json").stdout)["usage"]
+    assert "--price is for s3://, and not" in run("report", root, "--json", "--price", "s3://=23", code=2).output
+    assert priced["usage"] == usage
+    assert usage["price_per_month"] > 0
     saved = by_step(seen)
     assert saved[9]["provenance"] == json.loads(run("show", f"{root}@9", "--json").stdout)["provenance"]
     assert saved[9]["provenance"]["versions"]["ckptstore"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -125,6 +126,44 @@ def opened_executor(engine: str) -> Iterator[Executor]:
 
     with ray_executor() as executor:
         yield executor
+
+
+def price_option(function: F) -> F:
+    """Add the prices of a TB for a month as `prices`, by the beginnings of the URIs that they are for."""
+    option = click.option(
+        "--price",
+        "prices",
+        multiple=True,
+        callback=_parse_prices,
+        metavar="[PLACE=]N",
+        help="Price of a TB for a month, for the sum. PLACE=N is for URIs that begin like that. Repeatable.",
+    )
+    return option(function)
+
+
+def _parse_prices(_context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in texts:
+        place, _, number = text.rpartition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = -1.0
+        if not 0 <= price < math.inf:
+            raise click.BadParameter(f"{text!r} is no price like 23 or s3://=23", param=parameter)
+        if place in found:
+            raise click.BadParameter(f"two prices are for {place or 'all places'}", param=parameter)
+        found[place] = price
+    return found
+
+
+def prices_of(prices: Mapping[str, float], *uris: str) -> list[float | None]:
+    """Return the price for each URI, by the longest place that it begins with; None where none fits. Raises
+    InvalidInput if there are prices, and all are for other places."""
+    fitting = [max((place for place in prices if uri.startswith(place)), key=len, default=None) for uri in uris]
+    if prices and not any(place is not None for place in fitting):
+        raise InvalidInput(f"--price is for {', '.join(sorted(prices))}, and not for {', '.join(uris)}")
+    return [None if place is None else prices[place] for place in fitting]
 
 
 def options_by_place(options: dict[str, Any], *places: str) -> list[dict[str, Any]]:

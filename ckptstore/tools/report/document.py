@@ -213,6 +213,20 @@ class SizePoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeenUsage:
+    """The bytes that a store takes: the files of its checkpoints, each counted once."""
+
+    live_bytes: int = 0
+    """Those of the live checkpoints."""
+    trash_bytes: int = 0
+    """Those of the checkpoints in the trash."""
+    bytes_per_day: float | None = None
+    """The growth of both together over the last week, or since the first record; None in the first hour."""
+    price_per_month: float | None = None
+    """The price of both together for a month; None unless the report was asked for it with the price of a TB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeenLayout:
     """The tensors of a state, shared by the checkpoints that have the same. The arrays are parallel."""
 
@@ -322,6 +336,8 @@ class SeenStore:
     """Attempts without a commit."""
     sizes: tuple[SizePoint, ...] = ()
     """After every record that changed them."""
+    usage: SeenUsage = SeenUsage()
+    """The bytes that the store takes."""
     layouts: tuple[SeenLayout, ...] = ()
     """The layouts that trees refer to."""
     dtype_names: tuple[str, ...] = ()

@@ -60,6 +60,8 @@ class Sighting:
     """The names of the storage options with which the store was opened."""
     fast_directory: str = ""
     """The directory of fast checkpoints on this node; "" without one."""
+    price: float | None = None
+    """The price of a TB for a month."""
     rest_seconds: float = 0.0
     """The least pause between two listings of the files; it is at least 20 times as long as a listing took."""
     _history: History = field(default_factory=History)
@@ -118,6 +120,7 @@ class Sighting:
             fast=node.fast,
             torn=tuple(self._condition.torn),
             sizes=tuple(history.sizes),
+            usage=history.usage(self.price),
             layouts=tuple(forest.layouts),
             dtype_names=tuple(forest.dtype_names),
             trees=forest.trees,

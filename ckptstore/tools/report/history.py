@@ -26,7 +26,8 @@ from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Probed, link_problem, record_problem
-from ckptstore.tools.report.document import ChangeKind, SeenChange, SeenResume, SizePoint, Status
+from ckptstore.tools.report.document import ChangeKind, SeenChange, SeenResume, SeenUsage, SizePoint, Status
+from ckptstore.upkeep.past_saves import growth_per_day
 
 MOST_NAMED = 8
 """The most checkpoints that the text of a change names."""
@@ -78,6 +79,9 @@ class History:
         """The numbers of whole checkpoints by those of the thinned ones that have their places."""
         self._pinned: set[int] = set()
         self._bytes: dict[Status, int] = {"live": 0, "trash": 0, "deleted": 0}
+        self._held_bytes = 0
+        self._held: list[tuple[float, int]] = []
+        """The bytes that live checkpoints and those in the trash take, each file counted once, after every record."""
 
     def add(self, found: Probed) -> None:
         """Take note of what was found at the next number."""
@@ -96,6 +100,7 @@ class History:
         if not self._is_whole:
             self._catch_up(found)
         self.newest, self._is_whole = found, True
+        self._held.append((found.created_at, self._held_bytes))
         if self._bytes != before:
             live, trash, freed = self._bytes["live"], self._bytes["trash"], self._bytes["deleted"]
             point = SizePoint(at=found.created_at, number=number, live_bytes=live, trash_bytes=trash, freed_bytes=freed)
@@ -179,6 +184,7 @@ class History:
         self.lives[record.number] = Life(record.number, entry, record.created_at, saves_before)
         self._live.add(record.number)
         self._bytes["live"] += entry.size_bytes
+        self._held_bytes += entry.held_bytes
         replaced = [number for number in change.replaces if number not in self._pinned]
         for number in replaced:
             self._move(number, "trash", record, f"step {entry.step} was saved again, as number {record.number}")
@@ -226,6 +232,7 @@ class History:
             return
         self._bytes[life.status] -= life.entry.size_bytes
         self._bytes[status] += life.entry.size_bytes
+        self._held_bytes += life.entry.held_bytes * ((life.status == "deleted") - (status == "deleted"))
         if status == "live":
             self._live.add(number)
             life.removed_by, life.removed_at, life.removed_because = 0, None, ""
@@ -235,6 +242,18 @@ class History:
             life.removed_by, life.removed_at = record.number, record.created_at
             life.removed_because = life.removed_because or reason
         life.status = status
+
+    def usage(self, price: float | None) -> SeenUsage:
+        """Return the bytes that the store takes, and their price where `price` is that of a TB for a month."""
+        held: dict[Status, int] = {"live": 0, "trash": 0, "deleted": 0}
+        for life in self.lives.values():
+            held[life.status] += life.entry.held_bytes
+        return SeenUsage(
+            live_bytes=held["live"],
+            trash_bytes=held["trash"],
+            bytes_per_day=growth_per_day(self._held),
+            price_per_month=None if price is None else (held["live"] + held["trash"]) / 1e12 * price,
+        )
 
     def settle(self) -> StoreState:
         """Take over what the store holds by the newest record, which alone counts. Where the changes lead elsewhere,

@@ -18,7 +18,7 @@ from ckptstore.log.identity import KEPT_BY_CKPTSTORE
 from ckptstore.runtime.near import meant, nearest, shown
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.tools.cli.kinds import STORE
-from ckptstore.tools.cli.options import as_json, fast_option, storage_option, tier_at
+from ckptstore.tools.cli.options import as_json, fast_option, price_option, prices_of, storage_option, tier_at
 from ckptstore.tools.cli.output import (
     checkpoint_json,
     echo_table,
@@ -52,12 +52,7 @@ from ckptstore.upkeep.past_saves import usage
     "-n", "limit", type=click.IntRange(min=1), metavar="N", help="Show only the N newest, or the first N of --sort."
 )
 @click.option("--long", "is_long", is_flag=True, help="Show the bytes that the store takes, and its growth per day.")
-@click.option(
-    "--price",
-    type=click.FloatRange(min=0),
-    metavar="N",
-    help="With --long: the price of a TB for a month, for the sum.",
-)
+@price_option
 @click.option("--trash", "with_trash", is_flag=True, help="List the checkpoints in the trash, too.")
 @fast_option
 @storage_option
@@ -124,11 +119,11 @@ def _list_store(
     *,
     with_trash: bool,
     is_long: bool,
-    price: float | None,
+    prices: dict[str, float],
     fast_path: str | None,
 ) -> None:
     is_fast = fast_path is not None
-    if price is not None and not is_long:
+    if prices and not is_long:
         raise InvalidInput("--price means nothing without --long")
     with opened_store(store, storage_options, fast=tier_at(fast_path)) as opened:
         every, trashed = opened.entries(fast=is_fast), removed_at(job_of(opened).log)
@@ -137,7 +132,7 @@ def _list_store(
             Entry(checkpoint=it, is_pinned=False, is_latest=it is of_ray[-1], is_resume_source=False) for it in of_ray
         ]
         grace_seconds = job_of(opened).config.grace_seconds
-        used = usage_json(job_of(opened).log, price) if is_long else {}
+        used = usage_json(job_of(opened).log, *prices_of(prices, opened.uri)) if is_long else {}
         entries = chosen(every, **choice)
         trash_bytes = sum(record.entry.size_bytes for record, _ in trashed)
         if as_json:

@@ -16,7 +16,15 @@ from ckptstore.opening import open_store
 from ckptstore.runtime.shown import printable
 from ckptstore.storage.uri import parse_uri
 from ckptstore.tools.cli.kinds import STORE
-from ckptstore.tools.cli.options import as_json, fast_option, options_by_place, storage_option, tier_at
+from ckptstore.tools.cli.options import (
+    as_json,
+    fast_option,
+    options_by_place,
+    price_option,
+    prices_of,
+    storage_option,
+    tier_at,
+)
 from ckptstore.tools.cli.output import redacted_command_line
 from ckptstore.tools.report.document import Document
 from ckptstore.tools.report.gather import NUM_TREES, Sighting
@@ -38,6 +46,7 @@ trees_option = click.option(
 @click.argument("stores", type=STORE, nargs=-1, required=True, metavar="STORE...")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the page to FILE.")
 @trees_option
+@price_option
 @fast_option
 @storage_option
 @as_json
@@ -45,6 +54,7 @@ def command(
     stores: tuple[str, ...],
     html: Path | None,
     num_trees: int,
+    prices: dict[str, float],
     fast_path: str | None,
     storage_options: dict[str, Any],
     as_json: bool,
@@ -58,7 +68,9 @@ def command(
     if html is None and not as_json:
         raise click.UsageError("Ask for --html FILE, for --json, or for both")
     with ExitStack() as stack:
-        overview = opened_overview(stack, stores, storage_options, num_trees=num_trees, fast_path=fast_path)
+        overview = opened_overview(
+            stack, stores, storage_options, num_trees=num_trees, prices=prices, fast_path=fast_path
+        )
         document = overview.look()
     if len(overview.errors) == len(overview.sightings):
         raise next(iter(overview.errors.values()))
@@ -87,12 +99,13 @@ def opened_overview(
     storage_options: dict[str, Any],
     *,
     num_trees: int,
+    prices: dict[str, float],
     fast_path: str | None,
     is_live: bool = False,
     rest_seconds: float = 0.0,
 ) -> Overview:
-    """Return the stores, open until the stack is left. Raises InvalidInput for one that is named twice,
-    and where there is no directory of fast checkpoints at the path."""
+    """Return the stores, open until the stack is left. Raises InvalidInput for one that is named twice, for a price
+    that is for none of them, and where there is no directory of fast checkpoints at the path."""
     places = [parse_uri(store).uri for store in stores]
     twice = next((place for place in places if places.count(place) > 1), None)
     if twice is not None:
@@ -102,11 +115,14 @@ def opened_overview(
         Sighting(
             stack.enter_context(open_store(store, storage_options=options, group="solo")),
             num_trees=num_trees,
+            price=price,
             needs_options=sorted(options),
             fast_directory="" if tier is None else os.path.abspath(tier.path),
             rest_seconds=rest_seconds,
         )
-        for store, options in zip(stores, options_by_place(storage_options, *stores), strict=True)
+        for store, options, price in zip(
+            stores, options_by_place(storage_options, *stores), prices_of(prices, *places), strict=True
+        )
     ]
     return Overview(sightings, command=redacted_command_line(), is_live=is_live)
 

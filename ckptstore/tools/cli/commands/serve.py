@@ -11,7 +11,7 @@ import click
 from ckptstore.runtime.extras import needs
 from ckptstore.tools.cli.commands.report import opened_overview, tell_trouble, trees_option
 from ckptstore.tools.cli.kinds import STORE
-from ckptstore.tools.cli.options import fast_option, storage_option
+from ckptstore.tools.cli.options import fast_option, price_option, storage_option
 
 
 @click.command()
@@ -25,10 +25,16 @@ from ckptstore.tools.cli.options import fast_option, storage_option
     help="Port to serve on; 0 picks a free one.",
 )
 @trees_option
+@price_option
 @fast_option
 @storage_option
 def command(
-    stores: tuple[str, ...], port: int, num_trees: int, fast_path: str | None, storage_options: dict[str, Any]
+    stores: tuple[str, ...],
+    port: int,
+    num_trees: int,
+    prices: dict[str, float],
+    fast_path: str | None,
+    storage_options: dict[str, Any],
 ) -> None:
     """Serve the page of `report` on this machine, kept up to date.
 
@@ -46,6 +52,7 @@ def command(
                 stores,
                 storage_options,
                 num_trees=num_trees,
+                prices=prices,
                 fast_path=fast_path,
                 is_live=True,
                 rest_seconds=LISTING_REST_SECONDS,

@@ -15,6 +15,12 @@ function storeLines(store, view) {
 /** Of a page that lies in a file, ages are those of the moment at which it was made. */
 const nowOf = (report) => (report.live ? Math.max(report.created_at, Date.now() / 1000) : report.created_at);
 
+/** The growth and the price of a store, as far as they are known. */
+function usageText({ bytes_per_day: growth, price_per_month: price }) {
+  const grows = growth === null ? "" : `${growth < 0 ? "shrinks" : "grows"} by ${bytesText(Math.abs(growth))} a day`;
+  return [grows, price === null ? "" : `${price.toFixed(2)} a month`].filter(Boolean).join(", ");
+}
+
 function drawHealth(store, view) {
   const { health } = store;
   const count = (status) => store.checkpoints.filter((one) => one.status === status);
@@ -28,6 +34,7 @@ function drawHealth(store, view) {
     ...fastCards(store),
     card("Live", counted(count("live").length, "checkpoint"), bytes(last?.live_bytes ?? 0)),
     card("In the trash", counted(count("trash").length, "checkpoint"), bytes(last?.trash_bytes ?? 0)),
+    card("Takes", bytes(store.usage.live_bytes + store.usage.trash_bytes), usageText(store.usage)),
     card("Freed for good", bytes(last?.freed_bytes ?? 0), counted(count("deleted").length, "checkpoint")),
     card("Attempts without a commit", String(torn), flying ? `and ${flying} in flight` : "", torn > 0),
     card("Garbage", bytesText(health.garbage_bytes), counted(health.garbage_files, "file"), health.garbage_bytes > 0),
