@@ -155,9 +155,11 @@ def without_timings(patch: pytest.MonkeyPatch) -> None:
     """Saves as they would be without timings."""
     made = commit.manifest_of
     patch.setattr(
-        commit, "manifest_of", lambda a, b, contents, **more: made(a, b, contents._replace(timings=None), **more)
+        commit,
+        "manifest_of",
+        lambda a, b, contents, *rest, **more: made(a, b, contents._replace(timings=None), *rest, **more),
     )
-    patch.setattr(SaveClock, "report", lambda self, traffic, *, node: {"seconds": {"upload": 0.0}})
+    patch.setattr(SaveClock, "report", lambda self, traffic, *, node: {"seconds": {"upload": 0.0}, "node": node})
 
 
 def test_no_message_between_ranks_and_no_request_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

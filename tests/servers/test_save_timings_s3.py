@@ -108,9 +108,11 @@ def test_no_request_more(fast_s3: S3Server, tmp_path: Path, monkeypatch: pytest.
     with_them = requests_of_a_save("with")
     made = commit.manifest_of
     monkeypatch.setattr(
-        commit, "manifest_of", lambda *given, **more: made(*given[:2], given[2]._replace(timings=None), **more)
+        commit,
+        "manifest_of",
+        lambda a, b, contents, *rest, **more: made(a, b, contents._replace(timings=None), *rest, **more),
     )
-    monkeypatch.setattr(SaveClock, "report", lambda self, traffic, *, node: {"seconds": {"upload": 0.0}})
+    monkeypatch.setattr(SaveClock, "report", lambda self, traffic, *, node: {"seconds": {"upload": 0.0}, "node": node})
     without = requests_of_a_save("without")
     assert has_timings == [True, False]
     assert with_them == without

@@ -451,7 +451,8 @@ def _as_elements(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 def _elements(copy: memoryview, placed: Placed) -> np.ndarray[Any, Any]:
     """Return the copied bytes of a tensor, a row for each element."""
     element_bytes = (placed.cast or placed.tensor.dtype).itemsize
-    return np.frombuffer(copy, np.uint8, placed.size_bytes, placed.offset).reshape(-1, element_bytes)
+    size_bytes = placed.tensor.numel() * element_bytes
+    return np.frombuffer(copy, np.uint8, size_bytes, placed.offset).reshape(-1, element_bytes)
 
 
 def _as_stored(placed: Placed, elements: torch.Tensor) -> torch.Tensor:
