@@ -11,6 +11,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -67,8 +68,9 @@ def mapped(
                 errors.append(error)
 
     wanted = min(num_threads, len(items))
-    threads = started([run] * (wanted if begin is not None else wanted - 1), name=name)
+    threads: list[threading.Thread] = []
     try:
+        started([run] * (wanted if begin is not None else wanted - 1), name=name, threads=threads)
         if begin is None or not threads:
             run()
         for thread in threads:
@@ -77,20 +79,25 @@ def mapped(
         with lock:
             errors.insert(0, error)
         for thread in threads:
-            thread.join()
+            with suppress(RuntimeError):  # one that has not begun yet finds the error
+                thread.join()
     if errors:
         raise errors[0]
     return results  # type: ignore[return-value]  # all are filled in, or an error was raised
 
 
-def started(works: Sequence[Callable[[], object]], *, name: str) -> list[threading.Thread]:
-    """Start a daemon thread for each of these, as far as the system has threads, and return them."""
-    threads = []
+def started(
+    works: Sequence[Callable[[], object]], *, name: str, threads: list[threading.Thread] | None = None
+) -> list[threading.Thread]:
+    """Start a daemon thread for each of these, as far as the system has threads, and return them. They are added to
+    `threads` before they start, for a caller who may be interrupted."""
+    threads = [] if threads is None else threads
     for number, work in enumerate(works):
         thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
+        threads.append(thread)
         try:
             thread.start()
         except RuntimeError:  # "can't start new thread", "at interpreter shutdown"
+            threads.pop()
             break
-        threads.append(thread)
     return threads

@@ -63,3 +63,27 @@ def test_an_interrupt_waits_for_what_is_begun_and_begins_nothing_more() -> None:
     assert sorted(begun) == sorted(ended)
     assert len(begun) < 100
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("interrupted")]
+
+
+def test_an_interrupt_while_threads_start_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can come when a thread is already at work and its start has not returned."""
+    begun, ended = [], []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "interrupted-1":
+            while not begun:
+                time.sleep(0.001)
+            raise KeyboardInterrupt
+
+    def work(item: int) -> None:
+        begun.append(item)
+        time.sleep(0.05)
+        ended.append(item)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mapped(work, range(1000), num_threads=3, name="interrupted", begin=lambda: None)
+    assert sorted(begun) == sorted(ended)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("interrupted")]
