@@ -150,7 +150,7 @@ def what_is_removed_may_be_kept(patch: pytest.MonkeyPatch) -> None:
 
 def a_restore_forgets_the_pin(patch: pytest.MonkeyPatch) -> None:
     real = changes._restore
-    patch.setattr(changes, "_restore", lambda state, change: real(state, replace(change, pin=False)))
+    patch.setattr(changes, "_restore", lambda state, number, change: real(state, number, replace(change, pin=False)))
 
 
 def a_roll_back_voids_nothing(patch: pytest.MonkeyPatch) -> None:
