@@ -10,6 +10,7 @@ Blocks that were never committed are dropped by Azure after a week.
 from __future__ import annotations
 
 import base64
+import http.client
 import logging
 import re
 import time
@@ -173,10 +174,8 @@ class AzureFiles(CloudFiles):
             if code == "BlobAlreadyExists":
                 return foreign.ConditionFailed(f"{what}: {code}", file=key)
             return foreign.from_status(error.status_code, code, key=key, what=what)
-        is_broken = isinstance(error, exceptions.AzureError | OSError) or type(error).__module__.startswith(
-            ("urllib3", "requests")
-        )
-        if is_broken:
+        of_network = (exceptions.AzureError, OSError, http.client.HTTPException)
+        if isinstance(error, of_network) or type(error).__module__.startswith(("urllib3", "requests")):
             url, through = azure_url(self._names), self._route.through
             return foreign.broken_off(error, what=what, key=key, url=url, through=through)
         return foreign.unexpected(error, what=what, key=key)

@@ -9,6 +9,7 @@ and deleted. A process that is killed meanwhile leaves them in the attempt's dir
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import uuid
@@ -297,7 +298,7 @@ class GcsFiles(CloudFiles):
 
         if isinstance(error, google.auth.exceptions.GoogleAuthError):
             return chains.google_refusal(error, what=what, key=key)
-        is_broken = isinstance(error, requests.RequestException | OSError)
+        is_broken = isinstance(error, requests.RequestException | OSError | http.client.HTTPException)
         if is_broken or type(error).__module__.startswith("urllib3"):
             return foreign.broken_off(error, what=what, key=key, url=self._endpoint, through=self._route.through)
         return foreign.unexpected(error, what=what, key=key)

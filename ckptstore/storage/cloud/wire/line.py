@@ -14,6 +14,7 @@ import os
 import socket
 import ssl
 import struct
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
@@ -52,6 +53,9 @@ class Line:
         """Take a connected socket. `read_seconds` is the longest time that it may stand still, None for no limit;
         `keepalive` switches on TCP's."""
         self._socket = connected
+        # Who drops an answer unread need not close it. A finalizer comes before those of the socket in a cycle.
+        self._end = weakref.finalize(self, connected.close)
+        self._end.atexit = False
         connected.settimeout(None)
         fraction, seconds = math.modf(read_seconds or 0.0)  # 0 waits for ever
         wait = struct.pack("@ll", int(seconds), int(fraction * 1e6))
@@ -96,7 +100,7 @@ class Line:
 
     def close(self) -> None:
         """End the connection, also for a response that is still being read."""
-        self._socket.close()
+        self._end()
 
 
 class TlsLine(Line):
