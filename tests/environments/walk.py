@@ -81,13 +81,13 @@ def of_store(store: Any) -> dict[str, Callable[[], Any]]:
         "entries": lambda: list(store.entries()),
         "pin": lambda: store.pin(4),
         "unpin": lambda: store.unpin(4),
+        "thin": lambda: store.thin(5, "weight", dry_run=True),
         "trash": store.trash,
         "prune": store.prune,
         "collect_garbage": store.collect_garbage,
         "roll_back": lambda: store.roll_back(4),
         "restore": lambda: (store.save_directory(9, "files"), store.roll_back(4), store.restore(9)),
         "remove": lambda: (store.save_directory(10, "files"), store.remove(10, force=True)),
-        "thin": lambda: store.thin(4, "optimizer*", dry_run=True),
         "history": store.history,
         "annotate": lambda: store.annotate(4, {"judged": 1.0}),
         "follow": lambda: list(store.follow(timeout_seconds=0)),
@@ -157,7 +157,7 @@ COMMANDS = {
     "follow": ["follow", "commands", "--timeout", "0"],
     "pin": ["pin", "commands@4"],
     "unpin": ["unpin", "commands@4"],
-    "thin": ["thin", "commands@3", "--drop", "optimizer*", "--dry-run"],
+    "thin": ["thin", "commands@3", "--drop", "weight", "--dry-run"],
     "rollback": ["rollback", "commands@3"],
     "restore": ["restore", "commands@4"],
     "restore-folder": ["restore-folder", "from-a-folder", "into-a-folder"],
@@ -205,7 +205,9 @@ def main(*skipped: str) -> None:
 
             STATE["weight"] = torch.ones(2)
             torch.save({"weight": torch.ones(2)}, "state.pt")
-            store.save(5, STATE)
+            for step in (5, 6):
+                store.save(step, STATE)
+            COMMANDS["thin"][1] = "commands@5"  # what was saved of files has no keys
         calls = of_checkpoint(store.latest())
         told["checkpoint"] = {name: said(call) for name, call in calls.items()}
     told["commands"] = {name: command(*words) for name, words in COMMANDS.items() if name not in skipped}
