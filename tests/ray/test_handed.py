@@ -272,7 +272,7 @@ def test_a_store_in_the_run_is_recognized_whatever_credentials_ray_has(monkeypat
     pointer = Pointer(root="_ckptstore", step=3, number=7)
     monkeypatch.setattr(handed, "read_pointer", lambda *_, **__: pointer)
     filesystem = S3FileSystem(role_arn="arn:aws:iam::1:role/train", session_name="run", region="us-east-1")
-    newest = SimpleNamespace(state=SimpleNamespace(live=[7]))
+    newest = SimpleNamespace(state=SimpleNamespace(in_order=lambda: [7]))
     job: Any = SimpleNamespace(
         log=SimpleNamespace(newest=lambda: newest), storage=SimpleNamespace(uri="s3://bucket/run/_ckptstore")
     )
