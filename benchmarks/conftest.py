@@ -46,8 +46,6 @@ class Row:
 
 
 ROWS = pytest.StashKey[dict[str, Row]]()
-Take = Callable[..., WorkloadOutcome]
-"""The fixture `take`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,9 +7,15 @@ and only show that the cases run.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from ckptstore.tools.bench.figures.report import WorkloadOutcome
+
+Take = Callable[..., WorkloadOutcome]
+"""The fixture `take`."""
 
 FULL = os.environ.get("CKPTSTORE_BENCH") == "full"
 _ROUNDS = os.environ.get("CKPTSTORE_BENCH_ROUNDS", None if FULL else "1")

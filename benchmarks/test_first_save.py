@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from conftest import Take
-from sizes import FULL, group, turns
+from sizes import FULL, Take, group, turns
 
 from ckptstore.testing import run_ranks
 from ckptstore.tools.bench.case import Case, process_group

@@ -14,8 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import Take
-from sizes import FULL, ROUNDS, group, turns
+from sizes import FULL, ROUNDS, Take, group, turns
 
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import run_ranks

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import Take
 from safetensors.torch import load_file, save_file
-from sizes import FULL, group, turns
+from sizes import FULL, Take, group, turns
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptstore

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Take
-from sizes import FULL, group, turns
+from sizes import FULL, Take, group, turns
 
 import ckptstore
 from ckptstore.tools.bench.figures.report import OURS, Role, WorkloadOutcome

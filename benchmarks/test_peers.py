@@ -19,8 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import Take
-from sizes import FULL, group, turns
+from sizes import FULL, Take, group, turns
 
 import ckptstore
 from ckptstore.testing.s3_server import Link, S3Server, s3_server

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from conftest import Take
-from sizes import FULL, group, turns
+from sizes import FULL, Take, group, turns
 
 import ckptstore
 from ckptstore.publication.codec import WINDOW_BYTES, Memory, XorChange, encode, replay

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed")
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ray"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "ray"))
 
 import ray_runs
 from cluster import fit, ray_cluster
-from conftest import Take
-from sizes import FULL, group, turns
+from sizes import FULL, Take, group, turns
 
 from ckptstore.storage.open import open_storage
 from ckptstore.tools.bench.destination import Place, opened_place

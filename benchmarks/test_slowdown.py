@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Take
 from orders import Ranks, ranks_of
-from sizes import FULL, group, turns
+from sizes import FULL, Take, group, turns
 
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place

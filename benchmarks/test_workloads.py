@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from conftest import Take
 from orders import Ranks, ranks_of
-from sizes import FULL, group, turns
+from sizes import FULL, Take, group, turns
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 import forked_ranks
 
