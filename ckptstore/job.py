@@ -323,6 +323,7 @@ def candidates(log: Log, newest: Record | None, *, timed: bool, unthinned: Colle
     records = log.annotated(log.readable(state.in_order()), newest)
     times = log.commit_times(records) if timed else {}
     held = held_by_bases(log, [record.entry for record in records])
+    stay_whole = {*unthinned, *state.bases}
     return [
         Candidate(
             number=record.number,
@@ -333,7 +334,7 @@ def candidates(log: Log, newest: Record | None, *, timed: bool, unthinned: Colle
             whole=state.thinned.get(record.number),
             dropped=record.entry.thinned.dropped if record.entry.thinned else (),
             left_share=_left_share(record.entry),
-            can_thin=record.entry.kind == "state" and record.number not in {*unthinned, *state.bases},
+            can_thin=record.entry.kind == "state" and record.number not in stay_whole,
         )
         for record in records
     ]

@@ -42,8 +42,7 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.tensors.segments import SegmentSource
 from ckptstore.state.write.thinned_index import CutFile, PartThinner, dropped_keys, thinned_outline
 from ckptstore.storage.base import CopiesInside, CreatesExclusively, Disk
-from ckptstore.storage.retry import retrying
-from ckptstore.storage.second_look import has_bytes
+from ckptstore.storage.second_look import created, has_bytes
 from ckptstore.transfer import RangeRead
 from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import MemorySource
@@ -379,10 +378,7 @@ class _Thinning:
         """Create the manifest whole where the storage can: garbage collection leaves one alone that it cannot read."""
         storage = self._storage
         if isinstance(storage, CreatesExclusively):
-            create = storage.create
-            retrying(
-                self._job.config.retry, f"create {key}", lambda: create(key, data) or has_bytes(storage, key, data)
-            )
+            created(storage, storage.create, key, data, retry=self._job.config.retry)
         else:
             storage.write(key, [memoryview(data)])
         storage.persist([key])

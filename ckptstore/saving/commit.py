@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
 from ckptstore.storage.base import CreatesExclusively, Disk, Storage
 from ckptstore.storage.retry import retrying
-from ckptstore.storage.second_look import has_bytes, looked_twice
+from ckptstore.storage.second_look import created, looked_twice
 
 logger = logging.getLogger("ckptstore")
 
@@ -273,13 +273,6 @@ def check_stored(
         )
 
 
-def _created(
-    storage: Storage, create: Callable[[str, bytes], bool], config: StoreConfig, key: str, data: bytes
-) -> bool:
-    """Create the key; return True if it now holds `data`. Safe to retry after a lost reply: the data is read back."""
-    return retrying(config.retry, f"create {key}", lambda: create(key, data) or has_bytes(storage, key, data))
-
-
 def write_manifest(
     storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, data: bytes, *, counts: bool = True
 ) -> None:
@@ -300,7 +293,7 @@ def write_manifest(
     def write() -> None:
         if not isinstance(storage, CreatesExclusively):
             storage.write(key, [memoryview(data)])
-        elif not _created(storage, storage.create, config, key, data):
+        elif not created(storage, storage.create, key, data, retry=config.retry):
             raise StorageError(f"{key} exists already with other contents", file=key)
 
     num_threads = 2 if isinstance(storage, Disk) and not counts else 1

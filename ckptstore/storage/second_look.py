@@ -10,11 +10,14 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
+from ckptstore.config import RetryConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, UnsupportedVersion
 from ckptstore.storage.base import Doubts, Storage
+from ckptstore.storage.retry import retrying
 
 logger = logging.getLogger("ckptstore")
 T = TypeVar("T")
+Create = Callable[[str, bytes], bool]
 
 
 def looked_twice(storage: Storage, key: str, look: Callable[[], T], *, missing: bool = True) -> T:
@@ -42,6 +45,12 @@ def has_bytes(storage: Storage, key: str, data: bytes) -> bool:
         return False
     storage.doubt(key)
     return storage.read(key) == data
+
+
+def created(storage: Storage, create: Create, key: str, data: bytes, *, retry: RetryConfig) -> bool:
+    """Create the key by the storage's `create`; return True if it now holds `data`. Safe to retry after a lost reply:
+    the data is read back."""
+    return retrying(retry, f"create {key}", lambda: create(key, data) or has_bytes(storage, key, data))
 
 
 def tell(storage: Storage, key: str, what: str) -> None:

@@ -98,6 +98,10 @@ class Usage:
     bytes_per_day: float | None
     """The growth of both together over the last week, or since the first record; None in the first hour."""
 
+    def price_per_month(self, price: float | None) -> float | None:
+        """Return the price of both together, where `price` is that of a TB for a month; None without one."""
+        return None if price is None else (self.live_bytes + self.trash_bytes) / 1e12 * price
+
 
 _DAY_SECONDS = 86400.0
 

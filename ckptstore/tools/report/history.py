@@ -6,7 +6,7 @@ Records are added as they are read, so that whoever follows a store reads each o
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.format.changes import (
@@ -27,7 +27,7 @@ from ckptstore.format.layout import Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Probed, link_problem, record_problem
 from ckptstore.tools.report.document import ChangeKind, SeenChange, SeenResume, SeenUsage, SizePoint, Status
-from ckptstore.upkeep.past_saves import growth_per_day
+from ckptstore.upkeep.past_saves import Usage, growth_per_day
 
 MOST_NAMED = 8
 """The most checkpoints that the text of a change names."""
@@ -248,12 +248,8 @@ class History:
         held: dict[Status, int] = {"live": 0, "trash": 0, "deleted": 0}
         for life in self.lives.values():
             held[life.status] += life.entry.held_bytes
-        return SeenUsage(
-            live_bytes=held["live"],
-            trash_bytes=held["trash"],
-            bytes_per_day=growth_per_day(self._held),
-            price_per_month=None if price is None else (held["live"] + held["trash"]) / 1e12 * price,
-        )
+        found = Usage(live_bytes=held["live"], trash_bytes=held["trash"], bytes_per_day=growth_per_day(self._held))
+        return SeenUsage(**asdict(found), price_per_month=found.price_per_month(price))
 
     def settle(self) -> StoreState:
         """Take over what the store holds by the newest record, which alone counts. Where the changes lead elsewhere,

@@ -162,9 +162,8 @@ def _list_store(
 
 def usage_json(log: Log, price: float | None) -> dict[str, Any]:
     """Return the bytes that a store takes, for JSON; `price` is that of a TB for a month."""
-    found = asdict(usage(log))
-    taken = found["live_bytes"] + found["trash_bytes"]
-    return {"usage": {**found, "price_per_month": None if price is None else taken / 1e12 * price}}
+    found = usage(log)
+    return {"usage": {**asdict(found), "price_per_month": found.price_per_month(price)}}
 
 
 def _echo_usage(
