@@ -40,6 +40,8 @@ that took long: a node that has not started yet costs next to nothing."""
 _MISTRUST_SECONDS = 600.0
 """The time for which a node that gave wrong bytes is not asked."""
 _TICK_SECONDS = 0.2
+_QUICK_SECONDS = 1.0
+"""The time of a trouble up to which the next owner is asked before the storage."""
 _PATIENCE = 6
 """The time for which a node may say that it still reads, in times of the longest silence."""
 
@@ -121,18 +123,32 @@ class Peers:
         return f"{self._storage.uri}/{key}"
 
     def fill(self, key: str, offset: int, views: Sequence[memoryview], check: Callable[[], None]) -> bool:
-        """Fill the views with a stretch of one extent, from its owner, which may be this node. Return False if the
-        storage has to be read; the views may hold anything then.
+        """Fill the views with a stretch of one extent, from its owner, which may be this node. Where that has gone, the
+        node that owns it then is asked, once. Return False if the storage has to be read; the views may hold anything
+        then.
 
         `check` is called while another node reads; an error that it raises ends the wait.
         """
         file = self._file(key)
-        owner = self._owner(file, offset // EXTENT_BYTES)
-        if owner is None:
-            return False
-        if owner.name == self._own_name and (server := self._server) is not None:
-            return _copied(server, file, offset, views, check)
-        began = time.monotonic()
+        for _ in range(2):
+            owner = self._owner(file, offset // EXTENT_BYTES)
+            if owner is None:
+                return False
+            if owner.name == self._own_name and (server := self._server) is not None:
+                return _copied(server, file, offset, views, check)
+            began = time.monotonic()
+            reply = self._ask(owner, key, offset, views, check)
+            if reply is not None:
+                return "no" not in reply
+            if time.monotonic() - began > _QUICK_SECONDS:  # a dead process answers at once, a lost network does not
+                return False
+        return False
+
+    def _ask(
+        self, owner: PeerNode, key: str, offset: int, views: Sequence[memoryview], check: Callable[[], None]
+    ) -> dict[str, Any] | None:
+        """Return the reply of an owner, after its bytes have come. None after trouble: then it is left out."""
+        file, began = self._file(key), time.monotonic()
         try:
             with self._lock:
                 client = self._clients.get(owner.name)
@@ -148,9 +164,9 @@ class Peers:
             self._leave_out(owner.name, min(most, max(first * 2**number, 3 * took_seconds)), error.message)
             if owner.name == self._own_name:
                 self._serve()  # the process that did has ended
-            return False
+            return None
         self._troubles.pop(owner.name, None)
-        return "no" not in reply
+        return reply
 
     def _exchange(
         self, file: str, offset: int, views: Sequence[memoryview], check: Callable[[], None], channel: Channel
