@@ -5,17 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from ckptstore.events import listeners
 from ckptstore.testing.simulation import Plan, Simulation, draw
+from ckptstore.upkeep import leases
 
 SEEDS = range(700_000, 700_006)
 PROGRAM = f"""
+import sys
 from ckptstore.testing.simulation import Simulation, draw
 with Simulation() as simulation:
+    filled = [value for value in simulation._state._real if hasattr(value, "__len__") and len(value)]
+    before = set(sys.modules)
     for seed in range({SEEDS.start}, {SEEDS.stop}):
         print(simulation.run(draw(seed)).digest)
+    later = [name for name in sorted(set(sys.modules) - before) if name.startswith(("ckptstore", "tenacity"))]
+    assert not later, f"a first simulation does not patch {{later}}, and the next one does"
+    assert not filled, f"a simulated process begins with empty containers, a real one with {{filled}}"
 """
 
 
@@ -23,6 +32,15 @@ def test_twice_in_one_process(simulation: Simulation) -> None:
     first = [simulation.run(draw(seed)).digest for seed in SEEDS]
     assert first == [simulation.run(draw(seed)).digest for seed in SEEDS]
     assert len(set(first)) == len(first)
+
+
+def test_whatever_the_process_did_before(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [simulation.run(draw(seed)).digest for seed in SEEDS]
+    monkeypatch.setattr(leases, "_renewer", threading.current_thread())
+    monkeypatch.setattr(leases, "_held", {"a lease"})
+    monkeypatch.setattr(listeners, "_listeners", [lambda event: None])
+    with Simulation() as later:
+        assert [later.run(draw(seed)).digest for seed in SEEDS] == here
 
 
 def test_in_processes_with_other_hashes(simulation: Simulation) -> None:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ckptstore import program
 from ckptstore.config import RetryConfig, StoreConfig
+from ckptstore.format.provenance import Provenance
 from ckptstore.storage import open as opening
 from ckptstore.storage.base import Storage
 from ckptstore.testing.simulation import alone, programs
@@ -31,6 +33,7 @@ _MODULES = (
     "ckptstore.loading.newest",
     "ckptstore.loading.restoring",
     "ckptstore.loading.story",
+    "ckptstore.loading.thinning",
     "ckptstore.loading.verify",
     "ckptstore.saving.background",
     "ckptstore.saving.directory_shard",
@@ -57,7 +60,9 @@ _WITH_TORCH = (
     "ckptstore.loading.load_state",
     "ckptstore.group.torch_board",
     "ckptstore.saving.state_shard",
+    "ckptstore.state.write.thinned_index",
     "ckptstore.dcp.stock.stock_read",
+    "ckptstore.dcp.stock.stock_thin",
     "ckptstore.dcp.stock.stock_write",
     "ckptstore.testing.simulation.states",
     "ckptstore.testing.simulation.keyvalue",
@@ -112,6 +117,11 @@ def _open_storage(uri: Any, **options: Any) -> Any:
 _real_open_storage = opening.open_storage
 
 
+def _provenance(*, num_hosts: int | None = None) -> Provenance:
+    """Describe no program: the real one is found out by a thread, in real time, once for each real process."""
+    return Provenance(argv=("simulated",), num_hosts=num_hosts)
+
+
 class Simulation:
     """Runs plans, as often as one likes, during its context. Not safe for threads."""
 
@@ -134,6 +144,7 @@ class Simulation:
     def __enter__(self) -> Simulation:
         load(*_MODULES, *self._more)
         replaced: dict[int, tuple[Any, Any]] = {id(_real_open_storage): (_real_open_storage, _open_storage)}
+        replaced[id(program.provenance)] = (program.provenance, _provenance)
         replaced |= node_disks.replaced(lambda: _worlds[-1].nodes)
         if self._states:
             load(*_WITH_TORCH)

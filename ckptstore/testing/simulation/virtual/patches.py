@@ -176,9 +176,15 @@ def _held_names(module: types.ModuleType) -> set[str]:
 
 
 def _fresh(value: Any) -> Any:
-    """Return a value as in a new process."""
+    """Return a value as in a new process, whatever the real one has done before: what it holds would change runs."""
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory)
+    if isinstance(value, deque):
+        return deque(maxlen=value.maxlen)
     if isinstance(value, _CONTAINERS):
-        return value.copy()
+        return type(value)()
+    if isinstance(value, threading.Thread):
+        return None
     if isinstance(value, threading.Event):
         return primitives.SimEvent()
     if isinstance(value, threading.Condition):
