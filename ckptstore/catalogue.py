@@ -264,11 +264,10 @@ class Catalogue:
         from ckptstore.upkeep.annotate import annotation, checked_metrics, place_of, place_of_step
 
         job, found = self._job, checked_metrics(metrics)
-        files = files_behind(checkpoint) if isinstance(checkpoint, Checkpoint) else None
 
         def change(newest: Record | None) -> Change:
             if isinstance(checkpoint, Checkpoint):
-                assert files is not None
+                files = files_behind(checkpoint)
                 place = place_of(job.log, newest, files.uri, files.record)
             else:
                 place = place_of_step(job.log, newest, checkpoint)

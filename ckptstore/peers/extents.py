@@ -51,12 +51,11 @@ class Extents:
             pieces = self._extents.setdefault(extent, [])
             self._extents.move_to_end(extent)
             piece = next((item for item in pieces if item.covers(offset, size_bytes)), None)
-            if is_new := piece is None:
-                piece = ExtentRead(offset, size_bytes)
-                pieces.append(piece)
-        assert piece is not None
-        if is_new:
-            self._begin(extent, piece, read, inline=inline)
+            if piece is not None:
+                return piece
+            piece = ExtentRead(offset, size_bytes)
+            pieces.append(piece)
+        self._begin(extent, piece, read, inline=inline)
         return piece
 
     def forget(self, file: str, offset: int) -> None:

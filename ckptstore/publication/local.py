@@ -138,11 +138,10 @@ class LocalModel:
         free_bytes = shutil.disk_usage(self.aside).free - _MARGIN_BYTES
         needed_bytes = work.rewritten_bytes if local is not None else work.largest_bytes
         with self._full_disk(needed_bytes):
-            if needed_bytes > free_bytes and (local is None or work.largest_bytes > free_bytes):
-                raise OSError(28, f"{free_bytes} bytes are free")
             if needed_bytes <= free_bytes:
                 return self._exchange(work, local)
-            assert local is not None  # a full version is never put in file by file
+            if local is None or work.largest_bytes > free_bytes:  # a full version is never put in file by file
+                raise OSError(28, f"{free_bytes} bytes are free")
             work.verify()
             journal = {
                 "links": [str(link.path) for link in links],

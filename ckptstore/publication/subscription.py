@@ -137,7 +137,7 @@ class Subscription:
         while True:
             newest, failure = None, None
             try:
-                newest = self._newest()
+                newest = self._opened_source().newest()
             except CkptstoreError as error:
                 if not error.retryable:
                     raise
@@ -158,12 +158,12 @@ class Subscription:
         state = self._state()
         return state is None or state.identity != newest.identity
 
-    def _newest(self) -> Link | None:
+    def _opened_source(self) -> VersionSource:
         from ckptstore.publication.source import source_at
 
         if self._source is None or self._source.is_foreign:
             self._source = source_at(self._place, self._base)
-        return self._source.newest()
+        return self._source
 
     def apply(
         self,
@@ -187,9 +187,9 @@ class Subscription:
         """
         began = time.monotonic()
         with self._locked(timeout_seconds):
-            source_newest = self._newest()
-            assert self._source is not None  # opened by now
-            target = source_newest if version is None else self._source.find(version)
+            source = self._opened_source()
+            newest = source.newest()  # reads what `find` looks through, too
+            target = newest if version is None else source.find(version)
             if target is None:
                 raise CheckpointGone(
                     f"No version is published at {self._place.storage.uri}", hint="Wait for one, or look at the URI"
@@ -208,7 +208,9 @@ class Subscription:
                     seconds=time.monotonic() - began,
                 )
             else:
-                applied = replace(self._bring(target, state), previous=previous, seconds=time.monotonic() - began)
+                applied = replace(
+                    self._bring(source, target, state), previous=previous, seconds=time.monotonic() - began
+                )
             shutil.rmtree(self._local.spool, ignore_errors=True)
             self._tell(applied, then)
             return applied
@@ -235,9 +237,9 @@ class Subscription:
                 )
             yield
 
-    def _bring(self, target: Link, state: State | None) -> Applied:
+    def _bring(self, source: VersionSource, target: Link, state: State | None) -> Applied:
         """Take the smaller way to a version, and the other one if it fails."""
-        ways, notices = self._ways(target, state)
+        ways, notices = self._ways(source, target, state)
         for number, (links, local) in enumerate(ways):
             try:
                 new = self._go(links, local)
@@ -269,17 +271,18 @@ class Subscription:
             )
         raise AssertionError("there is at least one way")
 
-    def _ways(self, target: Link, state: State | None) -> tuple[list[tuple[list[Link], State | None]], list[str]]:
+    def _ways(
+        self, source: VersionSource, target: Link, state: State | None
+    ) -> tuple[list[tuple[list[Link], State | None]], list[str]]:
         """Return the ways to a version, the smaller one first, each with the state on which it builds."""
         from ckptstore.publication.source import chain
 
-        assert self._source is not None  # opened by now
         ways: list[tuple[list[Link], State | None]] = []
         notices: list[str] = []
         failure: CkptstoreError | None = None
         for local in (state, None) if state is not None else (None,):
             try:
-                links = chain(self._source, target, known=None if local is None else local.identity)
+                links = chain(source, target, known=None if local is None else local.identity)
             except (CheckpointDamaged, CheckpointGone, FileMissing) as error:
                 notices.append(f"A way to version {target.version} is closed: {error}")
                 logger.warning("%s", notices[-1])

@@ -216,12 +216,11 @@ def plan_work(base: Path, local: State | None, links: Sequence[Spooled], *, inde
     """
     target, may_lack = links[-1], index is not None
     if local is None:
-        index, links = links[0].index, links[1:]
-    elif index is None:
-        index = Index.decode((base / INDEX_NAME).read_bytes(), INDEX_NAME)
-    assert index is not None  # one of the three
-    work = Work(base, target, weight_map=dict(index.files))
-    old_files = sorted({*index.files.values()})
+        held, links = links[0].index, links[1:]
+    else:
+        held = index or Index.decode((base / INDEX_NAME).read_bytes(), INDEX_NAME)
+    work = Work(base, target, weight_map=dict(held.files))
+    old_files = sorted({*held.files.values()})
     headers = {name: header_of(base / name) for name in old_files if not may_lack or (base / name).exists()}
     if local is None:
         named = {INDEX_NAME, STATE_NAME, *headers}
@@ -229,25 +228,25 @@ def plan_work(base: Path, local: State | None, links: Sequence[Spooled], *, inde
     else:
         work.config_files, work.digests = local.config_files, dict(local.digests)
     tensors: dict[str, Located] = {}
-    for name, file in index.files.items():
+    for name, file in held.files.items():
         if file not in headers:
             continue
         if name not in headers[file].tensors:
             raise CheckpointDamaged(f"{file} lacks {name}, which the index has in it", file=file)
         tensors[name] = headers[file].tensors[name]
-        if local is None and index.checksum is not None and name in headers[file].metadata:
-            work.digests[name] = (index.checksum, headers[file].metadata[name])
+        if local is None and held.checksum is not None and name in headers[file].metadata:
+            work.digests[name] = (held.checksum, headers[file].metadata[name])
     work.total_bytes = sum(place.size_bytes for place in tensors.values())
     unchecked = {name for name in tensors if local is None and name in work.digests}
     deltas: dict[str, list[tuple[Spooled, Path, Located]]] = {}
     for link in links:
-        _take_deltas(link, index.files, deltas, work.digests)
+        _take_deltas(link, held.files, deltas, work.digests)
     suffix = target.identity.rpartition("-")[2]
     for number, file in enumerate(old_files, 1):
         if file not in headers:
             continue
         header = headers[file]
-        names = sorted((name for name in tensors if index.files[name] == file), key=lambda name: tensors[name].offset)
+        names = sorted((name for name in tensors if held.files[name] == file), key=lambda name: tensors[name].offset)
         if not any(name in deltas for name in names):
             continue
         new_name = f"model-v{target.version:06d}-{suffix}-{number:05d}.safetensors"

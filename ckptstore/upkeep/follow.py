@@ -177,9 +177,10 @@ class Follower:
             )
         newest = self._log.newest()
         top = newest.number if newest else 0
-        cursor = self.cursor.read() if self.cursor is not None else None
-        if cursor is not None:
-            self._check(cursor, identity.store_id, top)
+        kept = self.cursor
+        cursor = kept.read() if kept is not None else None
+        if kept is not None and cursor is not None:
+            self._check(kept.place, cursor, identity.store_id, top)
         self._begun = cursor.begun if cursor is not None else top
         self._position = cursor.number if cursor is not None else self._first_position(newest)
         self._scanned = max(self._begun, self._position)
@@ -199,13 +200,12 @@ class Follower:
         is_behind_all = self.start == "latest" and not self._was_missing
         return newest.number if newest and is_behind_all else 0
 
-    def _check(self, cursor: Cursor, store_id: str, top: int) -> None:
-        assert self.cursor is not None
+    def _check(self, place: str, cursor: Cursor, store_id: str, top: int) -> None:
         fits = cursor.store_id == store_id and max(cursor.number, cursor.begun) <= top
         if fits and (not cursor.number or self._log.records([cursor.number])[0].sha256 == cursor.sha256):
             return
         raise InvalidInput(
-            f"The cursor {self.cursor.place} is a place in another log than that of {self.job.storage.uri}",
+            f"The cursor {place} is a place in another log than that of {self.job.storage.uri}",
             hint="Choose another cursor, or remove it to begin anew",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ckptstore.errors import InvalidInput
-from ckptstore.format.changes import Remove, Resumed
+from ckptstore.format.changes import EMPTY, Remove, Resumed
 from ckptstore.format.order import BEGINNING, SaveOrder, Void
 from ckptstore.format.record import Record
 from ckptstore.job import candidates, record_of_step
@@ -76,8 +76,7 @@ def remove(
     Of the latest it is a roll back to the one before it. A pinned one must have been unpinned before.
     """
     target = record_of_step(log, newest, step)
-    assert newest is not None  # it has a live checkpoint
-    state, number = newest.state, target.number
+    state, number = newest.state if newest else EMPTY, target.number
     earlier = [other for other in state.in_order() if state.place(other) < state.place(number)]
     before = earlier[-1] if earlier else None
     if not force:

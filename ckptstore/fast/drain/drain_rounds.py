@@ -169,10 +169,10 @@ class Rounds:
 
     def _ended(self, drain: Drain, record: Record) -> None:
         """End a drain with a record: its own, or that of a newer checkpoint."""
-        assert self._files is not None  # it was begun
-        _, files, began = self._files
-        self._files, now = None, time.monotonic()
-        seconds = now - began
+        begun, now = self._files, time.monotonic()
+        is_own = begun is not None and begun[0] is drain  # else it was found in the log after all
+        seconds, size_bytes = (now - begun[2], begun[1].sent_bytes) if begun is not None and is_own else (0.0, 0)
+        self._files = None
         place = self._named(drain)
         is_superseded = record.entry.attempt != drain.attempt
         if is_superseded:
@@ -185,7 +185,6 @@ class Rounds:
             emit(DrainRecovered(**place, seconds=now - self.away_since))
         self._failures, self.away_since, self.error = 0, None, None
         self.durable = record, now
-        size_bytes = files.sent_bytes
         emit(
             DrainEnded(
                 **place, number=record.number, is_superseded=is_superseded, size_bytes=size_bytes, seconds=seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.config import StoreConfig
@@ -59,8 +59,9 @@ class Arrival:
     told: Mapping[str, Any]
     """The reply of the leader: "store_id", "is_one_machine", "job" and the public "keys" of all ranks."""
     keys: NodeKeys
-    _disk: NodeDisk | None = None
     _server: NodeServer | None = None
+    _disk: NodeDisk = field(init=False)
+    """Set by `come`."""
 
     def come(self) -> dict[str, Any]:
         """Open the disk, and return its identity and the addresses of this node, as JSON for the leader.
@@ -96,7 +97,6 @@ class Arrival:
 
     def enter(self, addresses: Mapping[str, Sequence[Sequence[Any]]]) -> FastPlace:
         """Return the fast tier of this process, which reaches the other nodes at these addresses."""
-        assert self._disk is not None  # `come` was called
         config = self.config
         clients = {
             node: NodeClient(

@@ -123,8 +123,9 @@ class HeldStorage(Storage):
             self._disk.storage.read_into(key, offset, views)
         elif place:
             self._clients[place].read_into(self._certificate.attempt, receipt.name, offset, views)
+        elif self._store is None:
+            raise self.unreachable(receipt)
         else:
-            assert self._store is not None  # else it is no place
             self._store.read_into(key, offset, views)
 
     def _from_any(self, key: str, places: Sequence[str], first: int, action: Callable[[str], T]) -> T:
