@@ -182,6 +182,13 @@ class StoreState:
         """Return the place of a checkpoint in the order of commits: its number, or that of the whole one."""
         return self.thinned.get(number, number)
 
+    def live_at(self, number: int) -> int | None:
+        """Return the live checkpoint at the place of a number: that one, or what it was thinned to; None if none is."""
+        if number in self.live:
+            return number
+        place = self.place(number)
+        return next((other for other in self.live if self.place(other) == place), None) if self.thinned else None
+
     def in_order(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Return the live checkpoints, or these numbers, in the order of their places."""
         found = list(self.live if numbers is None else numbers)

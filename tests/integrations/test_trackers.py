@@ -16,7 +16,17 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 
-from ckptstore import Checkpoint, CkptstoreError, FastTier, InvalidInput, KeepEvery, StorageGroup, open_store
+from ckptstore import (
+    Checkpoint,
+    CheckpointGone,
+    CkptstoreError,
+    FastTier,
+    InvalidInput,
+    KeepEvery,
+    StateMismatch,
+    StorageGroup,
+    open_store,
+)
 from ckptstore.integrations.trackers import Reference, choose, follow, following
 from ckptstore.interchange.copying import copy_store
 from ckptstore.transfer.opened import open_place
@@ -347,6 +357,26 @@ def test_a_reference_opens_in_a_copy_of_the_store(store_root: Path, tmp_path: Pa
     assert reference.open(at=tmp_path / "copy").step == 2
     with pytest.raises(InvalidInput, match=r"not in .*copy: record 6 is not there"):
         late.open(at=tmp_path / "copy")
+
+
+def test_a_reference_to_what_was_thinned_since_opens_what_is_left(store_root: Path) -> None:
+    with open_store(store_root, grace_seconds=0.0) as store:
+        for step in (1, 2, 3):
+            store.save(step, {"model": torch.full((3,), float(step)), "optimizer": torch.zeros(3)})
+        reference, gone = Reference.to(store[1]), Reference.to(store[2])
+        store.thin(1, "optimizer")
+        store.thin(2, "optimizer")
+        thinned = Reference.to(store[1])
+        store.remove(2)
+        store.prune()
+        for held in (reference, thinned):
+            left = held.open()
+            assert torch.equal(left.to_dict()["model"], torch.ones(3)), "the bytes of that step"
+            assert left.uri == store[1].uri
+            with pytest.raises(StateMismatch, match="thinned"):
+                left.load({"model": torch.zeros(3), "optimizer": torch.zeros(3)})
+        with pytest.raises(CheckpointGone, match="Step 2"):
+            gone.open()
 
 
 def test_the_way_back_asks_for_what_is_clear() -> None:

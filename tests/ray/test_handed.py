@@ -233,6 +233,19 @@ def test_a_save_that_failed_is_no_checkpoint(run: Path, start: Start) -> None:
     assert start(Checkpoint.from_directory(str(run / "pointer"))).resume() is None
 
 
+def test_a_pointer_to_what_was_thinned_since(run: Path, start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with ckptstore.open_store(run / "_ckptstore") as store:
+        for step in (1, 2):
+            store.save(step, {"model": torch.full((3,), float(step)), "optimizer": torch.zeros(3)})
+        pointer = pointer_to(run, store[1])
+        store.thin(1, "optimizer")
+    assert torch.equal(ckptstore.ray.resolve(pointer).to_dict()["model"], torch.ones(3))
+    with start(pointer) as store:
+        assert store.resume().step == 2
+    assert "step 1 was thinned at" in caplog.text
+    assert "and lacks optimizer" in caplog.text
+
+
 def test_wrap_opens_a_pointer_too(run: Path) -> None:
     handed = pointer_to(run, saved(run / "_ckptstore", 3))
     assert text_of(ckptstore.ray.wrap(handed)) == "weights"

@@ -59,6 +59,9 @@ def look(
             hint=f"Open that one, ckptstore.ray.store({root!r}), or copy it with `ckptstore cp`; {IGNORE_RAY}",
             step=pointer.step,
         )
+    if newest is not None and pointer.number not in live and (now := newest.state.live_at(pointer.number)) is not None:
+        what = f"step {pointer.step} {job.log.records([now])[0].entry.thinned}"
+        return _lost(ray_checkpoint, job, live, what)
     if pointer.number not in live:
         return _lost(ray_checkpoint, job, live, f"step {pointer.step} is not in the store any more")
     return pointer.number, ""

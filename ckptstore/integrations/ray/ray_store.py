@@ -311,13 +311,18 @@ class RayStore(CheckpointStore):
         return Checkpoint(files) if files else None
 
     def at(self, pointer: Pointer) -> Checkpoint:
-        """Return the checkpoint of a pointer of this store. Raises CheckpointGone, which names the live ones."""
+        """Return the checkpoint of a pointer of this store; if it was thinned since, what is left of it.
+
+        Raises CheckpointGone, which names the live ones.
+        """
         job = self._job
         newest = job.log.newest()
         live = newest.state.live if newest else ()
-        found = job.log.records([pointer.number]) if pointer.number is not None and pointer.number in live else []
-        if found and found[0].entry.attempt == pointer.attempt:
-            return self._checkpoint(job.log.annotated(found, newest)[0])
+        number = newest.state.live_at(pointer.number) if newest and pointer.number is not None else None
+        if number is not None and pointer.number is not None:
+            committed, record = job.log.records([pointer.number, number])
+            if committed.entry.attempt == pointer.attempt:
+                return self._checkpoint(job.log.annotated([record], newest)[0])
         steps = [record.entry.step for record in job.log.records(live)]
         left = ", ".join(map(str, steps[-10:])) or "none"
         what = "was removed" if pointer.number is not None else f"was never committed ({pointer.error})"

@@ -117,7 +117,8 @@ class Reference:
         storage_options: Mapping[str, Any] | None = None,
         group: object = None,
     ) -> Checkpoint:
-        """Open the checkpoint. It is looked up by its number and its digest, so it is this one and no other.
+        """Open the checkpoint. It is looked up by its number and its digest, so it is this one and no other; or what is
+        left of it, if it was thinned since.
 
         Args:
             at: the place of the store, if it was moved or copied with `ckptstore cp`.
@@ -151,8 +152,9 @@ class Reference:
             hint = "If it was moved, give its place: Reference.open(at=...)"
             raise StoreMissing(f"Step {self.step} is looked for at {uri}, and there is no store", hint=hint)
         live = newest.state.live
-        if self.number in live and self._is_in(found := log.records([self.number])[0]):
-            return log.annotated([found], newest)[0]
+        number = newest.state.live_at(self.number)
+        if number is not None and self._is_in(log.records([self.number])[0]):
+            return log.annotated(log.records([number]), newest)[0]
         records = log.records(live)
         copies = [record for record in records if self._is_in(record)]
         if copies:
