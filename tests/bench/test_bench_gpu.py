@@ -49,7 +49,7 @@ def test_the_rehearsal_has_figures_or_a_reason_in_each_row(tmp_path: Path, monke
     options = ["--device", "cpu", "--size", "16MiB", "--shape", "tensors", "--tensor-size", "1MiB", "--repeat", 1]
     shown = bench("gpu", "--no-durable", *options, "--to", place, "--json", told)
     value = json.loads(told.read_text())
-    jsonschema.validate(value, SCHEMA, jsonschema.Draft202012Validator)
+    jsonschema.Draft202012Validator(SCHEMA).validate(value)
     assert [one["name"] for one in value["workloads"]] == [*NAMES, *(f"{name}-2-ranks" for name in NAMES)]
     for workload in value["workloads"]:
         found = {one["name"]: one for one in workload["outcomes"]}

@@ -44,7 +44,7 @@ def bench(*arguments: object, code: int = 0) -> Result:
 def measured(path: Path) -> dict[str, Any]:
     """A report, held to its schema: contenders that were measured, by workload and name."""
     value = json.loads(path.read_text())
-    jsonschema.validate(value, SCHEMA, jsonschema.Draft202012Validator)
+    jsonschema.Draft202012Validator(SCHEMA).validate(value)
     return {
         workload["name"]: {one["name"]: one for one in workload["outcomes"] if one["status"] == "measured"}
         for workload in value["workloads"]

@@ -40,7 +40,7 @@ def opened(reader: Reader, number: int) -> str:
 
 def test_the_documents_of_these_tests_are_as_those_of_stores() -> None:
     value = json.loads(json.dumps(document(trained(), with_fast_tier(), hostile(), large(300, 1000), store([]))))
-    jsonschema.validate(value, SCHEMA, jsonschema.Draft202012Validator)
+    jsonschema.Draft202012Validator(SCHEMA).validate(value)
 
 
 def test_the_page_shows_what_the_document_says(reader: Reader) -> None:

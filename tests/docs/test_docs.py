@@ -225,6 +225,13 @@ def test_the_loop_of_the_readme_trains(tmp_path: Path) -> None:
     assert losses[3] < losses[2]
 
 
+@pytest.mark.parametrize("name", ["bench", "cli", "report"])
+def test_a_schema_is_one(name: str) -> None:
+    """Which takes half a second: the tests that hold documents to it do not ask again."""
+    schema = json.loads((ROOT / f"docs/reference/{name}-schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+
 @pytest.mark.parametrize("name", [name for name in SCHEMA["$defs"] if generator().spoken_command(name)])
 def test_a_schema_refuses_what_it_does_not_name(name: str) -> None:
     validator = jsonschema.Draft202012Validator({**SCHEMA, "$ref": f"#/$defs/{name}"})

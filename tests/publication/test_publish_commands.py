@@ -31,7 +31,7 @@ def run(*words: object, code: int = 0) -> str:
 
 def run_json(*words: object) -> Any:
     found = json.loads(run(*words, "--json"))
-    jsonschema.validate(found, {**SCHEMA["$defs"][str(words[0])], "$defs": SCHEMA["$defs"]})
+    jsonschema.Draft202012Validator({**SCHEMA, "$ref": f"#/$defs/{words[0]}"}).validate(found)
     return found
 
 

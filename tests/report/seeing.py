@@ -18,7 +18,7 @@ SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report-schema.j
 def checked(value: Any) -> Any:
     """A document, held to the schema, as it is after a journey as JSON."""
     value = json.loads(json.dumps(value, allow_nan=False))
-    jsonschema.validate(value, SCHEMA, jsonschema.Draft202012Validator)
+    jsonschema.Draft202012Validator(SCHEMA).validate(value)
     return value
 
 
