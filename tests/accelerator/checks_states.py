@@ -13,7 +13,7 @@ from ckptstore.testing import accelerator
 sys.path.append(str(Path(__file__).parents[1] / "states"))
 from seed_runs import check
 
-COUNT = int(os.environ.get("STAND_IN_SEEDS", "60"))
+COUNT = int(os.environ.get("STAND_IN_SEEDS", "15"))
 
 
 @pytest.mark.parametrize("device", range(accelerator.DEVICE_COUNT))

@@ -1,7 +1,7 @@
 """For `pytest -p stand_in_plugin`: a process whose accelerator is the stand-in.
 
 With STAND_IN_DEFAULT=standin:1 every test runs with that as torch's default device, so that the states of tests that
-know nothing of it lie there.
+know nothing of it lie there; with STAND_IN_DEFAULT="test_x.py=standin:1 test_y.py=standin:0" those of some files do.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import torch
 from ckptstore.testing import accelerator
 
 accelerator.load()
-_DEFAULT = os.environ.get("STAND_IN_DEFAULT")
-if _DEFAULT is not None:
-    accelerator.draw_from_host()  # they set and get the host's random numbers
+_WORDS = os.environ.get("STAND_IN_DEFAULT", "").split()
+_DEFAULTS = {file: device for file, _, device in (f"={word}".rpartition("=") for word in _WORDS)}
+"""By the name of a file, after "="; "" stands for all."""
 
 
 @pytest.fixture(autouse=True)
-def _stand_in() -> Iterator[None]:
+def _stand_in(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test begins on device 0, with nothing to be done on any device."""
     accelerator.synchronize()
     torch.accelerator.set_device_index(0)
     accelerator.forget_contexts()
-    if _DEFAULT is None:
+    default = _DEFAULTS.get(f"={request.path.name}", _DEFAULTS.get(""))
+    if default is None:
         yield
     else:
-        with torch.device(_DEFAULT):
+        accelerator.draw_from_host()  # they set and get the host's random numbers
+        with torch.device(default):
             yield

@@ -42,32 +42,26 @@ def run_pytest(*arguments: str, **variables: str) -> None:
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
 
 
-@pytest.mark.usefixtures("extension")
-@pytest.mark.parametrize("name", sorted(path.stem for path in HERE.glob("checks_*.py")))
-def test_checks(name: str) -> None:
-    run_pytest(str(HERE / f"{name}.py"))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("extension")
 def test_seeds_of_states() -> None:
     run_pytest(str(HERE / "checks_states.py"), STAND_IN_SEEDS="150")
 
 
-SUITES = {
-    "tests/state/test_optimizers.py": ("standin:1", ""),
-    "tests/dcp/test_single.py": ("standin:0", "not sparse and not quantized"),
-}
-"""Where the tensors of a suite lie, and which of its tests run. The stand-in has dense tensors only, and stock DCP
-waits for its copies on the current device of a thread, which is the first one."""
+SUITES = {"tests/state/test_optimizers.py": "standin:1", "tests/dcp/test_single.py": "standin:0"}
+"""Tests that were written for the host, and the device where their tensors lie. Stock DCP waits for its copies on the
+current device of a thread, which is the first one."""
+DENSE = "not test_single or (not sparse and not quantized)"
+"""The stand-in has dense tensors only."""
 
 
+@pytest.mark.timeout(900)  # of all; each has its own limit
 @pytest.mark.usefixtures("extension")
-@pytest.mark.parametrize("suite", SUITES)
-def test_states_of_other_suites(suite: str) -> None:
-    """Tests that were written for the host, with torch's default device there."""
-    device, chosen = SUITES[suite]
-    run_pytest(suite, "-k", chosen, STAND_IN_DEFAULT=device)
+def test_checks_and_other_suites() -> None:
+    """In one process: to begin one takes longer than most of them do. First those that draw the device's own numbers."""
+    checks = sorted(map(str, HERE.glob("checks_*.py")))
+    defaults = [f"{Path(path).name}={device}" for path, device in SUITES.items()]
+    run_pytest(*checks, *SUITES, "-k", DENSE, STAND_IN_DEFAULT=" ".join(defaults))
 
 
 STATE_SUITES = ("any_state", "cast", "flatten", "incremental", "modes", "modules", "nothing_silent", "plan", "values")
