@@ -10,8 +10,8 @@ from forked_ranks import run_ranks
 from ckptstore.testing.states import StateOutcome, draw, run, run_on_ranks, script
 
 
-def check(seeds: Iterable[int], *, num_ranks: int = 1, device: str = "") -> None:
-    """Run the cases of seeds; fail with the kinds of faults, a seed and the script of each."""
+def check(seeds: Iterable[int], *, num_ranks: int = 1, device: str = "") -> list[str]:
+    """Run the cases of seeds; fail with the kinds of faults, a seed and the script of each. The kinds of all."""
     cases = [draw(seed, num_ranks=num_ranks, device=device) for seed in seeds]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -25,3 +25,4 @@ def check(seeds: Iterable[int], *, num_ranks: int = 1, device: str = "") -> None
             faults.setdefault(outcome.kind, outcome)
     assert not faults, "\n".join(f"seed {each.case.seed}: {each.detail}\n{script(each)}" for each in faults.values())
     assert sum(outcome.kind == "same" for outcome in outcomes) > len(cases) // 2
+    return [outcome.kind for outcome in outcomes]

@@ -9,7 +9,8 @@ from ckptstore.testing.states import REFUSALS, Refusal, draw, refusals, run
 
 
 def test_three_hundred_seeds() -> None:
-    check(range(300))
+    """More than half are the same, see `check`; few are no programs, which would find nothing."""
+    assert check(range(300)).count("no program") < 15
 
 
 def test_seeds_on_two_ranks() -> None:
