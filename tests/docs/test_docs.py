@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from page_runner import run_blocks
 import ckptstore
 from ckptstore.integrations.lightning.from_environment import EVERY, KEEP, STORE
 from ckptstore.integrations.tier_settings import FAST_SETTINGS
+from ckptstore.testing import states
 from ckptstore.tools.cli import main
 from ckptstore.tools.cli.commands import follow
 
@@ -164,9 +166,14 @@ def generator() -> Any:
     return module
 
 
-def test_the_generated_reference_is_up_to_date() -> None:
+@pytest.mark.parametrize("runs_states", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_generated_reference_is_up_to_date(runs_states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One page says what comes of every kind of state, which has to be tried."""
+    monkeypatch.setattr(states, "run_on_ranks", partial(states.run_on_ranks, start=run_ranks))  # torch is imported once
     module = generator()
-    for page in module.pages():
+    pages = [page for page in module.pages() if ("<!-- generated: state kinds -->" in page.read_text()) == runs_states]
+    assert pages
+    for page in pages:
         assert module.regenerated(page.read_text()) == page.read_text(), f"{page} is out of date: run `make docs`"
 
 
