@@ -22,6 +22,7 @@ class AzureContract(StorageContract):
 
     powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Configured, Doubts)
     secrets = (AZURE_KEY,)
+    num_deleted_files = 600  # in batches of at most 256; the server takes twenty seconds for two thousand
     engine: ClassVar[str]
 
     @pytest.fixture
