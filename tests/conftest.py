@@ -17,7 +17,7 @@ settings.register_profile(
 )
 settings.load_profile("ckptstore")
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as a rank has: else torch in each worker takes all processors, and waits
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as a rank has: else the threads of several workers wait for each other
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell: children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)

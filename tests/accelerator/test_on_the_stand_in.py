@@ -58,7 +58,7 @@ DENSE = "not test_single or (not sparse and not quantized)"
 @pytest.mark.timeout(900)  # of all; each has its own limit
 @pytest.mark.usefixtures("extension")
 def test_checks_and_other_suites() -> None:
-    """In one process: to begin one takes longer than most of them do. First those that draw the device's own numbers."""
+    """In one process: to begin one takes longer than most of them do. First what draws the device's own numbers."""
     checks = sorted(map(str, HERE.glob("checks_*.py")))
     defaults = [f"{Path(path).name}={device}" for path, device in SUITES.items()]
     run_pytest(*checks, *SUITES, "-k", DENSE, STAND_IN_DEFAULT=" ".join(defaults))

@@ -24,6 +24,7 @@ POWERS = (CreatesExclusively, Doubts)
 class TestS3fsOnOwnServer(OnOwnServer, S3Contract):
     engine = "fsspec"
     powers = POWERS
+    num_deleted_files = 600  # one by one
 
 
 @pytest.mark.slow
