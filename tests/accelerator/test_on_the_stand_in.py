@@ -42,7 +42,7 @@ def run_pytest(*arguments: str, **variables: str) -> None:
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("extension")
 def test_seeds_of_states() -> None:
     run_pytest(str(HERE / "checks_states.py"), STAND_IN_SEEDS="150")

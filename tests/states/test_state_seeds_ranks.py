@@ -6,7 +6,10 @@ import pytest
 from seed_runs import check
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "count"), [(2, 120), (4, 40)])
+# Two ranks have sixty seeds in the quick tests.
+@pytest.mark.parametrize(
+    ("num_ranks", "count"),
+    [pytest.param(4, 20, marks=pytest.mark.slow), *(pytest.param(n, 120, marks=pytest.mark.long) for n in (2, 4))],
+)
 def test_seeds_on_several_ranks(num_ranks: int, count: int) -> None:
     check(range(1_000, 1_000 + count), num_ranks=num_ranks)
