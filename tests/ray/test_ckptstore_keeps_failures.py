@@ -152,7 +152,9 @@ def drain(cluster: RayCluster, node: Any, *, seconds: float) -> None:
     assert accepted, message
 
 
-@pytest.mark.parametrize(("needed_seconds", "saved"), [(0.0, True), (10_000.0, False)])
+@pytest.mark.parametrize(
+    ("needed_seconds", "saved"), [(0.0, True), pytest.param(10_000.0, False, marks=pytest.mark.long)]
+)
 def test_a_notice_of_preemption_leads_to_a_save_if_there_is_time(
     cluster: RayCluster, tmp_path: Path, needed_seconds: float, saved: bool
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from cluster import ENVIRONMENT, ROOT
 
 HERE = ROOT / "tests/ray"
@@ -19,6 +20,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_the_example_recovers(tmp_path: Path) -> None:
     example = str(ROOT / "examples/ray_train.py")
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); sys.argv = [{example!r}, 'runs']\n{RUN}"

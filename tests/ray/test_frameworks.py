@@ -78,7 +78,7 @@ def test_transformers(cluster: RayCluster, tmp_path: Path) -> None:
     assert {"model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= {receipt.name for receipt in checkpoint.files}
 
 
-@pytest.mark.parametrize("name", ["lightning", "transformers"])
+@pytest.mark.parametrize("name", ["lightning", pytest.param("transformers", marks=pytest.mark.long)])
 def test_a_callback_of_ones_own_where_ray_keeps(cluster: RayCluster, tmp_path: Path, name: str) -> None:
     """Those that Ray's guide shows, with one line changed. That all ranks report what one of them saved is tested with
     the patterns of the guides."""

@@ -132,14 +132,9 @@ def test_a_run_outlives_trouble_that_hits_rays_snapshot(cluster: RayCluster, s3:
 
 RUNS = [
     ("fsdp", "state", "s3"),
-    *(
-        pytest.param(*run, marks=pytest.mark.slow)
-        for run in (
-            ("ddp", "directory", "s3"),
-            ("fsdp", "sync", "local"),
-            ("ddp", "async", "s3"),
-        )
-    ),
+    pytest.param("ddp", "async", "s3", marks=pytest.mark.slow),
+    pytest.param("ddp", "directory", "s3", marks=pytest.mark.long),
+    pytest.param("fsdp", "sync", "local", marks=pytest.mark.long),
 ]
 """Every way to report, and both ways to train. Where files go is the storage's part, tested without Ray."""
 
@@ -175,7 +170,7 @@ def test_rank_0_alone_reads_what_another_run_has_kept(cluster: RayCluster, tmp_p
     assert sorted(notes(tmp_path, "warm")) == [["0", "7.0"]] * 3 + [["1", "7.0"]] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_state_is_loaded_by_more_workers(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
     config = {"notes": str(tmp_path), "parallel": "fsdp", "how": "state"}
     run = {"storage_path": s3_path(s3), "name": "grows", "torch": True}
