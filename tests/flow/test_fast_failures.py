@@ -313,7 +313,7 @@ def throttle(server: S3Server, seconds: float) -> None:
 @copies_of_each
 @pytest.mark.parametrize(
     ("trouble", "seconds"),
-    [(throttle, 1.0), (stop_and_start, 2.0), pytest.param(stop_and_start, 60.0, marks=pytest.mark.slow)],
+    [(throttle, 1.0), (stop_and_start, 2.0), pytest.param(stop_and_start, 60.0, marks=pytest.mark.long)],
 )
 def test_the_bucket_is_slow_or_away(tmp_path: Path, copies: int, trouble: Any, seconds: float) -> None:
     """Saves do not hear of it. What waits for the store is there when the store is."""

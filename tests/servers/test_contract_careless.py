@@ -46,9 +46,9 @@ for name, ignored in DEVIATIONS.items():
     setattr(OnCarelessServer, name, left_out(f"the emulator ignores {ignored}"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestSdkOnCarelessServer(OnCarelessServer):
-    """Slow, as the second engine is on every server."""
+    """The second engine, whose requests are those that it makes to the server that is not careless."""
 
 
 @pytest.mark.parametrize("engine", ["sdk", "fsspec"])

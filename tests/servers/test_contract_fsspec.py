@@ -27,13 +27,13 @@ class TestS3fsOnOwnServer(OnOwnServer, S3Contract):
     num_deleted_files = 600  # one by one
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestAdlfsOnAzurite(AzureContract):
     engine = "fsspec"
     powers = POWERS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestGcsfsOnFakeGcs(GcsContract):
     engine = "fsspec"
     powers = POWERS

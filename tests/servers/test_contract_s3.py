@@ -68,7 +68,6 @@ class TestSdkOnOwnServer(OnOwnServer, S3Contract):
     engine = "sdk"
 
 
-@pytest.mark.slow
 class OverTls:
     @pytest.fixture
     def server_options(self, tls_s3: S3Server, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -76,11 +75,15 @@ class OverTls:
         return tls_s3.storage_options
 
 
+@pytest.mark.long
 class TestObstoreOverTls(OverTls, S3Contract):
     engine = "obstore"
 
 
+@pytest.mark.slow
 class TestSdkOverTls(OverTls, S3Contract):
+    """Whose sockets are our own; those of the other engine are not."""
+
     engine = "sdk"
 
 
@@ -112,6 +115,6 @@ class TestObstoreOnMoto(OnMoto, S3Contract):
     engine = "obstore"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestSdkOnMoto(OnMoto, S3Contract):
     engine = "sdk"

@@ -264,9 +264,14 @@ MOMENTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MOMENTS)
-@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_done"),
+    [
+        pytest.param(name, is_done, marks=pytest.mark.slow if (number % 2 == 1) == is_done else pytest.mark.long)
+        for number, name in enumerate(MOMENTS)
+        for is_done in (False, True)
+    ],
+)
 def test_an_export_that_is_killed_goes_on(source: str, fast_s3: S3Server, key: str, name: str, is_done: bool) -> None:
     """It waits for an answer, of what the server has done or not, and is killed there."""
     faults = [Fault(action="stall", match=MOMENTS[name], seconds=60)]
