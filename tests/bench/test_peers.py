@@ -176,9 +176,9 @@ def test_two_ranks_save_to_s3_and_load_with_every_setting() -> None:
             assert_all_took_part(workload, but=ON_A_DISK)
 
 
-def save_and_go_on(uri: str) -> list[str]:
-    """Save with each setting, twice, and change the state as soon as the call returns. Who then loads something
-    else than what was there when it saved."""
+def save_and_go_on(uri: str, num_settings: int | None) -> list[str]:
+    """Save with so many settings, or each one, twice, and change the state as soon as the call returns. Who then loads
+    something else than what was there when it saved."""
     wrong = []
     by_name = {kind.name: kind for kind in CONTENDERS["load"]}
     with process_group() as (rank, world_size):
@@ -187,7 +187,7 @@ def save_and_go_on(uri: str) -> list[str]:
         case.make_target()
         expected = {name: tensor.clone() for name, tensor in case.local.items()}
         for kind in ASYNC:
-            for number, settings in enumerate(kind.sweep(case, "save")):
+            for number, settings in enumerate(kind.sweep(case, "save")[:num_settings]):
                 contender = kind(case, **settings)
                 reader = by_name[READERS[kind.family]](case, **settings) if kind.family in READERS else contender
                 for turn in range(2):
@@ -212,9 +212,13 @@ def save_and_go_on(uri: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
-def test_a_peer_that_saves_in_the_background_has_copied_the_state_when_it_returns(tmp_path: Path) -> None:
-    found = forked_ranks.run_ranks(2, save_and_go_on, str(tmp_path), modules=PEERS, timeout_seconds=240)
+@pytest.mark.parametrize(
+    "num_settings", [pytest.param(1, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.long)]
+)
+def test_a_peer_that_saves_in_the_background_has_copied_the_state_when_it_returns(
+    tmp_path: Path, num_settings: int | None
+) -> None:
+    found = forked_ranks.run_ranks(2, save_and_go_on, str(tmp_path), num_settings, modules=PEERS, timeout_seconds=240)
     assert found == [[], []]
 
 

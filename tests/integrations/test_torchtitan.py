@@ -124,15 +124,29 @@ SLOW = {"fast_drain_bytes_per_second": 1.0}
 """Nothing comes into the store."""
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param("async_with_pinned_mem", marks=pytest.mark.slow), pytest.param("async", marks=pytest.mark.long)],
+)
+def test_a_killed_job_that_lost_a_node_goes_on(tmp_path: Path, mode: str) -> None:
+    """It has a fast tier."""
+    whole = losses(2, tmp_path / "theirs", manager="theirs", steps=6, **SHARDED)
+    train(2, tmp_path / mode, on_nodes(tmp_path / mode, mode, **SLOW), steps=6, kill_at=5, **SHARDED)
+    shutil.rmtree(tmp_path / f"{mode}-1")
+    assert [checkpoint.step for checkpoint in open_store(tmp_path / mode / "checkpoint", group="solo")] == []
+    resumed = losses(2, tmp_path / mode, on_nodes(tmp_path / mode, mode), steps=6, **SHARDED)
+    assert resumed == {step: whole[step] for step in resumed}
+    assert min(resumed) in (3, 5), "the save of step 4 may have been in flight"
+    latest = open_store(tmp_path / mode / "checkpoint", group="solo").latest()
+    assert latest is not None
+    assert (latest.step, latest.verify().ok) == (6, True), "the last step is waited for"
+
+
+@pytest.mark.long
 def test_a_killed_job_goes_on_in_any_layout_as_theirs_does(tmp_path: Path) -> None:
-    """The asynchronous ones have a fast tier, and lose a node."""
     whole = losses(2, tmp_path / "theirs", manager="theirs", steps=6, **SHARDED)
     train(2, tmp_path / "theirs-killed", manager="theirs", steps=6, kill_at=5, **SHARDED)
     train(2, tmp_path / "disabled", steps=6, kill_at=5, **SHARDED)
-    for mode in ("async", "async_with_pinned_mem"):
-        train(2, tmp_path / mode, on_nodes(tmp_path / mode, mode, **SLOW), steps=6, kill_at=5, **SHARDED)
-        shutil.rmtree(tmp_path / f"{mode}-1")
     after = {step: whole[step] for step in (5, 6)}
     for number, (n, layout) in enumerate(LAYOUTS):
         shutil.copytree(tmp_path / "disabled", tmp_path / f"ours-{number}")
@@ -140,14 +154,6 @@ def test_a_killed_job_goes_on_in_any_layout_as_theirs_does(tmp_path: Path) -> No
     shutil.copytree(tmp_path / "disabled", tmp_path / "ours")
     control = losses(2, tmp_path / "theirs-killed", manager="theirs", steps=6, tensor_parallel=2)
     assert losses(2, tmp_path / "ours", steps=6, tensor_parallel=2) == control
-    for mode in ("async", "async_with_pinned_mem"):
-        assert [checkpoint.step for checkpoint in open_store(tmp_path / mode / "checkpoint", group="solo")] == []
-        resumed = losses(2, tmp_path / mode, on_nodes(tmp_path / mode, mode), steps=6, **SHARDED)
-        assert resumed == {step: whole[step] for step in resumed}
-        assert min(resumed) in (3, 5), "the save of step 4 may have been in flight"
-        latest = open_store(tmp_path / mode / "checkpoint", group="solo").latest()
-        assert latest is not None
-        assert (latest.step, latest.verify().ok) == (6, True), "the last step is waited for"
 
 
 @pytest.mark.slow

@@ -68,14 +68,17 @@ class Case:
 
 
 CASES = {
+    "transformers": Case("hf_trainer", disk=tear_trainer),
     "transformers-ddp": Case("hf_trainer", num_processes=2, on_s3=True),
-    "trl": Case("hf_trainer", ("--mode", "sft"), needs="trl", disk=tear_trainer),
+    "trl": Case("hf_trainer", ("--mode", "sft"), needs="trl"),
     "lightning": Case("lightning_fit"),
     "deepspeed": Case(
         "deepspeed_zero", num_processes=2, needs="deepspeed", disk=tear_deepspeed, variables={"DS_ACCELERATOR": "cpu"}
     ),
     "torchtitan-layout": Case("fsdp_dcp", num_processes=2, on_s3=True),
 }
+IN_CI = ("transformers", "torchtitan-layout")
+"""A disk that the kill left torn, and sharded files in a busy bucket. `make test-long` runs all."""
 
 
 @contextmanager
@@ -90,11 +93,7 @@ def place(case: Case, directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long if name in ("trl", "lightning") else pytest.mark.slow)
-        for name in CASES
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.long) for name in CASES]
 )
 def test_a_killed_trainer_goes_on_with_the_same_losses(tmp_path: Path, name: str) -> None:
     case = CASES[name]

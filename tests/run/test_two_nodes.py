@@ -77,7 +77,7 @@ def test_two_machines_die_and_go_on(tmp_path: Path) -> None:
         assert steps_of(machines.store)[-1] == 12
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_machines_of_one_sharded_model(tmp_path: Path) -> None:
     """A rank on each; `.metadata` is written on the first alone, and names files of both."""
     machines = Machines(tmp_path, str(tmp_path / "store"))

@@ -206,10 +206,20 @@ def test_a_save_holds_every_key_of_every_rank_or_names_it(world: tuple[int, list
     check(*world, data)
 
 
+INCREMENTAL = st.sampled_from([{"incremental": True}, {"incremental": "reference"}])
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # 133 examples, each saved and loaded, take minutes on a busy machine
-@settings(max_examples=133, deadline=None)
-@given(worlds(), st.sampled_from([{}, {"incremental": True}, {"incremental": "reference"}]), st.data())
+@settings(max_examples=30, deadline=None)
+@given(worlds(), INCREMENTAL, st.data())
+def test_saves_of_what_changed(world: tuple[int, list[Place]], options: dict[str, Any], data: Any) -> None:
+    check(*world, data, **options)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)  # 200 examples, each saved and loaded, take minutes on a busy machine
+@settings(max_examples=200, deadline=None)
+@given(worlds(), st.one_of(st.just({}), INCREMENTAL), st.data())
 def test_however_it_is_saved(world: tuple[int, list[Place]], options: dict[str, Any], data: Any) -> None:
     check(*world, data, **options)
 

@@ -12,7 +12,9 @@ TWO_RANKS = ("plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-wrapped", "t
 MAIN = ("ddp", "fsdp1", "fsdp2")
 QUIET = {"PYTHONWARNINGS": "ignore"}
 """FSDP1 and stock DCP warn of each other at each step."""
-FOUR_RANKS = ("ddp", "fsdp1", "fsdp2", "fsdp1-hybrid", "hsdp2", "tensor-parallel", "tensor-parallel-fsdp2")
+NEED_FOUR = ("ddp", "fsdp1-hybrid", "hsdp2", "tensor-parallel-fsdp2")
+"""Layouts that two ranks cannot have, and what they are compared with."""
+FOUR_RANKS = (*NEED_FOUR, "fsdp1", "fsdp2", "tensor-parallel")
 
 
 def names_and_resumes(directory: Path, layouts: tuple[str, ...]) -> dict[str, Any]:
@@ -143,13 +145,21 @@ def test_two_ranks_and_their_special_cases(tmp_path: Path) -> None:
     check_across([loaded for _, loaded in found], saved)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_pair_of_layouts_on_four_ranks_and_from_there_to_two_and_one(tmp_path: Path) -> None:
-    found = run_ranks(4, in_ranks, tmp_path, FOUR_RANKS, FOUR_RANKS, FOUR_RANKS, timeout_seconds=290, env=QUIET)
+@pytest.mark.parametrize(
+    ("on_four", "on_two", "alone"),
+    [
+        pytest.param(NEED_FOUR, MAIN, ("plain",), id="those that need four", marks=pytest.mark.slow),
+        pytest.param(FOUR_RANKS, TWO_RANKS, ("plain", "fsdp2"), id="all", marks=pytest.mark.long),
+    ],
+)
+def test_pairs_of_layouts_on_four_ranks_and_from_there_to_two_and_one(
+    tmp_path: Path, on_four: tuple[str, ...], on_two: tuple[str, ...], alone: tuple[str, ...]
+) -> None:
+    found = run_ranks(4, in_ranks, tmp_path, on_four, on_four, on_four, timeout_seconds=290, env=QUIET)
     saved = [seen for seen, _ in found]
-    check_names(saved, FOUR_RANKS)
+    check_names(saved, on_four)
     check_across([loaded for _, loaded in found], saved)
-    for count, layouts in ((2, TWO_RANKS), (1, ("plain", "fsdp2"))):
-        found = run_ranks(count, in_ranks, tmp_path, (), FOUR_RANKS, layouts, timeout_seconds=290, env=QUIET)
+    for count, layouts in ((2, on_two), (1, alone)):
+        found = run_ranks(count, in_ranks, tmp_path, (), on_four, layouts, timeout_seconds=290, env=QUIET)
         check_across([loaded for _, loaded in found], saved)
