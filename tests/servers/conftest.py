@@ -190,10 +190,10 @@ def serve_mlflow() -> Callable[..., AbstractContextManager[str]]:
     """Runs MLflow's server, with SQLite in a directory, while a context lasts, and gives its URL."""
 
     @contextmanager
-    def serve(state: Path, *, port: int | None = None) -> Iterator[str]:
+    def serve(state: Path) -> Iterator[str]:
         program = SERVERS / "mlflow/bin/mlflow"
         need(program)
-        port = port or free_port()
+        port = free_port()
         command = [str(program), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
         command += ["--backend-store-uri", f"sqlite:///{state}/runs.db"]
         command += ["--artifacts-destination", str(state / "artifacts")]

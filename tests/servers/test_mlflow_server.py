@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hostile_front import Wire, hostile_front
 from tracker_contract import Tracked, TrackerContract, follow, save
 
 from ckptstore import open_store
@@ -106,26 +107,28 @@ def test_a_reference_that_was_half_told_is_finished(
     assert [item.model_id for item in client.get_run(run_id).outputs.model_outputs] == [model.model_id]
 
 
+def is_away(_wire: Wire) -> None:
+    """The connection ends without an answer."""
+
+
 def test_a_server_that_goes_away_and_comes_back(
-    serve_mlflow: Serve,
-    tmp_path: Path,
-    store_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    server: str, store_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is behind a front; to start it takes half a minute."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with open_store(store_root) as store:
-        with serve_mlflow(tmp_path) as url:
-            run_id = new_run(url)
-            following = follow(store, MlflowTracker(run_id, tracking_uri=url))
-            save(store, 1, loss=1.0)
-            assert following.flush(120)
+    with hostile_front(server) as (url, front), open_store(store_root) as store:
+        run_id = new_run(server)
+        following = follow(store, MlflowTracker(run_id, tracking_uri=url))
+        save(store, 1, loss=1.0)
+        assert following.flush(120)
+        front.misbehave_on_wire(is_away, "POST", "")
         save(store, 2, loss=2.0)
         save(store, 3, loss=3.0)
         assert not following.flush(0.5)
-        with serve_mlflow(tmp_path, port=int(url.rpartition(":")[2])):
-            following.close()
-            assert following.unsent == ()
-            assert [item.step for item in references(run_id, tracking_uri=url)] == [1, 2, 3]
-            assert checkpoint_of(run_id, step=2, tracking_uri=url).metrics == {"loss": 2.0}
+        assert front.done
+        front.behave()
+        following.close()
+        assert following.unsent == ()
+        assert [item.step for item in references(run_id, tracking_uri=server)] == [1, 2, 3]
+        assert checkpoint_of(run_id, step=2, tracking_uri=server).metrics == {"loss": 2.0}
     assert caplog.text.count("Training goes on") == 1

@@ -27,7 +27,8 @@ CANARY = "canary7secret"
 KEY = base64.b64encode(f"{CANARY}, and so on to have the 64 bytes that storage accounts have".encode()).decode()
 QUICK = RetryConfig(retry_attempts=2, retry_wait_max_seconds=0.01)
 
-SELDOM = ("no such name", 404, 400, 500)
+SELDOM = (*(pytest.param(how, marks=pytest.mark.slow) for how in ("no such name", 400)),)
+SELDOM += (*(pytest.param(how, marks=pytest.mark.long) for how in (404, 500)),)
 
 OPERATIONS: dict[str, Callable[[Any], object]] = {
     "write": lambda storage: storage.write("k", [memoryview(b"x")]),
@@ -69,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         """The tests say what matters."""
 
 
-@pytest.fixture(params=["refused", 403, *(pytest.param(how, marks=pytest.mark.slow) for how in SELDOM)])
+@pytest.fixture(params=["refused", 403, *SELDOM])
 def server(request: pytest.FixtureRequest) -> Iterator[str]:
     """The host and port of a server in trouble."""
     if request.param == "no such name":
