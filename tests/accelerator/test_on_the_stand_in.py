@@ -64,12 +64,18 @@ def test_checks_and_other_suites() -> None:
     run_pytest(*checks, *SUITES, "-k", DENSE, STAND_IN_DEFAULT=" ".join(defaults))
 
 
-STATE_SUITES = ("any_state", "cast", "flatten", "incremental", "modes", "modules", "nothing_silent", "plan", "values")
+STATE_SUITES = ["cast", "flatten", "incremental", "modes", "modules", "nothing_silent", "plan", "values"]
 """Of tests/state those without ranks, which meet through gloo, on the host, and that read no memory by address."""
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("extension")
-def test_the_suites_of_states() -> None:
-    paths = [f"tests/state/test_{name}.py" for name in (*STATE_SUITES, "shared_memory", "wrapped_state")]
-    run_pytest(*paths, "-m", "not slow", STAND_IN_DEFAULT="standin:0")
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([*STATE_SUITES, "shared_memory", "wrapped_state"], marks=pytest.mark.slow, id="one state"),
+        pytest.param(["any_state"], marks=pytest.mark.long, id="drawn states of several threads"),
+    ],
+)
+def test_the_suites_of_states(names: list[str]) -> None:
+    paths = [f"tests/state/test_{name}.py" for name in names]
+    run_pytest(*paths, "-m", "not slow and not long", STAND_IN_DEFAULT="standin:0")
