@@ -25,6 +25,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 _numbers = count()
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MARKS = ("slow", "long", "ceph")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Pass over files that do not speak of the one mark that is asked for: each worker would import them for half a
+    minute of a processor, to run nothing of them."""
+    asked = re.fullmatch(rf"({'|'.join(MARKS)})( and not \w+)*", config.getoption("markexpr"))
+    if asked is None or not re.fullmatch(r"test_.*\.py", collection_path.name):
+        return None
+    return None if f"mark.{asked[1]}" in collection_path.read_text() else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse what would be passed over: a test that has its mark from another file."""
+    for mark in MARKS:
+        for path in {item.path for item in items if item.get_closest_marker(mark)}:
+            if f"mark.{mark}" not in path.read_text():
+                raise pytest.UsageError(f"{path} has a test that is marked {mark}: say pytest.mark.{mark} in that file")
 
 
 def pytest_collection_finish() -> None:
