@@ -172,12 +172,14 @@ class Killer:
         self._restart.join()
 
 
+IN_CI = ((gcs, "obstore"), (azure, "sdk"))
+"""Each cloud, and each engine."""
 SAVES = [
     pytest.param(cloud, engine, when, id=f"{cloud.__name__}-{engine}-{name}", marks=marks)
     for cloud in (s3, gcs, azure)
     for engine in ENGINES
     for name, when in (("a-part", BytesMoved), ("all-is-stored", FileStored))
-    for marks in ([() if cloud is s3 else pytest.mark.slow])
+    for marks in ([() if cloud is s3 else pytest.mark.slow if (cloud, engine) in IN_CI else pytest.mark.long])
 ]
 
 
