@@ -22,6 +22,7 @@ from ckptstore.tools.bench import machine
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.text import markdown
+from ckptstore.tools.bench.gpu import on_device
 from ckptstore.tools.bench.gpu.first_saves import LockedMemory
 from ckptstore.tools.bench.gpu.steps import Steps
 from ckptstore.tools.bench.gpu.training import SHAPES, shape_within
@@ -41,16 +42,27 @@ def bench(*arguments: object, code: int = 0) -> str:
     return result.output
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_rehearsal_has_figures_or_a_reason_in_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(NAMES[1:], marks=pytest.mark.slow),  # whoever stalls is measured beside steps too
+        pytest.param(NAMES, marks=pytest.mark.long),
+    ],
+    ids=["all but stalls", "all"],
+)
+def test_the_rehearsal_has_figures_or_a_reason_in_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    titles = {name: on_device._TITLES[name] for name in names}
+    monkeypatch.setattr(on_device, "_TITLES", titles)
     monkeypatch.setattr("ckptstore.tools.bench.run.run_ranks", forked_ranks.run_ranks)  # torch is imported once
     told, place = tmp_path / "told.json", tmp_path / "place"
     options = ["--device", "cpu", "--size", "16MiB", "--shape", "tensors", "--tensor-size", "1MiB", "--repeat", 1]
     shown = bench("gpu", "--no-durable", *options, "--to", place, "--json", told)
     value = json.loads(told.read_text())
     jsonschema.Draft202012Validator(SCHEMA).validate(value)
-    assert [one["name"] for one in value["workloads"]] == [*NAMES, *(f"{name}-2-ranks" for name in NAMES)]
+    assert [one["name"] for one in value["workloads"]] == [*names, *(f"{name}-2-ranks" for name in names)]
     for workload in value["workloads"]:
         found = {one["name"]: one for one in workload["outcomes"]}
         for name, one in found.items():

@@ -257,7 +257,9 @@ def killed_at(jobs: Jobs, point: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("num_points", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_points", [2, pytest.param(6, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
+)
 def test_killed_at_any_moment_of_a_resume_the_next_one_chooses_the_same(jobs: Jobs, num_points: int) -> None:
     jobs.run("ab", save(1, 2, 3), copies=2)
     flip(jobs.attempts("b")[-1] / "state-rank=00000-00.distcp")

@@ -27,7 +27,7 @@ def test_training_goes_on_as_if_never_interrupted(tmp_path: Path, layouts: list[
         assert results[0]["ddp"] != results[1]["ddp"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ddp_of_two_into_other_layouts(tmp_path: Path) -> None:
     root = str(tmp_path / "store")
     expected = run_ranks(2, save_as, root, "ddp")[0]
@@ -36,13 +36,12 @@ def test_ddp_of_two_into_other_layouts(tmp_path: Path) -> None:
     assert run_ranks(2, load_as, root, wanted, ["node", "rank", "job"], expected)[0] == {key: [] for key in wanted}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "num_ranks", "loaded"),
     [
-        ("fsdp2", 4, {1: ["plain"], 2: ["fsdp2", "ddp", "fsdp1"]}),
-        ("fsdp1", 2, {4: ["hsdp", "fsdp2"]}),
-        ("hsdp", 4, {2: ["ddp", "fsdp1", "fsdp2"]}),
+        pytest.param("fsdp2", 4, {1: ["plain"], 2: ["fsdp2", "ddp", "fsdp1"]}, marks=pytest.mark.long),
+        pytest.param("fsdp1", 2, {4: ["hsdp", "fsdp2"]}, marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, {2: ["ddp", "fsdp1", "fsdp2"]}, marks=pytest.mark.slow),
     ],
 )
 def test_resharding(tmp_path: Path, saved: str, num_ranks: int, loaded: dict[int, list[str]]) -> None:

@@ -391,7 +391,7 @@ def test_it_reads_from_an_object_store(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "torch/state.pt", weights_only=True), tensors)
 
 
-@pytest.mark.parametrize("largest_mib", [24, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("largest_mib", [24, pytest.param(64, marks=pytest.mark.long)])
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, largest_mib: int) -> None:
     state = {f"t{number}": torch.full((largest_mib << 18,), float(number)) for number in range(8)}
     checkpoint = save(tmp_path, {**state, "small": torch.ones(2)})
