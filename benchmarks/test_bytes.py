@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from sizes import FULL
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore import open_store
-from ckptstore.testing import CountCalls, run_ranks, with_faults
+from ckptstore.testing import CountCalls, with_faults
 from ckptstore.tools.bench.case import Case, process_group
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import Sample
@@ -24,9 +25,9 @@ from ckptstore.tools.bench.shapes import rank_state, size_of
 MIB = 1 << 20
 SMALL_BYTES = 4 << 10
 REPLICATED_BYTES = (1 << 30) if FULL else (16 * MIB)
-MEMORY_BYTES = (2 << 30) if FULL else (256 * MIB)
+MEMORY_BYTES = (2 << 30) if FULL else (128 * MIB)
 NUM_RANKS = 4 if FULL else 2
-BUDGET_BYTES = (256 if FULL else 32) * MIB
+BUDGET_BYTES = (256 if FULL else 16) * MIB
 
 
 @pytest.mark.parametrize("tensor_bytes", [SMALL_BYTES, 300 << 10, 4 * MIB], ids=["4KiB", "300KiB", "4MiB"])

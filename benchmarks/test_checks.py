@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from sizes import FULL, ROUNDS, count, group
 
 from ckptstore import KeepLatest, open_store
 from ckptstore.saving.staging import Staging
 from ckptstore.state import replicated
 from ckptstore.state.write.shard_files import CopyCheck
-from ckptstore.testing import run_ranks
 
 SIZE_BYTES = (1024 if FULL else 64) << 20
 ALIKE_BYTES = (256 if FULL else 32) << 20

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from ranks import run_ranks
 from sizes import FULL, Take, group, turns
 
-from ckptstore.testing import run_ranks
 from ckptstore.tools.bench.case import Case, process_group
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import WorkloadOutcome

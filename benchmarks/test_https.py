@@ -14,10 +14,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from ranks import run_ranks
 from sizes import FULL, ROUNDS, Take, group, turns
 
 from ckptstore.storage.open import open_storage
-from ckptstore.testing import run_ranks
 from ckptstore.tools.bench.destination import Place, opened_place
 from ckptstore.tools.bench.figures.report import OURS, S3_SINK_TLS, Sample, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from sizes import FULL, Take, group, turns
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -19,7 +20,6 @@ import ckptstore
 from ckptstore.interchange.copying import copy_store
 from ckptstore.interchange.exporting import export
 from ckptstore.interchange.places import opened_folder
-from ckptstore.testing import run_ranks
 from ckptstore.tools.bench.figures.report import OURS, Role, Sample, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from orders import Ranks, ranks_of
+from ranks import run_ranks
 from sizes import FULL, Take, group, turns
 
 from ckptstore.tools.bench.case import Case
@@ -65,8 +66,11 @@ class Slowdown(Contest):
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     options = Options(workloads=("async",), shape="tensors", size_bytes=SIZE_BYTES)
     place = Place(uri=str(tmp_path_factory.mktemp("slowdown")))
-    with ranks_of(Task(name="async", options=options, place=place, size_bytes=SIZE_BYTES), Slowdown) as found:
-        yield found
+    task = Task(name="async", options=options, place=place, size_bytes=SIZE_BYTES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptstore.tools.bench.run.run_ranks", run_ranks)
+        with ranks_of(task, Slowdown) as found:
+            yield found
 
 
 @group("Seconds that a training loses to one save in the background")

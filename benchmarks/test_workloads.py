@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -14,11 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from orders import Ranks, ranks_of
+from ranks import run_ranks
 from sizes import FULL, Take, group, turns
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-
-import forked_ranks
 
 from ckptstore.tools.bench.destination import is_disk
 from ckptstore.tools.bench.figures.report import Options, Report
@@ -79,8 +75,7 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
     with closing(Stage()) as opened_stage, pytest.MonkeyPatch.context() as patch:
-        if not FULL:  # then most of the time would be the imports of each rank
-            patch.setattr("ckptstore.tools.bench.run.run_ranks", forked_ranks.run_ranks)
+        patch.setattr("ckptstore.tools.bench.run.run_ranks", run_ranks)
         yield opened_stage
 
 
