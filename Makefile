@@ -22,7 +22,7 @@ AT_ONCE := -n 4 $(SHARED) --ignore=tests/ray
 # a test that takes too long ends its process.
 PYTEST_RAY := $(PYTEST) --timeout-method=thread -n 3 $(SHARED)
 
-.PHONY: install demo demo-ray demo-tier test test-slow test-long simulate states soak matrix test-ceph check format docs site pictures bench bench-check servers clean
+.PHONY: install demo demo-ray demo-tier test test-slow slow-ray small-benchmarks test-long simulate states soak matrix test-ceph check format docs site pictures bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -67,10 +67,16 @@ test: install servers
 	$(PYTEST) $(AT_ONCE) -m "not slow and not long and not ceph"
 	$(PYTEST_RAY) -m "not slow and not long" tests/ray
 
-# The benchmarks run too, at a small size: that shows that they work, and no more.
+# The benchmarks run too, at a small size: that shows that they work, and no more. They are one process, beside which the
+# runs of Ray, which mostly wait, have the other processor. What each of them says comes when it ends.
 test-slow: install servers
 	$(PYTEST) $(AT_ONCE) -m "slow and not long and not ceph"
+	$(MAKE) --jobs=2 --output-sync=target slow-ray small-benchmarks
+
+slow-ray:
 	$(PYTEST_RAY) -m "slow and not long" tests/ray
+
+small-benchmarks:
 	$(PYTEST) benchmarks -q
 
 # What takes longer than CI has: every trainer, every layout, the demo, the judge. Installs the trainers' packages.
