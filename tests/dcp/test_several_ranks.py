@@ -27,6 +27,6 @@ def test_two_ranks_do_what_stock_does_or_refuse(tmp_path: Path) -> None:
     check_all(2, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_do_what_stock_does_or_refuse(tmp_path: Path) -> None:
     check_all(4, tmp_path)

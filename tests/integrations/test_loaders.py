@@ -308,7 +308,7 @@ Phases = list[tuple[int, int, int]]
     ("num_workers", "parts"),
     [
         (2, [(2, 2, 3), (1, 3, -1)]),
-        pytest.param(2, [(3, 2, 3), (2, 3, 2), (4, 2, -1), (3, 4, -1)], marks=pytest.mark.slow),
+        pytest.param(2, [(3, 2, 3), (2, 3, 2), (4, 2, -1), (3, 4, -1)], marks=pytest.mark.long),
         pytest.param(0, [(1, 4, 3), (3, 2, 2), (2, 5, -1), (3, 4, -1)], marks=pytest.mark.slow),
     ],
 )

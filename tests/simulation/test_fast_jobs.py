@@ -36,11 +36,13 @@ def test_a_node_is_lost_beside_a_command_that_is_on_no_node(simulation: Simulati
     _run(simulation, 16, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_thirty_thousand_steps_with_a_fast_tier(simulation: Simulation) -> None:
+@pytest.mark.parametrize(
+    "num_steps", [pytest.param(12_000, marks=pytest.mark.slow), pytest.param(60_000, marks=pytest.mark.long)]
+)
+def test_thousands_of_steps_with_a_fast_tier(simulation: Simulation, num_steps: int) -> None:
     done, seed = 0, 1000
-    while done < 30_000:
+    while done < num_steps:
         outcome = simulation.run(draw_fast(seed))
         assert outcome.ok, report(outcome)
         done, seed = done + outcome.requests, seed + 1

@@ -1,4 +1,4 @@
-"""Runs of fifty thousand steps: one store for weeks, with one job after another."""
+"""Runs of many thousand steps: one store for weeks, with one job after another."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 
 from ckptstore.testing.simulation import Simulation, draw, report
 
-STEPS = 50_000
 
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_fifty_thousand_steps(simulation: Simulation) -> None:
+@pytest.mark.parametrize(
+    "num_steps", [pytest.param(15_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.long)]
+)
+def test_thousands_of_steps(simulation: Simulation, num_steps: int) -> None:
     done, seed = 0, 1_000_000
-    while done < STEPS:
+    while done < num_steps:
         outcome = simulation.run(draw(seed, num_jobs=12))
         assert outcome.ok, report(outcome)
         done, seed = done + outcome.requests, seed + 1
