@@ -11,10 +11,7 @@ from cluster import RayCluster, fit
 
 import ckptstore
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]  # a run starts its workers twice, on whatever is left of the machine
+pytestmark = pytest.mark.timeout(900)  # a run starts its workers twice, on whatever is left of the machine
 
 
 def check(result: Any, notes: Path, *, resumed: set[int], steps: list[int]) -> ckptstore.Checkpoint:
@@ -35,6 +32,7 @@ def check(result: Any, notes: Path, *, resumed: set[int], steps: list[int]) -> c
     return checkpoint
 
 
+@pytest.mark.slow
 def test_lightning(cluster: RayCluster, tmp_path: Path) -> None:
     """Saves are asynchronous; those of the Trainer below are not."""
     config = {"notes": str(tmp_path), "kill_at": 10}
@@ -63,6 +61,7 @@ def check_columns(result: Any, expected: set[str]) -> None:
     }
 
 
+@pytest.mark.long
 def test_transformers(cluster: RayCluster, tmp_path: Path) -> None:
     config = {"notes": str(tmp_path), "kill_at": 5}
     result = fit(
@@ -78,7 +77,8 @@ def test_transformers(cluster: RayCluster, tmp_path: Path) -> None:
     assert {"model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= {receipt.name for receipt in checkpoint.files}
 
 
-@pytest.mark.parametrize("name", ["lightning", pytest.param("transformers", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
 def test_a_callback_of_ones_own_where_ray_keeps(cluster: RayCluster, tmp_path: Path, name: str) -> None:
     """Those that Ray's guide shows, with one line changed. That all ranks report what one of them saved is tested with
     the patterns of the guides."""

@@ -15,7 +15,7 @@ from ckptstore.tools.bench.figures.report import Report
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "ray_train.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tiny_model_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)

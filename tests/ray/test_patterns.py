@@ -39,7 +39,7 @@ def test_the_page_says_how_many_lines_change() -> None:
     assert patterns.table() in page, f"the page has to have this table:\n{patterns.table()}"
 
 
-@pytest.mark.parametrize("how", ["report", pytest.param("store", marks=pytest.mark.slow), GUIDES])
+@pytest.mark.parametrize("how", ["report", pytest.param("store", marks=pytest.mark.long), GUIDES])
 def test_patterns_that_start_from_nothing(cluster: RayCluster, tmp_path: Path, how: str) -> None:
     result = fit(patterns.one_after_another, storage_path=tmp_path, name=how, config={"how": how}, torch=True)
     assert len(result.best_checkpoints) == 2 + 2 + 1
@@ -48,15 +48,9 @@ def test_patterns_that_start_from_nothing(cluster: RayCluster, tmp_path: Path, h
     assert getattr(patterns, f"after_{how}")(result).tolist() == [1, 1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)  # the workers start twice, on whatever is left of the machine
-@pytest.mark.parametrize(
-    ("how", "by"),
-    [
-        ("report", "ray"),
-        *(pytest.param(*how, marks=pytest.mark.long) for how in (("store", "trainer"), ("before", "ray"))),
-    ],
-)
+@pytest.mark.parametrize(("how", "by"), [("report", "ray"), ("store", "trainer"), ("before", "ray")])
 def test_patterns_that_go_on_after_a_failure(cluster: RayCluster, tmp_path: Path, how: str, by: str) -> None:
     """By Ray itself, or by a trainer of the same name.
 
