@@ -14,6 +14,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from ckptstore.errors import CacheError, InvalidInput, StorageError, StorageFull
@@ -110,15 +111,19 @@ def _opened_directory(files: CheckpointFiles, load: LoadWatch, stack: ExitStack)
         download_files(files, manifest, manifest.files, path, cached=True)
         (path / MANIFEST_NAME).write_bytes(own_data)
 
-    fetched = NodeCache(files.config.cache).fetch_once(
-        copy_key(_content_of(files, manifest, data)),
+    cache, key = NodeCache(files.config.cache), copy_key(_content_of(files, manifest, data))
+    fetched = cache.fetch_once(
+        key,
         step=manifest.step,
         size_bytes=manifest.size_bytes + len(own_data),
         download=download,
         expected=expected,
     )
     load.enter("read")
-    return stack.enter_context(fetched)
+    path = stack.enter_context(fetched)
+    names = ((files.key_of(receipt), receipt.name) for receipt in manifest.files)
+    files.transfer.offer(key, names, partial(cache.finished, key))
+    return path
 
 
 def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, include: str | None) -> Path:

@@ -76,6 +76,22 @@ class NodeCache:
             if readers.release(place, key):
                 eviction.evict(place, self.config)
 
+    @contextlib.contextmanager
+    def finished(self, key: str) -> Iterator[Path | None]:
+        """Yield the path of the finished copy of a key, which stays while the context lasts; None if there is none, or
+        it is being removed. Downloads nothing. Raises CacheError when the cache directory cannot be used."""
+        place = open_place(self.config.cache_dir)
+        path, is_taken = place.copy(key), False
+        if path.is_dir():
+            with contextlib.suppress(CacheError):  # another process removes it
+                readers.take(place, key, wait_seconds=0.0)
+                is_taken = True
+        try:
+            yield path if is_taken and path.is_dir() else None
+        finally:
+            if is_taken:
+                readers.release(place, key)
+
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:

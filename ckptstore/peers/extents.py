@@ -27,6 +27,16 @@ class ExtentRead:
         """Return True if the other stretch lies in this one."""
         return self.offset <= offset and offset + size_bytes <= self.offset + self.size_bytes
 
+    def bytes_at(self, offset: int, size_bytes: int) -> memoryview:
+        """Return a stretch of what was read."""
+        assert self.data is not None
+        return self.data[offset - self.offset :][:size_bytes]
+
+    def digest_of(self, offset: int, size_bytes: int) -> Digest:
+        """Return the digest of a stretch of what was read."""
+        is_whole = self.digest is not None and size_bytes == self.size_bytes
+        return self.digest if is_whole and self.digest else Digest.of(self.bytes_at(offset, size_bytes))
+
 
 Read = Callable[[int, memoryview], None]
 """Fills the memory with the bytes of the file from an offset on."""

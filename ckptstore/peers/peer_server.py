@@ -1,4 +1,5 @@
-"""Serve extents of the files of checkpoints to other nodes, from memory or read once from the storage.
+"""Serve extents of the files of checkpoints to other nodes: from memory, from finished copies on this node's disk, or
+read once from the storage.
 
     request   file, offset, size_bytes: the URI of a file below an open store, and a stretch of one extent of it
     reply     {"wait": true} while the extent is being read, again and again; then
@@ -20,14 +21,13 @@ from weakref import WeakValueDictionary
 
 from ckptstore.config import PeerConfig
 from ckptstore.errors import InvalidName
-from ckptstore.format.digest import Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt, check_name
 from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, TokenKeys
 from ckptstore.peers.extents import EXTENT_BYTES, ExtentRead, Extents
 from ckptstore.peers.line_client import Address
 from ckptstore.peers.line_server import LineServer
+from ckptstore.peers.served_store import ServedStore
 from ckptstore.runtime.fork import in_forked_child
-from ckptstore.storage.base import Storage
 
 GROUP = "peer/1"
 """The name of all peers when they prove who they are; versions that talk in another way have another number."""
@@ -55,7 +55,7 @@ class PeerServer(LineServer):
     def __init__(self, listener: socket.socket, config: PeerConfig, num_reads: int) -> None:
         """Begin to serve at a socket that listens."""
         self._extents = Extents(config.peers_cache_bytes, num_reads)
-        self._storages: list[Storage] = []
+        self._sources: list[ServedStore] = []
         self._requested_seconds = -_IDLE_SECONDS
         self._config = config
         super().__init__(listener, TokenKeys(config.peers_token), node=GROUP, timeout_seconds=_SILENCE_SECONDS)
@@ -81,47 +81,48 @@ class PeerServer(LineServer):
         if piece.data is None:
             channel.send({"no": piece.failure})
             return
-        data = piece.data[offset - piece.offset :][:size_bytes]
-        digest = piece.digest if len(data) == piece.size_bytes else Digest.of(data)
-        channel.send({"size_bytes": size_bytes, "digest": str(digest)})
+        data = piece.bytes_at(offset, size_bytes)
+        channel.send({"size_bytes": size_bytes, "digest": str(piece.digest_of(offset, size_bytes))})
         channel.line.sendall(data)
         if size_bytes <= AUTHENTICATED_BYTES:
             channel.prove([data])
 
     def piece(self, file: str, offset: int, size_bytes: int, *, inline: bool) -> ExtentRead | None:
         """Return a piece that covers a stretch, as `Extents.get` does; None where this process does not serve it."""
-        storage = self._storage_of(file)
-        last = offset + size_bytes - 1
-        if storage is None or not 0 <= offset <= last or offset // EXTENT_BYTES != last // EXTENT_BYTES:
+        source = self._source_of(file, offset, size_bytes)
+        if source is None:
             return None
-        read = partial(_read, storage, file[len(storage.uri) + 1 :])
+        read = partial(source.read, file[len(source.uri) + 1 :])
         return self._extents.get(file, offset, size_bytes, read, inline=inline)
 
     def forget(self, file: str, offset: int) -> None:
         """Drop an extent whose bytes were not those expected."""
         self._extents.forget(file, offset)
 
-    def _storage_of(self, file: str) -> Storage | None:
+    def _source_of(self, file: str, offset: int, size_bytes: int) -> ServedStore | None:
+        """Return the store that has a stretch of one extent of a file, None if this process does not serve that."""
+        last = offset + size_bytes - 1
         with self._lock:
-            storages = self._storages[::-1]
-        storage = next((item for item in storages if file.startswith(f"{item.uri}/")), None)
-        if storage is None or not is_shared(file):
+            sources = self._sources[::-1]
+        source = next((item for item in sources if file.startswith(f"{item.uri}/")), None)
+        is_stretch = 0 <= offset <= last and offset // EXTENT_BYTES == last // EXTENT_BYTES
+        if source is None or not is_shared(file) or not is_stretch:
             return None
         try:
-            check_name(file[len(storage.uri) + 1 :])
+            check_name(file[len(source.uri) + 1 :])
         except InvalidName:
             return None
-        return storage
+        return source
 
-    def add(self, storage: Storage) -> bool:
-        """Serve the files of one more storage. Return False if the server is being closed."""
+    def add(self, source: ServedStore) -> bool:
+        """Serve the files of one more store. Return False if the server is being closed."""
         with self._lock:
             if not self._is_closed:
-                self._storages.append(storage)
+                self._sources.append(source)
             return not self._is_closed
 
-    def remove(self, storage: Storage) -> None:
-        """Serve the files of a storage no more, once nobody has asked for a while; with the last one, end.
+    def remove(self, source: ServedStore) -> None:
+        """Serve the files of a store no more, once nobody has asked for a while; with the last one, end.
 
         It waits for others at most `peers_linger_seconds`.
         """
@@ -129,27 +130,23 @@ class PeerServer(LineServer):
         while time.monotonic() < min(deadline, self._requested_seconds + _IDLE_SECONDS):
             time.sleep(0.05)
         with self._lock:
-            self._storages.remove(storage)
-            is_last = not self._storages
+            self._sources.remove(source)
+            is_last = not self._sources
             self._is_closed = self._is_closed or is_last
         if is_last:
             self.close()
-
-
-def _read(storage: Storage, key: str, offset: int, data: memoryview) -> None:
-    storage.read_into(key, offset, [data])
 
 
 _servers: WeakValueDictionary[Address, PeerServer] = WeakValueDictionary()
 _lock = threading.Lock()
 
 
-def server_at(address: Address, storage: Storage, config: PeerConfig, num_reads: int) -> PeerServer | None:
-    """Return the server of this process at an address, which now serves a storage as well; None if another process has
+def server_at(address: Address, source: ServedStore, config: PeerConfig, num_reads: int) -> PeerServer | None:
+    """Return the server of this process at an address, which now serves a store as well; None if another process has
     the port, or it cannot be listened to. Raises nothing."""
     with _lock:
         server = _servers.get(address)
-        if server is not None and server.add(storage):
+        if server is not None and server.add(source):
             return server
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
@@ -157,5 +154,5 @@ def server_at(address: Address, storage: Storage, config: PeerConfig, num_reads:
         except OSError:
             return None
         server = _servers[address] = PeerServer(listener, config, num_reads)
-        server.add(storage)
+        server.add(source)
         return server

@@ -13,19 +13,20 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptstore.config import PeerConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import PeerLeftOut, emit
 from ckptstore.format.digest import Digest
 from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, TokenKeys, receive_into
-from ckptstore.peers.extents import EXTENT_BYTES
+from ckptstore.peers.extents import EXTENT_BYTES, ExtentRead
 from ckptstore.peers.line_client import LineClient
 from ckptstore.peers.nodes import PeerNode, find_nodes, parse_peers
 from ckptstore.peers.peer_server import GROUP, PeerServer, is_shared, server_at
+from ckptstore.peers.served_store import FinishedCopy, ServedStore
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.runtime.parallel import started
 from ckptstore.storage.base import Storage
@@ -41,9 +42,19 @@ _MISTRUST_SECONDS = 600.0
 """The time for which a node that gave wrong bytes is not asked."""
 _TICK_SECONDS = 0.2
 _QUICK_SECONDS = 1.0
-"""The time of a trouble up to which the next owner is asked before the storage."""
+"""The time of troubles up to which the next owner is asked before the storage."""
 _PATIENCE = 6
 """The time for which a node may say that it still reads, in times of the longest silence."""
+
+
+class Supplied(NamedTuple):
+    """A stretch of one extent, as a node has supplied it."""
+
+    node: str
+    offset: int
+    size_bytes: int
+    digest: str
+    """The digest of the bytes that came, whether they are right or not."""
 
 
 class Peers:
@@ -54,7 +65,7 @@ class Peers:
 
         At most `num_reads` extents are read for others at once. Raises InvalidInput for nodes that cannot be meant.
         """
-        self._storage, self._config, self._num_reads = storage, config, num_reads
+        self._source, self._config, self._num_reads = ServedStore(storage), config, num_reads
         self._entries, self._keys = parse_peers(config.peers), TokenKeys(config.peers_token)
         self._clients: dict[str, LineClient] = {}
         self._until: dict[str, float] = {}
@@ -93,13 +104,13 @@ class Peers:
         for node in self._nodes:
             for address in node.own_addresses:
                 self._own_name = self._own_name or node.name
-                self._server = server_at(address, self._storage, self._config, self._num_reads)
+                self._server = server_at(address, self._source, self._config, self._num_reads)
                 if self._server is not None:
                     self._own_name = node.name
                     return
 
-    def _owner(self, file: str, index: int) -> PeerNode | None:
-        """Return the node that owns an extent, None if there are not two nodes that might."""
+    def _owner(self, file: str, index: int, without: Collection[str] = ()) -> PeerNode | None:
+        """Return the node that owns an extent if those named are away, None if there are not two nodes that might."""
         now = time.monotonic()
         with self._lock:
             looks = now - self._looked_seconds > _LOOK_SECONDS and self._process_id == os.getpid()
@@ -110,7 +121,7 @@ class Peers:
         nodes = self._nodes
         if not self.are_several or not is_shared(file):
             return None
-        usable = [node for node in nodes if self._until.get(node.name, 0.0) <= now]
+        usable = [node for node in nodes if node.name not in without and self._until.get(node.name, 0.0) <= now]
         extent = f" {index} {file}".encode()
         return min(usable, key=lambda node: hashlib.blake2b(node.name.encode() + extent).digest(), default=None)
 
@@ -120,35 +131,46 @@ class Peers:
         return len(self._nodes) > 1
 
     def _file(self, key: str) -> str:
-        return f"{self._storage.uri}/{key}"
+        return f"{self._source.uri}/{key}"
 
-    def fill(self, key: str, offset: int, views: Sequence[memoryview], check: Callable[[], None]) -> bool:
-        """Fill the views with a stretch of one extent, from its owner, which may be this node. Where that has gone, the
-        node that owns it then is asked, once. Return False if the storage has to be read; the views may hold anything
-        then.
+    def offer(self, copy_key: str, names: Iterable[tuple[str, str]], finished: FinishedCopy) -> None:
+        """Serve files from a finished copy on this node too; see `ServedStore.offer`."""
+        self._source.offer(copy_key, names, finished)
+
+    def fill(
+        self,
+        key: str,
+        offset: int,
+        views: Sequence[memoryview],
+        check: Callable[[], None],
+        *,
+        without: Collection[str] = (),
+    ) -> Supplied | None:
+        """Fill the views with a stretch of one extent, from its owner, which may be this node. Where that has gone, or
+        is one of `without`, the node that owns it then is asked. Return None if the storage has to be read; the views
+        may hold anything then.
 
         `check` is called while another node reads; an error that it raises ends the wait.
         """
-        file = self._file(key)
-        for _ in range(2):
-            owner = self._owner(file, offset // EXTENT_BYTES)
-            if owner is None:
-                return False
+        file, began, size_bytes = self._file(key), time.monotonic(), sum(map(len, views))
+        while (owner := self._owner(file, offset // EXTENT_BYTES, without)) is not None:
             if owner.name == self._own_name and (server := self._server) is not None:
-                return _copied(server, file, offset, views, check)
-            began = time.monotonic()
-            reply = self._ask(owner, key, offset, views, check)
+                piece = _copied(server, file, offset, views, check)
+                if piece is None:
+                    return None
+                digest = str(piece.digest_of(offset, size_bytes))
+                return Supplied(owner.name, offset, size_bytes, digest)
+            reply = self._ask(owner, key, partial(self._exchange, file, offset, views, check))
             if reply is not None:
-                return "no" not in reply
+                has_it = "no" not in reply
+                return Supplied(owner.name, offset, size_bytes, str(reply["digest"])) if has_it else None
             if time.monotonic() - began > _QUICK_SECONDS:  # a dead process answers at once, a lost network does not
-                return False
-        return False
+                return None
+        return None
 
-    def _ask(
-        self, owner: PeerNode, key: str, offset: int, views: Sequence[memoryview], check: Callable[[], None]
-    ) -> dict[str, Any] | None:
+    def _ask(self, owner: PeerNode, key: str, exchange: Callable[[Channel], dict[str, Any]]) -> dict[str, Any] | None:
         """Return the reply of an owner, after its bytes have come. None after trouble: then it is left out."""
-        file, began = self._file(key), time.monotonic()
+        began = time.monotonic()
         try:
             with self._lock:
                 client = self._clients.get(owner.name)
@@ -156,7 +178,7 @@ class Peers:
                     client = self._clients[owner.name] = LineClient(
                         GROUP, owner.addresses, self._keys, timeout_seconds=self._config.peers_timeout_seconds
                     )
-            reply = client.talk(key, partial(self._exchange, file, offset, views, check))
+            reply = client.talk(key, exchange)
         except CkptstoreError as error:
             first, most = _LEFT_OUT_SECONDS
             took_seconds = time.monotonic() - began
@@ -169,7 +191,12 @@ class Peers:
         return reply
 
     def _exchange(
-        self, file: str, offset: int, views: Sequence[memoryview], check: Callable[[], None], channel: Channel
+        self,
+        file: str,
+        offset: int,
+        views: Sequence[memoryview],
+        check: Callable[[], None],
+        channel: Channel,
     ) -> dict[str, Any]:
         """Ask for a stretch, and receive it. Raises OSError and ValueError when the reply is not that."""
         seconds, size_bytes = self._config.peers_timeout_seconds, sum(map(len, views))
@@ -193,20 +220,18 @@ class Peers:
         channel.line.settimeout(seconds)
         return reply
 
-    def mistrust(self, key: str, offset: int, size_bytes: int) -> None:
-        """Ask the owners of these extents no more for a while: what came from them was not what the storage has."""
-        file = self._file(key)
-        for index in range(offset // EXTENT_BYTES, -(-(offset + size_bytes) // EXTENT_BYTES)):
-            owner = self._owner(file, index)
-            if owner is not None and owner.name != self._own_name:
-                self._leave_out(owner.name, _MISTRUST_SECONDS, f"it gave bytes of {key} that are not those stored")
-            elif self._server is not None:
-                self._server.forget(file, index * EXTENT_BYTES)
+    def mistrust(self, key: str, wrong: Supplied) -> None:
+        """Ask the node that supplied this no more for a while: it is not what the storage has."""
+        if wrong.node == self._own_name and self._server is not None:
+            self._server.forget(self._file(key), wrong.offset)
+        else:
+            self._leave_out(wrong.node, _MISTRUST_SECONDS, f"it gave bytes of {key} that are not those stored")
 
     def _leave_out(self, name: str, seconds: float, reason: str) -> None:
         now = time.monotonic()
         with self._lock:
-            is_new = not self._troubles[name] or seconds == _MISTRUST_SECONDS
+            is_mistrusted = self._until.get(name, 0.0) > now + _LEFT_OUT_SECONDS[1]
+            is_new = not self._troubles[name] or (seconds == _MISTRUST_SECONDS and not is_mistrusted)
             if self._until.get(name, 0.0) <= now:  # else several threads had the same trouble
                 self._troubles[name] += 1
             self._until[name] = max(self._until.get(name, 0.0), now + seconds)
@@ -238,18 +263,21 @@ class Peers:
         for client in clients.values():
             client.close()
         if server is not None:
-            server.remove(self._storage)
+            server.remove(self._source)
 
 
-def _copied(server: PeerServer, file: str, offset: int, views: Sequence[memoryview], check: Callable[[], None]) -> bool:
-    """Fill the views from the server of this process, which reads the storage for all."""
+def _copied(
+    server: PeerServer, file: str, offset: int, views: Sequence[memoryview], check: Callable[[], None]
+) -> ExtentRead | None:
+    """Fill the views from the server of this process, which reads the storage for all. Return the piece that has them,
+    None if it could not read it."""
     piece = server.piece(file, offset, sum(map(len, views)), inline=True)
     while piece is not None and not piece.ended.wait(_TICK_SECONDS):
         check()
     if piece is None or piece.data is None:
-        return False
+        return None
     start = offset - piece.offset
     for view in views:
         view[:] = piece.data[start : start + len(view)]
         start += len(view)
-    return True
+    return piece

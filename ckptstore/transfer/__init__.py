@@ -7,7 +7,7 @@ together stay within `TransferConfig.memory_budget_bytes`, whatever the size of 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ckptstore.transfer.moves import Checked, PlannedFile, RangeRead, Stored, Wa
 
 if TYPE_CHECKING:
     from ckptstore.peers.peers import Peers
+    from ckptstore.peers.served_store import FinishedCopy
 
 __all__ = ["Checked", "RangeRead", "Stored", "Transfer", "Wanted"]
 
@@ -118,6 +119,11 @@ class Transfer:
         from ckptstore.transfer.reads import read
 
         read(self._engine, ranges)
+
+    def offer(self, copy_key: str, names: Iterable[tuple[str, str]], finished: FinishedCopy) -> None:
+        """Serve files from a finished copy on this node to peers, where there are any; see `ServedStore.offer`."""
+        if self._engine.peers is not None:
+            self._engine.peers.offer(copy_key, names, finished)
 
     def close(self) -> None:
         """End the threads and give the buffers back. Other nodes that still ask this one are served for a while."""

@@ -16,16 +16,15 @@ from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
 from ckptstore.transfer.moves import Checked, Wanted
+from ckptstore.transfer.peer_reads import PeerReads
 from ckptstore.transfer.pool import Operation, Task
-from ckptstore.transfer.reads import read_from_peers
 
 
 def download(engine: Engine, wanted: Sequence[tuple[Wanted, str]], *, read_only: bool, durable: bool) -> None:
     """Fetch files to new paths. See `Transfer.download`."""
     mode = READ_ONLY if read_only else WRITABLE
-    for checked in _fetch_twice(
-        engine, wanted, mode, durable, from_peers=engine.peers is not None and engine.peers.are_several
-    ):
+    nodes = PeerReads(engine.peers) if engine.peers is not None and engine.peers.are_several else None
+    for checked in _fetch_twice(engine, wanted, mode, durable, nodes):
         if checked.damage:
             raise checked.damage
     if durable:
@@ -39,58 +38,62 @@ def check(engine: Engine, wanted: Sequence[Wanted]) -> list[Checked]:
 
 
 def _fetch_twice(
-    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, durable: bool, *, from_peers: bool = False
+    engine: Engine,
+    places: Sequence[tuple[Wanted, str | None]],
+    mode: int,
+    durable: bool,
+    nodes: PeerReads | None = None,
 ) -> list[Checked]:
     """Fetch each file to its path, or to nowhere if that is None, and those that seem damaged once more, in another
     way. What peers gave wrong does not count: the storage is read twice then. The result has their order."""
-    found = _fetch(engine, places, mode, durable, from_peers)
+    found = _fetch(engine, places, mode, durable, nodes)
     # A bit may have flipped on its way.
     damaged = [place for place, checked in zip(places, found, strict=True) if checked.damage]
     if not damaged:
         return found
-    if from_peers:
-        again = iter(_fetch_twice(engine, damaged, mode, durable))
+    if is_of_nodes := nodes is not None and nodes.begin_turn():
+        again = iter(_fetch_twice(engine, damaged, mode, durable, nodes))
     else:
         for item, _ in damaged:
             if engine.doubts is not None:
                 engine.doubts.doubt(item.key)
-        again = iter(_fetch(engine, damaged, mode, durable, False))
+        again = iter(_fetch(engine, damaged, mode, durable, nodes))
     result = [next(again) if checked.damage else checked for checked in found]
     for first, second in zip(found, result, strict=True):
-        if not first.damage or second.damage:
-            continue
-        if from_peers and engine.peers is not None:
-            engine.peers.mistrust(first.wanted.key, 0, first.wanted.size_bytes)
-        else:
+        if first.damage and not second.damage and not is_of_nodes:
             tell(engine.storage, first.wanted.key, first.damage.message)
     return result
 
 
 def _fetch(
-    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, durable: bool, from_peers: bool
+    engine: Engine,
+    places: Sequence[tuple[Wanted, str | None]],
+    mode: int,
+    durable: bool,
+    nodes: PeerReads | None,
 ) -> list[Checked]:
     total_bytes = sum(item.size_bytes for item, _ in places)
     found: dict[int, Checked] = {}
     small = [index for index, (item, _) in enumerate(places) if item.size_bytes <= STEP_BYTES]
-    if from_peers and engine.peers is not None:
-        order = engine.peers.order([(places[index][0].key, 0, places[index][0].size_bytes) for index in small])
+    if nodes is not None:
+        order = nodes.peers.order([(places[index][0].key, 0, places[index][0].size_bytes) for index in small])
         small = [small[number] for number in order]
     fetches = {
-        index: _Fetch(engine, item, path, mode, durable, total_bytes, from_peers)
+        index: _Fetch(engine, item, path, mode, durable, total_bytes, nodes)
         for index, (item, path) in enumerate(places)
         if item.size_bytes > STEP_BYTES
     }
 
     def fetch_batch(indices: Sequence[int], run: Operation) -> None:
         some = [places[index] for index in indices]
-        found.update(zip(indices, _fetch_batch(engine, some, mode, run, from_peers), strict=True))
+        found.update(zip(indices, _fetch_batch(engine, some, mode, run, nodes), strict=True))
         _tell(some[-1][0].key, sum(item.size_bytes for item, _ in some), total_bytes)
 
     moves = [
         (fetch, start) for fetch in fetches.values() for start in range(0, fetch.wanted.size_bytes, fetch.task_bytes)
     ]
-    if from_peers and engine.peers is not None:
-        order = engine.peers.order([(fetch.wanted.key, start, fetch.task_bytes) for fetch, start in moves])
+    if nodes is not None:
+        order = nodes.peers.order([(fetch.wanted.key, start, fetch.task_bytes) for fetch, start in moves])
         moves = [moves[number] for number in order]
     tasks: list[Task] = [partial(fetch.move, start) for fetch, start in moves]
     batches = engine.batches([places[index][0].size_bytes for index in small])
@@ -115,7 +118,7 @@ def _tell(key: str, size_bytes: int, total_bytes: int) -> None:
 
 
 def _fetch_batch(
-    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, run: Operation, from_peers: bool
+    engine: Engine, places: Sequence[tuple[Wanted, str | None]], mode: int, run: Operation, nodes: PeerReads | None
 ) -> list[Checked]:
     """Read small files, each in one call, and write those with the right bytes to their paths, where they have one."""
     with engine.scratch.take(sum(item.size_bytes for item, _ in places), run) as scratch:
@@ -125,7 +128,7 @@ def _fetch_batch(
             start += item.size_bytes
             run.check()
             try:
-                found.append(_read_checked(engine, item, view, path is None, run, from_peers))
+                found.append(_read_checked(engine, item, view, path is None, run, nodes))
                 if path is not None and found[-1].damage is None:
                     write_new(item.key, path, view, mode=mode)
             except CkptstoreError as error:
@@ -135,23 +138,22 @@ def _fetch_batch(
 
 
 def _read_checked(
-    engine: Engine, item: Wanted, view: memoryview, whole: bool, run: Operation, from_peers: bool
+    engine: Engine, item: Wanted, view: memoryview, whole: bool, run: Operation, nodes: PeerReads | None
 ) -> Checked:
     """Read a file and compare its digest; with `whole` it must also have no byte more."""
     try:
         version = _version_of(engine, item, run) if whole else None
-        came = bool(view) and from_peers and _came(engine, run, item, 0, view)
-        if view and not came:
+        if view and not (nodes is not None and nodes.read(run, item, 0, view)):
             engine.read(run, item.key, partial(engine.storage.read_into, item.key, 0, (view,), version=version))
+            if nodes is not None:
+                nodes.note(item.key, 0, view)
     except (CheckpointDamaged, FileMissing) as error:
         return Checked(item, None, error)
     found = Digest.of(view, algorithm=item.algorithm)
-    return Checked(item, found, _fault_of(item, found))
-
-
-def _came(engine: Engine, run: Operation, item: Wanted, offset: int, view: memoryview) -> bool:
-    """Fill the view from peers, where the file has a digest. Return False if the storage has to be read."""
-    return item.digest is not None and read_from_peers(engine, run, item.key, offset, [view])
+    fault = _fault_of(item, found)
+    if nodes is not None and fault is None:
+        nodes.settle(item.key)
+    return Checked(item, found, fault)
 
 
 def _version_of(engine: Engine, item: Wanted, run: Operation) -> str | None:
@@ -186,11 +188,11 @@ class _Fetch:
         mode: int,
         durable: bool,
         total_bytes: int,
-        from_peers: bool,
+        nodes: PeerReads | None,
     ) -> None:
         self.wanted = wanted
         self._total_bytes = total_bytes
-        self._from_peers = from_peers
+        self._nodes = nodes
         self.damage: CheckpointDamaged | FileMissing | None = None
         self.found_digest: Digest | None = None
         self._engine = engine
@@ -198,7 +200,7 @@ class _Fetch:
         self._mode = mode
         self._durable = durable
         self._digest = file_digest(algorithm=wanted.algorithm)
-        task_bytes = EXTENT_BYTES if from_peers else TASK_BYTES
+        task_bytes = TASK_BYTES if nodes is None else EXTENT_BYTES
         self.task_bytes = wanted.size_bytes if self._digest.needs_order else task_bytes
         self._lock = threading.Lock()
         self._left_bytes = wanted.size_bytes
@@ -235,7 +237,10 @@ class _Fetch:
                 self.damage = _fault_of(self.wanted, self.found_digest)
             if self.damage:
                 self.abort()
-            elif self._file is not None:
+                return
+            if self._nodes is not None:
+                self._nodes.settle(self.wanted.key)
+            if self._file is not None:
                 self._file.finish()
                 self._file = None
 
@@ -260,8 +265,10 @@ class _Fetch:
                 run.check()
                 view = scratch[: min(request_bytes, end - offset)]
                 read = partial(self._engine.storage.read_into, key, offset, [view], version=self._version)
-                if not (self._from_peers and _came(self._engine, run, self.wanted, offset, view)):
+                if not (self._nodes is not None and self._nodes.read(run, self.wanted, offset, view)):
                     self._engine.read(run, key, read)
+                    if self._nodes is not None:
+                        self._nodes.note(key, offset, view)
                 for first in range(0, len(view), STEP_BYTES):
                     step = view[first : first + STEP_BYTES]
                     self._digest.add(offset + first, [step])

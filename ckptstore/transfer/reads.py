@@ -8,7 +8,9 @@ from itertools import pairwise
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import BytesMoved, emit, is_heard
+from ckptstore.format.digest import Digest
 from ckptstore.peers.extents import EXTENT_BYTES
+from ckptstore.peers.peers import Supplied
 from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import TASK_BYTES, Engine
@@ -87,15 +89,37 @@ def _cut(views: Sequence[memoryview], sizes_bytes: Iterable[int]) -> Iterator[tu
         yield tuple(found)
 
 
-def read_from_peers(engine: Engine, run: Operation, key: str, offset: int, views: Sequence[memoryview]) -> bool:
-    """Fill the views from the nodes that own the extents. Return False if the storage has to be read. Whoever calls it
-    compares digests, and says so to the peers where they are wrong and the storage has it right."""
+def _read_from_peers(
+    engine: Engine, run: Operation, key: str, offset: int, views: Sequence[memoryview]
+) -> list[Supplied] | None:
+    """Fill the views from the nodes that own the extents, and return what each supplied; None if the storage has to be
+    read."""
     if engine.peers is None:
-        return False
+        return None
+    found = []
+    for start, piece in extents_in(offset, views):
+        supplied = engine.peers.fill(key, start, piece, run.check)
+        if supplied is None:
+            return None
+        found.append(supplied)
+    return found
+
+
+def _mistrust_others(
+    engine: Engine, key: str, offset: int, views: Sequence[memoryview], supplied: Sequence[Supplied]
+) -> None:
+    """Leave out the nodes that supplied anything else than what is in the views."""
+    for one, (_, right) in zip(supplied, extents_in(offset, views), strict=False):
+        if engine.peers is not None and one.digest != str(Digest.of(*right)):
+            engine.peers.mistrust(key, one)
+
+
+def extents_in(offset: int, views: Sequence[memoryview]) -> Iterator[tuple[int, tuple[memoryview, ...]]]:
+    """Cut a stretch of a file where extents begin: yield the offset and the views of each."""
     end = offset + sum(map(len, views))
     borders = [offset, *range((offset // EXTENT_BYTES + 1) * EXTENT_BYTES, end, EXTENT_BYTES), end]
     pieces = _cut(views, [after - before for before, after in pairwise(borders)])
-    return all(engine.peers.fill(key, start, piece, run.check) for start, piece in zip(borders, pieces, strict=False))
+    return zip(borders, pieces, strict=False)
 
 
 def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run: Operation) -> None:
@@ -138,8 +162,8 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
             raise CheckpointDamaged(faults[-1], file=key)
         return False
 
-    came = bool(checks) and read_from_peers(engine, run, key, offset, views)
-    if came and all(check.like(*step) == check for step, (_, check) in zip(steps, checks, strict=True)):
+    supplied = _read_from_peers(engine, run, key, offset, views) if checks else None
+    if supplied is not None and all(check.like(*step) == check for step, (_, check) in zip(steps, checks, strict=True)):
         return
     if engine.disk is not None:
         engine.read(run, key, partial(engine.disk.read_steps, key, offset, steps, accept))
@@ -150,7 +174,6 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
             if engine.doubts is not None:
                 engine.doubts.doubt(key, offset, piece.size_bytes)
             engine.read(run, key, request)
-    if came and engine.peers is not None:
-        engine.peers.mistrust(key, offset, piece.size_bytes)
+    _mistrust_others(engine, key, offset, views, supplied or [])
     if faults:
         tell(engine.storage, key, faults[0])

@@ -1,8 +1,9 @@
-"""One node of a test: brings the latest checkpoint of a store, or a published version, to a directory when told to.
+"""One node of a test: brings the latest checkpoint of a store to a directory when told to.
 
-    peer_node.py URI DIRECTORY OPTIONS NAME...
+    peer_node.py URI DIRECTORY OPTIONS
 
-reads each file of that name, or all without names, and says what happened. The peers come from the environment.
+reads a pattern of names from each line, copies the files that match, or has all in the node cache for "cache", and says
+so; "end" ends it. The peers come from the environment.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ def main() -> None:
             troubles.append(event.reason)
 
     with listening(hear), ckptstore.open_store(uri, storage_options=options, group="solo") as store:
-        checkpoint = store.latest()
         print("ready", flush=True)
         for number, line in enumerate(sys.stdin):
             if line.strip() == "end":
                 break
-            checkpoint.to_directory(f"{directory}/{number}", include=line.strip())
-            print("done", flush=True)
+            checkpoint = store.latest()
+            if line.strip() == "cache":
+                with checkpoint.as_directory() as path:
+                    print(path, flush=True)
+            else:
+                checkpoint.to_directory(f"{directory}/{number}", include=line.strip())
+                print("done", flush=True)
     print(json.dumps(troubles), flush=True)
 
 

@@ -59,8 +59,10 @@ class Node:
 
 
 @contextmanager
-def running(server: S3Server, tmp_path: Path, ports: Sequence[int], num_nodes: int) -> Iterator[list[Node]]:
-    """Start nodes that have opened the store."""
+def running(
+    server: S3Server, tmp_path: Path, ports: Sequence[int], num_nodes: int, *, first_line: str = ""
+) -> Iterator[list[Node]]:
+    """Start nodes that have opened the store; with a first line, each goes on with that as soon as it has."""
     environment = os.environ | {
         "CKPTSTORE_PEERS": ",".join(f"127.0.0.1:{port}" for port in ports),
         "CKPTSTORE_PEERS_TOKEN": "a token of sixteen characters",
@@ -76,6 +78,8 @@ def running(server: S3Server, tmp_path: Path, ports: Sequence[int], num_nodes: i
             )
             stack.callback(process.kill)
             nodes.append(Node(process, directory))
+            if first_line:
+                nodes[-1].say(first_line)
         for node in nodes:
             assert node.hear() == "ready"
         yield nodes
