@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptstore.format.changes import Commit
 from ckptstore.testing.simulation import Simulation, report
-from ckptstore.testing.simulation.plan import draw_commands, draw_thinning
+from ckptstore.testing.simulation.plan import draw_commands, draw_following, draw_thinning
 from ckptstore.testing.simulation.world import World
 
 KINDS = {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Annotate", "Noop"}
@@ -33,3 +33,18 @@ def test_checkpoints_are_thinned_while_jobs_save(simulation: Simulation) -> None
         changes = [record.change for record in worlds[0].model.records.values()]
         thinned += sum(isinstance(change, Commit) and change.thins is not None for change in changes)
     assert thinned >= 4
+
+
+def test_followers_are_killed_and_go_on_while_jobs_save_and_people_remove(simulation: Simulation) -> None:
+    """Each commit comes once and in order, and nothing is deleted while somebody works on it: the model checks it."""
+    kills, again, named = 0, 0, 0
+    for seed in range(5):
+        worlds: list[World] = []
+        outcome = simulation.run(draw_following(seed), prepare=worlds.append)
+        assert outcome.ok, report(outcome)
+        kills += sum("--- kill  of follower" in line for line in outcome.trace)
+        (followed,) = worlds[0].model.followed.values()
+        named += len(followed.named)
+        works = sum(" works on record " in line for line in outcome.trace)
+        again += works - len(followed.done)
+    assert min(kills, again, named) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from ckptstore.saving.commit import decide as decide_in_commit
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw
 from ckptstore.testing.simulation.network import Network
-from ckptstore.testing.simulation.plan import draw_vanishing
+from ckptstore.testing.simulation.plan import draw_following, draw_vanishing
 from ckptstore.testing.simulation.virtual import storages
-from ckptstore.upkeep import garbage
+from ckptstore.upkeep import follow, garbage
 
 MOST_SEEDS = 40
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -223,6 +224,31 @@ def a_name_that_looks_free_is_taken_where_ray_keeps(patch: pytest.MonkeyPatch) -
     patch.setattr(ray_keeps.RayPublisher, "begin", begin)
 
 
+def a_cursor_moves_before_the_work(patch: pytest.MonkeyPatch) -> None:
+    def follow_early(self: Any, use: Callable[[Any], Any]) -> Any:
+        while (record := self._wait_for_next()) is not None:
+            with self._held(record) as is_present:
+                self._move(record.place)
+                if is_present:
+                    yield use(record)
+
+    patch.setattr(follow.Follower, "follow", follow_early)
+
+
+def a_cursor_stays_where_it_began(patch: pytest.MonkeyPatch) -> None:
+    real = follow.Follower._write_cursor
+    patch.setattr(follow.Follower, "_write_cursor", lambda self: None if self._position else real(self))
+
+
+def a_follower_holds_no_lease(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(follow.leases, "hold", lambda *_, **__: nullcontext())
+
+
+def a_follower_goes_on_with_the_newest_that_it_found(patch: pytest.MonkeyPatch) -> None:
+    real = follow.Follower._pass_over
+    patch.setattr(follow.Follower, "_pass_over", lambda self, missed, newest: real(self, [*self._found], newest))
+
+
 FOLLOWS = "a state follows from the changes"
 NOTHING_LOST = "nothing committed loses a byte"
 NOT_COMMITTED = "committed=False never becomes visible"
@@ -272,6 +298,14 @@ CALLS_SUCCEED = "a call that nothing disturbs succeeds"
             two_jobs_name_their_uploads_alike,
             {NOTHING_LOST, "what is committed is whole"},
         ),
+        (a_cursor_moves_before_the_work, draw_following, {"each commit has its turn"}),
+        (a_cursor_stays_where_it_began, draw_following, {"what is done comes no more"}),
+        (
+            a_follower_holds_no_lease,
+            draw_following,
+            {"what a follower works on stays", "nothing that is read loses a byte"},
+        ),
+        (a_follower_goes_on_with_the_newest_that_it_found, draw_following, {"what is live has its turn"}),
         (a_disk_is_not_made_durable, any_plan(storage="disk"), {"what is committed is durable"}),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 from ckptstore.catalogue import job_of
@@ -16,6 +17,7 @@ from ckptstore.errors import (
     StoreFenced,
     StoreMissing,
 )
+from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.format.changes import Change, Pin, Remove, Restore, Unpin
 from ckptstore.format.layout import HINT_KEY
 from ckptstore.format.record import Record
@@ -59,7 +61,7 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
     )
 
 
-_LEASED = frozenset({"directory on this node", "copy to a directory"})
+_LEASED = frozenset({"directory on this node", "copy to a directory", "follow"})
 """Readers that must find every byte until they are done."""
 
 
@@ -95,6 +97,8 @@ def other_program(world: World, member: Member) -> None:
 def _may_fail(world: World, action: Action, error: BaseException, began: float) -> bool:
     if action.kind == "cp" and len(world.copy.claims_since(began)) > 1:
         return True  # another copy to the same place has claimed it
+    if action.kind == "follow" and isinstance(error, CkptstoreError) and error.retryable:
+        return True  # it tries again only as long as its caller waits
     if isinstance(error, StoreMissing | CheckpointGone | InvalidInput):
         return True
     if isinstance(error, CheckpointDamaged | FileMissing | NoUsableCheckpoint):
@@ -109,10 +113,8 @@ def _may_fail(world: World, action: Action, error: BaseException, began: float) 
 def _alone(world: World, member: Member, index: int, action: Action) -> None:
     uri = COPY_URI if action.kind == "gc of the copy" else STORE_URI
     with open_for(world, member, uri) as store:
-        if action.kind in ("gc", "gc of the copy"):
-            store.collect_garbage()
-        elif action.kind == "gc --claim":
-            store.collect_garbage(claim=True)
+        if action.kind in ("gc", "gc --claim", "gc of the copy"):
+            store.collect_garbage(claim=action.kind == "gc --claim")
         elif action.kind == "prune":
             store.prune()
         elif action.kind == "restore":
@@ -131,6 +133,8 @@ def _alone(world: World, member: Member, index: int, action: Action) -> None:
             _list(world, store)
         elif action.kind == "latest":
             _look_latest(world, store)
+        elif action.kind == "follow":
+            follow(world, f"{member.process.name}/{index}", action, store)
         else:
             _with_checkpoint(world, member, index, action, store)
 
@@ -170,8 +174,8 @@ def _break_a_rule(world: World, where: str, store: Any) -> None:
             wrong += [Pin((number,)), Unpin((number,)), Remove(trash=(number,))]
         wrong += [Remove(trash=(number,)) for number in state.pinned]
         wrong += [Remove(drop=(number,)) for number in {*state.pinned, state.resume_from or unknown}]
-        if len(state.live) > 2:
-            wrong.append(Remove(trash=(state.live.highest or 0, min(state.live))))
+        if len(state.live) > 2 and state.latest is not None:
+            wrong.append(Remove(trash=(state.latest, state.in_order()[0])))
         return wrong[int(world.plan.chance("rule", where) * len(wrong))]
 
     if job_of(store).log.append(change) is not None:
@@ -213,6 +217,59 @@ def _list(world: World, store: Any) -> None:
         number, found = world.model.ledger.place(entry.checkpoint.number or 0), entry.checkpoint.metrics
         if not before.get(number, {}).keys() <= found.keys():
             world.fail("what is annotated is found", f"{number} has {found}, and was annotated with {before[number]}")
+
+
+def follow(world: World, where: str, action: Action, store: Any) -> None:
+    """Work on each checkpoint that comes with the cursor `option`; stop in the work on that of the number `step`."""
+    model, cursor, place = world.model, action.option, None
+    began = world.scheduler.now
+
+    def note(event: Event) -> None:
+        if isinstance(event, CheckpointSkipped) and event.number is not None:
+            try:
+                model.passed_over(cursor, event.number, began)
+            except Violation as broken:  # whoever tells an event takes no error
+                world.scheduler.fail(broken)
+
+    timeout_seconds = [0.0, 5.0, 60.0][int(3 * world.plan.chance("timeout", where))]
+    with listening(note), closing(store.follow(cursor=cursor, timeout_seconds=timeout_seconds)) as follower:
+        for count, checkpoint in enumerate(follower, 1):
+            if place is not None:
+                model.followed[cursor].done.add(place)
+            place = model.comes(cursor, checkpoint.number, where)
+            world.trace(f"{where} works on record {checkpoint.number}, place {place}")
+            _work(world, f"{where}/{count}", store, checkpoint)
+            if count == action.step:
+                return  # in the middle of the work: it comes again
+            model.followed[cursor].worked.add(place)
+            began = world.scheduler.now
+    if place is not None:
+        model.followed[cursor].done.add(place)
+
+
+def _work(world: World, where: str, store: Any, checkpoint: Checkpoint) -> None:
+    """Work on a checkpoint for a while, which may be long; nothing of it may be deleted meanwhile."""
+    chance, saved = world.plan.chance("work", where), world.model.saved[checkpoint.number or 0]
+    sleep(1500.0 if chance > 0.96 else 5.0 * chance)
+    files = world.spaces[STORE_URI].files
+    held = {name: files.get(f"checkpoints/{saved.attempt}/{name}") for name in saved.files}
+    lost = [name for name, file in held.items() if file is None or file.data != saved.files[name]]
+    # A disk tries nothing again: a lease that could not be written is told in a warning, and the reader goes on.
+    has_lease = world.plan.storage != "disk" or not any(
+        site.startswith(f"{where.partition('/')[0]}:") for site in world.network.struck
+    )
+    if lost and has_lease and not saved.is_damaged:
+        world.fail("what a follower works on stays", f"{where}: {lost} of record {saved.number}")
+    if world.plan.chance("annotates", where) < 0.3:
+        store.annotate(checkpoint, {f"metric {where}": chance})
+
+
+def check_followed(world: World, store: Any) -> None:
+    """Check at the end that each cursor's followers get, with one more start, all that was committed."""
+    for cursor, followed in world.model.followed.items():
+        follow(world, f"the last follower of {cursor}", Action("follow", option=cursor), store)
+        if missing := followed.due(world.model.records, len(world.model.records) + 1):
+            world.fail("each commit has its turn", f"{sorted(missing)} never came with the cursor {cursor}")
 
 
 def _copy(store: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NoReturn
@@ -181,3 +181,52 @@ class Ledger:
 
     def _fail(self, rule: str, record: Record, text: str = "") -> NoReturn:
         raise Violation(rule, f"record {record.number} is {record.change}{text and '; '}{text}")
+
+
+@dataclass
+class Followed:
+    """The checkpoints that the followers with one cursor got, one process after another."""
+
+    begun: int | None = None
+    """The number of the newest record when the first one began; None until its cursor is stored."""
+    worked: set[int] = field(default_factory=set)
+    """The places of checkpoints whose work has ended: the next one was asked for."""
+    done: set[int] = field(default_factory=set)
+    """The places of those after which the next one came, or none in time."""
+    named: set[int] = field(default_factory=set)
+    """The places of those of which it was said that they have no turn."""
+    at: int = 0
+    """The place of the last one that came."""
+
+    def come(self, records: Mapping[int, Record], number: int, where: str) -> int:
+        """Note that a checkpoint came, and return its place. Raise Violation unless it is the next one."""
+        place = first_place(records, number)
+        if place in self.done:
+            raise Violation("what is done comes no more", f"{where}: record {number}, place {place}")
+        if place < self.at:
+            raise Violation("a follower has the order of the commits", f"{where}: {place} after {self.at}")
+        if missing := self.due(records, place):
+            raise Violation("each commit has its turn", f"{where}: {place} came, and {sorted(missing)} did not")
+        self.at = place
+        return place
+
+    def due(self, records: Mapping[int, Record], end: int) -> set[int]:
+        """Return the places below a number that should have had their turn, and had none."""
+        if self.begun is None:
+            return set()
+        places = {first_place(records, number) for number in records[self.begun].state.live} if self.begun else set()
+        places |= {
+            number
+            for number, record in records.items()
+            if number > self.begun and isinstance(record.change, Commit) and record.change.thins is None
+        }
+        return {place for place in places if place < end} - self.worked - self.named
+
+
+def first_place(records: Mapping[int, Record], number: int) -> int:
+    """Return the number of the whole checkpoint of which this one was made by thinning, or its own."""
+    change = records[number].change
+    while isinstance(change, Commit) and change.thins is not None:
+        number = change.thins
+        change = records[number].change
+    return number

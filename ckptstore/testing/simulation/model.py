@@ -7,19 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckptstore.format.changes import Claim, Commit, Remove, Restore
+from ckptstore.format.cursor import Cursor
 from ckptstore.format.layout import (
     CHECKPOINT_PREFIX,
     HINT_KEY,
     LEASE_PREFIX,
     LOG_PREFIX,
     MANIFEST_NAME,
+    cursor_key,
     parse_lease_key,
     parse_record_key,
     record_key,
 )
 from ckptstore.format.manifest import Manifest, sha256_of
 from ckptstore.format.record import Record
-from ckptstore.testing.simulation.ledger import Ledger, Violation
+from ckptstore.testing.simulation.ledger import Followed, Ledger, Violation, first_place
 from ckptstore.testing.simulation.plan import KEPT_SINCE_SECONDS, Plan
 from ckptstore.testing.simulation.virtual.storages import File, Space
 
@@ -80,6 +82,8 @@ class Model:
     has_arrived: bool = False
     """True if a record on its way at that time arrived afterwards, which hides the loss from everybody."""
     on_commit: Callable[[], None] = lambda: None
+    followed: dict[str, Followed] = field(default_factory=dict)
+    """By the name of a cursor what its followers got."""
     careful: set[int] = field(default_factory=set)
     """Process ids of readers that met no fault, and were never stopped."""
 
@@ -99,6 +103,20 @@ class Model:
     def resumable(self) -> list[SavedCheckpoint]:
         """Return the live checkpoints that a job can resume from, as far as they are not damaged; oldest first."""
         return [saved for saved in self.live() if not saved.is_thinned]
+
+    def comes(self, cursor: str, number: int, where: str) -> int:
+        """Note that a follower got a checkpoint, and return its place. Raise Violation unless it is the next one."""
+        followed = self.followed.setdefault(cursor, Followed())
+        if followed.begun is None and (file := self.space.files.get(cursor_key(cursor))) is not None:
+            followed.begun = Cursor.decode(file.data, file=cursor).begun
+        return followed.come(self.records, number, where)
+
+    def passed_over(self, cursor: str, number: int, began: float) -> None:
+        """Note that a follower, which looks since `began`, said that a checkpoint has no turn."""
+        seen = [at for at in self.numbers_between(began, self.now()) if at is not None]
+        if all(number in (first_place(self.records, one) for one in self.records[at].state.live) for at in seen):
+            raise Violation("what is live has its turn", f"{number} was passed over with the cursor {cursor}")
+        self.followed.setdefault(cursor, Followed()).named.add(number)
 
     def changed(self, key: str, before: File | None, after: File | None) -> None:
         """Handle a write or removal of a file."""

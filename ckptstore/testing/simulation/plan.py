@@ -134,6 +134,7 @@ CUT_OFF_RATE = 0.15
 LYING_RATE = 0.25
 VANISH_RATE = 0.03
 COMMANDS_RATE = 0.08
+FOLLOWING_RATE = 0.05
 THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "damage", "flaky")
 """The subjects of a run's other processes and troubles. Rare ones would coincide by chance too seldom."""
 
@@ -145,6 +146,8 @@ def draw(seed: int, *, num_jobs: int | None = None, **fixed: Any) -> Plan:
             return draw_vanishing(seed)
         if Plan(seed).chance("commands") < COMMANDS_RATE:
             return draw_commands(seed)
+        if Plan(seed).chance("following") < FOLLOWING_RATE:
+            return draw_following(seed)
     rng = Random(f"plan {seed}")
     storage = rng.choice(["objects", "objects", "disk", "disk", "plain objects"])
     calm = rng.random()
@@ -233,9 +236,29 @@ def draw_thinning(seed: int) -> Plan:
         return replace(action, kind="thin") if rng.random() < 0.6 else action
 
     actors = tuple(replace(actor, actions=tuple(map(changed, actor.actions))) for actor in plan.actors)
-    kills = [Trouble("kill", who="admin1.0", at_call=rng.randrange(1, 200))] if rng.random() < 0.5 else []
+    kills = [Trouble("kill", who="admin1", at_call=rng.randrange(1, 200))] if rng.random() < 0.5 else []
     policy = rng.choice(["all", "latest 2"])
     return replace(plan, storage="disk", contents="state", policy=policy, actors=actors, troubles=tuple(kills))
+
+
+def draw_following(seed: int) -> Plan:
+    """Jobs that save while people change what is kept, and followers with one cursor, each of which begins when the one
+    before has died or was done."""
+    rng = Random(f"following {seed}")
+    plan = (draw_commands if rng.random() < 0.7 else draw_thinning)(seed)
+    followers = []
+    for index in range(4):
+        starts = tuple(
+            Action("follow", step=rng.choice([0, 1, 2, 3]), after_seconds=rng.random(), option="evaluation")
+            for _ in range(rng.choice([1, 2, 3]))
+        )
+        begins = f"after follower{index}" if index else rng.choice(["at once", "when saved"])
+        followers.append(Actor(f"follower{index + 1}", starts, ranks=0, begins=begins))
+    kills = [Trouble("kill", one.name, at_call=rng.randrange(1, 80)) for one in followers[:3] if rng.random() < 0.7]
+    late = Action("prune", after_seconds=1200.0)
+    actors = [replace(one, actions=(*one.actions, late)) if one.name == "admin2" else one for one in plan.actors]
+    troubles = (*plan.troubles, *kills)
+    return replace(plan, late_rate=0.0, actors=(*actors, *followers), troubles=troubles)
 
 
 def _cut_off(plan: Plan, jobs: list[Actor]) -> list[Trouble]:

@@ -7,7 +7,7 @@ from typing import Any
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import NoUsableCheckpoint, StoreFenced
-from ckptstore.testing.simulation.alone import open_for
+from ckptstore.testing.simulation.alone import check_followed, open_for
 from ckptstore.testing.simulation.judge import is_fenced, judge
 from ckptstore.testing.simulation.model import payload
 from ckptstore.testing.simulation.plan import Action
@@ -222,6 +222,7 @@ def finale(world: World, member: Member) -> None:
         store.prune()
         store.collect_garbage()
         _check_store(world)
+        check_followed(world, store)
     perform(world, member, 1, Action("close"))
     sleep(30.0)
     check_clean(world, member)
@@ -253,7 +254,7 @@ def _check_store(world: World) -> None:
                 world.fail("nothing committed loses a byte", f"{name} of record {saved.number} at the end")
     for key in files:
         head, _, rest = key.partition("/")
-        known = head in ("store.json", "latest.json", "log", "group", "probe") or (
+        known = head in ("store.json", "latest.json", "log", "group", "probe", "cursors") or (
             head == "checkpoints" and rest.partition("/")[0] in named
         )
         if not known and head == "checkpoints" and world.plan.storage == "plain objects":

@@ -41,6 +41,8 @@ _MODULES = (
     "ckptstore.transfer.fetch",
     "ckptstore.transfer.reads",
     "ckptstore.transfer.upload",
+    "ckptstore.upkeep.cursor_file",
+    "ckptstore.upkeep.follow",
     "ckptstore.upkeep.garbage",
     "ckptstore.upkeep.leases",
     "ckptstore.upkeep.retain",
