@@ -214,24 +214,35 @@ def test_whatever_a_peer_answers_the_state_is_right(
 
 
 def test_of_the_owners_of_a_large_file_the_liar_alone_is_left_out(
-    server: S3Server, strange: Callable[..., Strange], tmp_path: Path
+    server: S3Server, strange: Callable[..., Strange], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file has one digest for all its extents, so a second owner is asked for each."""
+    monkeypatch.setenv("CKPTSTORE_PEERS_LINGER_SECONDS", "0")
+    with opened(server, None) as store:
+        uri = store[1].uri
 
     def right(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
         name, offset = str(request["file"]).rpartition("/")[2], request["offset"]
         give(channel, FILES[name][offset : offset + request["size_bytes"]])
 
     honest, liar, events = strange(right), strange(lies), list[Event]()
-    while not (honest.num_requests and liar.num_requests):  # both own an extent, with some ports
-        events.clear()
+    turns: set[int] = set()
+    while turns != {0, 1}:  # it owns an extent, and is the second owner of one, with some ports
         liar.close()
         liar = strange(lies)
-        peers = f"127.0.0.1:{liar.port},127.0.0.1:{honest.port},127.0.0.1:{free_port()}"
-        honest.num_requests, since = 0, len(server.log)
-        with listening(events.append), opened(server, peers) as store:
-            store.latest().to_directory(tmp_path / f"{liar.port}", include="big.bin")
-        assert (tmp_path / f"{liar.port}/big.bin").read_bytes() == FILES["big.bin"]
+        text = f"127.0.0.1:{liar.port},127.0.0.1:{honest.port},127.0.0.1:{free_port()}"
+        peers, turns = peers_of(text), set()
+        for index in range(3):
+            first = peers._owner(f"{uri}/big.bin", index)
+            assert first is not None
+            second = peers._owner(f"{uri}/big.bin", index, {first.name})
+            turns |= {turn for turn, node in enumerate((first, second)) if node and node.name.endswith(f":{liar.port}")}
+        peers.close()
+    since = len(server.log)
+    with listening(events.append), opened(server, text) as store:
+        store.latest().to_directory(tmp_path / "out", include="big.bin")
+    assert (tmp_path / "out/big.bin").read_bytes() == FILES["big.bin"]
+    assert honest.num_requests > 0
     left_out = {(event.node, event.seconds) for event in events if isinstance(event, PeerLeftOut)}
     assert left_out == {(f"127.0.0.1:{liar.port}", 600)}
     sent = sum(request.sent_bytes for request in server.log[since:] if "big.bin" in request.path)
