@@ -32,7 +32,7 @@ TOKEN = "a token of sixteen characters"
 SIZES_BYTES = {"big.bin": 5 * EXTENT_BYTES + 77} | {f"{number:02}.bin": 60_000 * number for number in range(1, 20)}
 TOTAL_BYTES = sum(SIZES_BYTES.values())
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture
