@@ -310,10 +310,10 @@ class Checkpoint:
         )
         if self._files.job is not None:
             return load_state(self._files.job.group, self._files, state, options)
-        given = self._files.given_group
-        if given is None and self._elsewhere is not None and not has_torch_group():
-            given = SOLO  # a worker of a data loader has the environment of its rank, but cannot reach the others
-        group = find_group(given, storage=self._files.storage, config=self._files.config)
+        ranks = self._files.given_group
+        if ranks is None and self._elsewhere is not None and not has_torch_group():
+            ranks = SOLO  # a worker of a data loader has the environment of its rank, but cannot reach the others
+        group = find_group(ranks, storage=self._files.storage, config=self._files.config)
         try:
             return load_state(group, self._files, state, options)
         finally:
