@@ -47,8 +47,10 @@ _RECORD = f"{PROGRESS_FOLDER}plan.json"
 WINDOW_BYTES = 8 << 20
 """Bytes read at once. A multiple of every element's size, and parts begin at such multiples, so that no element spans
 two windows."""
+_WINDOWS_AT_ONCE = 2
+"""Windows that are filled at once: while bytes for one are read, those of another may be calculated."""
 _BUFFER_BYTES = 32 << 20
-"""The most memory for buffers beside a window, for pieces whose order in the checkpoint and the file differ."""
+"""The most memory for buffers beside the windows, for pieces whose order in the checkpoint and the file differ."""
 
 
 class ExportSource(Protocol):
@@ -271,7 +273,7 @@ class SafetensorsSource:
 
     The position of each byte is known before the first one is read. So the file can be written in the parts that a
     storage wants, by several threads, and its bytes pass through one window of memory for each thread that reads,
-    whatever the sizes of the file and of its tensors. One window is filled at a time, itself in parallel.
+    whatever the sizes of the file and of its tensors. Two windows are filled at a time.
     """
 
     payloads: Sequence[tuple[int, int]] = ()
@@ -281,13 +283,13 @@ class SafetensorsSource:
         self, stored: ReadableState, head: bytes, entries: Sequence[SafetensorsEntry], keys: Mapping[str, str]
     ) -> None:
         """Create the source; `keys` maps each tensor's name to its key in the checkpoint."""
-        stored.buffer_bytes = _BUFFER_BYTES
+        stored.buffer_bytes = _BUFFER_BYTES // _WINDOWS_AT_ONCE
         self._stored = stored
         self._head = head
         self._entries = entries
         self._keys = keys
         *self._starts, self.size_bytes = accumulate((entry.size_bytes for entry in entries), initial=len(head))
-        self._lock = threading.Lock()
+        self._turns = threading.BoundedSemaphore(_WINDOWS_AT_ONCE)
         self._unused: list[torch.Tensor] = []
         """Windows whose bytes are all read."""
 
@@ -322,7 +324,7 @@ class SafetensorsSource:
         except IndexError:
             # Mapped memory returns to the system when unused; the heaps of several threads would keep it.
             window = torch.frombuffer(new_memory(min(WINDOW_BYTES, self.size_bytes)), dtype=torch.uint8)
-        with self._lock:
+        with self._turns:
             self._fill(window, begin)
         return window[: self.size_bytes - begin]
 

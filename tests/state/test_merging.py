@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState, merge, open_store
-from ckptstore.interchange.merging.merged_files import MergeReport
+from ckptstore.checkpoint import files_behind
+from ckptstore.interchange.merging import merged_files
+from ckptstore.interchange.merging.merged_files import MergeReport, MergeSource
 from ckptstore.interchange.merging.shares import shares
+from ckptstore.state.tensors.boxes import whole
 
 MIB = 1 << 20
 
@@ -86,6 +90,37 @@ def test_an_average_is_that_of_whole_tensors(tmp_path: Path, dtype: str) -> None
         assert found[key].dtype == kind
         assert torch.equal(found[key].view(torch.uint8), total.to(kind).view(torch.uint8))
     assert (report.steps, report.coefficients, report.left_out) == ((0, 1, 2), (0.125, 0.25, 0.625), {})
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float8_e5m2"])
+def test_a_merge_in_many_passes_and_threads_is_that_of_whole_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None
+) -> None:
+    monkeypatch.setattr(merged_files, "_PASS_BYTES", 40_000)
+    monkeypatch.setattr(merged_files, "_CHUNK_ELEMENTS", 999)
+    states = [
+        {"a": drawn(70, 301, seed=seed), "b": drawn(9, 7, 20, seed=seed).bfloat16(), "n": torch.arange(50) + seed}
+        for seed in range(3)
+    ]
+    files = tuple(files_behind(one).alone() for one in saved(tmp_path / "s", *states))
+    state = MergeSource(files, (0.5, 0.0, 0.5), dtype, is_arc=False).opened()
+    expected = {
+        key: ((states[0][key].float() * 0.5).add_(states[2][key].float(), alpha=0.5)).to(
+            getattr(torch, dtype) if dtype else states[0][key].dtype
+        )
+        for key in ("a", "b")
+    }
+    expected["n"] = states[2]["n"]
+
+    def filled(number: int) -> None:
+        order = [*expected][number % 3 :] + [*expected][: number % 3]
+        found = {key: torch.empty_like(expected[key]) for key in order}
+        state.fill_boxes([(key, whole(tuple(memory.shape)), memory) for key, memory in found.items()])
+        for key, memory in found.items():
+            assert torch.equal(memory.view(torch.uint8), expected[key].view(torch.uint8)), key
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(filled, range(40)))
 
 
 @pytest.mark.slow
@@ -161,6 +196,12 @@ def test_a_cast_is_of_floats_and_refuses_what_it_cannot_hold(tmp_path: Path) -> 
     with pytest.raises(InvalidState, match=r"w has values that torch\.float16 cannot hold"):
         merge(checkpoints, tmp_path / "half", dtype="float16")
     assert not (tmp_path / "half").exists()
+    late = torch.ones(100_000)
+    late[-1] = 131_000.0  # rounds to a number that the dtype lacks, in the last of several chunks
+    late[40_000] = math.inf
+    beyond = saved(tmp_path / "u", {"w": late}, {"w": late})
+    with pytest.raises(InvalidState, match="w has values that"):
+        merge(beyond, tmp_path / "half", dtype="float16")
     infinite = saved(tmp_path / "t", {"w": torch.tensor([math.inf, math.nan])}, {"w": torch.tensor([1.0, 1.0])})
     found, _ = merged(tmp_path / "inf", infinite, dtype="float16")
     assert str(found["w"].tolist()) == "[inf, nan]"

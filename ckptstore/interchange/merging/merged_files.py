@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -23,12 +24,17 @@ from ckptstore.loading.load_state import is_stock, open_alone
 from ckptstore.runtime.new_memory import new_memory
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.matching import Saved
+from ckptstore.state.read.read_plan import halves
 from ckptstore.state.read.stored import StoredState
-from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.boxes import Box, whole, within
+from ckptstore.state.tensors.segments import narrowed
 from ckptstore.transfer.executor import Executor, InProcess
 
-_CHUNK_ELEMENTS = 1 << 20
-"""The elements that are widened at once."""
+_CHUNK_ELEMENTS = 1 << 15
+"""The elements that are calculated with at once: they stay in the processor's cache, and torch does not share so few
+among threads, which would wait for each other."""
+_PASS_BYTES = 16 << 20
+"""The most bytes of sums that one thread holds."""
 _ALIGN_BYTES = 64
 _LEAST_SINE = 1e-4
 """Below it two tensors have nearly one direction, and the arc between them is the line."""
@@ -149,14 +155,17 @@ class _Opened(NamedTuple):
         return self.saved.tensors.get(self.saved.aliases.get(key, key))
 
 
+_Wanted = tuple[str, Box, torch.Tensor]
+"""The key of a tensor, a box of it, and the memory for that."""
+
+
 class MergedState:
     """The sum of the checkpoints; it reads as a `StoredState` does."""
 
     def __init__(self, source: MergeSource, states: Sequence[_Opened]) -> None:
         self._source = source
         self._states = states
-        self._scratch = _Scratch(), _Scratch()
-        """The sums, and the elements of one checkpoint."""
+        self._scratch = _ScratchPairs()
 
     @property
     def buffer_bytes(self) -> int:
@@ -212,33 +221,49 @@ class MergedState:
         found += [f"{key} differs between ranks, the lowest rank's is taken" for key in apart]
         return [*found, *(f"{name} is tied to {other}, and stored as that" for name, other in tied.items())]
 
-    def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
-        """Fill memory with boxes of the result. Raises CheckpointDamaged, InvalidState for a value out of range."""
+    def fill_boxes(self, wanted: Sequence[_Wanted]) -> None:
+        """Fill memory with boxes of the result; safe for threads. Raises CheckpointDamaged, and InvalidState for a
+        value out of range."""
         last = self._states[-1]
-        whole = [(key, box, memory) for key, box, memory in wanted if not _is_added(_form(last, key))]
+        copied = [(key, box, memory) for key, box, memory in wanted if not _is_added(_form(last, key))]
         added = [(key, box, memory) for key, box, memory in wanted if _is_added(_form(last, key))]
-        if whole:
-            last.state.fill_boxes([(_source_of(last, key), box, memory) for key, box, memory in whole])
-        if not added:
-            return
-        sums = self._scratch[0].divided([(box.sizes, _wide(_form(last, key))) for key, box, _ in added])
-        for total in sums:
-            total.zero_()
+        if copied:
+            last.state.fill_boxes([(_source_of(last, key), box, memory) for key, box, memory in copied])
+        with self._scratch.lent() as scratch:
+            for some in self._passes(added):
+                self._add(some, *scratch)
+
+    def _passes(self, added: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+        """Yield the boxes, large ones in parts, in groups whose sums fit into the memory for them."""
+        group: list[_Wanted] = []
+        used_bytes = 0
+        for key, box, memory in added:
+            element_bytes = _wide(_form(self._states[-1], key)).itemsize
+            for part in halves(whole(box.sizes), box.sizes, _PASS_BYTES // element_bytes):
+                size_bytes = part.volume * element_bytes
+                if group and used_bytes + size_bytes > _PASS_BYTES:
+                    yield group
+                    group, used_bytes = [], 0
+                group.append((key, within(part, box), narrowed(memory, part)))
+                used_bytes += size_bytes
+        if group:
+            yield group
+
+    def _add(self, added: Sequence[_Wanted], sums_memory: _Scratch, parts_memory: _Scratch) -> None:
+        """Fill memory with boxes of sums, in two scratch memories: for the sums, and for one checkpoint's elements."""
+        last = self._states[-1]
+        sums = sums_memory.divided([(box.sizes, _wide(_form(last, key))) for key, box, _ in added])
         for number, opened in enumerate(self._states):
             coefficients = [self._source.arcs.get(key, self._source.coefficients)[number] for key, _, _ in added]
-            if not any(coefficients):  # its infinities do not count either
-                continue
-            parts = self._scratch[1].divided([(box.sizes, _form(opened, key).torch_dtype) for key, box, _ in added])
-            opened.state.fill_boxes(
-                [(_source_of(opened, key), box, part) for (key, box, _), part in zip(added, parts, strict=True)]
-            )
+            parts = parts_memory.divided([(box.sizes, _form(opened, key).torch_dtype) for key, box, _ in added])
+            if any(coefficients):  # else its infinities do not count either
+                opened.state.fill_boxes(
+                    [(_source_of(opened, key), box, part) for (key, box, _), part in zip(added, parts, strict=True)]
+                )
             for total, part, coefficient in zip(sums, parts, coefficients, strict=True):
-                for several, more in _chunks(total, part) if coefficient else ():
-                    several.add_(more.to(several.dtype), alpha=coefficient)
+                _accumulate(total, part, coefficient, is_first=number == 0)
         for (key, _, memory), total in zip(added, sums, strict=True):
-            memory.copy_(total)
-            is_narrow = torch.finfo(memory.dtype).max < torch.finfo(total.dtype).max
-            if is_narrow and any(_is_beyond(*pair) for pair in _chunks(memory, total)):
+            if not _narrow(total, memory):
                 raise InvalidState(
                     f"{key} has values that {memory.dtype} cannot hold", hint="Choose a dtype of a wider range"
                 )
@@ -268,11 +293,57 @@ class _Scratch:
         ]
 
 
-def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the same elements of contiguous tensors of one shape, some at a time."""
-    flat = [tensor.view(-1) for tensor in tensors]
-    for start in range(0, len(flat[0]), _CHUNK_ELEMENTS):
-        yield tuple(one[start : start + _CHUNK_ELEMENTS] for one in flat)
+class _ScratchPairs:
+    """Lends two scratch memories to each of the threads that add up at once."""
+
+    def __init__(self) -> None:
+        self._unused: list[tuple[_Scratch, _Scratch]] = []
+
+    @contextmanager
+    def lent(self) -> Iterator[tuple[_Scratch, _Scratch]]:
+        """Lend two memories until the context ends."""
+        try:
+            pair = self._unused.pop()
+        except IndexError:
+            pair = _Scratch(), _Scratch()
+        yield pair
+        self._unused.append(pair)
+
+
+def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the elements of a contiguous tensor, some at a time."""
+    return tensor.view(-1).unsafe_split(_CHUNK_ELEMENTS)
+
+
+def _accumulate(total: torch.Tensor, part: torch.Tensor, coefficient: float, *, is_first: bool) -> None:
+    """Add the elements of a checkpoint times its coefficient; the first ones take the place of what is there."""
+    if not coefficient:  # the part may hold anything
+        if is_first:
+            total.zero_()
+        return
+    widened = () if is_first or part.dtype == total.dtype else _chunks(total.new_empty(_CHUNK_ELEMENTS))
+    for sums, elements in zip(_chunks(total), _chunks(part), strict=True):
+        if is_first:
+            sums.copy_(elements).mul_(coefficient)
+        elif widened:
+            sums.add_(widened[0][: elements.shape[0]].copy_(elements), alpha=coefficient)
+        else:
+            sums.add_(elements, alpha=coefficient)
+
+
+def _narrow(total: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Copy sums into memory of their final dtype. Return False if one of them is finite there no longer."""
+    most = torch.finfo(memory.dtype).max
+    is_narrow = most < torch.finfo(total.dtype).max
+    pairs = list(zip(_chunks(memory), _chunks(total), strict=True))
+    ends = total.new_zeros((2, len(pairs)))
+    for (narrow, wide), low, high in zip(pairs, *(row.unbind() for row in ends), strict=True):
+        narrow.copy_(wide)
+        if is_narrow:
+            torch.aminmax(wide, out=(low, high))  # both are NaN if one element is
+    if bool((ends.abs() <= most).all()):
+        return True
+    return not any(_is_beyond(narrow, wide) for narrow, wide in pairs)
 
 
 def _source_of(opened: _Opened, key: str) -> str:
@@ -309,14 +380,14 @@ def _arcs(states: Sequence[_Opened], keys: Sequence[str], share: float) -> dict[
     products = dict.fromkeys(keys, (0.0, 0.0, 0.0))
     streams = [stream_tensors(opened.state, [_source_of(opened, key) for key in keys]) for opened in states]
     names = {_source_of(states[-1], key): key for key in keys}
+    wide = torch.empty((2, _CHUNK_ELEMENTS), dtype=torch.float64, device="cpu")
     for (_, first), (source, second) in zip(*streams, strict=True):
-        dtype = states[-1].state.entry(source).torch_dtype
-        size_bytes = _CHUNK_ELEMENTS * dtype.itemsize
-        for start in range(0, len(second), size_bytes):
-            pieces = (torch.frombuffer(one[start : start + size_bytes], dtype=dtype) for one in (first, second))
-            a, b = (piece.to(torch.float64) for piece in pieces)
-            dot, one, other = products[names[source]]
-            products[names[source]] = dot + float(a @ b), one + float(a @ a), other + float(b @ b)
+        dtype, key = states[-1].state.entry(source).torch_dtype, names[source]
+        chunks = (_chunks(torch.frombuffer(one, dtype=dtype)) if len(one) else () for one in (first, second))
+        for pair in zip(*chunks, strict=True):
+            a, b = (row[: elements.shape[0]].copy_(elements) for row, elements in zip(wide, pair, strict=True))
+            dot, one, other = products[key]
+            products[key] = dot + float(a @ b), one + float(a @ a), other + float(b @ b)
     return {key: _arc(dot, math.sqrt(one * other), share) for key, (dot, one, other) in products.items()}
 
 

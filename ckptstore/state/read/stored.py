@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -62,6 +63,8 @@ class StoredState:
     what takes the states of all ranks, where there were others."""
     more: Callable[[Iterable[int]], TensorIndex] | None = None
     """The function that returns the index with the parts of these ranks too; None if all parts were read."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held while parts of the index are read, which only one thread at a time may do."""
     _ranks: dict[str, int] = field(default_factory=dict)
     """The rank whose value is taken, for each key that differs between ranks."""
 
@@ -277,7 +280,7 @@ class StoredState:
 
     def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
         """Read boxes of stored tensors, each into memory of its shape and dtype, the stored one or the one that it had
-        in the state. Raises CheckpointDamaged."""
+        in the state. Safe for threads. Raises CheckpointDamaged."""
         self._fill([(key, self.source_rank(key), [Piece(box, memory)]) for key, box, memory in wanted])
 
     def whole_index(self) -> TensorIndex:
@@ -290,14 +293,15 @@ class StoredState:
         """Read the parts of the index that have chunks of these boxes."""
         if self.more is None or self.index.is_whole:
             return
-        lacking = {
-            holder
-            for source, rank, pieces in wanted
-            for piece in pieces
-            for holder in self.index.lacking(source, rank, piece.box)
-        }
-        if lacking:
-            self.index = self.more(lacking)
+        with self._lock:
+            lacking = {
+                holder
+                for source, rank, pieces in wanted
+                for piece in pieces
+                for holder in self.index.lacking(source, rank, piece.box)
+            }
+            if lacking:
+                self.index = self.more(lacking)
 
     def _fill(
         self,
