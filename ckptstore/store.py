@@ -174,12 +174,22 @@ class CheckpointStore(Catalogue):
 
         return StoreTarget(self._job, in_turn=self._in_turn, metrics=metrics, metadata=metadata)
 
-    def warm_up(self, state: Mapping[str, Any], *, stock_readable: StockReadable = "auto") -> None:
-        """Make the memory and plans that a first `save_async` needs. Collective."""
+    def warm_up(
+        self,
+        state: Mapping[str, Any],
+        *,
+        stock_readable: StockReadable = "auto",
+        dtype: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make the memory and plans that a first `save_async` with the same `dtype` needs. Collective.
+
+        Raises InvalidInput for a pattern that casts nothing.
+        """
         from ckptstore.saving.state_shard import StateOptions
 
         self._in_turn()
-        self._state_saver.warm_up(state, options=StateOptions(stock_readable=stock_readable))
+        options = StateOptions.of(dtype, False, allow_pickle=False, stock_readable=stock_readable)
+        self._state_saver.warm_up(state, options=options)
 
     def finish_by(self, seconds: float | None = None) -> bool:
         """Wait for the save in flight, at most `seconds` or the time left since SIGTERM. Return True if it has ended.

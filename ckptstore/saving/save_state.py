@@ -194,7 +194,7 @@ class StateSaver:
         job = self.job
         target = SaveTarget(job.storage, job.transfer.upload, LogPublisher(job))
         shard = self._shard(state, options, target, compares_replicas=False)
-        request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace")
+        request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace", **options.agreed)
         meet(job.group, "warm up", shard, request, lambda _decision: {})
         self._staging_memory().reserve([source.size_bytes for _, source in shard.plan().sources])
 

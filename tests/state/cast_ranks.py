@@ -49,6 +49,10 @@ def save_cast(root: str, incremental: Any) -> dict[str, Any]:
         late = {"late": torch.zeros(300_000)} if rank == 1 else {}
         cast.load({"model": others[0], "optimizer": others[1], **late})
         saved, loaded = numbers_of(optimizer), numbers_of(others[1])
+        again = model_and_optimizer(3, steps=1)
+        own = {"late": torch.zeros(300_000)} if rank == 1 else {}
+        cast.load({"model": again[0], "optimizer": again[1], **own}, read_once="job")
+        shared = numbers_of(again[1])
         errors = []
         mixed = {"mixed": torch.ones(5, dtype=torch.float64 if rank else torch.float32)}
         for wrong, what in [
@@ -60,6 +64,10 @@ def save_cast(root: str, incremental: Any) -> dict[str, Any]:
                 store.save(4, what, dtype=wrong)
             except CkptstoreError as error:
                 errors.append(f"{type(error).__name__}: {error}")
+        try:
+            store.warm_up(state, dtype={"model.*": "bfloat16" if rank else "float16"})
+        except CkptstoreError as error:
+            errors.append(f"{type(error).__name__}: {error}")
     dist.destroy_process_group()
     return {
         "sizes": (plain.size_bytes, cast.size_bytes),
@@ -67,6 +75,7 @@ def save_cast(root: str, incremental: Any) -> dict[str, Any]:
             torch.equal(one if not one.dim() else one.bfloat16().float(), other)
             for one, other in zip(saved, loaded, strict=True)
         ],
+        "is_equal_shared": [torch.equal(one, other) for one, other in zip(loaded, shared, strict=True)],
         "dtypes": {str(one.dtype) for one in loaded},
         "late": late["late"][0].item() if late else None,
         "errors": errors,

@@ -4,6 +4,9 @@ back is refused."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,12 @@ from cast_ranks import resume_alone, save_cast
 from safetensors.torch import load_file
 
 from ckptstore import Checkpoint, CheckpointStore, FastTier, InvalidInput, InvalidState, StateMismatch, open_store
+from ckptstore.checkpoint import files_behind
 from ckptstore.interchange import export, merge
+from ckptstore.loading.load_state import open_alone
 from ckptstore.publication.from_store import weights_of
+from ckptstore.state.read import read_plan
+from ckptstore.state.tensors.boxes import Box
 from ckptstore.testing import run_ranks
 
 LARGE = 5_000_001
@@ -111,6 +118,86 @@ def test_a_load_gives_back_the_dtype_of_the_state(store: CheckpointStore) -> Non
     store.save(2, {"t": {"a": live.bfloat16(), "b": torch.zeros(10)}})
     with pytest.raises(StateMismatch, match="bfloat16"):
         store.load(target)
+
+
+def test_a_load_casts_back_into_memory_of_any_form(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_plan, "BUFFER_BYTES", 1 << 18)
+    live = {key: tensor.detach() for key, tensor in kinds().items()} | {"whole": torch.randn(3000)}
+    checkpoint = store.save(1, {"t": live}, dtype=BF16)
+    target = {
+        "large": torch.zeros(2 * LARGE)[::2],
+        "small": torch.zeros(116),
+        "transposed": torch.zeros(900, 1100).t(),
+        "strided": torch.zeros(1000, 600),
+        "negated": torch._neg_view(torch.zeros(600_000)),
+        "imaginary": torch.zeros(600_000, dtype=torch.complex64).conj().imag,
+        "expanded": torch.zeros(600, 1000).t(),
+        "parameter": torch.nn.Parameter(torch.zeros(700_000)),
+        "double": torch.zeros(600_000, dtype=torch.float64),
+        "small_strided": torch.zeros(29, 40),
+    }
+    with torch.inference_mode():
+        target["whole"] = torch.zeros(3000)
+    asked = [f"t.{key}" for key in target]
+    kept = {"empty": torch.zeros(0, 5), "scalar": torch.zeros(())}
+    checkpoint.load({"t": {**target, **kept}}, include=asked)
+    for key, tensor in target.items():
+        assert bits(tensor) == bits(live[key].bfloat16().to(live[key].dtype)), key
+    assert kept["scalar"] == 0
+
+
+def test_a_box_of_a_cast_tensor_with_gaps_of_its_own_size_is_cast_back(store: CheckpointStore) -> None:
+    live = torch.randn(2, 30_000)
+    checkpoint = store.save(1, {"t": {"a": live}}, dtype=BF16)
+    state = open_alone(files_behind(checkpoint))
+    for left in (0, 10_000, 20_000):  # from the first to the last, as many bytes in the file as in memory
+        found = torch.zeros(2, 10_000)
+        state.fill_boxes([("t.a", Box((0, left), (2, 10_000)), found)])
+        assert torch.equal(found, live[:, left : left + 10_000].bfloat16().float())
+
+
+WORKER = """
+import os, sys
+from export_worker import status_bytes
+from pathlib import Path
+import torch
+from ckptstore import open_store
+def made(number, fill):
+    return {"t": {f"{n}": torch.full((8 << 20,), fill) for n in range(number)}}
+with open_store(sys.argv[1], durable=False) as store:
+    for step, number in enumerate((1, 8)):
+        store.save(step, made(number, 1.5), dtype={"t.*": "bfloat16"})
+    for step, number in enumerate((1, 8)):  # the first loads what is imported on first use
+        state = made(number, 0.0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status_bytes("VmRSS")
+        store[step].load(state)
+        assert all((tensor == 1.5).all() for tensor in state["t"].values())
+print(status_bytes("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_load_of_casts_stays_within_the_budget_whatever_their_size(tmp_path: Path) -> None:
+    path = os.pathsep.join(sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, "CKPTSTORE_MEMORY_BUDGET_BYTES": str(64 << 20)}
+    command = [sys.executable, "-c", WORKER, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280, env=environment)
+    assert int(done.stdout) < 64 << 20  # of 128 MiB in the stored dtype
+
+
+def test_a_warm_up_makes_memory_for_the_casts_of_the_save(store: CheckpointStore) -> None:
+    state = {"t": {"a": torch.randn(3_000_000)}}
+    with pytest.raises(InvalidInput, match="fits no tensor"):
+        store.warm_up(state, dtype={"u.*": "bfloat16"})
+    store.warm_up(state, dtype=BF16)
+    assert store._state_saver._staging is not None
+    made = [id(buffer) for buffer in store._state_saver._staging.buffers]
+    sizes = sum(len(buffer.memory) for buffer in store._state_saver._staging.buffers)
+    assert 6_000_000 <= sizes < 9_000_000
+    checkpoint = store.save_async(1, state, dtype=BF16).result()
+    assert [id(buffer) for buffer in store._state_saver._staging.buffers] == made
+    assert torch.equal(checkpoint.to_dict()["t"]["a"], state["t"]["a"].bfloat16().float())
 
 
 def test_an_optimizer_goes_on_as_from_its_cast_numbers(store: CheckpointStore) -> None:
@@ -292,10 +379,12 @@ def test_sharded_tensors_are_cast_on_each_rank(tmp_path: Path) -> None:
     for rank, one in enumerate(found):
         assert all(one["is_equal"]), rank
         assert one["dtypes"] == {"torch.float32"}
+        assert all(one["is_equal_shared"]), rank
         assert one["sizes"][1] < 0.75 * one["sizes"][0]
         assert "InvalidInput: dtype={'nothing.*': 'bfloat16'} fits no tensor" in one["errors"][0]
         assert "InvalidInput: rank 1 asks for" in one["errors"][1]
         assert "InvalidState: mixed is float32 on rank 0 and float64 on rank 1" in one["errors"][2]
+        assert "InvalidInput: rank 1 asks for" in one["errors"][3]
     assert found[1]["late"] == torch.tensor(1.1).half().float().item()
     (alone,) = run_ranks(1, resume_alone, str(tmp_path))
     assert {str(tensor.dtype) for tensor in alone} == {"torch.float32"}

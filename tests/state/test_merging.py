@@ -23,7 +23,7 @@ from ckptstore.checkpoint import files_behind
 from ckptstore.interchange.merging import merged_files
 from ckptstore.interchange.merging.merged_files import MergeReport, MergeSource
 from ckptstore.interchange.merging.shares import shares
-from ckptstore.state.tensors.boxes import whole
+from ckptstore.state.tensors.boxes import Box
 
 MIB = 1 << 20
 
@@ -115,7 +115,12 @@ def test_a_merge_in_many_passes_and_threads_is_that_of_whole_tensors(
     def filled(number: int) -> None:
         order = [*expected][number % 3 :] + [*expected][: number % 3]
         found = {key: torch.empty_like(expected[key]) for key in order}
-        state.fill_boxes([(key, whole(tuple(memory.shape)), memory) for key, memory in found.items()])
+        for cut in (slice(None, 5), slice(5, None)):
+            parts = {key: memory[cut] for key, memory in found.items()}
+            boxes = {
+                key: Box((cut.start or 0, *(0,) * (part.ndim - 1)), tuple(part.shape)) for key, part in parts.items()
+            }
+            state.fill_boxes([(key, boxes[key], part) for key, part in parts.items()])
         for key, memory in found.items():
             assert torch.equal(memory.view(torch.uint8), expected[key].view(torch.uint8)), key
 

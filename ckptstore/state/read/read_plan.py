@@ -2,7 +2,7 @@
 
 A box that is one range in the file and in memory is read straight into place, its ends widened to block borders. The
 larger tensors of a slab, which is read as a whole, are too. All else goes through a buffer: small tensors, slices
-across rows, memory on a device.
+across rows, memory on a device or of another dtype.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Copy(NamedTuple):
     """The memory, of the shape of the box."""
     strides: tuple[int, ...]
     """The strides of the box in the file, in elements."""
+    dtype: torch.dtype
+    """The dtype in the file, from which a copy casts to that of the memory."""
 
     @property
     def stop(self) -> int:
@@ -59,7 +61,8 @@ class Copy(NamedTuple):
     def is_whole(self) -> bool:
         """True if the bytes lie in memory as they lie in the file."""
         size_bytes = self.target.numel() * self.target.element_size()
-        return size_bytes == self.size_bytes and is_plain_memory(self.target)
+        is_same = size_bytes == self.size_bytes and self.target.dtype == self.dtype
+        return is_same and is_plain_memory(self.target)
 
 
 class SmallTensors:
@@ -223,7 +226,7 @@ class Buffered(NamedTuple):
             if copy.is_whole and 0 <= start <= last - copy.size_bytes:  # for a small tensor a view costs too much
                 ctypes.memmove(address_of(copy.target, copy.size_bytes), address + start, copy.size_bytes)
             else:
-                fill(copy.target, self.buffer[start:][: copy.size_bytes], copy.strides)
+                fill(copy.target, self.buffer[start:][: copy.size_bytes], copy.strides, copy.dtype)
 
 
 def _buffer(size_bytes: int) -> memoryview:
@@ -231,14 +234,14 @@ def _buffer(size_bytes: int) -> memoryview:
     return memoryview(new_memory(size_bytes)) if size_bytes >= HUGE_BYTES else np.empty(size_bytes, np.uint8).data
 
 
-def fill(target: torch.Tensor, data: memoryview, strides: tuple[int, ...]) -> None:
-    """Copy a box, which lies in `data` with these strides, into memory of its shape."""
+def fill(target: torch.Tensor, data: memoryview, strides: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Copy a box, which lies in `data` with these strides and this dtype, into memory of its shape."""
     size_bytes = target.numel() * target.element_size()
-    if size_bytes == len(data) and is_plain_memory(target):
+    if size_bytes == len(data) and target.dtype == dtype and is_plain_memory(target):
         view_of(target)[:] = data
         return
-    is_aligned = _address(data) % target.element_size() == 0
-    aligned = torch.frombuffer(data if is_aligned else bytearray(data), dtype=torch.uint8).view(target.dtype)
+    is_aligned = _address(data) % dtype.itemsize == 0
+    aligned = torch.frombuffer(data if is_aligned else bytearray(data), dtype=torch.uint8).view(dtype)
     target.copy_(aligned.as_strided(tuple(target.shape), strides))
 
 
@@ -260,19 +263,23 @@ class ReadPlan:
         self._regions = [column.tolist() for column in _region_columns(index)]
 
     def add(self, source: str, pieces: Iterable[Piece], *, rank: int) -> None:
-        """Fill these pieces of the stored tensor `source`, as `rank` stored it if ranks differ.
+        """Fill these pieces of the stored tensor `source`, as `rank` stored it if ranks differ. Those of the dtype that
+        a tensor had before a save cast it are cast back.
 
         Raises CheckpointDamaged when the index lacks chunks of them.
         """
+        entry = self._index.entry(source, rank)
+        cast = entry.torch_dtype if entry is not None and entry.live else None
         for piece in pieces:
-            volume = 0
+            volume, dtype = 0, cast or piece.tensor.dtype
             for chunk in self._index.chunks(source, rank, piece.box):
                 if chunk.box == piece.box:
                     volume += piece.box.volume
-                    self._add_box(chunk, whole(chunk.box.sizes), piece.tensor)
+                    self._add_box(chunk, whole(chunk.box.sizes), piece.tensor, dtype)
                 elif (common := overlap(chunk.box, piece.box)) is not None:
                     volume += common.volume
-                    self._add_box(chunk, inside(common, chunk.box), narrowed(piece.tensor, inside(common, piece.box)))
+                    target = narrowed(piece.tensor, inside(common, piece.box))
+                    self._add_box(chunk, inside(common, chunk.box), target, dtype)
             if volume != piece.box.volume:
                 raise CheckpointDamaged(f"the checkpoint has not all of {source}: a chunk is missing")
 
@@ -293,23 +300,23 @@ class ReadPlan:
         left[taken] = False
         return [(small.entries[index].key, small.tensors[index]) for index in np.flatnonzero(left).tolist()]
 
-    def _add_box(self, chunk: Chunk, box: Box, target: torch.Tensor) -> None:
-        element_bytes = target.element_size()
+    def _add_box(self, chunk: Chunk, box: Box, target: torch.Tensor, dtype: torch.dtype) -> None:
+        element_bytes = dtype.itemsize
         size_bytes = self._regions[2][chunk.region]
         is_own = self._regions[1][chunk.region] == chunk.offset and size_bytes == chunk.box.volume * element_bytes
         strides = strides_of(chunk.box.sizes)
         if not is_own:
             first, count = (0, box.volume) if box.sizes == chunk.box.sizes else span(box, chunk.box.sizes)
-            copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, target, strides)
+            copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, target, strides, dtype)
             self._shared[chunk.region].append(copy)
-        elif is_plain_memory(target) and is_range(box, chunk.box.sizes):
+        elif target.dtype == dtype and is_plain_memory(target) and is_range(box, chunk.box.sizes):
             first, count = span(box, chunk.box.sizes)
             self._add_direct(chunk, chunk.offset + first * element_bytes, view_of(target))
         else:
             for piece in _cut(box, chunk.box.sizes, element_bytes):
                 first, count = span(piece, chunk.box.sizes)
                 inner = narrowed(target, inside(piece, box))
-                copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, inner, strides)
+                copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, inner, strides, dtype)
                 self._add_buffered(chunk.region, copy.offset, copy.offset + copy.size_bytes, [copy])
 
     def _add_direct(self, chunk: Chunk, offset: int, view: memoryview) -> None:

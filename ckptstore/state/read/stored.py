@@ -309,40 +309,18 @@ class StoredState:
         run: RunSteps = run_steps,
         small: SmallTensors | None = None,
     ) -> None:
-        stored: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
-            run(self._steps(wanted, stored, small), self.read, buffer_bytes=self.buffer_bytes)
-            for tensor, memory in stored:
-                tensor.copy_(memory)
-
-    def _in_stored_dtype(
-        self, source: str, rank: int, pieces: list[Piece], stored: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[str, int, list[Piece]]:
-        """Return what to read for pieces of a tensor: new memory on the host for those that it was cast from."""
-        entry = self.index.entry(source, rank)
-        if entry is None or not entry.live:
-            return source, rank, pieces
-        found = []
-        for box, tensor in pieces:
-            memory = tensor
-            if tensor.dtype != entry.torch_dtype:
-                check_memory(tensor, source)
-                memory = torch.empty(tensor.shape, dtype=entry.torch_dtype, device="cpu")
-                stored.append((tensor, memory))
-            found.append(Piece(box, memory))
-        return source, rank, found
+            run(self._steps(wanted, small), self.read, buffer_bytes=self.buffer_bytes)
 
     def _steps(
         self,
         wanted: Iterable[tuple[str, int, list[Piece]]],
-        stored: list[tuple[torch.Tensor, torch.Tensor]],
         small: SmallTensors | None = None,
     ) -> Iterator[Step]:
-        """Yield the steps of a read. Note in `stored` the memory that takes the place of tensors of another dtype. All
-        that can fail comes after the first is asked for, where `run` is prepared."""
+        """Yield the steps of a read. All that can fail comes after the first is asked for, where `run` is prepared."""
         # Some classes of tensors cannot be detached in inference mode, in which the reads are.
         with collector_paused(), torch.inference_mode(False):
-            pieces_of_all = [self._in_stored_dtype(*one, stored) for one in wanted]
+            pieces_of_all = list(wanted)
         self._know(pieces_of_all)
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
         with collector_paused(), torch.inference_mode(False):
