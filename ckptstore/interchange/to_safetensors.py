@@ -319,12 +319,12 @@ class SafetensorsSource:
 
     def _filled(self, begin: int) -> torch.Tensor:
         """Return a window with the bytes of the file from `begin` on."""
-        try:
-            window = self._unused.pop()
-        except IndexError:
-            # Mapped memory returns to the system when unused; the heaps of several threads would keep it.
-            window = torch.frombuffer(new_memory(min(WINDOW_BYTES, self.size_bytes)), dtype=torch.uint8)
         with self._turns:
+            try:
+                window = self._unused.pop()
+            except IndexError:
+                # Mapped memory returns to the system when unused; the heaps of several threads would keep it.
+                window = torch.frombuffer(new_memory(min(WINDOW_BYTES, self.size_bytes)), dtype=torch.uint8)
             self._fill(window, begin)
         return window[: self.size_bytes - begin]
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState, merge, open_store
 from ckptstore.checkpoint import files_behind
-from ckptstore.interchange.merging import merged_files
+from ckptstore.interchange.merging import merged_files, sums
 from ckptstore.interchange.merging.merged_files import MergeReport, MergeSource
 from ckptstore.interchange.merging.shares import shares
 from ckptstore.state.tensors.boxes import Box
@@ -97,7 +97,8 @@ def test_a_merge_in_many_passes_and_threads_is_that_of_whole_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None
 ) -> None:
     monkeypatch.setattr(merged_files, "_PASS_BYTES", 40_000)
-    monkeypatch.setattr(merged_files, "_CHUNK_ELEMENTS", 999)
+    monkeypatch.setattr(merged_files, "_PARTS_BYTES", 50_000)
+    monkeypatch.setattr(sums, "CHUNK_ELEMENTS", 999)
     states = [
         {"a": drawn(70, 301, seed=seed), "b": drawn(9, 7, 20, seed=seed).bfloat16(), "n": torch.arange(50) + seed}
         for seed in range(3)

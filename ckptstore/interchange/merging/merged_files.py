@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -14,6 +12,7 @@ import torch
 from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.manifest import sha256_of
 from ckptstore.group.base import Group
+from ckptstore.interchange.merging.sums import CHUNK_ELEMENTS, Scratch, ScratchPairs, add_terms, chunks_of, narrow_to
 from ckptstore.interchange.places import ExportPlace
 from ckptstore.interchange.safetensors_file import check_shard_size, lay_out
 from ckptstore.interchange.selection import fitting, select
@@ -21,7 +20,6 @@ from ckptstore.interchange.streaming import stream_tensors
 from ckptstore.interchange.to_safetensors import write_safetensors
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
-from ckptstore.runtime.new_memory import new_memory
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.matching import Saved
 from ckptstore.state.read.read_plan import halves
@@ -30,12 +28,10 @@ from ckptstore.state.tensors.boxes import Box, whole, within
 from ckptstore.state.tensors.segments import narrowed
 from ckptstore.transfer.executor import Executor, InProcess
 
-_CHUNK_ELEMENTS = 1 << 15
-"""The elements that are calculated with at once: they stay in the processor's cache, and torch does not share so few
-among threads, which would wait for each other."""
 _PASS_BYTES = 16 << 20
 """The most bytes of sums that one thread holds."""
-_ALIGN_BYTES = 64
+_PARTS_BYTES = 32 << 20
+"""The bytes of checkpoints that one thread reads before it adds them up, unless one part is larger."""
 _LEAST_SINE = 1e-4
 """Below it two tensors have nearly one direction, and the arc between them is the line."""
 
@@ -165,7 +161,7 @@ class MergedState:
     def __init__(self, source: MergeSource, states: Sequence[_Opened]) -> None:
         self._source = source
         self._states = states
-        self._scratch = _ScratchPairs()
+        self._scratch = ScratchPairs()
 
     @property
     def buffer_bytes(self) -> int:
@@ -249,101 +245,40 @@ class MergedState:
         if group:
             yield group
 
-    def _add(self, added: Sequence[_Wanted], sums_memory: _Scratch, parts_memory: _Scratch) -> None:
-        """Fill memory with boxes of sums, in two scratch memories: for the sums, and for one checkpoint's elements."""
-        last = self._states[-1]
-        sums = sums_memory.divided([(box.sizes, _wide(_form(last, key))) for key, box, _ in added])
-        for number, opened in enumerate(self._states):
-            coefficients = [self._source.arcs.get(key, self._source.coefficients)[number] for key, _, _ in added]
-            parts = parts_memory.divided([(box.sizes, _form(opened, key).torch_dtype) for key, box, _ in added])
-            if any(coefficients):  # else its infinities do not count either
-                opened.state.fill_boxes(
-                    [(_source_of(opened, key), box, part) for (key, box, _), part in zip(added, parts, strict=True)]
-                )
-            for total, part, coefficient in zip(sums, parts, coefficients, strict=True):
-                _accumulate(total, part, coefficient, is_first=number == 0)
+    def _add(self, added: Sequence[_Wanted], sums_memory: Scratch, parts_memory: Scratch) -> None:
+        """Fill memory with boxes of sums, with scratch memory for the sums and for elements of some checkpoints."""
+        forms = [(box.sizes, _form(self._states[-1], key)) for key, box, _ in added]
+        sums = sums_memory.divided([(sizes, _wide(form)) for sizes, form in forms])
+        coefficients = [self._source.arcs.get(key, self._source.coefficients) for key, _, _ in added]
+        part_bytes = sum(math.prod(sizes) * form.torch_dtype.itemsize for sizes, form in forms)
+        at_once = max(1, _PARTS_BYTES // part_bytes)
+        for first in range(0, len(self._states), at_once):
+            numbers = range(first, min(first + at_once, len(self._states)))
+            parts = parts_memory.divided([(sizes, form.torch_dtype) for sizes, form in forms] * len(numbers))
+            for place, number in enumerate(numbers):
+                if any(each[number] for each in coefficients):  # else its infinities do not count either
+                    self._read(self._states[number], added, parts[place * len(added) : (place + 1) * len(added)])
+            for index, total in enumerate(sums):
+                shares = (coefficients[index][number] for number in numbers)
+                terms = [term for term in zip(shares, parts[index :: len(added)], strict=True) if term[0]]
+                add_terms(total, terms, is_first=first == 0)
         for (key, _, memory), total in zip(added, sums, strict=True):
-            if not _narrow(total, memory):
+            if not narrow_to(total, memory):
                 raise InvalidState(
                     f"{key} has values that {memory.dtype} cannot hold", hint="Choose a dtype of a wider range"
                 )
+
+    def _read(self, opened: _Opened, added: Sequence[_Wanted], parts: Sequence[torch.Tensor]) -> None:
+        """Read boxes of a checkpoint."""
+        opened.state.fill_boxes(
+            [(_source_of(opened, key), box, part) for (key, box, _), part in zip(added, parts, strict=True)]
+        )
 
     def arcs(self, keys: Iterable[str]) -> dict[str, tuple[float, float]]:
         """Return the coefficients of each of these tensors of floats on the arc from the first checkpoint to the
         second. Reads both."""
         floats = [key for key in dict.fromkeys(keys) if self.entry(key).torch_dtype.is_floating_point]
         return _arcs(self._states, floats, self._source.coefficients[1])
-
-
-class _Scratch:
-    """Memory that one call after another divides: what each thread allocated anew would stay with its heap."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def divided(self, forms: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
-        """Return a tensor for each shape and dtype, valid until the next call."""
-        counts = [math.prod(sizes) * dtype.itemsize for sizes, dtype in forms]
-        *starts, end = accumulate((-(-count // _ALIGN_BYTES) * _ALIGN_BYTES for count in counts), initial=0)
-        if end > len(self._memory):
-            self._memory = torch.frombuffer(new_memory(end), dtype=torch.uint8)
-        return [
-            self._memory[start : start + count].view(dtype).view(sizes)
-            for start, count, (sizes, dtype) in zip(starts, counts, forms, strict=True)
-        ]
-
-
-class _ScratchPairs:
-    """Lends two scratch memories to each of the threads that add up at once."""
-
-    def __init__(self) -> None:
-        self._unused: list[tuple[_Scratch, _Scratch]] = []
-
-    @contextmanager
-    def lent(self) -> Iterator[tuple[_Scratch, _Scratch]]:
-        """Lend two memories until the context ends."""
-        try:
-            pair = self._unused.pop()
-        except IndexError:
-            pair = _Scratch(), _Scratch()
-        yield pair
-        self._unused.append(pair)
-
-
-def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the elements of a contiguous tensor, some at a time."""
-    return tensor.view(-1).unsafe_split(_CHUNK_ELEMENTS)
-
-
-def _accumulate(total: torch.Tensor, part: torch.Tensor, coefficient: float, *, is_first: bool) -> None:
-    """Add the elements of a checkpoint times its coefficient; the first ones take the place of what is there."""
-    if not coefficient:  # the part may hold anything
-        if is_first:
-            total.zero_()
-        return
-    widened = () if is_first or part.dtype == total.dtype else _chunks(total.new_empty(_CHUNK_ELEMENTS))
-    for sums, elements in zip(_chunks(total), _chunks(part), strict=True):
-        if is_first:
-            sums.copy_(elements).mul_(coefficient)
-        elif widened:
-            sums.add_(widened[0][: elements.shape[0]].copy_(elements), alpha=coefficient)
-        else:
-            sums.add_(elements, alpha=coefficient)
-
-
-def _narrow(total: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Copy sums into memory of their final dtype. Return False if one of them is finite there no longer."""
-    most = torch.finfo(memory.dtype).max
-    is_narrow = most < torch.finfo(total.dtype).max
-    pairs = list(zip(_chunks(memory), _chunks(total), strict=True))
-    ends = total.new_zeros((2, len(pairs)))
-    for (narrow, wide), low, high in zip(pairs, *(row.unbind() for row in ends), strict=True):
-        narrow.copy_(wide)
-        if is_narrow:
-            torch.aminmax(wide, out=(low, high))  # both are NaN if one element is
-    if bool((ends.abs() <= most).all()):
-        return True
-    return not any(_is_beyond(narrow, wide) for narrow, wide in pairs)
 
 
 def _source_of(opened: _Opened, key: str) -> str:
@@ -368,10 +303,6 @@ def _wide(entry: Tensor) -> torch.dtype:
     return dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
 
 
-def _is_beyond(narrow: torch.Tensor, wide: torch.Tensor) -> bool:
-    return bool((wide.isfinite() & ~narrow.to(wide.dtype).isfinite()).any())
-
-
 def _arcs(states: Sequence[_Opened], keys: Sequence[str], share: float) -> dict[str, tuple[float, float]]:
     """Return the coefficients of each pair of tensors, `share` of the way along the arc from the first to the second.
 
@@ -380,10 +311,10 @@ def _arcs(states: Sequence[_Opened], keys: Sequence[str], share: float) -> dict[
     products = dict.fromkeys(keys, (0.0, 0.0, 0.0))
     streams = [stream_tensors(opened.state, [_source_of(opened, key) for key in keys]) for opened in states]
     names = {_source_of(states[-1], key): key for key in keys}
-    wide = torch.empty((2, _CHUNK_ELEMENTS), dtype=torch.float64, device="cpu")
+    wide = torch.empty((2, CHUNK_ELEMENTS), dtype=torch.float64, device="cpu")
     for (_, first), (source, second) in zip(*streams, strict=True):
         dtype, key = states[-1].state.entry(source).torch_dtype, names[source]
-        chunks = (_chunks(torch.frombuffer(one, dtype=dtype)) if len(one) else () for one in (first, second))
+        chunks = (chunks_of(torch.frombuffer(one, dtype=dtype)) if len(one) else () for one in (first, second))
         for pair in zip(*chunks, strict=True):
             a, b = (row[: elements.shape[0]].copy_(elements) for row, elements in zip(wide, pair, strict=True))
             dot, one, other = products[key]

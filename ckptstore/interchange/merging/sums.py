@@ -1,0 +1,92 @@
+"""Add up tensors of several checkpoints, some elements at a time, in memory that is used again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+
+from ckptstore.runtime.new_memory import new_memory
+
+CHUNK_ELEMENTS = 1 << 15
+"""The elements that are calculated with at once: they stay in the processor's cache, and torch does not share so few
+among threads, which would wait for each other."""
+_ALIGN_BYTES = 64
+
+
+class Scratch:
+    """Memory that one call after another divides: what each thread allocated anew would stay with its heap."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def divided(self, forms: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
+        """Return a tensor for each shape and dtype, valid until the next call."""
+        counts = [math.prod(sizes) * dtype.itemsize for sizes, dtype in forms]
+        *starts, end = accumulate((-(-count // _ALIGN_BYTES) * _ALIGN_BYTES for count in counts), initial=0)
+        if end > len(self._memory):
+            self._memory = torch.frombuffer(new_memory(end), dtype=torch.uint8)
+        return [
+            self._memory[start : start + count].view(dtype).view(sizes)
+            for start, count, (sizes, dtype) in zip(starts, counts, forms, strict=True)
+        ]
+
+
+class ScratchPairs:
+    """Lends two scratch memories to each of the threads that add up at once."""
+
+    def __init__(self) -> None:
+        self._unused: list[tuple[Scratch, Scratch]] = []
+
+    @contextmanager
+    def lent(self) -> Iterator[tuple[Scratch, Scratch]]:
+        """Lend two memories until the context ends."""
+        try:
+            pair = self._unused.pop()
+        except IndexError:
+            pair = Scratch(), Scratch()
+        yield pair
+        self._unused.append(pair)
+
+
+def chunks_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the elements of a contiguous tensor, some at a time."""
+    return tensor.view(-1).unsafe_split(CHUNK_ELEMENTS)
+
+
+def add_terms(total: torch.Tensor, terms: Sequence[tuple[float, torch.Tensor]], *, is_first: bool) -> None:
+    """Add elements of checkpoints times their coefficients; the first ones take the place of what is there."""
+    if is_first and not terms:
+        total.zero_()
+    widened = total.new_empty(CHUNK_ELEMENTS)
+    for sums, *several in zip(chunks_of(total), *(chunks_of(part) for _, part in terms), strict=True):
+        replaces = is_first
+        for (coefficient, _), elements in zip(terms, several, strict=True):
+            if replaces:
+                sums.copy_(elements).mul_(coefficient)
+                replaces = False
+            else:
+                wide = elements if elements.dtype == sums.dtype else widened[: elements.shape[0]].copy_(elements)
+                sums.add_(wide, alpha=coefficient)
+
+
+def narrow_to(total: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Copy sums into memory of their final dtype. Return False if one of them is finite there no longer."""
+    most = torch.finfo(memory.dtype).max
+    is_narrow = most < torch.finfo(total.dtype).max
+    pairs = list(zip(chunks_of(memory), chunks_of(total), strict=True))
+    ends = total.new_zeros((2, len(pairs)))
+    for (narrow, wide), low, high in zip(pairs, *(row.unbind() for row in ends), strict=True):
+        narrow.copy_(wide)
+        if is_narrow:
+            torch.aminmax(wide, out=(low, high))  # both are NaN if one element is
+    if bool((ends.abs() <= most).all()):
+        return True
+    return not any(_is_beyond(narrow, wide) for narrow, wide in pairs)
+
+
+def _is_beyond(narrow: torch.Tensor, wide: torch.Tensor) -> bool:
+    return bool((wide.isfinite() & ~narrow.to(wide.dtype).isfinite()).any())
