@@ -12,7 +12,7 @@ import torch
 from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.manifest import sha256_of
 from ckptstore.group.base import Group
-from ckptstore.interchange.merging.sums import CHUNK_ELEMENTS, Scratch, ScratchPairs, add_terms, chunks_of, narrow_to
+from ckptstore.interchange.merging.sums import CHUNK_ELEMENTS, SumMemories, SumMemory, add_terms, chunks_of, narrow_to
 from ckptstore.interchange.places import ExportPlace
 from ckptstore.interchange.safetensors_file import check_shard_size, lay_out
 from ckptstore.interchange.selection import fitting, select
@@ -161,7 +161,7 @@ class MergedState:
     def __init__(self, source: MergeSource, states: Sequence[_Opened]) -> None:
         self._source = source
         self._states = states
-        self._scratch = ScratchPairs()
+        self._scratch = SumMemories()
 
     @property
     def buffer_bytes(self) -> int:
@@ -245,7 +245,7 @@ class MergedState:
         if group:
             yield group
 
-    def _add(self, added: Sequence[_Wanted], sums_memory: Scratch, parts_memory: Scratch) -> None:
+    def _add(self, added: Sequence[_Wanted], sums_memory: SumMemory, parts_memory: SumMemory) -> None:
         """Fill memory with boxes of sums, with scratch memory for the sums and for elements of some checkpoints."""
         forms = [(box.sizes, _form(self._states[-1], key)) for key, box, _ in added]
         sums = sums_memory.divided([(sizes, _wide(form)) for sizes, form in forms])

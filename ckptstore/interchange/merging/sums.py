@@ -17,7 +17,7 @@ among threads, which would wait for each other."""
 _ALIGN_BYTES = 64
 
 
-class Scratch:
+class SumMemory:
     """Memory that one call after another divides: what each thread allocated anew would stay with its heap."""
 
     def __init__(self) -> None:
@@ -35,19 +35,19 @@ class Scratch:
         ]
 
 
-class ScratchPairs:
+class SumMemories:
     """Lends two scratch memories to each of the threads that add up at once."""
 
     def __init__(self) -> None:
-        self._unused: list[tuple[Scratch, Scratch]] = []
+        self._unused: list[tuple[SumMemory, SumMemory]] = []
 
     @contextmanager
-    def lent(self) -> Iterator[tuple[Scratch, Scratch]]:
+    def lent(self) -> Iterator[tuple[SumMemory, SumMemory]]:
         """Lend two memories until the context ends."""
         try:
             pair = self._unused.pop()
         except IndexError:
-            pair = Scratch(), Scratch()
+            pair = SumMemory(), SumMemory()
         yield pair
         self._unused.append(pair)
 
