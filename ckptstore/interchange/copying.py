@@ -17,7 +17,7 @@ import contextlib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptstore.catalogue import Catalogue, job_of
 from ckptstore.checkpoint import Checkpoint, files_behind
@@ -28,6 +28,7 @@ from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.record import Record
+from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
@@ -152,14 +153,15 @@ def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
 def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | None = None) -> CopyReport:
     """Copy all live checkpoints of a store to another root, oldest first, with pins, into a log of its own.
 
-    The copy keeps the store's id, so it is the same run at another place; checkpoints that it holds already are left.
-    Raises StoreMissing without a source, InvalidInput when another store lives at the target.
+    Versions of weights in the trash to which live ones are deltas are copied too, and are live in the copy. The copy
+    keeps the store's id, so it is the same run at another place; checkpoints that it holds already are left. Raises
+    StoreMissing without a source, InvalidInput when another store lives at the target.
     """
     job = job_of(store)
     log, newest, store_id = job.log, job.log.newest(), read_identity(job.storage)
     if newest is None or store_id is None:
         raise StoreMissing(f"There is no store at {store.uri}")
-    records = log.annotated(log.records(newest.state.in_order()), newest)
+    records = log.annotated(_needed(job, newest), newest)
     times = log.commit_times(records)
     items = [
         CopiedCheckpoint(
@@ -170,6 +172,20 @@ def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | No
         for record in records
     ]
     return copy_all(items, store_id, target, executor=executor, above=newest.state.epoch)
+
+
+def _needed(job: Job, newest: Record) -> list[Record]:
+    """Return the records of the live checkpoints, and of those that their deltas are applied to, in their order."""
+    found = {record.number: record for record in job.log.records(newest.state.live)}
+    unseen = list(found.values())
+    while unseen:
+        record = unseen.pop()
+        lacking = [number for number in record.entry.bases if number not in found]
+        if lacking and not files_of(job, record).read_manifest()[0].references:
+            bases = job.log.records(lacking)
+            found.update((base.number, base) for base in bases)
+            unseen += bases
+    return [found[number] for number in newest.state.in_order(found)]
 
 
 def copy_all(
@@ -191,8 +207,11 @@ def copy_all(
     own = Log(target.storage, retry=target.config.retry, single_writer=target.config.single_writer)
     total = CopyReport(uri=target.storage.uri, steps=(), present=(), num_copied=0, num_found=0, copied_bytes=0)
     newest = own.newest()
-    copies = own.annotated(own.records(newest.state.live if newest else ()), newest)
+    present = {*newest.state.live, *newest.state.bases} if newest else ()  # those that its deltas need, too
+    copies = own.annotated(own.records(sorted(present)), newest)
     held = {_origin(record.entry): record for record in copies}
+    numbers: dict[int, int] = {}
+    """The numbers of the copies, by those of the originals."""
     epoch = 0
     if any(_origin(item.entry) not in held for item in items):  # above every epoch in the names that are copied
         claim = Claim(start_token=f"cp-{uuid.uuid4().hex}", world_size=1, above_epoch=above)
@@ -200,17 +219,19 @@ def copy_all(
     for entry, files, is_pinned in items:
         if (copy := held.get(_origin(entry))) is not None:
             _annotate_copy(own, copy, entry.metrics)
+            _note(numbers, files, copy)
             total = replace(total, present=(*total.present, entry.step))
             continue
         attempt = replace(_origin(entry), epoch=epoch)
         try:
-            copied = replace(entry, epoch=epoch, attempt=str(attempt))
+            copied = replace(entry, epoch=epoch, attempt=str(attempt), **_dependence(entry, files, numbers))
             report, committed = _copy_and_commit(copied, files, own, target, attempt, executor)
         except (CheckpointDamaged, CheckpointGone) as error:
             if not skips:
                 raise
             total = replace(total, left_out={**total.left_out, entry.attempt: error.message})
             continue
+        _note(numbers, files, committed)
         if is_pinned:
             own.append(lambda _newest, number=committed.number: Pin((number,)))  # type: ignore[misc]
         total = replace(
@@ -221,6 +242,29 @@ def copy_all(
             copied_bytes=total.copied_bytes + report.copied_bytes,
         )
     return total
+
+
+def _note(numbers: dict[int, int], files: CheckpointFiles, copy: Record) -> None:
+    if files.record is not None:
+        numbers[files.record.number] = copy.number
+
+
+def _dependence(entry: CheckpointEntry, files: CheckpointFiles, numbers: Mapping[int, int]) -> dict[str, Any]:
+    """Return the fields of an entry that say what its copy needs of others: nothing, where it has all files itself; the
+    copies of the same ones, where a delta of weights is applied to others.
+
+    Raises CheckpointGone if one of those is not copied.
+    """
+    if not entry.bases:
+        return {}
+    if files.read_manifest()[0].references:
+        return {"bases": (), "own_bytes": None, "manifest_sha256": sha256_of(whole_manifest(files)[1])}
+    if not all(number in numbers for number in entry.bases):
+        raise CheckpointGone(
+            f"Step {entry.step} is a delta to a version that is not copied, so its copy could not be read",
+            step=entry.step,
+        )
+    return {"bases": tuple(numbers[number] for number in entry.bases)}
 
 
 def _annotate_copy(own: Log, copy: Record, metrics: Mapping[str, float]) -> None:
@@ -242,8 +286,6 @@ def _copy_and_commit(
     earlier = _earlier_tries(target.storage, own, attempt)
     prefixes = [try_.prefix for try_ in earlier]
     report = copy_checkpoint(Checkpoint(files), target, prefix=attempt.prefix, earlier=prefixes, executor=executor)
-    if entry.bases:
-        entry = replace(entry, bases=(), own_bytes=None, manifest_sha256=sha256_of(whole_manifest(files)[1]))
 
     def change(newest: Record | None) -> Commit:
         return Commit(entry=replace(entry, save_number=newest.state.save_number + 1 if newest else 1))

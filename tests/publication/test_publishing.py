@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +15,8 @@ from weights_made import Weights, bytes_of, changed, read_model, some_weights
 
 import ckptstore
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidState, StoreFenced
+from ckptstore.interchange.copying import copy_store
+from ckptstore.transfer.opened import open_place
 
 
 @pytest.fixture
@@ -306,6 +309,30 @@ class WithExtraState(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         """Nothing to do."""
+
+
+def test_a_copy_keeps_what_its_deltas_need(place: Path, model: Path, tmp_path: Path) -> None:
+    """Through retention in the copy, in a copy of the copy, and when both are copied again."""
+    random, weights, history = Random(2), some_weights(), {}
+    with ckptstore.open_publication(place, anchor_every=3, keep=1) as publication:
+        for version in range(1, 8):
+            publication.publish(version, weights)
+            history[version] = bytes_of(weights)
+            weights = changed(weights, random)
+    copies = [place, tmp_path / "copy", tmp_path / "copy of the copy"]
+    for source, target in pairwise(copies):
+        for is_new in (True, False):
+            with ckptstore.open_store(source, group="solo") as store:
+                report = copy_store(store, open_place(target))
+            assert (report.steps, report.present)[not is_new] == (5, 6, 7)
+        with ckptstore.open_store(target, group="solo", grace_seconds=0) as store:
+            verdicts = store.retain(ckptstore.KeepLatest(1))
+            assert [verdict.step for verdict in verdicts if not verdict.keep] == [5, 6]
+            store.prune()
+            assert [checkpoint.step for checkpoint in store] == [7], "the others are in the trash, and needed"
+        with ckptstore.Subscription(target, tmp_path / f"model of {target.name}") as subscription:
+            assert subscription.apply().num_deltas == 2
+            assert read_model(subscription.path) == history[7]
 
 
 def test_plain_values_are_left_out_and_named_once(place: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
