@@ -1,7 +1,7 @@
 """Leases: a reader of a checkpoint on a disk names it, so that nobody deletes it meanwhile.
 
 A lease is fresh for `FRESH_SECONDS` by the storage's clock. One thread of the process renews all its leases. If a lease
-cannot be written, a warning is logged, and the reader goes on.
+cannot be written, a warning is logged, the reader goes on, and the lease is tried again soon.
 
 A forked child takes a lease of its own for every directory that its parent has handed out, and renews it as long as it
 lives: the parent may be done with the directory before the child is.
@@ -26,6 +26,8 @@ from ckptstore.storage.base import Storage
 
 FRESH_SECONDS = 600.0
 RENEW_SECONDS = 120.0
+_AGAIN_SECONDS = 2.0
+"""The time after which a lease that could not be written is tried again."""
 
 logger = logging.getLogger("ckptstore")
 
@@ -38,6 +40,8 @@ class _Lease:
     """True if the caller has the real path, which a forked child may still read later."""
     key: str = ""
     is_over: bool = False
+    is_late: bool = False
+    """True if the last write of it failed."""
     lock: threading.Lock = field(default_factory=lambda: threading.Lock())
     """The lock of writing and giving back: a late renewal would leave a lease behind that nobody gives back."""
 
@@ -50,8 +54,11 @@ class _Lease:
             body = {"version": FORMAT_VERSION, "host": platform.node(), "pid": os.getpid()}
             try:
                 self.storage.write(self.key, [memoryview(json.dumps(body).encode())])
+                self.is_late = False
             except StorageError as error:
-                logger.warning("no lease could be written, so a prune may delete what is being read: %s", error)
+                if not self.is_late:
+                    logger.warning("no lease could be written, so a prune may delete what is being read: %s", error)
+                self.is_late = True
 
     def give_back(self) -> None:
         """Remove the lease after the end of the reading."""
@@ -66,7 +73,7 @@ class _Lease:
 _held: set[_Lease] = set()
 _lock = threading.Lock()
 _released = threading.Event()
-"""The event that the last lease was given back, upon which the thread that renews them ends."""
+"""The event that the last lease was given back, upon which the thread that renews them ends, or that one is late."""
 _renewer: threading.Thread | None = None
 
 
@@ -82,6 +89,8 @@ def hold(storage: Storage, number: int, *, is_handed_out: bool = False) -> Itera
     with _lock:
         _held.add(lease)
         _start_renewer()
+        if lease.is_late:
+            _released.set()  # wakes up the thread, which may have written the others a moment ago
     try:
         yield
     finally:
@@ -124,8 +133,9 @@ def _start_renewer() -> None:
 
 def _renew() -> None:
     global _renewer
+    wait_seconds = RENEW_SECONDS
     while True:
-        _released.wait(RENEW_SECONDS)
+        _released.wait(wait_seconds)
         with _lock:
             _released.clear()
             held = list(_held)
@@ -134,6 +144,7 @@ def _renew() -> None:
                 return
         for lease in held:
             lease.write()
+        wait_seconds = _AGAIN_SECONDS if any(lease.is_late for lease in held) else RENEW_SECONDS
 
 
 def _after_fork() -> None:

@@ -27,7 +27,7 @@ from ckptstore import (
     StoreFenced,
     open_store,
 )
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, StorageUnavailable
 from ckptstore.events import CheckpointsPruned, DiskFillsUp, Event, PruneFailed, listening
 from ckptstore.format.changes import Claim, Commit
 from ckptstore.format.layout import HINT_KEY, record_key
@@ -36,8 +36,10 @@ from ckptstore.interchange import copying
 from ckptstore.interchange.copying import CopyReport, copy_store
 from ckptstore.interchange.exporting import export
 from ckptstore.log.reader import Hint
-from ckptstore.testing import with_faults
+from ckptstore.storage.open import open_storage
+from ckptstore.testing import Call, with_faults, wrap
 from ckptstore.transfer.opened import open_place
+from ckptstore.upkeep import leases
 from ckptstore.upkeep.retain import retain
 
 YEAR_SECONDS = 365 * 86400.0
@@ -147,6 +149,26 @@ with open_store(sys.argv[1]) as store:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     sys.exit(code)
 """
+
+
+def test_a_lease_that_could_not_be_written_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leases, "_AGAIN_SECONDS", 0.01)
+    storage, failures = open_storage(tmp_path), iter([True] * 3)
+
+    def fail(call: Call) -> None:
+        if call.verb == "write" and call.phase == "before" and next(failures, False):
+            raise StorageUnavailable("A fault was injected")
+
+    with leases.hold(storage, 1), leases.hold(wrap(storage, fail), 2):
+        deadline = time.monotonic() + 60
+        while len(leases.fresh(storage, now_seconds=time.time())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert next(failures, None) is None
+    assert leases.fresh(storage, now_seconds=time.time()) == {}
+    assert caplog.text.count("no lease could be written") == 1
 
 
 def test_a_forked_child_takes_a_lease_of_its_own(tmp_path: Path) -> None:
