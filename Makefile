@@ -125,7 +125,7 @@ pictures: install servers
 # The pages with search and the whole reference, in site/.
 site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "open site/index.html"
+	@echo "open site/index.html; with the search: $(PYTHON) -m http.server --bind 127.0.0.1 --directory site 8000"
 
 bench: install servers
 	CKPTSTORE_BENCH=full $(PYTEST) benchmarks --timeout 0
