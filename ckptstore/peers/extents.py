@@ -28,14 +28,16 @@ class ExtentRead:
         return self.offset <= offset and offset + size_bytes <= self.offset + self.size_bytes
 
     def bytes_at(self, offset: int, size_bytes: int) -> memoryview:
-        """Return a stretch of what was read."""
-        assert self.data is not None
+        """Return a stretch of what was read. Raises RuntimeError if it could not be read."""
+        if self.data is None:
+            raise RuntimeError(self.failure or "It is not read yet")
         return self.data[offset - self.offset :][:size_bytes]
 
     def digest_of(self, offset: int, size_bytes: int) -> Digest:
         """Return the digest of a stretch of what was read."""
-        is_whole = self.digest is not None and size_bytes == self.size_bytes
-        return self.digest if is_whole and self.digest else Digest.of(self.bytes_at(offset, size_bytes))
+        if self.digest is not None and size_bytes == self.size_bytes:
+            return self.digest
+        return Digest.of(self.bytes_at(offset, size_bytes))
 
 
 Read = Callable[[int, memoryview], None]
