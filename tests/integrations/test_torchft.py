@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import ckptstore
+from ckptstore.integrations.loaders import MapLoader
 
 WORKER = Path(__file__).parent / "torchft_group.py"
 
@@ -73,5 +74,16 @@ def test_a_group_is_killed_and_comes_back(tmp_path: Path) -> None:
     mine = {line[1]: line[4] for line in again if line[0] == "step"}
     assert mine.keys() & sums.keys()
     assert all(sums[step] == value for step, value in mine.items() if step in sums), "the groups have one model"
+    of_steps: dict[tuple[str, str], list[int]] = {}
+    for _, output in running:
+        for line in lines(output):
+            if line[0] == "step" and line[5] != "nothing":
+                of_steps[line[1], line[3]] = list(map(int, line[5].split(",")))
+    samples = [sample for batch in of_steps.values() for sample in batch]
+    assert len(set(samples)) == len(samples), "none comes twice"
+    order = MapLoader(range(100_000), 4, rank=0, world_size=1)
+    due = [sample for batch, _ in zip(order, range(len(of_steps) + 2), strict=False) for sample in batch.tolist()]
+    left_out = set(due[: len(samples)]) - set(samples)
+    assert len(left_out) <= 4, "but for a batch of which the killed group could not tell"
     saved = [int(line[1]) for _, output in running for line in lines(output) if line[0] == "saved"]
     assert sorted(saved) == sorted(set(saved)) == sorted(steps)

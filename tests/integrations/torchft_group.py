@@ -14,8 +14,31 @@ import torch.distributed as dist
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
 
 import ckptstore
+from ckptstore.integrations.loaders import MapLoader
 
 SAVE_EVERY = 3
+BATCH_SIZE = 4
+
+
+class Dealer:
+    """Deals the samples of one long epoch to the groups of each step: the manager knows how many batches were trained
+    on, by all groups together."""
+
+    def __init__(self, manager: Any, samples: Any) -> None:
+        self._manager, self._samples = manager, samples
+        self._next: tuple[int, int, int] | None = None
+
+    def batch(self) -> Any:
+        """Return the batch of this group; call it between the start of a step's quorum and its end."""
+        manager = self._manager
+        number, count = manager.participating_rank() or 0, manager.num_participants()  # None: it does not count
+        now = number, count, manager.batches_committed()
+        if now != self._next:  # another group came or went, or a step was not committed
+            loader = MapLoader(self._samples, BATCH_SIZE, rank=number, world_size=count)
+            loader.load_state_dict({**loader.state_dict(), "consumed": now[2] * BATCH_SIZE})
+            self._batches = iter(loader)
+        self._next = number, count, now[2] + count
+        return next(self._batches)
 
 
 def main(group: str, directory: str, lighthouse: str) -> None:
@@ -55,12 +78,15 @@ def main(group: str, directory: str, lighthouse: str) -> None:
         pass
     print("begins", manager.current_step(), flush=True)
     model, optimizer, saver = DistributedDataParallel(manager, net), Optimizer(manager, inner), None
+    dealer = Dealer(manager, range(100_000))
     while not last.exists() or manager.current_step() < int(last.read_text()):
         optimizer.zero_grad()
-        model(torch.ones(3, 4)).square().sum().backward()
+        batch, before = dealer.batch(), manager.current_step()
+        model(batch.float().view(-1, 1).expand(-1, 4) / 100_000).square().sum().backward()
         optimizer.step()
         step, number = manager.current_step(), manager.participating_rank()
-        print("step", step, manager.num_participants(), number, repr(net.weight.sum().item()), flush=True)
+        dealt = ",".join(map(str, batch.tolist())) if number is not None and step == before + 1 else "nothing"
+        print("step", step, manager.num_participants(), number, repr(net.weight.sum().item()), dealt, flush=True)
         if number != 0 and saver is not None:
             saver = saver.close()
         if number == 0 and step % SAVE_EVERY == 0:
