@@ -1,4 +1,4 @@
-"""The claims of the README, measured in minutes: the same workloads with fewer rounds, and some with less data."""
+"""The claims of the README, measured in less time: fewer rounds, and some with less data."""
 
 from __future__ import annotations
 

@@ -143,10 +143,9 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 def command(what: str, files: tuple[Path, ...], json_path: str | None, **given: Any) -> None:
     """Measure ckptstore, its peers and the limit of the hardware.
 
-    WHAT is a workload, "all", "readme" for the table of the README in minutes, or "compare" with two FILES that --json
-    wrote. Nothing that exists is touched: everything
-    is written below a new prefix, and removed. Needs the extra "bench". The exit code is 1 if a ratio is below its
-    floor.
+    WHAT is a workload, "all", "readme" for the table of the README, or "compare" with two FILES that --json wrote.
+    Nothing that exists is touched: everything is written below a new prefix, and removed. Needs the extra "bench".
+    The exit code is 1 if a ratio is below its floor.
     """
     if what == "compare":
         _compare(files, json_path)
