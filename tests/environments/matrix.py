@@ -23,6 +23,7 @@ TOOLS = ("fsspec", "filelock", "hypothesis", "jsonschema", "packaging", "psutil"
 TOOLS += (
     "pytest-xdist",
     "safetensors",
+    "torchao",
     "torchdata",
     "boto3",
     "pyyaml",
