@@ -102,10 +102,17 @@ def copy_checkpoint(
 
     The executor decides where the files are copied; this process writes the manifest. Files below one of the `earlier`
     prefixes of the target are taken over. Raises CheckpointDamaged when the source does not match its manifest; nothing
-    is complete at the target then.
+    is complete at the target then. Raises InvalidInput for a delta of weights without a `prefix`: alone nobody can read
+    it.
     """
     files = files_behind(checkpoint)
     with files.held():
+        if not prefix and _is_delta(files):
+            raise InvalidInput(
+                f"Step {checkpoint.step} is a delta to another version of the weights, and cannot be read without it",
+                step=checkpoint.step,
+                hint="Copy the whole publication, or bring the version to a directory: `ckptstore pull --version`",
+            )
         return _copy_checkpoint(files, target, prefix, earlier, executor or InProcess())
 
 
@@ -141,6 +148,12 @@ def _copy_checkpoint(
         num_found=len(found),
         copied_bytes=sum(receipt.size_bytes for receipt in missing),
     )
+
+
+def _is_delta(files: CheckpointFiles) -> bool:
+    """Return True for a version of weights that is applied to another one, which its manifest does not name."""
+    bases = () if files.record is None else files.record.entry.bases
+    return bool(bases) and not files.read_manifest()[0].references
 
 
 def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
@@ -181,7 +194,7 @@ def _needed(job: Job, newest: Record) -> list[Record]:
     while unseen:
         record = unseen.pop()
         lacking = [number for number in record.entry.bases if number not in found]
-        if lacking and not files_of(job, record).read_manifest()[0].references:
+        if lacking and _is_delta(files_of(job, record)):
             bases = job.log.records(lacking)
             found.update((base.number, base) for base in bases)
             unseen += bases
@@ -257,8 +270,9 @@ def _dependence(entry: CheckpointEntry, files: CheckpointFiles, numbers: Mapping
     """
     if not entry.bases:
         return {}
-    if files.read_manifest()[0].references:
-        return {"bases": (), "own_bytes": None, "manifest_sha256": sha256_of(whole_manifest(files)[1])}
+    manifest = files.read_manifest()[0]
+    if manifest.references:
+        return {"bases": (), "own_bytes": None, "manifest_sha256": sha256_of(manifest.made_whole().encode())}
     if not all(number in numbers for number in entry.bases):
         raise CheckpointGone(
             f"Step {entry.step} is a delta to a version that is not copied, so its copy could not be read",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing
-from ckptstore.format.layout import Attempt
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput
+from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.record import Record
 from ckptstore.format.safetensors import INDEX_NAME, SINGLE_NAME, SUFFIX, Header, Located, header_bytes, parse_header
 from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -202,8 +202,16 @@ class ForeignVersions:
         self._place, self._base = place, base
 
     def newest(self) -> Link | None:
-        """See `VersionSource.newest`. A version whose index is not there yet does not count."""
+        """See `VersionSource.newest`. A version whose index is not there yet does not count.
+
+        Raises InvalidInput for the directory of one checkpoint, to which no version will ever come.
+        """
         found = self._versions()
+        if not found and any(file.key == MANIFEST_NAME for file in self._place.storage.list(MANIFEST_NAME)):
+            raise InvalidInput(
+                f"{self._place.storage.uri} is one checkpoint, and no place to which versions are published",
+                hint="Load or export it; what follows its store is `ckptstore publish STORE URI`",
+            )
         return None if not found else self._link(max(found), found[max(found)])
 
     def find(self, version: int) -> Link:

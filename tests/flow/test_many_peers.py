@@ -77,28 +77,29 @@ def left_out(nodes: Sequence[Node]) -> list[str]:
     return [reason for node in nodes for reason in json.loads(node.hear())]
 
 
-def tell(text: str, ratio: float, began: float) -> None:
+def tell(text: str, ratio: float, began: float) -> float:
     print(f"{NUM_NODES} nodes, {text}: the bucket sent {ratio:.2f} times the checkpoint, {time.time() - began:.1f} s")
+    return ratio
+
+
+def read_by_all(text: str, server: S3Server, nodes: Sequence[Node], files: Mapping[str, bytes]) -> float:
+    """Have all nodes read the newest checkpoint at once, and return what the bucket sent for it."""
+    since, began = len(server.log), time.time()
+    for node in nodes:
+        node.say("*")
+    check(nodes, files)
+    return tell(text, sent(server, since), began)
 
 
 def test_sixteen_nodes_take_each_byte_from_the_bucket_about_once(server: S3Server, tmp_path: Path) -> None:
     files = save(server, tmp_path, 1)
     with running(server, tmp_path, free_ports(NUM_NODES), NUM_NODES) as nodes:
-        since, began = len(server.log), time.time()
-        for node in nodes:
-            node.say("*")
-        check(nodes, files)
-        tell("at once", sent(server, since), began)
-        assert 1.0 <= sent(server, since) < 1.1
+        assert 1.0 <= read_by_all("at once", server, nodes, files) < 1.1
 
-        files, since, began = save(server, tmp_path, 2), len(server.log), time.time()
+        files = save(server, tmp_path, 2)
         nodes[3].process.send_signal(signal.SIGSTOP)
         threading.Timer(3.0, nodes[3].process.send_signal, (signal.SIGCONT,)).start()
-        for node in nodes:
-            node.say("*")
-        check(nodes, files)
-        tell("one stands still for 3 s", sent(server, since), began)
-        assert 1.0 <= sent(server, since) < 1.1
+        assert 1.0 <= read_by_all("one stands still for 3 s", server, nodes, files) < 1.1
 
         files, since, began = save(server, tmp_path, 3), len(server.log), time.time()
         server.link = Link(bytes_per_second=20e6)
@@ -111,8 +112,9 @@ def test_sixteen_nodes_take_each_byte_from_the_bucket_about_once(server: S3Serve
             node.process.kill()
         check(alive, files)
         server.link = Link()
-        tell("three are killed", sent(server, since), began)
-        assert 1.0 <= sent(server, since) < 1.5, "what the dead had read, and what they were reading"
+        assert 1.0 <= tell("three are killed", sent(server, since), began) < 1.5, (
+            "what the dead had read, and what they were reading"
+        )
         assert not any("not those stored" in reason for reason in left_out(alive))
 
 
@@ -122,8 +124,7 @@ def test_sixteen_nodes_that_begin_one_after_another(server: S3Server, tmp_path: 
     with running(server, tmp_path, free_ports(NUM_NODES), NUM_NODES, first_line="*") as nodes:
         began = time.time()
         check(nodes, files)
-        tell("at different moments", sent(server, 0), began)
-        assert 1.0 <= sent(server, 0) < 2.0
+        assert 1.0 <= tell("at different moments", sent(server, 0), began) < 2.0
         left_out(nodes)
 
 
@@ -164,20 +165,12 @@ def test_one_that_lies_is_left_out_and_nobody_else(server: S3Server, tmp_path: P
         ports = ports_with_an_owner_of_the_big_file(store[1].uri)
     liar = Liar(ports[-1])
     with running(server, tmp_path, ports, NUM_NODES - 1) as nodes:
-        since, began = len(server.log), time.time()
-        for node in nodes:
-            node.say("*")
-        check(nodes, files)
-        tell(f"one lies {liar.num_lies} times", sent(server, since), began)
+        ratio = read_by_all("one lies", server, nodes, files)
         assert liar.num_lies >= NUM_NODES - 1
-        assert sent(server, since) < 2.5, "a second owner reads what is in the files that it spoiled, for all"
-        files, since, began, num_lies = save(server, tmp_path, 2), len(server.log), time.time(), liar.num_lies
-        for node in nodes:
-            node.say("*")
-        check(nodes, files)
-        tell(f"one has lied, and lies {liar.num_lies - num_lies} times", sent(server, since), began)
+        assert ratio < 2.5, "a second owner reads what is in the files that it spoiled, for all"
+        files, num_lies = save(server, tmp_path, 2), liar.num_lies
+        assert 1.0 <= read_by_all("one has lied", server, nodes, files) < 1.1
         assert liar.num_lies == num_lies
-        assert 1.0 <= sent(server, since) < 1.1
         reasons = left_out(nodes)
         assert len(reasons) == NUM_NODES - 1, "each left out one node, once"
         assert all("not those stored" in reason for reason in reasons)

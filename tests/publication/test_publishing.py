@@ -15,7 +15,7 @@ from weights_made import Weights, bytes_of, changed, read_model, some_weights
 
 import ckptstore
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidState, StoreFenced
-from ckptstore.interchange.copying import copy_store
+from ckptstore.interchange.copying import copy_checkpoint, copy_store
 from ckptstore.transfer.opened import open_place
 
 
@@ -297,8 +297,11 @@ def test_a_directory_of_somebody_else_is_left_alone(place: Path, model: Path) ->
 def test_a_store_of_checkpoints_is_no_publication(place: Path, model: Path, tmp_path: Path) -> None:
     with ckptstore.open_store(place) as store:
         store.save(1, {"a": torch.ones(1)})
+        one = store[1].uri
     with ckptstore.Subscription(place, model) as subscription, pytest.raises(CheckpointDamaged, match="no version"):
         subscription.apply()
+    with ckptstore.Subscription(one, model) as subscription, pytest.raises(InvalidInput, match="is one checkpoint"):
+        subscription.wait(timeout_seconds=60)
 
 
 class WithExtraState(nn.Linear):
@@ -330,6 +333,8 @@ def test_a_copy_keeps_what_its_deltas_need(place: Path, model: Path, tmp_path: P
             assert [verdict.step for verdict in verdicts if not verdict.keep] == [5, 6]
             store.prune()
             assert [checkpoint.step for checkpoint in store] == [7], "the others are in the trash, and needed"
+            with pytest.raises(InvalidInput, match="delta to another version"):
+                copy_checkpoint(store[7], open_place(tmp_path / "alone"))
         with ckptstore.Subscription(target, tmp_path / f"model of {target.name}") as subscription:
             assert subscription.apply().num_deltas == 2
             assert read_model(subscription.path) == history[7]

@@ -20,6 +20,8 @@ from storing import make_run, stored, worker_at
 import ckptstore
 from ckptstore import CheckpointDamaged, CheckpointGone, InvalidSource, NoUsableCheckpoint
 from ckptstore.config import RetryConfig
+from ckptstore.format.changes import StoreState
+from ckptstore.format.ranges import Numbers
 from ckptstore.integrations.ray import handed, ray_store
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
 from ckptstore.integrations.ray.kept_by_ray.reporting import _Brought, _Reporter
@@ -285,7 +287,7 @@ def test_a_store_in_the_run_is_recognized_whatever_credentials_ray_has(monkeypat
     pointer = Pointer(root="_ckptstore", step=3, number=7)
     monkeypatch.setattr(handed, "read_pointer", lambda *_, **__: pointer)
     filesystem = S3FileSystem(role_arn="arn:aws:iam::1:role/train", session_name="run", region="us-east-1")
-    newest = SimpleNamespace(state=SimpleNamespace(in_order=lambda: [7]))
+    newest = SimpleNamespace(state=StoreState(live=Numbers([7])))
     job: Any = SimpleNamespace(
         log=SimpleNamespace(newest=lambda: newest), storage=SimpleNamespace(uri="s3://bucket/run/_ckptstore")
     )

@@ -59,12 +59,11 @@ def look(
             hint=f"Open that one, ckptstore.ray.store({root!r}), or copy it with `ckptstore cp`; {IGNORE_RAY}",
             step=pointer.step,
         )
-    if newest is not None and pointer.number not in live and (now := newest.state.live_at(pointer.number)) is not None:
-        what = f"step {pointer.step} {job.log.records([now])[0].entry.thinned}"
-        return _lost(ray_checkpoint, job, live, what)
-    if pointer.number not in live:
-        return _lost(ray_checkpoint, job, live, f"step {pointer.step} is not in the store any more")
-    return pointer.number, ""
+    number = newest.state.live_at(pointer.number) if newest else None
+    if number == pointer.number:
+        return number, ""
+    why = "is not in the store any more" if number is None else job.log.records([number])[0].entry.thinned
+    return _lost(ray_checkpoint, job, live, f"step {pointer.step} {why}")
 
 
 def unknown_to_ray(ray_checkpoint: Any, job: Job, taken: int, *, is_of_run: bool) -> list[Record]:
