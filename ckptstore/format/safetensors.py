@@ -17,6 +17,8 @@ SUFFIX = ".safetensors"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 """The names that Hugging Face libraries look for."""
+ATTEMPT, BASE_ATTEMPT = "attempt", "base_attempt"
+"""Fields of our own in the metadata of an index of published weights: its attempt, and the one it is a delta to."""
 METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _ALIGN_BYTES = 8

@@ -68,6 +68,8 @@ class CopiedCheckpoint(NamedTuple):
     """The source's entry, with `committed_at` set."""
     files: CheckpointFiles
     is_pinned: bool
+    base: Attempt | None = None
+    """The origin of the version to which these weights are a delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +178,16 @@ def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | No
         raise StoreMissing(f"There is no store at {store.uri}")
     records = log.annotated(_needed(job, newest), newest)
     times = log.commit_times(records)
+    origins = {record.number: origin_of(record.entry) for record in records}
     items = [
         CopiedCheckpoint(
             entry=replace(record.entry, committed_at=times[record.number]),
-            files=files_of(job, record),
+            files=files,
             is_pinned=record.number in newest.state.pinned,
+            base=origins[record.entry.bases[-1]] if _is_delta(files) else None,
         )
         for record in records
+        for files in [files_of(job, record)]
     ]
     return copy_all(items, store_id, target, executor=executor, above=newest.state.epoch)
 
@@ -222,31 +227,28 @@ def copy_all(
     newest = own.newest()
     present = {*newest.state.live, *newest.state.bases} if newest else ()  # those that its deltas need, too
     copies = own.annotated(own.records(sorted(present)), newest)
-    held = {_origin(record.entry): record for record in copies}
-    numbers: dict[int, int] = {}
-    """The numbers of the copies, by those of the originals."""
+    held = {origin_of(record.entry): record for record in copies}
     epoch = 0
-    if any(_origin(item.entry) not in held for item in items):  # above every epoch in the names that are copied
+    if any(origin_of(item.entry) not in held for item in items):  # above every epoch in the names that are copied
         claim = Claim(start_token=f"cp-{uuid.uuid4().hex}", world_size=1, above_epoch=above)
         epoch = own.append(lambda _newest: claim).state.epoch
-    for entry, files, is_pinned in items:
-        if (copy := held.get(_origin(entry))) is not None:
+    for item in items:
+        entry, origin = item.entry, origin_of(item.entry)
+        if (copy := held.get(origin)) is not None:
             _annotate_copy(own, copy, entry.metrics)
-            _note(numbers, files, copy)
             total = replace(total, present=(*total.present, entry.step))
             continue
-        attempt = replace(_origin(entry), epoch=epoch)
+        attempt = replace(origin, epoch=epoch)
         try:
-            copied = replace(entry, epoch=epoch, attempt=str(attempt), **_dependence(entry, files, numbers))
-            report, committed = _copy_and_commit(copied, files, own, target, attempt, executor)
+            copied = replace(entry, epoch=epoch, attempt=str(attempt), **_dependence(item, held))
+            report, held[origin] = _copy_and_commit(copied, item.files, own, target, attempt, executor)
         except (CheckpointDamaged, CheckpointGone) as error:
             if not skips:
                 raise
             total = replace(total, left_out={**total.left_out, entry.attempt: error.message})
             continue
-        _note(numbers, files, committed)
-        if is_pinned:
-            own.append(lambda _newest, number=committed.number: Pin((number,)))  # type: ignore[misc]
+        if item.is_pinned:
+            own.append(lambda _newest, number=held[origin].number: Pin((number,)))  # type: ignore[misc]
         total = replace(
             total,
             steps=(*total.steps, entry.step),
@@ -257,28 +259,23 @@ def copy_all(
     return total
 
 
-def _note(numbers: dict[int, int], files: CheckpointFiles, copy: Record) -> None:
-    if files.record is not None:
-        numbers[files.record.number] = copy.number
-
-
-def _dependence(entry: CheckpointEntry, files: CheckpointFiles, numbers: Mapping[int, int]) -> dict[str, Any]:
+def _dependence(item: CopiedCheckpoint, held: Mapping[Attempt, Record]) -> dict[str, Any]:
     """Return the fields of an entry that say what its copy needs of others: nothing, where it has all files itself; the
-    copies of the same ones, where a delta of weights is applied to others.
+    copy of the same version, where a delta of weights is applied to one.
 
-    Raises CheckpointGone if one of those is not copied.
+    Raises CheckpointGone if that is not copied.
     """
-    if not entry.bases:
+    if (base := item.base) is not None:
+        if base not in held:
+            raise CheckpointGone(
+                f"Step {item.entry.step} is a delta to version {base.step}, which is not copied: nobody could read it",
+                step=item.entry.step,
+            )
+        return {"bases": (held[base].number,)}
+    if not item.entry.bases:
         return {}
-    manifest = files.read_manifest()[0]
-    if manifest.references:
-        return {"bases": (), "own_bytes": None, "manifest_sha256": sha256_of(manifest.made_whole().encode())}
-    if not all(number in numbers for number in entry.bases):
-        raise CheckpointGone(
-            f"Step {entry.step} is a delta to a version that is not copied, so its copy could not be read",
-            step=entry.step,
-        )
-    return {"bases": tuple(numbers[number] for number in entry.bases)}
+    whole, _ = whole_manifest(item.files)
+    return {"bases": (), "own_bytes": None, "manifest_sha256": sha256_of(whole.encode())}
 
 
 def _annotate_copy(own: Log, copy: Record, metrics: Mapping[str, float]) -> None:
@@ -309,7 +306,7 @@ def _copy_and_commit(
     return report, committed
 
 
-def _origin(entry: CheckpointEntry) -> Attempt:
+def origin_of(entry: CheckpointEntry) -> Attempt:
     """Return the attempt without its epoch, which a checkpoint shares with its copies and with its thinned form."""
     return replace(Attempt.of(entry.thinned.attempt if entry.thinned else entry.attempt), epoch=0)
 

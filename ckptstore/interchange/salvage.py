@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, StoreMissing
 from ckptstore.format.changes import Annotate, Commit
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
-from ckptstore.interchange.copying import CopiedCheckpoint, CopyReport, copy_all
+from ckptstore.format.safetensors import BASE_ATTEMPT, INDEX_NAME
+from ckptstore.interchange.copying import CopiedCheckpoint, CopyReport, copy_all, origin_of
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
@@ -43,8 +45,9 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
     """Copy every whole checkpoint, whatever the log says, into a new store, in the order of their saves.
 
     A checkpoint is a manifest below `checkpoints/` and all its files with their digests. Of one step the last whole one
-    counts. Checkpoints that the readable part of the log has in the trash stay out; without a log that is unknown, so
-    removed ones may come back. Pins are kept if the log has them. `left_out` of the report names the checkpoints that
+    counts. Checkpoints that the readable part of the log has in the trash stay out, but for versions of weights to
+    which others are deltas; without a log that is unknown, so removed ones may come back. A delta to a version that is
+    not whole is left out. Pins are kept if the log has them. `left_out` of the report names the checkpoints that
     were not copied, and why. The source is not changed. Run again, it goes on where it broke off.
 
     Raises StoreMissing if nothing is left, InvalidInput when another store lives at the target, or the target is the
@@ -63,22 +66,42 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
         )
     trash, pinned, annotated = _read_log(source)
     by_step: dict[int, list[CopiedCheckpoint]] = {}
+    found: list[CopiedCheckpoint] = []
     for name, (manifest, data) in manifests.items():
         attempt = Attempt.parse(name)
         if attempt is None:
             left_out[name] = "its directory has no name of an attempt"
         elif manifest.store_id != identity:
             left_out[name] = "it is of another store"
-        elif name in trash:
-            left_out[name] = "it was removed"
         else:
             item = _item(source, attempt, manifest, data, is_pinned=name in pinned)
             entry = replace(item.entry, metrics={**item.entry.metrics, **annotated.get(name, {})})
-            by_step.setdefault(manifest.step, []).append(item._replace(entry=entry))
+            found.append(item._replace(entry=entry))
+            if name in trash:
+                left_out[name] = "it was removed"
+            else:
+                by_step.setdefault(manifest.step, []).append(found[-1])
     chosen = [_last_whole(sorted(items, key=_order), left_out) for items in by_step.values()]
-    above = max((item.entry.epoch for items in by_step.values() for item in items), default=0)
+    chosen = _with_bases(chosen, found, left_out)
+    above = max((item.entry.epoch for item in found), default=0)
     report = copy_all(sorted(chosen, key=_order), identity, target, executor=executor, above=above, skips=True)
     return replace(report, left_out={**left_out, **report.left_out})
+
+
+def _with_bases(
+    chosen: list[CopiedCheckpoint], found: list[CopiedCheckpoint], left_out: dict[str, str]
+) -> list[CopiedCheckpoint]:
+    """Return those that were chosen, and the versions to which they are deltas, and so on."""
+    by_origin = {origin_of(item.entry): item for item in found}
+    all_of_them = {origin_of(item.entry): item for item in chosen}
+    unseen = list(chosen)
+    while unseen:
+        base = unseen.pop().base
+        if base in by_origin and base not in all_of_them:
+            all_of_them[base] = by_origin[base]
+            left_out.pop(by_origin[base].entry.attempt, None)
+            unseen.append(by_origin[base])
+    return [*all_of_them.values()]
 
 
 def _item(
@@ -90,11 +113,23 @@ def _item(
     written = retrying(source.config.retry, f"stat {key}", lambda: source.storage.stat(key))
     entry = entry_of(whole, data if whole is manifest else whole.encode())
     files = _FilesOfStore(storage=source.storage, transfer=source.transfer, config=source.config, prefix=attempt.prefix)
+    index = manifest.by_name.get(INDEX_NAME)
     return CopiedCheckpoint(
         replace(entry, attempt=str(attempt), epoch=attempt.epoch, committed_at=written.modified_seconds),
         files,
         is_pinned,
+        None if index is None else _base_of(files, index),
     )
+
+
+def _base_of(files: CheckpointFiles, index: Receipt) -> Attempt | None:
+    """Return the origin of the version to which these weights are a delta, as far as their index says it."""
+    try:
+        metadata = json.loads(files.read_file(index))["metadata"]
+        base = Attempt.parse(str(metadata.get(BASE_ATTEMPT, "")))
+    except (CheckpointDamaged, ValueError, LookupError, TypeError, AttributeError):
+        return None  # the copy says what is damaged, or it is no publication
+    return None if base is None else replace(base, epoch=0)
 
 
 def _order(item: CopiedCheckpoint) -> tuple[int, float, int, bool]:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.format.record import Record
-from ckptstore.format.safetensors import INDEX_NAME
+from ckptstore.format.safetensors import ATTEMPT, INDEX_NAME
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles
-from ckptstore.publication.wire import ATTEMPT, Index, directory_of, version_of
+from ckptstore.publication.wire import Index, directory_of, version_of
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CopiesInside, Disk
 from ckptstore.transfer.opened import OpenedPlace

@@ -14,13 +14,13 @@ from ckptstore.events import SaveStarted, emit
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.record import Record
-from ckptstore.format.safetensors import INDEX_NAME, Located, headed
+from ckptstore.format.safetensors import ATTEMPT, INDEX_NAME, Located, headed
 from ckptstore.interchange.safetensors_file import NAMES
 from ckptstore.job import Job
 from ckptstore.publication.codec import encode, num_threads
 from ckptstore.publication.source import PublishedVersions, stored_digests
 from ckptstore.publication.weights import HostCopy, Weights, deal, stage
-from ckptstore.publication.wire import ATTEMPT, STRONG, Index, delta_metadata, full_metadata
+from ckptstore.publication.wire import STRONG, Index, delta_metadata, full_metadata
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import mapped
 from ckptstore.saving.shard import Contents, Decision

@@ -14,10 +14,19 @@ from typing import Any, Protocol
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput
 from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.record import Record
-from ckptstore.format.safetensors import INDEX_NAME, SINGLE_NAME, SUFFIX, Header, Located, header_bytes, parse_header
+from ckptstore.format.safetensors import (
+    BASE_ATTEMPT,
+    INDEX_NAME,
+    SINGLE_NAME,
+    SUFFIX,
+    Header,
+    Located,
+    header_bytes,
+    parse_header,
+)
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
-from ckptstore.publication.wire import BASE_ATTEMPT, Index, directory_of, version_of
+from ckptstore.publication.wire import Index, directory_of, version_of
 from ckptstore.storage.base import Storage
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer import Wanted

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidName, UnsupportedVersion
 from ckptstore.format.layout import check_name
-from ckptstore.format.safetensors import METADATA, SUFFIX
+from ckptstore.format.safetensors import BASE_ATTEMPT, METADATA, SUFFIX
 
 STRONG = "xxh3-128"
 """The digest of tensors by which two contents count as equal."""
@@ -25,8 +25,6 @@ CHECKSUMS = {"strong": STRONG, "adler32": WEAK}
 XOR = "xor"
 OVERWRITE = "overwrite"
 COMPRESSION = "zstd"
-ATTEMPT, BASE_ATTEMPT = "attempt", "base_attempt"
-"""Fields of our own in the metadata of an index: its own attempt, and the one on which a delta builds."""
 
 _DIRECTORY = re.compile(r"weight_v(\d{6,10})")
 

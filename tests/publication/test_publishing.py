@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from weights_made import Weights, bytes_of, changed, read_model, some_weights
 import ckptstore
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidState, StoreFenced
 from ckptstore.interchange.copying import copy_checkpoint, copy_store
+from ckptstore.interchange.salvage import salvage_store
 from ckptstore.transfer.opened import open_place
 
 
@@ -338,6 +340,42 @@ def test_a_copy_keeps_what_its_deltas_need(place: Path, model: Path, tmp_path: P
         with ckptstore.Subscription(target, tmp_path / f"model of {target.name}") as subscription:
             assert subscription.apply().num_deltas == 2
             assert read_model(subscription.path) == history[7]
+
+
+@pytest.mark.parametrize("lost", [None, "log", "log/0000000007.json"])
+def test_a_salvaged_delta_comes_with_what_it_builds_on(place: Path, tmp_path: Path, lost: str | None) -> None:
+    random, weights, history = Random(3), some_weights(), {}
+    with ckptstore.open_publication(place, anchor_every=3, keep=1) as publication:
+        for version in range(1, 8):
+            publication.publish(version, weights)
+            history[version] = bytes_of(weights)
+            weights = changed(weights, random)
+    with ckptstore.open_store(place, group="solo") as store:
+        store.retain(ckptstore.KeepLatest(1))
+        assert [checkpoint.step for checkpoint in store] == [7], "the others are in the trash, and needed"
+    if lost == "log":
+        shutil.rmtree(place / lost)
+    elif lost:
+        (place / lost).unlink()
+    for is_new in (True, False):
+        report = salvage_store(open_place(place), open_place(tmp_path / "copy"))
+        assert (report.steps, report.present)[not is_new][-3:] == (5, 6, 7)
+    with ckptstore.open_store(report.uri, group="solo", grace_seconds=0) as store:
+        store.retain(ckptstore.KeepLatest(1))
+        store.prune()
+    with ckptstore.Subscription(report.uri, tmp_path / "model") as subscription:
+        assert subscription.apply().num_deltas == 2
+        assert read_model(subscription.path) == history[7]
+    (damaged,) = place.glob("checkpoints/step-*6-*/*.safetensors")
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    report = salvage_store(open_place(place), open_place(tmp_path / "less"))
+    assert report.steps[-1] == 5
+    assert [why for name, why in report.left_out.items() if "0007-e" in name] == [
+        "Step 7 is a delta to version 6, which is not copied: nobody could read it"
+    ]
+    with ckptstore.Subscription(report.uri, tmp_path / "model of less") as subscription:
+        subscription.apply()
+        assert read_model(subscription.path) == history[5]
 
 
 def test_plain_values_are_left_out_and_named_once(place: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
