@@ -77,13 +77,14 @@ slow-ray:
 	$(PYTEST_RAY) -m "slow and not long" tests/ray
 
 small-benchmarks:
-	$(PYTEST) benchmarks -q
+	$(PYTEST) benchmarks -q -m "not long"
 
 # What takes longer than CI has: every trainer, every layout, the demo, the judge. Installs the trainers' packages.
 test-long: install servers
 	$(PYTHON) tests/servers/install.py --all
 	$(PYTEST) $(AT_ONCE) -m long
 	$(PYTEST_RAY) -m long tests/ray
+	$(PYTEST) benchmarks -q -m long
 
 # Seeds of the simulation that no test has run yet, for as long as one likes.
 simulate: install

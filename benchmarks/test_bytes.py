@@ -68,6 +68,7 @@ def save_replicated(directory: str) -> tuple[float, float]:
         return ours / share, theirs / share
 
 
+@pytest.mark.long
 def test_replicated_tensor_is_shared_by_ranks(tmp_path: Path) -> None:
     """DCP has one rank write all of it: it cuts nothing smaller than a tensor."""
     ours, theirs = zip(*run_ranks(NUM_RANKS, save_replicated, str(tmp_path), timeout_seconds=600), strict=True)

@@ -22,6 +22,8 @@ from ckptstore.tools.bench.destination import Place, opened_place
 from ckptstore.tools.bench.figures.report import OURS, S3_SINK_TLS, Sample, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter
 
+pytestmark = pytest.mark.long
+
 MIB = 1 << 20
 SIZE_BYTES = (512 if FULL else 64) * MIB
 PART_BYTES = 16 * MIB

@@ -111,6 +111,7 @@ MOST_BYTES = {
 }
 """The most that ckptstore may take beside the state: nothing that grows with it, but for the copy of `save_async`."""
 CASES = [(what, name) for what, ways in OPERATIONS.items() for name in ways if FULL or name == OURS or what == "load"]
+LATER = {case: [pytest.mark.long] for case in CASES if case not in (("save_async", OURS), ("load", OURS))}
 _SIZES = (2 * TENSOR_BYTES, SIZE_BYTES)
 
 
@@ -150,7 +151,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.mark.parametrize("turn", turns(3))
 @pytest.mark.parametrize(
     ("what", "name"),
-    [pytest.param(*case, marks=group(f"Peak memory: {case[0]}"), id=f"{case[0]}-{case[1]}") for case in CASES],
+    [
+        pytest.param(*case, marks=[group(f"Peak memory: {case[0]}"), *LATER.get(case, ())], id="-".join(case))
+        for case in CASES
+    ],
 )
 def test_peak_memory(take: Take, saved: Callable[[str], Path], tmp_path: Path, what: str, name: str, turn: int) -> None:
     source = tmp_path if what.startswith("save") else saved(name if name in OPERATIONS["save"] else OURS)

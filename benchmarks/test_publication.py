@@ -144,6 +144,7 @@ def take_a_turn(take: Take, name: str, bring: Callable[[Weights], None]) -> None
     take(lambda: timed(name, OURS if name == OURS else "peer", lambda: bring(weights), SIZE_BYTES))
 
 
+@pytest.mark.long
 @group("Bring 2 % of the weights through S3 in memory")
 @pytest.mark.parametrize("turn", turns(3))
 @pytest.mark.parametrize("name", [OURS, WHOLE])

@@ -24,6 +24,8 @@ from ckptstore.storage.open import open_storage
 from ckptstore.tools.bench.destination import Place, opened_place
 from ckptstore.tools.bench.figures.report import S3_SINK, S3_TEST, Sample, WorkloadOutcome
 
+pytestmark = pytest.mark.long
+
 SIZE_BYTES = (1 << 30) if FULL else (4 << 20)
 NUM_STEPS = 10 if FULL else 2
 STEP_SECONDS = {"busy": 1.0, "calm": 3.0} if FULL else {"busy": 0.2}

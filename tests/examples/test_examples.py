@@ -62,6 +62,7 @@ def test_one_process_goes_on(tmp_path: Path) -> None:
     assert run_ranks(1, begun, "one_process.py", tmp_path) == ["resumed from epoch 2\nsaved epochs up to 5\n"]
 
 
+@pytest.mark.long
 def test_ddp_under_torchrun(tmp_path: Path) -> None:
     assert torchrun(tmp_path, 2, "ddp.py") == "began with epoch 0, saved 1 with 2 ranks\n"
 

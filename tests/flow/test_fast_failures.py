@@ -34,7 +34,7 @@ Row = Callable[[Path], object]
 SECONDS = 60
 DURABLE, NEWEST = 1, 3
 """Of the steps that are saved before a row, the one that is in the store, and the last one."""
-copies_of_each = pytest.mark.parametrize("copies", [1, 2])
+copies_of_each = pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.long), 2])
 
 
 def state_of(step: int, rank: int, size: int = 50_000) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def play_rows(jobs: list[tuple[str, Path]], copies: int) -> list[list[Any]]:
     ]
 
 
-@copies_of_each
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("row", ROWS)
 def test_what_a_lost_or_damaged_disk_costs(
     outcomes: Callable[[int], dict[str, list[Any]]], row: str, copies: int

@@ -53,6 +53,7 @@ def test_a_killed_run_goes_on_from_the_disk_of_the_node(tmp_path: Path) -> None:
     assert again["losses"] == whole["losses"]
 
 
+@pytest.mark.long
 def test_keys_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     keys = {"base_model": "m", "datasets": [{"path": "d", "type": "alpaca"}], "learning_rate": 1e-4}
     keys |= {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "output_dir": str(tmp_path / "out")}

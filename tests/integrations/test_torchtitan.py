@@ -72,6 +72,7 @@ def test_it_goes_on_where_it_ended_as_with_their_own_manager(tmp_path: Path) -> 
     assert all(checkpoint.verify().ok for checkpoint in store)
 
 
+@pytest.mark.long
 def test_stages_of_a_pipeline_load_into_other_stages(tmp_path: Path) -> None:
     """Several stages on a rank, as interleaved schedules have them, then other ones, and all layers on one rank."""
     first, second = run_ranks(2, call, "stages", str(tmp_path), [[[0], [2]], [[1], [3]]], 1, "save")

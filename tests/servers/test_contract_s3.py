@@ -111,6 +111,7 @@ class OnMoto:
         return dict(moto.storage_options)
 
 
+@pytest.mark.long
 class TestObstoreOnMoto(OnMoto, S3Contract):
     engine = "obstore"
 

@@ -41,6 +41,7 @@ ENGINES = [
     for engine in ("obstore", "sdk")
 ]
 """As elsewhere the second engine is slow, but on S3, where most of it is our own."""
+LATER = pytest.param("s3", "fsspec", marks=pytest.mark.long)
 GENERIC = pytest.param("s3", "fsspec")
 """s3fs keeps the head of an answer to itself, so that digests alone find what is odd there (`UNSEEN`)."""
 SEEN: list[Manner] = [
@@ -120,7 +121,7 @@ def two_steps(place: tuple[str, dict[str, Any], Front], engine: str) -> tuple[st
     return place
 
 
-@pytest.mark.parametrize(("place", "engine"), [*ENGINES, GENERIC], indirect=["place"])
+@pytest.mark.parametrize(("place", "engine"), [*ENGINES, LATER], indirect=["place"])
 @pytest.mark.parametrize(
     "manner", [ignores_the_range, answers_another_range, flips_a_bit, is_gone, ends_early, compresses]
 )

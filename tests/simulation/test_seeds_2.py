@@ -1,12 +1,19 @@
-"""Seeds 400 to 799. Two files, because tests are dealt to processes by file."""
+"""Seeds 150 to 299, and before a release to 799. Two files, because tests are dealt to processes by file."""
 
 from __future__ import annotations
 
+import pytest
 from seed_items import items, run_seeds
 
 from ckptstore.testing.simulation import Simulation
 
 
-@items(400, 400)
+@items(150, 150)
 def test_every_promise_holds(simulation: Simulation, first: int) -> None:
+    run_seeds(simulation, first)
+
+
+@pytest.mark.long
+@items(300, 500)
+def test_every_promise_holds_for_more_seeds(simulation: Simulation, first: int) -> None:
     run_seeds(simulation, first)

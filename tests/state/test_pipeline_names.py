@@ -58,7 +58,7 @@ def load(directory: Path) -> dict[str, Any]:
     return step(state)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_stages_are_loaded_by_one_rank_and_by_as_many(world_size: int, tmp_path: Path) -> None:
     wanted = {name: found for rank in run_ranks(2, save, tmp_path) for name, found in rank.items()}
     loaded = {name: found for rank in run_ranks(world_size, load, tmp_path) for name, found in rank.items()}

@@ -52,7 +52,9 @@ def load(directory: Path) -> list[Any]:
     return step(model, optimizer)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])  # powers of two: the mean of equal gradients is exact
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)  # powers of two: the mean of equal gradients is exact
 def test_the_next_step_is_the_same_on_any_number_of_ranks(world_size: int, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

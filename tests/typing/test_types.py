@@ -50,6 +50,7 @@ def test_mypy_knows_what_users_call(users: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_pyright_knows_what_users_call(users: Path) -> None:
     if not PYRIGHT.exists():
         message = f"{PYRIGHT} is missing: run `make servers`"
