@@ -82,7 +82,7 @@ def test_a_leader_killed_during_an_upload_loses_nothing(cluster: RayCluster, tmp
             assert checkpoint.verify().ok
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_failed_and_skipped_saves_are_counted_and_what_is_registered_is_whole(
     cluster: RayCluster, s3: S3Server, tmp_path: Path
 ) -> None:

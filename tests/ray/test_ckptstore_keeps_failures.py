@@ -91,6 +91,7 @@ def test_every_way_to_save_survives_a_kill_and_another_number_of_workers(
     assert checkpoint.verify().ok
 
 
+@pytest.mark.long
 def test_a_file_system_of_fsspec_is_understood(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
     import fsspec
     from pyarrow.fs import FSSpecHandler, PyFileSystem
@@ -152,9 +153,8 @@ def drain(cluster: RayCluster, node: Any, *, seconds: float) -> None:
     assert accepted, message
 
 
-@pytest.mark.parametrize(
-    ("needed_seconds", "saved"), [(0.0, True), pytest.param(10_000.0, False, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("needed_seconds", "saved"), [(0.0, True), (10_000.0, False)])
 def test_a_notice_of_preemption_leads_to_a_save_if_there_is_time(
     cluster: RayCluster, tmp_path: Path, needed_seconds: float, saved: bool
 ) -> None:

@@ -49,7 +49,7 @@ def test_an_upload_never_deletes_what_it_saved(cluster: RayCluster, tmp_path: Pa
     assert not (tmp_path / "run/group").exists(), "the ranks of an upload meet elsewhere"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_name_used_twice_loses_nothing(cluster: RayCluster, tmp_path: Path) -> None:
     from ray.train import CheckpointConfig
 
@@ -132,7 +132,7 @@ def test_a_run_outlives_trouble_that_hits_rays_snapshot(cluster: RayCluster, s3:
 
 RUNS = [
     ("fsdp", "state", "s3"),
-    pytest.param("ddp", "async", "s3", marks=pytest.mark.slow),
+    pytest.param("ddp", "async", "s3", marks=pytest.mark.long),
     pytest.param("ddp", "directory", "s3", marks=pytest.mark.long),
     pytest.param("fsdp", "sync", "local", marks=pytest.mark.long),
 ]

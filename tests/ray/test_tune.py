@@ -65,7 +65,7 @@ def test_a_clone_goes_on_from_the_checkpoint_of_another_trial(cluster: RayCluste
     assert not Path("/tmp/never").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trials_are_stopped_early_and_failures_cost_nothing(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler
