@@ -47,7 +47,7 @@ def bench(*arguments: object, code: int = 0) -> str:
     "names",
     [
         # Steps go on while a process of a peer starts and imports torch; what they measure is tested below.
-        pytest.param([name for name in NAMES if name != "gpu-steps"], marks=pytest.mark.slow),
+        pytest.param([name for name in NAMES if name != "gpu-steps"], marks=pytest.mark.long),
         pytest.param(NAMES, marks=pytest.mark.long),
     ],
     ids=["all but steps", "all"],

@@ -68,7 +68,7 @@ def test_a_save_is_measured_beside_a_peer_and_the_limit_and_leaves_nothing(tmp_p
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fast_tier_is_measured_and_asks_the_bucket_for_nothing_before_a_checkpoint_is_complete(
     tmp_path: Path,
 ) -> None:
@@ -125,7 +125,7 @@ def test_the_benchmark_that_no_test_runs_can_be_imported() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_finding_checkpoints_takes_two_requests_at_any_size(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("stays")
     bench("ls", "--to", tmp_path, "--repeat", 1, "--json", tmp_path / "told.json")

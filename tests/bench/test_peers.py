@@ -212,9 +212,8 @@ def save_and_go_on(uri: str, num_settings: int | None) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    "num_settings", [pytest.param(1, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("num_settings", [1, None])
 def test_a_peer_that_saves_in_the_background_has_copied_the_state_when_it_returns(
     tmp_path: Path, num_settings: int | None
 ) -> None:

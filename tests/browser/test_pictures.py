@@ -78,7 +78,7 @@ def test_a_picture_of_a_phone(reader: Reader, picture: Picture) -> None:
     picture("look-phone")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_page_of_a_job_of_which_a_rank_was_killed(reader: Reader, picture: Picture, tmp_path: Path) -> None:
     """The demo's own training: rank 1 dies in the middle of its upload of step 3, and the job starts again."""

@@ -122,7 +122,7 @@ def test_a_bare_installation_names_the_extra_for_everything_it_lacks(environment
     assert to_install(walk(environment("ckptstore"), tmp_path)) == with_torch_missing()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torch_without_the_extra_is_told_to_take_the_extra(environment: Any, tmp_path: Path) -> None:
     python = environment("ckptstore", "torch")
     assert to_install(walk(python, tmp_path)) == with_torch_missing()

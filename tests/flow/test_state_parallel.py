@@ -40,7 +40,7 @@ def test_ddp_of_two_into_other_layouts(tmp_path: Path) -> None:
     ("saved", "num_ranks", "loaded"),
     [
         pytest.param("fsdp2", 4, {1: ["plain"], 2: ["fsdp2", "ddp", "fsdp1"]}, marks=pytest.mark.long),
-        pytest.param("fsdp1", 2, {4: ["hsdp", "fsdp2"]}, marks=pytest.mark.slow),
+        pytest.param("fsdp1", 2, {4: ["hsdp", "fsdp2"]}, marks=pytest.mark.long),
         pytest.param("hsdp", 4, {2: ["ddp", "fsdp1", "fsdp2"]}, marks=pytest.mark.slow),
     ],
 )

@@ -29,7 +29,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("ckptstore.tools.run.folders.job_seen"), "_mappings", lambda *_: ())
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 14), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 14), marks=pytest.mark.long)], ids=["few", "many"])
 @pytest.mark.parametrize("kind", RL_KINDS)
 def test_what_is_committed_was_whole_and_comes_back_with_its_tracker(tmp_path: Path, kind: str, seeds: range) -> None:
     commits = 0

@@ -10,10 +10,10 @@ import pytest
 
 from tests.folders.writers import play
 
-SLOW = [pytest.param(first, marks=pytest.mark.slow) for first in range(100, 500, 50)]
+LATER = [pytest.param(first, marks=pytest.mark.long) for first in range(50, 500, 50)]
 
 
-@pytest.mark.parametrize("first", [0, 50, *SLOW])
+@pytest.mark.parametrize("first", [0, *LATER])
 def test_what_is_committed_was_whole_and_what_is_whole_is_committed(
     tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
