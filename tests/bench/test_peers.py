@@ -241,9 +241,8 @@ def test_directories_are_copied_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_peers_are_imported_once")
-@pytest.mark.parametrize(
-    "where", [pytest.param("disk", marks=pytest.mark.slow), pytest.param("s3-test", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["disk", "s3-test"])
 def test_peers_copy_directories_to_and_from_each_place(tmp_path: Path, where: str) -> None:
     """The contest of a node's processes compares the files that they got with those that were saved."""
     for rank in range(2):

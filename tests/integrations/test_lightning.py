@@ -185,7 +185,7 @@ def test_a_trainer_reads_the_best(tmp_path: Path, strategy: str, num_ranks: int)
         assert found == pytest.approx(told, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_other_name_of_lightning(tmp_path: Path) -> None:
     ((names, step),) = forked_ranks.run_ranks(1, call_alone, "other_name_of_lightning", f"{tmp_path}/store")
     assert "pytorch_lightning" in names

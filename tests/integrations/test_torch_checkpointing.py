@@ -443,8 +443,9 @@ def test_ranks_save_and_load_on_a_disk(tmp_path: Path) -> None:
     assert first.verify().ok
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "asynchronous", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.long)]
+)
 def test_ranks_save_and_load_on_s3_that_throttles(asynchronous: bool, s3: S3Server) -> None:
     s3.empty()
     for match in ("^PUT", "^GET", "^POST"):

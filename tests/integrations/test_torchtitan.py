@@ -157,7 +157,7 @@ def test_a_killed_job_goes_on_in_any_layout_as_theirs_does(tmp_path: Path) -> No
     assert losses(2, tmp_path / "ours", steps=6, tensor_parallel=2) == control
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_that_the_nodes_alone_have_is_loaded_by_its_number(tmp_path: Path) -> None:
     """And one that nobody has takes nothing away. What holds the model alone is passed over."""
     tier = on_nodes(tmp_path / "disk")
@@ -187,7 +187,7 @@ def test_the_positions_of_data_loaders_find_their_ranks(tmp_path: Path) -> None:
     assert losses(2, tmp_path, {"exclude_from_loading": ["dataloader"]}, **how, **SHARDED).keys() == {5}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_last_step_leaves_the_model_for_hugging_face_in_a_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +252,7 @@ def test_the_first_weights_come_from_wherever_they_are(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing/checkpoint").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_seed_gives_the_model_and_nothing_else(tmp_path: Path) -> None:
     for manager in ("theirs", "ours"):
         assert train(1, tmp_path / manager, {"create_seed_checkpoint": True}, manager=manager, steps=2)["losses"] == {}

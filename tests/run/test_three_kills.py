@@ -141,7 +141,7 @@ def runs_trainer(command: list[str]) -> bool:
     return any(Path(part).parent == TRAINERS for part in command) and CKPTSTORE[-1] not in command
 
 
-IN_CI = ("imagenet-ddp", "xgboost")
+IN_CI = ("xgboost",)
 """`make test-long` runs all."""
 
 
