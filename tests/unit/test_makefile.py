@@ -55,16 +55,18 @@ def test_a_demo_installs_what_it_needs_alone(tmp_path: Path) -> None:
 
 
 def test_the_slow_tests_are_the_rest(tmp_path: Path) -> None:
-    quick, slow = (
+    quick, slow, long = (
         [line.partition(" -m pytest ")[2] for line in commands_of(target, tmp_path) if " -m pytest " in line]
-        for target in ("test", "test-slow")
+        for target in ("test", "test-slow", "test-long")
     )
     assert "--ignore=tests/ray" in quick[0], "each test runs once"
     assert quick[1].endswith(' -m "not slow and not long" tests/ray')
     of_tests = {line.replace('"not slow', '"slow') for line in quick}
     (benchmarks,) = {*slow} - of_tests
     assert of_tests < {*slow}
-    assert benchmarks.endswith(" benchmarks -q")
+    assert benchmarks.endswith(' benchmarks -q -m "not long"')
+    assert [line.split(" -m ")[-1] for line in long] == ["long", "long tests/ray", "long"], "and before a release"
+    assert " benchmarks " in long[-1]
 
 
 def test_ci_runs_everything() -> None:
