@@ -1,12 +1,15 @@
 """Configuration: frozen, keyword-only values. The environment is read here and nowhere else.
 
 A value is taken from the call, else from the environment (`CKPTSTORE_<FIELD>`, for instance
-`CKPTSTORE_MEMORY_BUDGET_BYTES`), else it is the default below.
+`CKPTSTORE_MEMORY_BUDGET_BYTES`), else it is the default below. A variable that looks like a setting and is none is
+named in a warning.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -15,6 +18,15 @@ from typing import Any, Self
 
 from ckptstore.errors import InvalidInput
 from ckptstore.format.digest import ALGORITHMS, DEFAULT
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "CKPTSTORE_"
+_OTHERS = re.compile(
+    r"TRACEBACKS|COMPLETE|VERSION|DIRECTORY|BENCH(_ROUNDS)?|(LIGHTNING|FOLLOW|TEST)_.*|(.*_)?(SERVICE|PORT)(_.*)?"
+)
+"""What is no setting of a store and has another reader, and what Kubernetes sets for a service of that name."""
+_warned_of: set[str] = set()
 
 
 def shows_full_tracebacks() -> bool:
@@ -28,14 +40,16 @@ class _Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
         """Return the values of the call, completed from the environment. A None counts as left out."""
-        environ = os.environ if environ is None else environ
+        if environ is None:
+            environ = os.environ
+            _warn_of_unknown(environ)
         values = {name: value for name, value in options.items() if value is not None}
         found = {}
-        for item in fields(cls):
-            text = environ.get(variable := f"CKPTSTORE_{item.name.upper()}")
-            if item.name not in values and text:
-                found[item.name] = variable
-                values[item.name] = _parse(item.name, text, str(item.type))
+        for variable, (name, kind) in cls._variables().items():
+            text = environ.get(variable)
+            if name not in values and text:
+                found[name] = variable
+                values[name] = _parse(name, text, kind)
         try:
             return cls(**values)
         except InvalidInput as error:
@@ -44,10 +58,30 @@ class _Config:
                 raise
             raise InvalidInput(f"{variable} in the environment: {error.message}", hint=error.hint) from None
 
+    @classmethod
+    def _variables(cls) -> dict[str, tuple[str, str]]:
+        """Return the field and its type for each variable that sets one."""
+        plain = (item for item in fields(cls) if not str(item.type).endswith("Config"))
+        return {f"{_PREFIX}{item.name.upper()}": (item.name, str(item.type)) for item in plain}
+
     def _check_positive(self, *names: str) -> None:
         for name in names:
             if not getattr(self, name) > 0:
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}, it must be above 0")
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """Warn once of each variable that has our prefix and is read by nobody."""
+    unknown = {name for name in environ if name.startswith(_PREFIX)} - _warned_of
+    settings = {name for kind in _Config.__subclasses__() for name in kind._variables()} if unknown else set()
+    for name in (name.removeprefix(_PREFIX) for name in sorted(unknown - settings)):
+        if not _OTHERS.fullmatch(name):
+            from difflib import get_close_matches  # only a mistake needs it
+
+            close = get_close_matches(name, sorted(known.removeprefix(_PREFIX) for known in settings), 1)
+            hint = f"; is it to be {_PREFIX}{close[0]}?" if close else ""
+            logger.warning("%s%s in the environment is no setting, so it is ignored%s", _PREFIX, name, hint)
+    _warned_of.update(unknown)
 
 
 def _parse(name: str, text: str, kind: str) -> Any:

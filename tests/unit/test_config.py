@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptstore
 from ckptstore.config import CacheConfig, RetryConfig, StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
 
@@ -35,6 +36,24 @@ def test_every_kind_of_value_is_read_from_the_environment() -> None:
 
 def test_an_empty_variable_counts_as_not_set() -> None:
     assert RetryConfig.from_env({"CKPTSTORE_RETRY_ATTEMPTS": ""}) == RetryConfig()
+
+
+def test_a_variable_that_nobody_reads_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ckptstore.config._warned_of", set())
+    meant = {"RETRY_ATEMPTS": "RETRY_ATTEMPTS", "RANK_TIMEOUT": "RANK_TIMEOUT_SECONDS", "PEER": "PEERS", "MINE": None}
+    others = ["SERVICE_HOST", "PORT_80_TCP_ADDR", "PEERS_SERVICE_PORT"]  # of Kubernetes
+    others += ["TRACEBACKS", "LIGHTNING_KEEP", "NUM_THREADS", "PEERS_TOKEN"]
+    for name in [*meant, *others]:
+        monkeypatch.setenv(f"CKPTSTORE_{name}", "2")
+    for _ in range(2):
+        ckptstore.open_store(tmp_path / "store", group="solo").close()
+    said = [record.getMessage() for record in caplog.records]
+    for name, setting in meant.items():
+        (one,) = (text for text in said if text.startswith(f"CKPTSTORE_{name} in the environment is no setting"))
+        assert one.endswith(f"is it to be CKPTSTORE_{setting}?" if setting else "so it is ignored")
+    assert len(said) == len(meant)
 
 
 @pytest.mark.parametrize(
