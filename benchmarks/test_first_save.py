@@ -22,6 +22,8 @@ from ckptstore.tools.bench.peers.limits import Memcpy
 from ckptstore.tools.bench.peers.own import Ckptstore
 from ckptstore.tools.bench.turns import Contest
 
+pytestmark = pytest.mark.long
+
 SIZE_BYTES = (1 << 30) if FULL else (8 << 20)
 TRAINING_SECONDS = 3.0 if FULL else 0.0
 

@@ -24,6 +24,8 @@ from ckptstore.tools.bench.peers.own import AsyncCkptstore
 from ckptstore.tools.bench.turns import Contest, Tell
 from ckptstore.tools.bench.work import Task
 
+pytestmark = pytest.mark.long
+
 SIZE_BYTES = (2 << 30) if FULL else (8 << 20)
 ALONE_SECONDS = 1.0 if FULL else 0.1
 LEAST_SECONDS = 0.001

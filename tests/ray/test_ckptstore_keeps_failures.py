@@ -117,6 +117,7 @@ fit(keeping.train, storage_path=path, name="driven", config=config, torch=True)
 """
 
 
+@pytest.mark.long
 def test_a_driver_that_is_killed_is_started_again(cluster: RayCluster, tmp_path: Path) -> None:
     """Ray ends the controller and the workers with it; the same run is begun again under its name."""
     config = {"notes": str(tmp_path), "steps": 40, "parallel": "fsdp", "how": "async", "pause_seconds": 0.5}

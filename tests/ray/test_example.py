@@ -20,7 +20,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_example_recovers(tmp_path: Path) -> None:
     example = str(ROOT / "examples/ray_train.py")
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); sys.argv = [{example!r}, 'runs']\n{RUN}"

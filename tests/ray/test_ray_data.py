@@ -21,7 +21,7 @@ def cluster() -> Iterator[RayCluster]:
         yield running
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_after_a_resume_come_the_samples_that_were_due(cluster: RayCluster, tmp_path: Path) -> None:
     import pyarrow as pa
