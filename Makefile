@@ -16,8 +16,8 @@ PYTEST := $(BIN)/python -m pytest --durations=20
 # In the order of their names the many quick files of tests/unit are the last: by number of tests it would be the few
 # that take long.
 SHARED := --dist loadfile --no-loadscope-reorder
-# Many tests wait, for a stalled server or a dead rank.
-AT_ONCE := -n 4 $(SHARED) --ignore=tests/ray
+# Some tests wait, for a stalled server or a dead rank, so two processors carry three. Four hinder each other.
+AT_ONCE := -n 3 $(SHARED) --ignore=tests/ray
 # Each of the three has clusters of its own, whose ports the system chooses. A driver that waits for Ray hears no signal:
 # a test that takes too long ends its process.
 PYTEST_RAY := $(PYTEST) --timeout-method=thread -n 3 $(SHARED)

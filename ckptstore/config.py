@@ -25,7 +25,7 @@ _PREFIX = "CKPTSTORE_"
 _OTHERS = re.compile(
     r"TRACEBACKS|COMPLETE|VERSION|DIRECTORY|BENCH(_ROUNDS)?|(LIGHTNING|FOLLOW|TEST)_.*|(.*_)?(SERVICE|PORT)(_.*)?"
 )
-"""What is no setting of a store and has another reader, and what Kubernetes sets for a service of that name."""
+"""The names of variables that others read, and of those that Kubernetes sets for a service of our name."""
 _warned_of: set[str] = set()
 
 
