@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -98,7 +100,15 @@ def measured(command: str) -> Workload:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "figures.json"
         option = "--benchmark-json" if "pytest" in command else "--json"
-        done = subprocess.run(f"{command} {option} {path}", shell=True, cwd=ROOT, capture_output=True, text=True)
+        beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # where `ckptstore` is
+        done = subprocess.run(
+            f"{command} {option} {path}",
+            shell=True,
+            cwd=ROOT,
+            env={**os.environ, "PATH": beside},
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             raise SystemExit(f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         return workload_of(json.loads(path.read_text()))
