@@ -231,7 +231,7 @@ class Peers:
         now = time.monotonic()
         with self._lock:
             is_mistrusted = self._until.get(name, 0.0) > now + _LEFT_OUT_SECONDS[1]
-            is_new = not self._troubles[name] or (seconds == _MISTRUST_SECONDS and not is_mistrusted)
+            is_new = not is_mistrusted and (not self._troubles[name] or seconds == _MISTRUST_SECONDS)
             if self._until.get(name, 0.0) <= now:  # else several threads had the same trouble
                 self._troubles[name] += 1
             self._until[name] = max(self._until.get(name, 0.0), now + seconds)
