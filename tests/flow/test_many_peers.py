@@ -31,8 +31,6 @@ NUM_NODES = 16
 TOKEN = "a token of sixteen characters"
 SIZES_BYTES = {"big.bin": 5 * EXTENT_BYTES + 77} | {f"{number:02}.bin": 60_000 * number for number in range(1, 20)}
 TOTAL_BYTES = sum(SIZES_BYTES.values())
-MOST_TIMES = NUM_NODES / 4
-"""The most that the bucket may send where it depends on which nodes are ready first: 1.0 to 2.5 were seen."""
 
 pytestmark = pytest.mark.long
 
@@ -126,7 +124,7 @@ def test_sixteen_nodes_that_begin_one_after_another(server: S3Server, tmp_path: 
     with running(server, tmp_path, free_ports(NUM_NODES), NUM_NODES, first_line="*") as nodes:
         began = time.time()
         check(nodes, files)
-        assert 1.0 <= tell("at different moments", sent(server, 0), began) < MOST_TIMES
+        assert 1.0 <= tell("at different moments", sent(server, 0), began) < 2.0
         left_out(nodes)
 
 
@@ -169,7 +167,7 @@ def test_one_that_lies_is_left_out_and_nobody_else(server: S3Server, tmp_path: P
     with running(server, tmp_path, ports, NUM_NODES - 1) as nodes:
         ratio = read_by_all("one lies", server, nodes, files)
         assert liar.num_lies >= NUM_NODES - 1
-        assert ratio < MOST_TIMES, "a second owner reads what is in the files that it spoiled, for all"
+        assert ratio < 2.5, "a second owner reads what is in the files that it spoiled, for all"
         files, num_lies = save(server, tmp_path, 2), liar.num_lies
         assert 1.0 <= read_by_all("one has lied", server, nodes, files) < 1.1
         assert liar.num_lies == num_lies
