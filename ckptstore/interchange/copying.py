@@ -68,8 +68,8 @@ class CopiedCheckpoint(NamedTuple):
     """The source's entry, with `committed_at` set."""
     files: CheckpointFiles
     is_pinned: bool
-    base: Attempt | None = None
-    """The origin of the version to which these weights are a delta."""
+    bases: tuple[Attempt, ...] = ()
+    """The origins of the versions to which these weights are a delta, or of others whose files it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +182,11 @@ def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | No
     items = [
         CopiedCheckpoint(
             entry=replace(record.entry, committed_at=times[record.number]),
-            files=files,
+            files=files_of(job, record),
             is_pinned=record.number in newest.state.pinned,
-            base=origins[record.entry.bases[-1]] if _is_delta(files) else None,
+            bases=tuple(origins[number] for number in record.entry.bases if number in origins),
         )
         for record in records
-        for files in [files_of(job, record)]
     ]
     return copy_all(items, store_id, target, executor=executor, above=newest.state.epoch)
 
@@ -261,21 +260,22 @@ def copy_all(
 
 def _dependence(item: CopiedCheckpoint, held: Mapping[Attempt, Record]) -> dict[str, Any]:
     """Return the fields of an entry that say what its copy needs of others: nothing, where it has all files itself; the
-    copy of the same version, where a delta of weights is applied to one.
+    copies of the same versions, where a delta of weights is applied to others.
 
-    Raises CheckpointGone if that is not copied.
+    Raises CheckpointGone if one of those is not copied.
     """
-    if (base := item.base) is not None:
+    if not (item.bases or item.entry.bases):
+        return {}
+    manifest = item.files.read_manifest()[0]
+    if manifest.references:
+        return {"bases": (), "own_bytes": None, "manifest_sha256": sha256_of(manifest.made_whole().encode())}
+    for base in item.bases:
         if base not in held:
             raise CheckpointGone(
                 f"Step {item.entry.step} is a delta to version {base.step}, which is not copied: nobody could read it",
                 step=item.entry.step,
             )
-        return {"bases": (held[base].number,)}
-    if not item.entry.bases:
-        return {}
-    whole, _ = whole_manifest(item.files)
-    return {"bases": (), "own_bytes": None, "manifest_sha256": sha256_of(whole.encode())}
+    return {"bases": tuple(held[base].number for base in item.bases)}
 
 
 def _annotate_copy(own: Log, copy: Record, metrics: Mapping[str, float]) -> None:

@@ -96,11 +96,11 @@ def _with_bases(
     all_of_them = {origin_of(item.entry): item for item in chosen}
     unseen = list(chosen)
     while unseen:
-        base = unseen.pop().base
-        if base in by_origin and base not in all_of_them:
-            all_of_them[base] = by_origin[base]
-            left_out.pop(by_origin[base].entry.attempt, None)
-            unseen.append(by_origin[base])
+        for base in unseen.pop().bases:
+            if base in by_origin and base not in all_of_them:
+                all_of_them[base] = by_origin[base]
+                left_out.pop(by_origin[base].entry.attempt, None)
+                unseen.append(by_origin[base])
     return [*all_of_them.values()]
 
 
@@ -118,18 +118,18 @@ def _item(
         replace(entry, attempt=str(attempt), epoch=attempt.epoch, committed_at=written.modified_seconds),
         files,
         is_pinned,
-        None if index is None else _base_of(files, index),
+        () if index is None else _bases_of(files, index),
     )
 
 
-def _base_of(files: CheckpointFiles, index: Receipt) -> Attempt | None:
+def _bases_of(files: CheckpointFiles, index: Receipt) -> tuple[Attempt, ...]:
     """Return the origin of the version to which these weights are a delta, as far as their index says it."""
     try:
         metadata = json.loads(files.read_file(index))["metadata"]
         base = Attempt.parse(str(metadata.get(BASE_ATTEMPT, "")))
     except (CheckpointDamaged, ValueError, LookupError, TypeError, AttributeError):
-        return None  # the copy says what is damaged, or it is no publication
-    return None if base is None else replace(base, epoch=0)
+        return ()  # the copy says what is damaged, or it is no publication
+    return () if base is None else (replace(base, epoch=0),)
 
 
 def _order(item: CopiedCheckpoint) -> tuple[int, float, int, bool]:

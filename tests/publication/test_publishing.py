@@ -316,14 +316,20 @@ class WithExtraState(nn.Linear):
         """Nothing to do."""
 
 
-def test_a_copy_keeps_what_its_deltas_need(place: Path, model: Path, tmp_path: Path) -> None:
-    """Through retention in the copy, in a copy of the copy, and when both are copied again."""
+def publish_seven(place: Path) -> dict[int, Any]:
+    """Publish versions 1 to 7, of which 1 and 5 are full and the chain of 5 alone stays, and return their bytes."""
     random, weights, history = Random(2), some_weights(), {}
     with ckptstore.open_publication(place, anchor_every=3, keep=1) as publication:
         for version in range(1, 8):
             publication.publish(version, weights)
             history[version] = bytes_of(weights)
             weights = changed(weights, random)
+    return history
+
+
+def test_a_copy_keeps_what_its_deltas_need(place: Path, model: Path, tmp_path: Path) -> None:
+    """Through retention in the copy, in a copy of the copy, and when both are copied again."""
+    history = publish_seven(place)
     copies = [place, tmp_path / "copy", tmp_path / "copy of the copy"]
     for source, target in pairwise(copies):
         for is_new in (True, False):
@@ -344,12 +350,7 @@ def test_a_copy_keeps_what_its_deltas_need(place: Path, model: Path, tmp_path: P
 
 @pytest.mark.parametrize("lost", [None, "log", "log/0000000007.json"])
 def test_a_salvaged_delta_comes_with_what_it_builds_on(place: Path, tmp_path: Path, lost: str | None) -> None:
-    random, weights, history = Random(3), some_weights(), {}
-    with ckptstore.open_publication(place, anchor_every=3, keep=1) as publication:
-        for version in range(1, 8):
-            publication.publish(version, weights)
-            history[version] = bytes_of(weights)
-            weights = changed(weights, random)
+    history = publish_seven(place)
     with ckptstore.open_store(place, group="solo") as store:
         store.retain(ckptstore.KeepLatest(1))
         assert [checkpoint.step for checkpoint in store] == [7], "the others are in the trash, and needed"
