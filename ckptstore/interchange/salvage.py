@@ -14,7 +14,7 @@ from ckptstore.format.changes import Annotate, Commit
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
-from ckptstore.format.safetensors import BASE_ATTEMPT, INDEX_NAME
+from ckptstore.format.safetensors import ATTEMPT, BASE_ATTEMPT, INDEX_NAME
 from ckptstore.interchange.copying import CopiedCheckpoint, CopyReport, copy_all, origin_of
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
@@ -118,18 +118,23 @@ def _item(
         replace(entry, attempt=str(attempt), epoch=attempt.epoch, committed_at=written.modified_seconds),
         files,
         is_pinned,
-        () if index is None else _bases_of(files, index),
+        () if index is None else _bases_of(attempt, files, index),
     )
 
 
-def _bases_of(files: CheckpointFiles, index: Receipt) -> tuple[Attempt, ...]:
-    """Return the origin of the version to which these weights are a delta, as far as their index says it."""
+def _bases_of(attempt: Attempt, files: CheckpointFiles, index: Receipt) -> tuple[Attempt, ...]:
+    """Return the origin of the version to which these weights are a delta, as far as their index says it.
+
+    A directory with a version of some publication, which was saved as it is, is a checkpoint like any other.
+    """
     try:
         metadata = json.loads(files.read_file(index))["metadata"]
-        base = Attempt.parse(str(metadata.get(BASE_ATTEMPT, "")))
+        own, base = (Attempt.parse(str(metadata.get(name, ""))) for name in (ATTEMPT, BASE_ATTEMPT))
     except (CheckpointDamaged, ValueError, LookupError, TypeError, AttributeError):
         return ()  # the copy says what is damaged, or it is no publication
-    return () if base is None else (replace(base, epoch=0),)
+    if own is None or base is None or replace(own, epoch=attempt.epoch) != attempt:
+        return ()
+    return (replace(base, epoch=0),)
 
 
 def _order(item: CopiedCheckpoint) -> tuple[int, float, int, bool]:

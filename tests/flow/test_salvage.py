@@ -192,6 +192,32 @@ def test_what_others_leave_beside_checkpoints_is_told(whole: Path, tmp_path: Pat
     assert set(report.steps) == {0, 1, 2, 3, 4, 5, 9}
 
 
+INDEXES = [
+    '{"metadata": {"total_size": 1}, "weight_map": {}}',  # of Hugging Face
+    '{"metadata": {"delta_encoding": "xor", "base_version": "weight_v000001"}}',  # of another publisher
+    '{"metadata": {"attempt": "step-0000000007-e0001-00000000", "base_attempt": "step-0000000006-e0001-00000000"}}',
+    '{"metadata": {"base_attempt": ["x"]}}',
+    '{"metadata": null}',
+    "[1, 2]",
+    "{not json",
+]
+
+
+def test_a_directory_of_hugging_face_is_salvaged_whatever_its_index_says(tmp_path: Path) -> None:
+    """The weights in it may be a delta, of a publication somewhere else: nobody asked to apply it."""
+    root = tmp_path / "store"
+    with ckptstore.open_store(root, durable=False, retention=ckptstore.KeepAll()) as store:
+        for step, index in enumerate(INDEXES):
+            folder = tmp_path / str(step)
+            folder.mkdir()
+            (folder / "model.safetensors.index.json").write_text(index)
+            store.save_directory(step, folder)
+    lose_log(root)
+    with closing(open_place(root)) as source, closing(open_place(tmp_path / "copy")) as target:
+        report = salvage_store(source, target)
+    assert (report.steps, report.left_out) == (tuple(range(len(INDEXES))), {})
+
+
 def test_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = CliRunner().invoke(main, ["cp", "--salvage", str(tmp_path / "empty"), str(tmp_path / "copy")])
