@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import ckptstore
 from ckptstore.errors import CheckpointDamaged
@@ -15,6 +16,7 @@ from ckptstore.interchange.copying import CopyReport, copy_checkpoint, copy_stor
 from ckptstore.storage.base import CopiesFrom
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import S3Server, s3_server
+from ckptstore.tools.cli import main
 from ckptstore.transfer.opened import open_place
 
 MIB = 1 << 20
@@ -62,6 +64,21 @@ def test_no_payload_goes_up_from_here(fast_s3: S3Server, directory: Path, tmp_pa
     check(f"{uri}-copy", options, directory, tmp_path / "mine")
     again = copy_all(uri, f"{uri}-copy", options, options)
     assert (again.steps, again.present, again.num_copied) == ((), (1,), 0)
+
+
+def test_options_are_for_the_places_in_buckets(fast_s3: S3Server, directory: Path, tmp_path: Path) -> None:
+    """From a bucket to a disk, back to the bucket, and both compared."""
+    uri, path = "s3://test/by/command", tmp_path / "copy"
+    with ckptstore.open_store(uri, storage_options=fast_s3.storage_options) as store:
+        store.save_directory(1, directory)
+    flags = [f"--storage-option={name}={fast_s3.storage_options[name]}" for name in ("key", "secret", "endpoint_url")]
+    for words in (["cp", uri, str(path)], ["cp", str(path), f"{uri}-back"], ["diff", f"{path}@1", f"{uri}-back@1"]):
+        done = CliRunner().invoke(main, [*words, *flags])
+        assert done.exit_code == 0, done.output
+    for words in (["cp", str(path), str(tmp_path / "other")], ["diff", f"{path}@1", f"{path}@1"]):
+        done = CliRunner().invoke(main, [*words, *flags])
+        assert done.exit_code == ckptstore.InvalidInput.exit_code
+        assert "--storage-option means nothing for" in done.output
 
 
 def test_a_copy_goes_on_where_it_broke_off(fast_s3: S3Server, directory: Path) -> None:

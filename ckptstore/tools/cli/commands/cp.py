@@ -11,9 +11,16 @@ from ckptstore.interchange.copying import CopyReport, copy_checkpoint, copy_stor
 from ckptstore.interchange.salvage import salvage_store
 from ckptstore.runtime.shown import show_size
 from ckptstore.tools.cli.kinds import TARGET
-from ckptstore.tools.cli.options import as_json, engine_option, opened_executor, parse_storage_options, storage_option
+from ckptstore.tools.cli.options import (
+    as_json,
+    engine_option,
+    opened_executor,
+    options_by_place,
+    parse_storage_options,
+    storage_option,
+)
 from ckptstore.tools.cli.output import print_json
-from ckptstore.tools.cli.targets import find_target, is_checkpoint, opened_checkpoint, opened_store
+from ckptstore.tools.cli.targets import find_target, is_checkpoint, opened_checkpoint, opened_store, parse_target
 from ckptstore.tools.cli.terminal import progress
 from ckptstore.transfer.executor import Executor
 from ckptstore.transfer.opened import OpenedPlace, open_place
@@ -27,7 +34,7 @@ from ckptstore.transfer.opened import OpenedPlace, open_place
     "target_options",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Like --storage-option, for DESTINATION only. Without it, --storage-option is for both.",
+    help="Like --storage-option, for DESTINATION only. Without it, --storage-option is for each of both in a bucket.",
 )
 @click.option(
     "--salvage", is_flag=True, help="Rescue a store that lost its log, store.json or checkpoints: copy what is intact."
@@ -50,19 +57,21 @@ def command(
     its live checkpoints and pins. STORE@STEP becomes a checkpoint directory that can be loaded by its path. What
     --salvage leaves out is printed with the reason.
     """
-    options = parse_storage_options(target_options) or storage_options
+    of_source, of_destination = storage_options, parse_storage_options(target_options)
+    if not of_destination:
+        of_source, of_destination = options_by_place(storage_options, parse_target(source).uri, destination)
     if salvage:
         copy = _salvage_store
     else:
-        is_whole = find_target(source, storage_options).step is None and not is_checkpoint(source, storage_options)
+        is_whole = find_target(source, of_source).step is None and not is_checkpoint(source, of_source)
         copy = _copy_store if is_whole else _copy_checkpoint
     shown = False if as_json else None
     with (
         opened_executor(engine) as executor,
-        closing(open_place(destination, storage_options=options)) as target,
+        closing(open_place(destination, storage_options=of_destination)) as target,
         progress("copy", shown=shown),
     ):
-        report = copy(source, target, storage_options, executor)
+        report = copy(source, target, of_source, executor)
     if as_json:
         print_json(
             uri=report.uri,

@@ -13,9 +13,9 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.runtime.extras import not_installed
 from ckptstore.runtime.shown import printable, show_size
 from ckptstore.tools.cli.kinds import TARGET
-from ckptstore.tools.cli.options import as_json, storage_option
+from ckptstore.tools.cli.options import as_json, options_by_place, storage_option
 from ckptstore.tools.cli.output import checkpoint_json, echo_table, print_json, provenance_texts
-from ckptstore.tools.cli.targets import opened_checkpoint
+from ckptstore.tools.cli.targets import opened_checkpoint, parse_target
 
 if TYPE_CHECKING:
     from ckptstore.interchange.comparing import TensorDifference
@@ -55,7 +55,8 @@ def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_js
     may be read. A larger tensor is "unknown" if it has no digests or was divided differently among the ranks;
     --values reads it.
     """
-    with opened_checkpoint(a, storage_options) as first, opened_checkpoint(b, storage_options) as second:
+    of_a, of_b = options_by_place(storage_options, parse_target(a).uri, parse_target(b).uri)
+    with opened_checkpoint(a, of_a) as first, opened_checkpoint(b, of_b) as second:
         files = file_differences(first, second)
         metrics = differences(first.metrics, second.metrics)
         metadata = differences(flat(first.metadata), flat(second.metadata))
