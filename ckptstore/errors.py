@@ -81,8 +81,10 @@ class CkptstoreError(Exception):
     def __str__(self) -> str:
         places = (("step", self.step), ("rank", self.rank), ("file", self.file))
         where = ", ".join(f"{word} {value}" for word, value in places if value is not None)
-        text = f"{self.message} ({where})" if where else self.message
-        return f"{text}. {self.hint}" if self.hint else text
+        text = f"{self.message.removesuffix('.')} ({where})" if where else self.message
+        if not self.hint:
+            return text
+        return f"{text} {self.hint}" if text.endswith((".", "?")) else f"{text}. {self.hint}"
 
     def at(self, *, step: int | None = None, rank: int | None = None, file: str | None = None) -> CkptstoreError:
         """Fill in the places that are still unknown, and return the same error."""

@@ -54,7 +54,7 @@ def _check_used(include: str | Sequence[str] | None, keys: Collection[str]) -> N
     for pattern in [include] if isinstance(include, str) else include or ():
         if not any(fits(key, pattern) for key in keys):
             raise InvalidInput(
-                f"include={pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys)).rstrip('.')}",
+                f"include={pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys))}",
                 hint="Keys are like model.0.weight, and `*` stands for anything in them",
             )
 

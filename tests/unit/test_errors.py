@@ -80,6 +80,19 @@ def test_an_error_survives_pickling_with_all_it_knows(cls: type[CkptstoreError])
     assert str(again) == str(error) == "it broke (step 7, rank 3, file model.pt). Mend it"
 
 
+@pytest.mark.parametrize(
+    ("message", "step", "text"),
+    [
+        ("it is lost.", None, "it is lost. Mend it"),
+        ("it is lost.", 7, "it is lost (step 7). Mend it"),
+        ("did you mean it?", None, "did you mean it? Mend it"),
+        ("did you mean it?", 7, "did you mean it? (step 7). Mend it"),
+    ],
+)
+def test_a_sentence_ends_once(message: str, step: int | None, text: str) -> None:
+    assert str(CkptstoreError(message, step=step, hint="Mend it")) == text
+
+
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("committed", [True, False, None])
 def test_an_error_reaches_other_ranks_as_the_same_class(cls: type[CkptstoreError], committed: bool | None) -> None:

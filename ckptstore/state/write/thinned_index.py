@@ -45,7 +45,7 @@ def dropped_keys(index: TensorIndex, patterns: Sequence[str]) -> frozenset[str]:
     for pattern in patterns:
         if not any(fnmatchcase(key, pattern) for key in keys):
             raise InvalidInput(
-                f"{pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys)).rstrip('.')}",
+                f"{pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys))}",
                 hint="Keys are like optimizer.state.0.weight.exp_avg, and `*` stands for anything in them",
             )
     dropped = {key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)}
