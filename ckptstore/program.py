@@ -22,10 +22,11 @@ _GIT_SECONDS = 20.0
 _MAX_CHARS = 8192
 """The most characters of a command line that are kept."""
 _MASK = "***"
-_SECRET = r"(?:token|key|secret|passw|passphrase|pwd|credential|authorization|bearer)"
+_SECRET = r"(?:token|key|secret|passw|passphrase|pwd|credential|auth(?!or)|authorization|bearer)"
 # Repetitions have bounds, so that a long argument takes no longer than its length.
 _NAMED = re.compile(rf"""({_SECRET}[\w.\-]{{0,64}}["']?\s{{0,8}}[=:]\s{{0,8}})(.+)""", re.IGNORECASE | re.DOTALL)
 _OPTION = re.compile(rf"-{{1,2}}[^=\s]*{_SECRET}[^=\s]*", re.IGNORECASE)
+_BEARER = re.compile(r"\b(bearer)\s{1,8}[\w.~+/=\-]{8,}", re.IGNORECASE)
 _KNOWN = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abp]-|AKIA|ASIA|AIza|eyJ)[\w.\-]{12,}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,30}://[^\s\"'<>]+")
 
@@ -58,7 +59,8 @@ def masked(argv: tuple[str, ...]) -> tuple[str, ...]:
         if is_secret:
             text = text if is_option else _MASK
         else:
-            text = _NAMED.sub(rf"\1{_MASK}", _URL.sub(lambda match: redact(match[0]), _KNOWN.sub(_MASK, text)))
+            text = _KNOWN.sub(_MASK, _BEARER.sub(rf"\1 {_MASK}", text))
+            text = _NAMED.sub(rf"\1{_MASK}", _URL.sub(lambda match: redact(match[0]), text))
         num_chars += len(argument)
         if num_chars > _MAX_CHARS:
             return (*found, f"... and {len(argv) - len(found)} more")

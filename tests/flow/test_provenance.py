@@ -112,6 +112,8 @@ def test_no_secret_and_no_environment_gets_into_a_store(project: Path, tmp_path:
         (("s3://bucket/a?X-Amz-Signature=1",), ("s3://bucket/a",)),
         (("['az://u:p@h/x','b']",), ("['az://h/x','b']",)),
         (("--resume", "/runs/a", "--lr=0.1"), ("--resume", "/runs/a", "--lr=0.1")),
+        (("-H", "Bearer abc~123+/=", "--x"), ("-H", "Bearer ***", "--x")),
+        (("--auth", "u:p", "--http-auth=u:p", "--author", "u"), ("--auth", "***", "--http-auth=***", "--author", "u")),
         (("--token",), ("--token",)),
         (("x\udcff",), ("x\\udcff",)),
         (("a" * 8000, "b" * 300, "c"), ("a" * 8000, "... and 2 more")),
