@@ -125,11 +125,18 @@ def test_a_module_is_built_on_the_meta_device() -> None:
     assert {parameter.device.type for parameter in state["net"].parameters()} == {"meta"}
     with pytest.raises(InvalidInput, match="returned a int"):
         on_meta(lambda: 3, "model")
+    with pytest.raises(InvalidInput, match="A Linear was given"):
+        on_meta(nn.Linear(1, 1), "model")
+    with pytest.raises(InvalidInput, match=rf"failed at {__file__}:\d+: RuntimeError: .*item") as caught:
+        on_meta(lambda: torch.zeros(1).item(), "model")
+    assert 'device="cpu"' in str(caught.value)
+    with pytest.raises(InvalidInput, match=r"failed: TypeError: .*missing 1 required positional argument: 'size'"):
+        on_meta(lambda size: size, "model")  # type: ignore[arg-type,misc]
 
 
 def test_the_command(saved: tuple[Checkpoint, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["import test_check_load", "same = test_check_load.net", "number = 3"]
-    lines += ["def other(): return same(first=None)", "raised = 1"]
+    lines += ["def other(): return same(first=None)", "raised = 1", "def failing(): raise OSError('no file')"]
     (tmp_path / "my_models.py").write_text("\n".join(lines))
     (tmp_path / "broken_models.py").write_text("import no_such_module")
     monkeypatch.chdir(tmp_path)
@@ -145,5 +152,12 @@ def test_the_command(saved: tuple[Checkpoint, Checkpoint], tmp_path: Path, monke
     assert (differs.exit_code, "model.first.weight" in differs.output) == (1, True)
     assert run("my_models:other", "--no-strict").exit_code == 0
     assert run("my_models:same", "--name", "net").exit_code == 1
-    for function in ("my_models", "my_models:sane", "my_models:number", "broken_models:same", "no_such_models:same"):
+    for function in (
+        "my_models",
+        "my_models:failing",
+        "my_models:sane",
+        "my_models:number",
+        "broken_models:same",
+        "no_such_models:same",
+    ):
         assert run(function).exit_code == 2, function

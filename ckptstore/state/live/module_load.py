@@ -6,11 +6,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any
 
 import torch
 
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.runtime.torch_private import canonical_names, convert_tensors, fsdp1_ties, non_persistent_buffers
 from ckptstore.state.live.contents import StoredContents, default_device, same_random_numbers
 from ckptstore.state.live.flatten import Unit
@@ -80,9 +81,21 @@ def _is_tensor(name: str, item: Any) -> bool:
 
 def on_meta(build: Callable[[], Any], name: str) -> Mapping[str, Any]:
     """Return the state that a function builds, whose tensors are made on the meta device unless it says otherwise; for
-    a module, a state that has it under a name. Raises InvalidInput for anything else."""
-    with torch.device("meta"):
-        built = build()
+    a module, a state that has it under a name. Raises InvalidInput for anything else, and for a function that fails."""
+    if isinstance(build, torch.nn.Module):
+        raise InvalidInput(f"A {type(build).__name__} was given", hint="Give a function that builds it")
+    try:
+        with torch.device("meta"):
+            built = build()
+    except CkptstoreError:
+        raise
+    except Exception as error:
+        frames = [frame for frame in extract_tb(error.__traceback__)[1:] if "/torch/" not in frame.filename]
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        raise InvalidInput(
+            f"The function failed{where}: {type(error).__name__}: {error}",
+            hint='It is called on the meta device, where tensors have no numbers. Those that it needs get device="cpu"',
+        ) from error
     if isinstance(built, torch.nn.Module):
         return {name: built}
     if not isinstance(built, Mapping):
