@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ckptstore.errors import InvalidInput
 from ckptstore.runtime.beat import Beat, beat, no_beat
 from ckptstore.storage.traffic import Traffic, counting, traffic_here
 
@@ -109,7 +110,7 @@ class Pool:
         try:
             with self._changed:
                 if self._closed:
-                    raise RuntimeError("the transfer is closed")
+                    raise InvalidInput("The store was closed before this call", hint="Open it again with open_store")
                 self._start_threads(len(run.tasks))
                 is_alone = not self._threads
                 if not is_alone:

@@ -41,7 +41,7 @@ def test_a_name_that_is_no_checkpoint_says_what_opens_it(tmp_path: Path) -> None
 
 def test_a_closed_store_is_not_written_to(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store", durable=False)
-    store.save(1, {"a": 1})
+    saved = store.save(1, {"a": 1})
     store.close()
     for call in (
         lambda: store.save(2, {"a": 1}),
@@ -53,5 +53,7 @@ def test_a_closed_store_is_not_written_to(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInput, match="is closed"):
             call()
+    with pytest.raises(InvalidInput, match=r"was closed before this call.*open_store"):
+        saved.verify()
     with open_store(tmp_path / "store") as store:
         assert [checkpoint.step for checkpoint in store] == [1]

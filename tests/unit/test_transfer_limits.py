@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptstore.errors import InvalidInput
 from ckptstore.runtime.beat import beating
 from ckptstore.transfer.engine import Scratch
 from ckptstore.transfer.pool import Operation, Pool, Stopped
@@ -197,7 +198,7 @@ def test_a_closed_pool_has_no_threads_and_takes_no_work() -> None:
     pool.close()
     assert names
     assert not names & {thread.name for thread in threading.enumerate()}
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(InvalidInput, match="closed"):
         pool.run([name] * 8)
 
 
