@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,7 @@ def test_on_a_terminal_of_80_columns_a_row_is_a_line(
     }
     key = "optimizer." + "inner." * 12 + "exp_avg_sq"
     rules = ("--keep", "latest=2", "best=2:train/loss:min", "every=1", "--dry-run")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])  # `show` prints a command line whole
     with open_store(store) as opened:
         for step in (1_000_001, 1_000_002):
             opened.save(step, {key: torch.full((3,), float(step))}, metrics={**metrics, "train/loss": 1 / step})
