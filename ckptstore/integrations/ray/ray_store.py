@@ -67,11 +67,6 @@ class RayStore(CheckpointStore):
         """This worker, None outside of Ray Train."""
         return self._reports.worker if self._reports else None
 
-    @property
-    def pointer_root(self) -> str:
-        """The name of this store in pointers."""
-        return self._reports.root if self._reports else self.uri
-
     def save(
         self,
         step: int,

@@ -21,7 +21,7 @@ from ckptstore.storage.base import Storage
 from ckptstore.testing.simulation import alone, programs
 from ckptstore.testing.simulation.fast_tier import fast_jobs, node_disks
 from ckptstore.testing.simulation.ledger import Violation
-from ckptstore.testing.simulation.plan import Actor, Plan, draw
+from ckptstore.testing.simulation.plan import Actor, Plan
 from ckptstore.testing.simulation.virtual.patches import ModuleState, load, patched
 from ckptstore.testing.simulation.virtual.scheduler import Deadlock, Scheduler, Stuck, running
 from ckptstore.testing.simulation.world import DIRECTORY_MARK, World
@@ -282,11 +282,6 @@ def _direct(world: World) -> None:
 
 def _fail_late(world: World) -> None:
     world.fail("every call ends", f"after {_QUIET_SECONDS:g} s of virtual time\n{world.scheduler.describe()}")
-
-
-def run_seed(simulation: Simulation, seed: int, **fixed: Any) -> Outcome:
-    """Draw the plan of a seed, and run it."""
-    return simulation.run(draw(seed, **fixed))
 
 
 def report(outcome: Outcome, *, lines: int = 80) -> str:
