@@ -20,7 +20,7 @@ from ckptstore.boundary import bounded
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, CkptstoreError, FileMissing
 from ckptstore.runtime.extras import needs
 from ckptstore.runtime.file_locks import Exclusive
-from ckptstore.runtime.shown import show_size
+from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.storage.uri import local_path
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
@@ -33,6 +33,8 @@ logger = logging.getLogger("ckptstore")
 
 _POLL_SECONDS = 1.0
 _WAIT_SECONDS = 600.0
+_SILENT_SECONDS = 5.0
+"""The time after which the first wait says that there is none yet: the URI may be misspelt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +134,8 @@ class Subscription:
         number, after a roll-back. Raises TimeoutError, which says what there is, if none comes in time. A storage that
         cannot be reached is asked again until then.
         """
-        deadline = time.monotonic() + timeout_seconds
-        failure: CkptstoreError | None = None
+        uri, deadline = self._place.storage.uri, time.monotonic() + timeout_seconds
+        silent_until = time.monotonic() + _SILENT_SECONDS
         while True:
             newest, failure = None, None
             try:
@@ -144,11 +146,15 @@ class Subscription:
                 failure = error
             if newest is not None and self._is_news(newest, after):
                 return newest.version
-            left_seconds = deadline - time.monotonic()
+            left_seconds, is_empty = deadline - time.monotonic(), self.version is None
+            if is_empty and silent_until < min(time.monotonic(), deadline):
+                silent_until = deadline  # once
+                logger.warning(
+                    "%s has no version of weights yet; waiting for %s more", uri, show_duration(left_seconds)
+                )
             if left_seconds <= 0:
                 found = "none is published" if newest is None else f"the newest one is {newest.version}"
-                wanted = f"version above {after}" if after is not None else "other version"
-                uri = self._place.storage.uri
+                wanted = f"version above {after}" if after is not None else "version" if is_empty else "other version"
                 raise TimeoutError(f"No {wanted} came to {uri} in {timeout_seconds:g} s: {failure or found}")
             time.sleep(min(poll_seconds, left_seconds))
 

@@ -64,6 +64,20 @@ def test_a_reader_holds_each_version_bit_by_bit(place: Path, model: Path) -> Non
     assert [is_full(place, version) for version in range(9, 14)] == [True, False, False, False, True]
 
 
+def test_the_first_wait_says_once_that_there_is_nothing_yet(
+    place: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ckptstore.publication.subscription._SILENT_SECONDS", 0.02)
+    with ckptstore.Subscription(place, model) as subscription:
+        with pytest.raises(TimeoutError, match="No version came to"):
+            subscription.wait(timeout_seconds=0.5, poll_seconds=0.01)
+        with pytest.raises(TimeoutError):
+            subscription.wait(timeout_seconds=0.01)
+        assert [record.getMessage().rpartition("; ")[0] for record in caplog.records] == [
+            f"{place} has no version of weights yet"
+        ]
+
+
 def test_a_tensor_that_comes_goes_or_changes_its_kind_makes_a_full_version(place: Path, model: Path) -> None:
     weights: Weights = {"a": torch.ones(3), "b": torch.ones(2, 2)}
     ways: list[Weights] = [
