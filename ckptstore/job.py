@@ -34,6 +34,7 @@ from ckptstore.log.reader import LogReader
 from ckptstore.retention import Candidate, Missing, Policy
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.fork import in_forked_child
+from ckptstore.runtime.parallel import started
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice
@@ -284,7 +285,8 @@ class Job:
         return candidates(self.log, newest, timed=timed, unthinned=self.unthinned)
 
     def prune_in_background(self, prune: Callable[[], object]) -> None:
-        """Leader: run `prune` on a thread of its own, one at a time. Failures are emitted as events, not raised."""
+        """Leader: run `prune` on a thread of its own, one at a time, or at once if no thread can start. Failures are
+        emitted as events, not raised."""
 
         def run() -> None:
             try:
@@ -295,8 +297,10 @@ class Job:
         with self._lock:
             if self._pruning is not None and self._pruning.is_alive():
                 return
-            self._pruning = threading.Thread(target=run, name="ckptstore-prune", daemon=True)
-            self._pruning.start()
+            threads = started([run], name="ckptstore-prune")
+            self._pruning = threads[0] if threads else None
+        if not threads:
+            run()
 
     def at_close(self, call: Callable[[], object]) -> None:
         """Have `close` call `call` before it closes anything else. No save is in flight then."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 from functools import cache, lru_cache
 from typing import Any
 
 from ckptstore.format.provenance import Provenance
+from ckptstore.runtime.parallel import started
 from ckptstore.storage.uri import redact
 
 PACKAGES = (
@@ -89,9 +89,7 @@ def _commit(pid: int) -> dict[str, Any]:
     """Begin to look for the commit of the program, and return the dict that will have it. Once for each process."""
     found: dict[str, Any] = {}
     folder = _folder()
-    threading.Thread(
-        target=lambda: found.update(_asked_of_git(folder)), name=f"ckptstore-git-{pid}", daemon=True
-    ).start()
+    started([lambda: found.update(_asked_of_git(folder))], name=f"ckptstore-git-{pid}")
     return found
 
 

@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.runtime.beat import awaited
+from ckptstore.runtime.parallel import started
 
 logger = logging.getLogger("ckptstore.group")
 
@@ -69,14 +71,14 @@ class Beater:
         """
         ended = threading.Event()
         self._beat_at = self._clock()
-        helper = threading.Thread(target=self._help, args=(ended,), name="ckptstore-signs", daemon=True)
-        helper.start()
+        helpers = started([partial(self._help, ended)], name="ckptstore-signs")
         try:
             with awaited(self):
                 yield
         finally:
             ended.set()
-            helper.join()  # no sign comes after the last one of `leave`
+            for helper in helpers:
+                helper.join()  # no sign comes after the last one of `leave`
 
     def _help(self, ended: threading.Event) -> None:
         while not ended.wait(self._interval_seconds):

@@ -12,12 +12,13 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.free_memory import tightest_room
 from ckptstore.runtime.new_memory import new_memory, populate
-from ckptstore.runtime.parallel import mapped
+from ckptstore.runtime.parallel import mapped, started
 from ckptstore.transfer.sources import MemorySource
 
 _COPY_BYTES = 8 << 20
@@ -135,13 +136,8 @@ class Staging:
         """
         if self.buffers or self._preparing is not None or sum(sizes_bytes) < _PREPARED_BYTES:
             return
-        self._preparing = threading.Thread(
-            target=self._make_ahead,
-            args=(tuple(sizes_bytes), self._device.entrance()),
-            name="ckptstore-prepare",
-            daemon=True,
-        )
-        self._preparing.start()
+        ahead = partial(self._make_ahead, tuple(sizes_bytes), self._device.entrance())
+        self._preparing = next(iter(started([ahead], name="ckptstore-prepare")), None)
 
     @property
     def is_unused(self) -> bool:

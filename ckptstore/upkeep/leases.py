@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from ckptstore.errors import StorageError
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.layout import LEASE_PREFIX, lease_key, parse_lease_key
+from ckptstore.runtime.parallel import started
 from ckptstore.storage.base import Storage
 
 FRESH_SECONDS = 600.0
@@ -127,8 +128,7 @@ def _host() -> str:
 def _start_renewer() -> None:
     global _renewer
     if _renewer is None:
-        _renewer = threading.Thread(target=_renew, name="ckptstore-leases", daemon=True)
-        _renewer.start()
+        _renewer = next(iter(started([_renew], name="ckptstore-leases")), None)
 
 
 def _renew() -> None:
