@@ -52,7 +52,8 @@ class Worker:
 def current_worker() -> Worker | None:
     """Return this worker; None in the driver, an actor, a plain process, and in local mode (`num_workers=0`).
 
-    Raises InvalidInput in a training function of Ray Train's first version, which lacks the necessary calls.
+    Raises InvalidInput in a training function of Ray Train's first version, or of ray before 2.51, which lack the
+    necessary calls.
     """
     if "ray.train" not in sys.modules:
         return None
@@ -66,9 +67,10 @@ def current_worker() -> Worker | None:
         return None  # not inside a training function, or in local mode, or in a function of Ray Tune
     if not hasattr(train, "CheckpointUploadMode"):
         if context.get_world_size() is not None:
+            is_new = tuple(map(int, ray.__version__.split(".")[:2])) >= (2, 51)
             raise InvalidInput(
-                "The first version of Ray Train has no reports without an upload, and is not supported",
-                hint="Unset RAY_TRAIN_V2_ENABLED",
+                f"This Ray Train, of ray {ray.__version__}, has no reports without an upload, and is not supported",
+                hint="Unset RAY_TRAIN_V2_ENABLED, for its first version" if is_new else "Install ray 2.51 or newer",
             )
         return None
     return Worker(
@@ -79,6 +81,13 @@ def current_worker() -> Worker | None:
         filesystem=storage.storage_filesystem,
         score=_score(),
     )
+
+
+def report_to_ray(metrics: dict[str, Any], *, validation: Any, **options: Any) -> None:
+    """Call `ray.train.report`. `validation`, which older ones do not know, is passed on where it is given."""
+    from ray import train
+
+    train.report(metrics, **options, **({"validation": validation} if validation else {}))
 
 
 def require_worker(what: str) -> Worker:

@@ -21,7 +21,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.format.record import Record
-from ckptstore.integrations.ray.context import Worker
+from ckptstore.integrations.ray.context import Worker, report_to_ray
 from ckptstore.integrations.ray.metrics import REPLACED, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
 from ckptstore.job import Job
@@ -93,7 +93,7 @@ class Reports:
         import ray.train
 
         name = _directory_name(checkpoint.step, mark or checkpoint.uri.rpartition("-")[2])
-        ray.train.report(
+        report_to_ray(
             self.ranked(checkpoint.step, metrics),
             checkpoint=self._pointing(name, lambda: Pointer.to(checkpoint, root=self.root)),
             checkpoint_dir_name=name,
@@ -145,7 +145,7 @@ class Reports:
             finally:
                 ended.set()
 
-        ray.train.report(
+        report_to_ray(
             metrics,
             checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
             checkpoint_dir_name=name,

@@ -16,7 +16,7 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput, RankTimeout
 from ckptstore.format.layout import check_step
 from ckptstore.group import Group
-from ckptstore.integrations.ray.context import Worker, current_worker
+from ckptstore.integrations.ray.context import Worker, current_worker, report_to_ray
 from ckptstore.integrations.ray.filesystem import local_path_of
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayPublisher, Run, default_directory
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
@@ -174,7 +174,7 @@ class _Reporter:
         reported = safe_metrics(brought.metrics, score=worker.score)
         if worker.rank == 0:
             warn_of_worst(reported, step=attempt.step)
-        ray.train.report(
+        report_to_ray(
             reported,
             checkpoint=ray.train.Checkpoint(worker.path_of(attempt.directory), worker.filesystem),
             checkpoint_dir_name=attempt.directory,
