@@ -6,6 +6,7 @@ The processes of a node share one directory: one of them works on it, by a lock,
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import time
@@ -135,7 +136,8 @@ class Subscription:
         cannot be reached is asked again until then.
         """
         uri, deadline = self._place.storage.uri, time.monotonic() + timeout_seconds
-        silent_until = time.monotonic() + _SILENT_SECONDS
+        is_empty = self.version is None
+        tell_at = time.monotonic() + _SILENT_SECONDS if is_empty else math.inf
         while True:
             newest, failure = None, None
             try:
@@ -146,16 +148,14 @@ class Subscription:
                 failure = error
             if newest is not None and self._is_news(newest, after):
                 return newest.version
-            left_seconds, is_empty = deadline - time.monotonic(), self.version is None
-            if is_empty and silent_until < min(time.monotonic(), deadline):
-                silent_until = deadline  # once
-                logger.warning(
-                    "%s has no version of weights yet; waiting for %s more", uri, show_duration(left_seconds)
-                )
+            left_seconds = deadline - time.monotonic()
             if left_seconds <= 0:
                 found = "none is published" if newest is None else f"the newest one is {newest.version}"
                 wanted = f"version above {after}" if after is not None else "version" if is_empty else "other version"
                 raise TimeoutError(f"No {wanted} came to {uri} in {timeout_seconds:g} s: {failure or found}")
+            if time.monotonic() >= tell_at:
+                tell_at = math.inf
+                logger.warning("%s has no version of weights yet; waiting %s more", uri, show_duration(left_seconds))
             time.sleep(min(poll_seconds, left_seconds))
 
     def _is_news(self, newest: Link, after: int | None) -> bool:
