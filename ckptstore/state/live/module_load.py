@@ -3,6 +3,7 @@ for everything that a checkpoint fills, and contents for buffers that it does no
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -90,7 +91,8 @@ def on_meta(build: Callable[[], Any], name: str) -> Mapping[str, Any]:
     except CkptstoreError:
         raise
     except Exception as error:
-        frames = [frame for frame in extract_tb(error.__traceback__)[1:] if "/torch/" not in frame.filename]
+        of_torch = os.path.dirname(torch.__file__)
+        frames = [frame for frame in extract_tb(error.__traceback__)[1:] if not frame.filename.startswith(of_torch)]
         where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         raise InvalidInput(
             f"The function failed{where}: {type(error).__name__}: {error}",
