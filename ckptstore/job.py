@@ -297,9 +297,8 @@ class Job:
         with self._lock:
             if self._pruning is not None and self._pruning.is_alive():
                 return
-            threads = started([run], name="ckptstore-prune")
-            self._pruning = threads[0] if threads else None
-        if not threads:
+            self._pruning = thread = started(run, name="ckptstore-prune")
+        if thread is None:
             run()
 
     def at_close(self, call: Callable[[], object]) -> None:

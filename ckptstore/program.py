@@ -89,7 +89,7 @@ def _commit(pid: int) -> dict[str, Any]:
     """Begin to look for the commit of the program, and return the dict that will have it. Once for each process."""
     found: dict[str, Any] = {}
     folder = _folder()
-    started([lambda: found.update(_asked_of_git(folder))], name=f"ckptstore-git-{pid}")
+    started(lambda: found.update(_asked_of_git(folder)), name=f"ckptstore-git-{pid}")
     return found
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from ckptstore.runtime.parallel import started
 
 logger = logging.getLogger("ckptstore.group")
 
@@ -19,15 +21,17 @@ _Call = tuple[Callable[[], Any], "Future[Any] | None"]
 
 
 class Caller:
-    """A daemon thread that runs calls one after another, and does not keep the process from ending."""
+    """A daemon thread that runs calls one after another, and does not keep the process from ending.
+
+    Where no thread can start, as at the end of an interpreter, `call` runs them itself: then they have no deadline.
+    """
 
     def __init__(self, *, timeout_seconds: float) -> None:
         self.given_up: str | None = None
         """The reason for which calls have stopped; None while all is well."""
         self._timeout_seconds = timeout_seconds
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._calls,), name="ckptstore-group", daemon=True)
-        self._thread.start()
+        self._thread = started(partial(_run, self._calls), name="ckptstore-group")
 
     def call(self, function: Callable[[], T]) -> T:
         """Call the function, and return or raise its result. Raises TimeoutError at the deadline, and at once after
@@ -36,6 +40,9 @@ class Caller:
             raise TimeoutError(self.given_up)
         future: Future[T] = Future()
         self._calls.put((function, future))
+        if self._thread is None:
+            self._calls.put(None)
+            _run(self._calls)
         try:
             return future.result(self._timeout_seconds)
         except TimeoutError:
@@ -58,7 +65,10 @@ class Caller:
         """Wait a few seconds at most for the remaining calls, and stop."""
         if self.given_up is None:
             self.give_up("it is closed")
-            self._thread.join(_LAST_CALLS_SECONDS)
+            if self._thread is None:
+                _run(self._calls)
+            else:
+                self._thread.join(_LAST_CALLS_SECONDS)
 
 
 def _run(calls: SimpleQueue[_Call | None]) -> None:

@@ -71,13 +71,13 @@ class Beater:
         """
         ended = threading.Event()
         self._beat_at = self._clock()
-        helpers = started([partial(self._help, ended)], name="ckptstore-signs")
+        helper = started(partial(self._help, ended), name="ckptstore-signs")
         try:
             with awaited(self):
                 yield
         finally:
             ended.set()
-            for helper in helpers:
+            if helper is not None:
                 helper.join()  # no sign comes after the last one of `leave`
 
     def _help(self, ended: threading.Event) -> None:

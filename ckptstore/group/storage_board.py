@@ -111,11 +111,12 @@ class StorageBoard:
         """See `Board.remove`."""
         if keys:
             full = [self._prefix + key for key in keys]
-            threads = started([lambda: self._remove_now(full)], name="ckptstore-group")
-            if not threads:
+            thread = started(lambda: self._remove_now(full), name="ckptstore-group")
+            if thread is None:
                 self._remove_now(full)
+                return
             with self._lock:
-                self._removals[:] = [thread for thread in (*self._removals, *threads) if thread.is_alive()]
+                self._removals[:] = [one for one in (*self._removals, thread) if one.is_alive()]
 
     def _remove_now(self, keys: Sequence[str]) -> None:
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 from ckptstore.format.digest import Digest
+from ckptstore.runtime.parallel import started
 
 EXTENT_BYTES = 8 << 20
 """The size of an extent. Extents begin at its multiples, and each has one owner among the nodes."""
@@ -76,15 +78,9 @@ class Extents:
             self._drop(file, offset // EXTENT_BYTES)
 
     def _begin(self, extent: tuple[str, int], piece: ExtentRead, read: Read, *, inline: bool) -> None:
-        if not inline:
-            try:
-                threading.Thread(
-                    target=self._fill, args=(extent, piece, read), name="ckptstore-peer-read", daemon=True
-                ).start()
-                return
-            except RuntimeError:
-                """There are no more threads: this one reads."""
-        self._fill(extent, piece, read)
+        fill = partial(self._fill, extent, piece, read)
+        if inline or started(fill, name="ckptstore-peer-read") is None:
+            fill()
 
     def _fill(self, extent: tuple[str, int], piece: ExtentRead, read: Read) -> None:
         try:

@@ -117,7 +117,7 @@ class Peers:
             if looks:
                 self._looked_seconds = now
         if looks:
-            started([self._look_up], name="ckptstore-peer-names")  # a name server may be slow
+            started(self._look_up, name="ckptstore-peer-names")  # a name server may be slow
         nodes = self._nodes
         if not self.are_several or not is_shared(file):
             return None

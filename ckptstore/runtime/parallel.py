@@ -70,7 +70,8 @@ def mapped(
     wanted = min(num_threads, len(items))
     threads: list[threading.Thread] = []
     try:
-        started([run] * (wanted if begin is not None else wanted - 1), name=name, threads=threads)
+        names = [f"{name}-{number}" for number in range(wanted if begin is not None else wanted - 1)]
+        all(started(run, name=one, threads=threads) for one in names)  # up to the first that cannot start
         if begin is None or not threads:
             run()
         for thread in threads:
@@ -87,17 +88,16 @@ def mapped(
 
 
 def started(
-    works: Sequence[Callable[[], object]], *, name: str, threads: list[threading.Thread] | None = None
-) -> list[threading.Thread]:
-    """Start a daemon thread for each of these, as far as the system has threads, and return them. They are added to
-    `threads` before they start, for a caller who may be interrupted."""
+    work: Callable[[], object], *, name: str, threads: list[threading.Thread] | None = None
+) -> threading.Thread | None:
+    """Start a daemon thread, and return it; None where the system, or an ending interpreter, has none left. It is added
+    to `threads` before it starts, for a caller who may be interrupted."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
     threads = [] if threads is None else threads
-    for number, work in enumerate(works):
-        thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
-        threads.append(thread)
-        try:
-            thread.start()
-        except RuntimeError:  # "can't start new thread", "at interpreter shutdown"
-            threads.pop()
-            break
-    return threads
+    threads.append(thread)
+    try:
+        thread.start()
+    except RuntimeError:  # "can't start new thread", "at interpreter shutdown"
+        threads.pop()
+        return None
+    return thread

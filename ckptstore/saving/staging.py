@@ -137,7 +137,7 @@ class Staging:
         if self.buffers or self._preparing is not None or sum(sizes_bytes) < _PREPARED_BYTES:
             return
         ahead = partial(self._make_ahead, tuple(sizes_bytes), self._device.entrance())
-        self._preparing = next(iter(started([ahead], name="ckptstore-prepare")), None)
+        self._preparing = started(ahead, name="ckptstore-prepare")
 
     @property
     def is_unused(self) -> bool:

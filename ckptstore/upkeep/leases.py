@@ -128,7 +128,7 @@ def _host() -> str:
 def _start_renewer() -> None:
     global _renewer
     if _renewer is None:
-        _renewer = next(iter(started([_renew], name="ckptstore-leases")), None)
+        _renewer = started(_renew, name="ckptstore-leases")
 
 
 def _renew() -> None:

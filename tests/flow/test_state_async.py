@@ -171,7 +171,7 @@ def test_sigterm_only_sets_a_deadline(tmp_path: Path) -> None:
 
 
 def is_preparing() -> bool:
-    return any(thread.name == "ckptstore-prepare-0" for thread in threading.enumerate())
+    return any(thread.name == "ckptstore-prepare" for thread in threading.enumerate())
 
 
 def test_memory_for_the_next_save_is_made_while_training_goes_on(tmp_path: Path) -> None:

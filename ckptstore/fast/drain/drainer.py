@@ -6,6 +6,7 @@ The ranks meet in the lane `drain` of their group, so that saves go on beside it
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from ckptstore.errors import InvalidInput, RankFailed
@@ -16,7 +17,10 @@ from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.group.message import DRAIN_LANE
 from ckptstore.job import Job
 from ckptstore.runtime.fork import in_forked_child
+from ckptstore.runtime.parallel import started
 from ckptstore.saving.health import DrainHealth
+
+logger = logging.getLogger("ckptstore")
 
 
 class Drainer:
@@ -62,10 +66,11 @@ class Drainer:
         return newest
 
     def finish(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until no drain runs or waits. Return False if the time is over before."""
+        """Wait until no drain runs or waits. Return False if the time is over before, or if no thread could start."""
         changed = self._book.changed
         with changed:
-            return changed.wait_for(lambda: not self._book.has_active(), timeout_seconds)
+            changed.wait_for(lambda: self._thread is None or not self._book.has_active(), timeout_seconds)
+            return not self._book.has_active()
 
     def health(self) -> DrainHealth:
         """Return how far the store is behind."""
@@ -106,8 +111,9 @@ class Drainer:
         with self._book.changed:
             if self._thread is None and self._book.has_active() and not self._rounds.stopped.is_set():
                 # Nothing is lost when the interpreter ends: the checkpoints are on the disks of the nodes.
-                self._thread = threading.Thread(target=self._run, name="ckptstore-drain", daemon=True)
-                self._thread.start()
+                self._thread = started(self._run, name="ckptstore-drain")
+                if self._thread is None:
+                    logger.warning("no thread can start: fast checkpoints stay on the nodes, and out of the store")
 
     def _run(self) -> None:
         lane = self._job.group.lane(DRAIN_LANE)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, StorageError
 from ckptstore.fast.candidates import CertificatePlace
@@ -19,6 +20,7 @@ from ckptstore.fast.tier import FastTier
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import sha256_of
 from ckptstore.runtime.fork import in_forked_child
+from ckptstore.runtime.parallel import started
 from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore")
@@ -164,10 +166,10 @@ class FastPlace:
             return
         left = [one for one in attempts if str(one) in old or (one.epoch == self.epoch and str(one) not in self.saved)]
         if left or old:
-            self._deletion = threading.Thread(
-                target=self._delete, args=(left, old), name="ckptstore-fast-delete", daemon=True
-            )
-            self._deletion.start()
+            delete = partial(self._delete, left, old)
+            self._deletion = started(delete, name="ckptstore-fast-delete")
+            if self._deletion is None:
+                delete()
 
     def settle(self) -> None:
         """Wait for the deletion by this process, if one runs."""

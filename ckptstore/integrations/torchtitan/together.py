@@ -39,16 +39,16 @@ def beating(work: Callable[[], T]) -> T:
         except BaseException as error:  # raised again by the caller
             found.set_exception(error)
 
-    threads = started([run], name="ckptstore-torchtitan")
-    if not threads:
+    thread = started(run, name="ckptstore-torchtitan")
+    if thread is None:
         run()
-    for thread in threads:
-        try:
-            while thread.is_alive():
-                thread.join(_BEAT_EVERY_SECONDS)
-                beat()
-        finally:
-            thread.join()
+        return found.result()
+    try:
+        while thread.is_alive():
+            thread.join(_BEAT_EVERY_SECONDS)
+            beat()
+    finally:
+        thread.join()
     return found.result()
 
 
