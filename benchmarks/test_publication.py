@@ -4,8 +4,9 @@ memory to a reader's directory through a bucket and a disk, beside a full versio
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -134,13 +135,19 @@ def trainer_and_reader(place: str | Path, path: Path, **options: Any) -> Iterato
         yield bring
 
 
+@cache
+def three_versions() -> Sequence[Weights]:
+    """Made once for all turns, since that takes longer than they do."""
+    first = some_weights()
+    second = stepped(first, 1)
+    return first, second, stepped(second, 2)
+
+
 def take_a_turn(take: Take, name: str, bring: Callable[[Weights], None]) -> None:
     """The first version, or the third: it finds its threads and memory."""
-    weights = some_weights()
-    if name != WHOLE:
-        for seed in (1, 2):
-            bring(weights)
-            weights = stepped(weights, seed)
+    *before, weights = three_versions()[: 1 if name == WHOLE else 3]
+    for one in before:
+        bring(one)
     take(lambda: timed(name, OURS if name == OURS else "peer", lambda: bring(weights), SIZE_BYTES))
 
 

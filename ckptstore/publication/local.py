@@ -11,7 +11,9 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +37,7 @@ from ckptstore.publication.work import (
     write_bytes,
     write_json,
 )
-from ckptstore.runtime.parallel import mapped
+from ckptstore.runtime.parallel import mapped, started
 
 LOCK_NAME, CONFIRMED_NAME = "lock", "confirmed"
 _MARGIN_BYTES = 16 << 20
@@ -49,13 +51,16 @@ class LocalModel:
     def __init__(self, directory: Path) -> None:
         self.path = directory
         self.aside = directory.with_name(f".{directory.name}.ckptstore")
-        self._next, self._old = self.aside / "next", self.aside / "old"
-        self._journal = self.aside / "journal.json"
-
-    @property
-    def spool(self) -> Path:
+        self.spool = self._new("spool")
         """The folder of versions as they were published."""
-        return self.aside / "spool"
+        self._next = self.aside / "next"
+        self._journal = self.aside / "journal.json"
+        self._old: list[Path] = []
+        self._removal: threading.Thread | None = None
+
+    def _new(self, name: str) -> Path:
+        """Return a path that nobody has, so that it can be removed while another process works."""
+        return self.aside / f"{name}-{secrets.token_hex(4)}"
 
     def prepare(self) -> None:
         """Make the folder beside the directory. Raises InvalidInput where a directory cannot be exchanged."""
@@ -66,10 +71,11 @@ class LocalModel:
             )
         if self.path.exists() and not (self.path / STATE_NAME).exists() and any(self.path.iterdir()):
             raise InvalidInput(f"{self.path} holds files, and not of a reader", hint="Give a new or empty directory")
-        self.spool.mkdir(parents=True, exist_ok=True)
+        self.aside.mkdir(parents=True, exist_ok=True)
 
     def recover(self) -> None:
         """Go on with what a process that was killed has begun, and remove what is of no use. Call it with the lock."""
+        self.settle()
         if not self.path.exists() and (self._next / STATE_NAME).exists():
             os.rename(self._next, self.path)  # it was killed between two renames
         if self._journal.exists():
@@ -78,7 +84,8 @@ class LocalModel:
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             elif left.name not in (LOCK_NAME, CONFIRMED_NAME):
-                left.unlink()
+                left.unlink(missing_ok=True)
+        self.spool = self._new("spool")
         self.spool.mkdir()
 
     def _go_on(self) -> None:
@@ -207,11 +214,32 @@ class LocalModel:
         if not self.path.exists():
             os.rename(self._next, self.path)
             return
+        old = self._new("old")
         if _libc.renameat2(_AT_FDCWD, os.fsencode(self._next), _AT_FDCWD, os.fsencode(self.path), _RENAME_EXCHANGE):
-            os.rename(self.path, self._old)
+            os.rename(self.path, old)
             os.rename(self._next, self.path)
-        for left in (self._next, self._old):
-            shutil.rmtree(left, ignore_errors=True)
+        else:
+            os.rename(self._next, old)
+        self._old.append(old)
+
+    def remove_old(self) -> None:
+        """Remove the version before, and what was fetched, beside whoever loads the new one: a disk may take a second
+        for each GiB, and hold up other changes meanwhile."""
+        paths, self._old = [*self._old, self.spool], []
+
+        def remove() -> None:
+            for path in paths:
+                shutil.rmtree(path, ignore_errors=True)
+
+        self._removal = started(remove, name="ckptstore-remove")
+        if self._removal is None:
+            remove()
+
+    def settle(self) -> None:
+        """Wait until all is removed."""
+        if self._removal is not None:
+            self._removal.join()
+            self._removal = None
 
     def _replace(self, journal: Mapping[str, Any], links: Sequence[Spooled]) -> State:
         """Replace one file after another, as the journal says; begun or not."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -217,7 +216,7 @@ class Subscription:
                 applied = replace(
                     self._bring(source, target, state), previous=previous, seconds=time.monotonic() - began
                 )
-            shutil.rmtree(self._local.spool, ignore_errors=True)
+            self._local.remove_old()
             self._tell(applied, then)
             return applied
 
@@ -315,7 +314,8 @@ class Subscription:
         return self._local.switch(local, spooled)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and wait until the version before is removed from the disk."""
+        self._local.settle()
         self._stack.close()
 
     def __enter__(self) -> Self:
