@@ -137,9 +137,11 @@ def test_a_module_is_built_on_the_meta_device() -> None:
 def test_the_command(saved: tuple[Checkpoint, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["import test_check_load", "same = test_check_load.net", "number = 3"]
     lines += ["def other(): return same(first=None)", "raised = 1", "def failing(): raise OSError('no file')"]
-    (tmp_path / "my_models.py").write_text("\n".join(lines))
-    (tmp_path / "broken_models.py").write_text("import no_such_module")
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "torch"  # which does not make its functions torch's
+    folder.mkdir()
+    (folder / "my_models.py").write_text("\n".join(lines))
+    (folder / "broken_models.py").write_text("import no_such_module")
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     target = f"{Path(saved[1].uri).parents[1]}@1"
 
@@ -161,3 +163,4 @@ def test_the_command(saved: tuple[Checkpoint, Checkpoint], tmp_path: Path, monke
         "no_such_models:same",
     ):
         assert run(function).exit_code == 2, function
+    assert f"{folder}/my_models.py:{len(lines)}" in run("my_models:failing").output.replace("\n", "")
