@@ -3,7 +3,8 @@
     python benchmarks/record.py                          # all rows, each twice; takes hours
     python benchmarks/record.py --only "S3 in memory" --runs 3
 
-Medians are those of all rounds of all runs, ranges go over all of them. A row is written as soon as it is measured.
+Medians are those of all rounds of all runs, ranges go over all of them. A row is written as soon as it is measured, and
+keeps what it said before.
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ def main() -> None:
     for row in chosen:
         workload = joined([measured(row["command"]) for _ in range(options.runs)])
         now = {"date": time.strftime("%Y-%m-%d"), "commit": commit.stdout.strip(), "machine": options.machine}
+        before = {name: row[name] for name in ("date", "commit", "ours", "verdict")}
+        row["earlier"] = [*([before] if row["date"] else []), *row.get("earlier", [])]
         row.update(cells(workload, row.get("aims", ())) | now)
         ROWS.write_text(json.dumps(page, indent=1, ensure_ascii=False) + "\n")
         print(f"{row['workload']}: {row['ours']}; {row['verdict']}", flush=True)

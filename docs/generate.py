@@ -325,14 +325,20 @@ def index() -> str:
 def performance_table() -> str:
     """The recorded figures, and the machines."""
     recorded = json.loads((DOCS / "performance/rows.json").read_text())
-    names = ("workload", "ours", "peer", "limit", "verdict")
+    names = ("workload", "ours", "peer", "limit")
     lines = [
-        [*(row[name] for name in names), f"{row['date']}, {row['commit']}, {row['machine']}"]
+        [*(row[name] for name in names), _verdicts(row), f"{row['date']}, {row['commit']}, {row['machine']}"]
         for row in recorded["rows"]
     ]
     heads = ["workload", "ckptstore", "best peer", "limit of the machine", "verdict", "date, commit, machine"]
     machines = "\n".join(f"- Machine {name}: {text}." for name, text in recorded["machines"].items())
     return f"{table(heads, lines)}\n\n{machines}"
+
+
+def _verdicts(row: dict[str, Any]) -> str:
+    """The verdict of the last day, and those of the days before, each with the time it is about."""
+    before = [f"On {it['date']} ({it['commit']}): {it['ours']}; {it['verdict']}" for it in row.get("earlier", [])]
+    return ". ".join([row["verdict"], *before])
 
 
 def performance_commands() -> str:
