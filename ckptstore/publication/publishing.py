@@ -212,7 +212,7 @@ class Publication:
 
         shard, self._shard = self._shard, None
         copy: HostCopy | None = None if shard is None else shard.copy
-        if copy is None:
+        if shard is None or copy is None:
             return
         record = None if checkpoint is None else files_behind(checkpoint).record
         if record is None:
@@ -220,7 +220,7 @@ class Publication:
         else:
             if self._memo.base is not None:
                 self._memo.spare = self._memo.base.copy
-            self._memo.base = Base(record.entry.attempt, copy)
+            self._memo.base = Base(record.entry.attempt, copy, shard.structure)
 
     def _show(self) -> None:
         """On the leader: have the directories for other readers follow the log. Never raises."""

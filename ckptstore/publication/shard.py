@@ -42,6 +42,17 @@ class Base(NamedTuple):
 
     attempt: str
     copy: HostCopy
+    structure: str
+    """The digest of what this rank had then."""
+
+
+class Dealing(NamedTuple):
+    """Hold what all ranks have, and who publishes what."""
+
+    structures: Sequence[str]
+    """The digests of what each rank has."""
+    described: Mapping[str, Sequence[Any]]
+    owners: Mapping[str, int]
 
 
 class Rules(NamedTuple):
@@ -60,10 +71,8 @@ class Memo:
     base: Base | None = None
     spare: HostCopy | None = None
     """Memory of an earlier version, to be used again."""
-    structures: Sequence[str] = ()
-    """On the leader: the digests of what each rank had when the owners were dealt."""
-    described: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """On the leader: all tensors of all ranks."""
+    dealt: Dealing | None = None
+    """On the leader: what all ranks have heard."""
     owners: Mapping[str, int] = field(default_factory=dict)
     has_warned: bool = False
     """True once somebody was told of plain values that are left out."""
@@ -83,6 +92,9 @@ class WeightsShard:
         self._answer: dict[str, Any] = {}
         self._error: Exception | None = None
         self._chain: list[Record] = []
+        self._dealt: Dealing | None = memo.dealt
+        self.structure = ""
+        """The digest of what this rank publishes or holds, once that is described."""
         self.copy: HostCopy | None = None
         """The tensors that this rank publishes; None until they are copied."""
         self._layouts: Mapping[str, Located] = {}
@@ -98,46 +110,46 @@ class WeightsShard:
                 self._memo.has_warned = True
                 shown = ", ".join(self._weights.left_out[:5]) + (", ..." if self._weights.left_out[5:] else "")
                 logger.warning("plain values are not published, the format holds tensors only: %s", shown)
-            base = self._memo.base
-            self._answer = {
-                "structure": self._weights.structure(),
-                "base": None if base is None else base.attempt,
-            }
+            base, self.structure = self._memo.base, self._weights.structure()
+            is_alike = base is not None and base.structure == self.structure
+            self._answer = {"structure": self.structure, "base": base.attempt if base and is_alike else None}
         return self._answer
 
     def decide(self, descriptions: Sequence[Any]) -> Decision:
         """See `Shard.decide`."""
-        memo, structures = self._memo, [item["structure"] for item in descriptions]
+        structures = [item["structure"] for item in descriptions]
         if "is_stored" in descriptions[0]:
             is_stored = all(item["is_stored"] for item in descriptions)
             return self._decision(is_new=False, base=self._chain[-1] if is_stored else None, is_same=is_stored)
         is_new = "tensors" in descriptions[0]
-        if structures != list(memo.structures) and not is_new:
-            return Decision({"ask": "tensors"}, None)
         if is_new:
+            # The memory learns of it in `hear`, with those of the other ranks: an error may come before.
             tensors = [item["tensors"] for item in descriptions]
-            memo.owners, memo.structures = deal(tensors), structures
-            memo.described = {name: item[:3] for offered in tensors for name, item in offered.items()}
+            described = {name: item[:3] for offered in tensors for name, item in offered.items()}
+            self._dealt = Dealing(structures, described, deal(tensors))
+        elif self._dealt is None or structures != list(self._dealt.structures):
+            return Decision({"ask": "tensors"}, None)
         self._chain = self._stored_chain()
         bases = {item["base"] for item in descriptions}
         if not self._chain or self._is_anchor_due():
             return self._decision(is_new=is_new, base=None)
         if bases == {self._chain[-1].entry.attempt} and not is_new:
             return self._decision(is_new=False, base=self._chain[-1])
-        if None in bases and (digests := self._digests_to_prove()) is not None:
-            message = {"ask": "is_stored", "owners": dict(memo.owners), "digests": digests}
+        if None in bases and (digests := self._digests_to_prove(self._dealt)) is not None:
+            message = {"ask": "is_stored", "owners": dict(self._dealt.owners), "digests": digests}
             return Decision(message, None)
         return self._decision(is_new=is_new, base=None)
 
     def _decision(self, *, is_new: bool, base: Record | None, is_same: bool = False) -> Decision:
+        assert self._dealt is not None  # all have described what they have
         message: dict[str, Any] = {
-            "owners": dict(self._memo.owners) if is_new else None,
+            "owners": dict(self._dealt.owners) if is_new else None,
             "is_same": is_same,
             "base": None,
         }
         if base is not None:
             message |= {"base": base.entry.attempt, "base_version": base.entry.step}
-        size_bytes = sum(_size_bytes(item) for item in self._memo.described.values())
+        size_bytes = sum(_size_bytes(item) for item in self._dealt.described.values())
         return Decision(message, size_bytes, may_be_less=base is not None)
 
     def _stored_chain(self) -> list[Record]:
@@ -168,7 +180,7 @@ class WeightsShard:
             sum(entry.size_bytes for entry in deltas) >= anchor.size_bytes
         )
 
-    def _digests_to_prove(self) -> Mapping[str, str] | None:
+    def _digests_to_prove(self, dealt: Dealing) -> Mapping[str, str] | None:
         """Leader: return the digests of the newest version, if it has the tensors that are now published."""
         if self._rules.checksum != STRONG:
             return None
@@ -181,7 +193,7 @@ class WeightsShard:
             return None
         if found is None or found[0] != STRONG:
             return None
-        layouts = {name: (item[0], tuple(item[1])) for name, item in self._memo.described.items()}
+        layouts = {name: (item[0], tuple(item[1])) for name, item in dealt.described.items()}
         if {name: (place.dtype, place.shape) for name, (place, _) in found[1].items()} != layouts:
             return None
         return {name: digest for name, (_, digest) in found[1].items()}
@@ -196,7 +208,7 @@ class WeightsShard:
             return
         self._agreed = message
         if message.get("owners") is not None:
-            memo.owners = message["owners"]
+            memo.owners, memo.dealt = message["owners"], self._dealt
             if request is None:
                 memo.base = memo.spare = None
         try:

@@ -23,6 +23,7 @@ from ckptstore.storage.open import open_storage
 from ckptstore.testing import Call, wrap
 
 URI = "memory://publication-simulation"
+KINDS = (torch.float32, torch.int32)
 
 
 class World:
@@ -75,8 +76,14 @@ class World:
             self.weights = changed(self.weights, self.random)
         if self.random.random() < 0.03:
             self.weights = {**self.weights, f"w{self.random.randrange(9)}": torch.zeros(self.random.randrange(1, 9))}
-        self.published.setdefault(self.version, []).append(bytes_of(self.weights))
+        if self.random.random() < 0.03:  # as many bytes, which mean something else
+            name = self.random.choice(sorted(self.weights))
+            self.weights = {**self.weights, name: self.weights[name].view(self.random.choice(KINDS))}
         trainer = self.random.choice(self.trainers)
+        if self.random.random() < 0.05:
+            self.published.setdefault(1, []).append(bytes_of(self.weights))
+            trainer.publish(1, self.weights)  # refused, unless nothing is live
+        self.published.setdefault(self.version, []).append(bytes_of(self.weights))
         if self.random.random() < 0.7:
             trainer.publish(self.version, self.weights)
         else:

@@ -69,5 +69,12 @@ def publish_apart(uri: str) -> list[str]:
             except ckptstore.CkptstoreError as error:
                 errors.append(f"{type(error).__name__}: {error}")
         publication.publish(5, {"a": torch.ones(2)})
+    both = {"a": torch.ones(2), "b": torch.ones(3)}
+    with ckptstore.open_publication(uri, checksum="adler32") as publication:  # which cannot prove what is stored
+        try:
+            publication.publish(4, both)
+        except ckptstore.CkptstoreError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        publication.publish(6, both)
     dist.destroy_process_group()
     return errors
