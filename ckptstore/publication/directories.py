@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.format.record import Record
@@ -61,6 +62,9 @@ class Directories:
 
     def _listed(self) -> dict[int, str]:
         storage = self._job.storage
+        if isinstance(storage, Disk):  # a process that was killed may have left one on its way, with links to files
+            for left in Path(storage.local_path(_PREFIX)).parent.glob(f".{_PREFIX}*"):
+                shutil.rmtree(left, ignore_errors=True)
         found: dict[int, str] = {}
         for file in storage.list(_PREFIX):
             directory, _, name = file.key.partition("/")

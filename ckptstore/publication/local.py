@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -39,9 +41,13 @@ from ckptstore.publication.work import (
 )
 from ckptstore.runtime.parallel import mapped, started
 
+logger = logging.getLogger("ckptstore")
+
 LOCK_NAME, CONFIRMED_NAME = "lock", "confirmed"
 _MARGIN_BYTES = 16 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_WEIGHTS = re.compile(r"model(-.+)?\.safetensors")
+"""The names of files of weights: beside a full version, those of an earlier one are of no use."""
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
@@ -89,13 +95,18 @@ class LocalModel:
         self.spool.mkdir()
 
     def _go_on(self) -> None:
+        """Finish the replacement that the journal describes, or forget it. Unless nothing was replaced yet, there is no
+        index then, so that a full version is fetched. Raises StorageFull."""
         try:
             journal = json.loads(self._journal.read_bytes())
             links = [Spooled.read(Path(path)) for path in journal["links"]]
-        except (OSError, ValueError, KeyError):
-            self._journal.unlink(missing_ok=True)  # nothing was replaced, or nothing can be saved: it has no index
-            return
-        self._replace(journal, links)
+            # What was written before the machine started again may have been lost.
+            self._replace(journal, links, boot=_boot_id() if journal.get("boot") == _boot_id() else "")
+        except StorageFull:
+            raise
+        except (CheckpointDamaged, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("%s cannot go on from where it was interrupted: %s", self.path, error)
+            self._journal.unlink(missing_ok=True)
 
     def state(self) -> State | None:
         """Return what the directory holds, if its files are as they were written: else None.
@@ -111,7 +122,7 @@ class LocalModel:
             return state
         if not self._has_digests(state):
             return None
-        return self._write_state(self.path, state)
+        return self._write_state(self.path, state, _boot_id())
 
     def _has_digests(self, state: State) -> bool:
         try:
@@ -156,14 +167,17 @@ class LocalModel:
                 "old_files": dict(Index.decode((self.path / INDEX_NAME).read_bytes(), INDEX_NAME).files),
                 "weight_map": work.weight_map,
                 "total_bytes": work.total_bytes,
+                "boot": _boot_id(),
             }
             write_json(self._journal, journal)
-            return self._replace(journal, links)
+            return self._replace(journal, links, boot=_boot_id())
 
     @contextlib.contextmanager
     def _full_disk(self, needed_bytes: int) -> Iterator[None]:
         try:
             yield
+        except StorageError:
+            raise
         except OSError as error:
             if error.errno not in (28, 122):  # ENOSPC, EDQUOT
                 raise StorageError(f"{self.path} could not be brought to the version: {error}") from error
@@ -190,7 +204,7 @@ class LocalModel:
                 for name in work.config_files:
                     shutil.copyfile(work.base / name, self._next / name)
             self._link_others(local, {*work.config_files} if local is None else set())
-            state = self._finish(self._next, work)
+            state = self._finish(self._next, work, _boot_id())
         except BaseException:
             shutil.rmtree(self._next, ignore_errors=True)
             raise
@@ -199,15 +213,18 @@ class LocalModel:
 
     def _link_others(self, local: State | None, taken: set[str]) -> None:
         """Take what users have put into the directory along."""
-        before = local or State.read(self.path)
         if not self.path.exists():
             return
+        # Without its index the directory is of no version any more, and its state still names its files.
+        before = local or State.read(self.path, needs_index=False)
         own = {INDEX_NAME, STATE_NAME, *taken, *(before.files if before else ())}
         own |= {*before.config_files} if before and local is None else set()
         for item in self.path.iterdir():
-            if item.name not in own and item.is_dir():
+            if item.name in own or (local is None and _WEIGHTS.fullmatch(item.name)):
+                continue
+            if item.is_dir():
                 shutil.copytree(item, self._next / item.name, copy_function=os.link, symlinks=True)
-            elif item.name not in own and not (self._next / item.name).exists():
+            elif not (self._next / item.name).exists():
                 os.link(item, self._next / item.name, follow_symlinks=False)
 
     def _put_in_place(self) -> None:
@@ -241,23 +258,24 @@ class LocalModel:
             self._removal.join()
             self._removal = None
 
-    def _replace(self, journal: Mapping[str, Any], links: Sequence[Spooled]) -> State:
-        """Replace one file after another, as the journal says; begun or not."""
+    def _replace(self, journal: Mapping[str, Any], links: Sequence[Spooled], *, boot: str) -> State:
+        """Replace one file after another, as the journal says; begun or not. `boot` is that of the state."""
         local = State.decode(journal["local"])
         work = plan_work(self.path, local, links, index=Index(journal["old_files"], {}))
         work.weight_map, work.total_bytes = journal["weight_map"], journal["total_bytes"]
-        (self.path / INDEX_NAME).unlink(missing_ok=True)
-        for name, (new_name, _, _) in work.rewritten.items():
-            if not (self.path / new_name).exists():
-                temporary = self.aside / "file.new"
-                work.build(name, temporary)
-                os.rename(temporary, self.path / new_name)
-            (self.path / name).unlink()
-        state = self._finish(self.path, work)
-        self._journal.unlink()
+        with self._full_disk(work.largest_bytes):
+            (self.path / INDEX_NAME).unlink(missing_ok=True)
+            for name, (new_name, _, _) in work.rewritten.items():
+                if not (self.path / new_name).exists():
+                    temporary = self.aside / "file.new"
+                    work.build(name, temporary)
+                    os.rename(temporary, self.path / new_name)
+                (self.path / name).unlink()
+            state = self._finish(self.path, work, boot)
+            self._journal.unlink()
         return state
 
-    def _finish(self, directory: Path, work: Work) -> State:
+    def _finish(self, directory: Path, work: Work, boot: str) -> State:
         """Write the index and the state, in this order."""
         version = work.target.version
         index = Index(work.weight_map, {"total_size": work.total_bytes, "version": f"{version:06d}"})
@@ -265,11 +283,11 @@ class LocalModel:
         names = sorted({*work.weight_map.values()})
         files = dict.fromkeys(names, ())
         state = State(version, work.target.identity, work.target.metadata, work.digests, files, work.config_files, "")
-        return self._write_state(directory, state)
+        return self._write_state(directory, state, boot)
 
-    def _write_state(self, directory: Path, state: State) -> State:
+    def _write_state(self, directory: Path, state: State, boot: str) -> State:
         files = {name: _stamp(directory / name) for name in state.files}
-        state = replace(state, files=files, boot=_boot_id())
+        state = replace(state, files=files, boot=boot)
         write_json(directory / STATE_NAME, state.encode())
         return state
 

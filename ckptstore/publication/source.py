@@ -5,6 +5,8 @@ A version is known by its identity, not by its number: a trainer that starts aga
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from ckptstore.format.safetensors import (
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.publication.wire import Index, directory_of, version_of
-from ckptstore.storage.base import Storage
+from ckptstore.storage.base import Storage, StoredFile
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer import Wanted
 from ckptstore.transfer.opened import OpenedPlace
@@ -43,7 +45,8 @@ class Link:
     version: int
     identity: str
     base: str | None
-    """The identity of the version on which a delta builds; None for a full version."""
+    """The identity of the version on which a delta builds, or how it begins, if no more is known; None for a full
+    version."""
     index: Index
     files: Mapping[str, Wanted]
     """By their names in the version: the files of tensors, and those beside them, without the index."""
@@ -120,7 +123,7 @@ def chain(source: VersionSource, link: Link, *, known: str | None) -> list[Link]
     Raises CheckpointGone for a link that is missing, CheckpointDamaged for a chain that never ends.
     """
     found = [link]
-    while found[-1].base is not None and found[-1].base != known:
+    while (base := found[-1].base) is not None and not (known or "").startswith(base):
         found.append(source.base_of(found[-1]))
         if found[-1].version >= found[-2].version:
             raise CheckpointDamaged(f"Version {found[-2].version} says that it builds on {found[-1].version}")
@@ -202,6 +205,10 @@ def _check_files(index: Index, files: Mapping[str, Wanted], version: int) -> Non
         raise CheckpointDamaged(f"Version {version} lacks {missing[0]}, which its index names", file=missing[0])
 
 
+Foreign = Mapping[int, Mapping[str, StoredFile]]
+"""The files of each version by their names, by its number."""
+
+
 class ForeignVersions:
     """The directories `weight_v...` of another publisher, and the model on which its first version builds."""
 
@@ -221,12 +228,13 @@ class ForeignVersions:
                 f"{self._place.storage.uri} is one checkpoint, and no place to which versions are published",
                 hint="Load or export it; what follows its store is `ckptstore publish STORE URI`",
             )
-        return None if not found else self._link(max(found), found[max(found)])
+        return None if not found else self._link(max(found), found)
 
     def find(self, version: int) -> Link:
         """See `VersionSource.find`."""
         if version == 0 and self._base is not None:
-            return _foreign_link(0, self._base, {file.key: file.size_bytes for file in self._base.storage.list("")}, "")
+            base_files = {file.key: file for file in self._base.storage.list("") if "/" not in file.key}
+            return _foreign_link(0, self._base, {0: base_files}, "")
         found = self._versions()
         if version not in found:
             shown = ", ".join(map(str, sorted(found)[-10:])) or "none"
@@ -235,36 +243,42 @@ class ForeignVersions:
                 f"There is no version {version} at {self._place.storage.uri}; there are {shown}",
                 hint=hint if version == 0 else None,
             )
-        return self._link(version, found[version])
+        return self._link(version, found)
 
     def base_of(self, link: Link) -> Link:
         """See `VersionSource.base_of`."""
         return self.find(link.index.base_version)
 
-    def _versions(self) -> dict[int, dict[str, int]]:
-        found: dict[int, dict[str, int]] = {}
+    def _versions(self) -> Foreign:
+        found: dict[int, dict[str, StoredFile]] = {}
         for file in self._place.storage.list("weight_v"):
             directory, _, name = file.key.partition("/")
             version = version_of(directory)
             if version is not None and name and "/" not in name:
-                found.setdefault(version, {})[name] = file.size_bytes
+                found.setdefault(version, {})[name] = file
         return {version: files for version, files in found.items() if _is_whole(files)}
 
-    def _link(self, version: int, files: Mapping[str, int]) -> Link:
-        return _foreign_link(version, self._place, files, f"{directory_of(version)}/")
+    def _link(self, version: int, found: Foreign) -> Link:
+        return _foreign_link(version, self._place, found, f"{directory_of(version)}/")
 
 
-def _is_whole(files: Mapping[str, int]) -> bool:
+def _is_whole(files: Mapping[str, StoredFile]) -> bool:
     tensors = [name for name in files if name.endswith(SUFFIX)]
     return INDEX_NAME in files or tensors == [SINGLE_NAME]
 
 
-def _foreign_link(version: int, place: OpenedPlace, files: Mapping[str, int], prefix: str) -> Link:
-    wanted = {
-        name: Wanted(prefix + name, size_bytes, None)
-        for name, size_bytes in files.items()
-        if "/" not in name and name != INDEX_NAME
-    }
+def _foreign_identity(version: int, place: OpenedPlace, files: Mapping[str, StoredFile] | None) -> str:
+    """Return what tells a version from another of its number, by its place and the sizes and times of its files; only
+    the beginning of it if they are gone."""
+    if files is None:
+        return f"foreign-{version}-"
+    seen = [[name, file.size_bytes, file.modified_seconds] for name, file in sorted(files.items())]
+    return f"foreign-{version}-{hashlib.sha256(json.dumps([place.storage.uri, seen]).encode()).hexdigest()[:16]}"
+
+
+def _foreign_link(version: int, place: OpenedPlace, found: Foreign, prefix: str) -> Link:
+    files = found[version]
+    wanted = {name: Wanted(prefix + name, file.size_bytes, None) for name, file in files.items() if name != INDEX_NAME}
     if INDEX_NAME in files:
         data = place.storage.read(prefix + INDEX_NAME)
         index = Index.decode(data, prefix + INDEX_NAME)
@@ -279,8 +293,8 @@ def _foreign_link(version: int, place: OpenedPlace, files: Mapping[str, int], pr
         wanted = {name: item for name, item in wanted.items() if name in named or not name.endswith(SUFFIX)}
     else:
         wanted = {name: wanted[name] for name in {*index.files.values()}}
-    base = f"foreign-{index.base_version}" if index.is_delta else None
-    return Link(version, f"foreign-{version}", base, index, wanted, place, {})
+    base = _foreign_identity(index.base_version, place, found.get(index.base_version)) if index.is_delta else None
+    return Link(version, _foreign_identity(version, place, files), base, index, wanted, place, {})
 
 
 def source_at(place: OpenedPlace, base: OpenedPlace | None) -> VersionSource:

@@ -21,6 +21,7 @@ from ckptstore.errors import CheckpointDamaged, CheckpointGone, CkptstoreError, 
 from ckptstore.runtime.extras import needs
 from ckptstore.runtime.file_locks import Exclusive
 from ckptstore.runtime.shown import show_duration, show_size
+from ckptstore.storage.retry import ONCE, retrying
 from ckptstore.storage.uri import local_path
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
@@ -140,7 +141,7 @@ class Subscription:
         while True:
             newest, failure = None, None
             try:
-                newest = self._opened_source().newest()
+                newest = retrying(ONCE, "look for a version", lambda: self._opened_source().newest())
             except CkptstoreError as error:
                 if not error.retryable:
                     raise
@@ -190,6 +191,8 @@ class Subscription:
         one, no version until a call succeeds. Raises CheckpointGone if there is no such version, CheckpointDamaged,
         StorageFull, and TimeoutError if another process works on the directory for `timeout_seconds`.
         """
+        from ckptstore.publication.local import CONFIRMED_NAME
+
         began = time.monotonic()
         with self._locked(timeout_seconds):
             source = self._opened_source()
@@ -213,6 +216,7 @@ class Subscription:
                     seconds=time.monotonic() - began,
                 )
             else:
+                (self._local.aside / CONFIRMED_NAME).unlink(missing_ok=True)  # for it may come back to this version
                 applied = replace(
                     self._bring(source, target, state), previous=previous, seconds=time.monotonic() - began
                 )

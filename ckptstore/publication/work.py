@@ -72,11 +72,12 @@ class State:
         return State(**{**fields, "digests": digests})
 
     @staticmethod
-    def read(directory: Path) -> State | None:
-        """Read it; None where the directory is of no reader, or was left in the middle of a replacement."""
+    def read(directory: Path, *, needs_index: bool = True) -> State | None:
+        """Read it; None where the directory is of no reader, or, if it `needs_index`, was left in the middle of a
+        replacement."""
         try:
             state = State.decode(json.loads((directory / STATE_NAME).read_bytes()))
-            return state if (directory / INDEX_NAME).exists() else None
+            return state if not needs_index or (directory / INDEX_NAME).exists() else None
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

@@ -21,6 +21,9 @@ from ckptstore.storage.traffic import traffic_here
 
 T = TypeVar("T")
 
+ONCE = RetryConfig(retry_attempts=1)
+"""For whoever tries again himself, by a deadline of his own."""
+
 
 class _Here(threading.local):
     is_inside = False

@@ -7,17 +7,14 @@ import re
 from contextlib import closing
 from pathlib import Path
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import FileMissing, InvalidInput
 from ckptstore.format.cursor import Cursor
 from ckptstore.format.layout import cursor_key
 from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.open import open_storage
-from ckptstore.storage.retry import retrying
+from ckptstore.storage.retry import ONCE, retrying
 from ckptstore.storage.uri import local_path
 
-ONCE = RetryConfig(retry_attempts=1)
-"""A follower tries again by itself, as long as its caller wants to wait."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

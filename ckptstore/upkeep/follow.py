@@ -27,9 +27,10 @@ from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 from ckptstore.log.reader import LogReader
 from ckptstore.runtime.shown import show_duration
 from ckptstore.storage.base import Disk
+from ckptstore.storage.retry import ONCE
 from ckptstore.upkeep import leases
 from ckptstore.upkeep.annotate import place_of, place_of_step
-from ckptstore.upkeep.cursor_file import ONCE, CursorFile
+from ckptstore.upkeep.cursor_file import CursorFile
 from ckptstore.upkeep.past_saves import removals
 
 logger = logging.getLogger("ckptstore")

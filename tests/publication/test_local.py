@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from weights_made import Weights, bytes_of, changed, read_model, some_weights
 
 import ckptstore
 from ckptstore.errors import StorageFull
-from ckptstore.publication import local, shard
+from ckptstore.publication import local, shard, work
 
 HERE = Path(__file__).parent
 MARGIN_BYTES = 16 << 20
@@ -90,7 +92,11 @@ def test_without_room_for_two_files_are_replaced_one_by_one(
     monkeypatch.setattr(local.shutil, "disk_usage", lambda _path: usage._replace(free=MARGIN_BYTES + 12000))
     journals = []
     replaced = local.LocalModel._replace
-    monkeypatch.setattr(local.LocalModel, "_replace", lambda self, *args: journals.append(1) or replaced(self, *args))
+    monkeypatch.setattr(
+        local.LocalModel,
+        "_replace",
+        lambda self, *args, **options: journals.append(1) or replaced(self, *args, **options),
+    )
     with ckptstore.Subscription(place, model) as subscription:
         assert subscription.apply().num_deltas == 1
         assert journals == [1]
@@ -164,3 +170,48 @@ def test_processes_of_a_node_fetch_once(published: tuple[Path, Path, Weights, We
     ends = sorted(process.communicate(timeout=60)[0].strip() for process in started)
     assert ends == ["False", "False", "True"]
     assert read_model(model) == bytes_of(other)
+
+
+class _Crash(BaseException):
+    """The end of the machine."""
+
+
+@pytest.mark.parametrize("lost", ["what was built", "what was fetched"])
+def test_a_machine_that_fails_while_files_are_replaced_gets_a_whole_version(
+    published: tuple[Path, Path, Weights, Weights], monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Nothing is synced: files that were renamed may be full of zeros then, and the journal is there."""
+    place, model, _, other = published
+    usage, built = shutil.disk_usage("/"), []
+
+    def crash(*_: object) -> None:
+        raise _Crash
+
+    build = work.Work.build
+
+    def build_once(self: work.Work, *args: Any) -> None:
+        if built:
+            raise _Crash
+        built.append(args)
+        build(self, *args)
+
+    with ckptstore.Subscription(place, model) as subscription, monkeypatch.context() as patch:
+        patch.setattr(local.shutil, "disk_usage", lambda _path: usage._replace(free=MARGIN_BYTES + 12000))
+        if lost == "what was built":
+            patch.setattr(local.LocalModel, "_finish", crash)
+        else:
+            patch.setattr(work.Work, "build", build_once)
+        with pytest.raises(_Crash):
+            subscription.apply()
+    aside = model.with_name(".model.ckptstore")
+    assert (aside / "journal.json").exists()
+    files = model.glob("model-v000002-*") if lost == "what was built" else aside.glob("spool-*/*/model-*.safetensors")
+    for path in files:
+        path.write_bytes(bytes(path.stat().st_size if lost == "what was built" else 0))
+    monkeypatch.setattr(local, "_boot_id", lambda: "the next start")
+    with ckptstore.Subscription(place, model) as subscription:
+        assert subscription.apply().is_full
+    assert read_model(model) == bytes_of(other)
+    assert len(list(model.glob("*.safetensors"))) == len(
+        {*json.loads((model / "model.safetensors.index.json").read_text())["weight_map"].values()}
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from weights_made import Weights, bytes_of, changed, read_model, some_weights
 
@@ -18,6 +21,8 @@ import ckptstore
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidState, StoreFenced
 from ckptstore.interchange.copying import copy_checkpoint, copy_store
 from ckptstore.interchange.salvage import salvage_store
+from ckptstore.publication import directories
+from ckptstore.publication.subscription import Applied
 from ckptstore.transfer.opened import open_place
 
 
@@ -402,3 +407,110 @@ def test_plain_values_are_left_out_and_named_once(place: Path, model: Path, capl
     with ckptstore.Subscription(place, model) as subscription:
         subscription.apply()
     assert sorted(read_model(model)) == ["bias", "weight"]
+
+
+def test_weights_of_another_kind_after_an_error_are_published_in_full(place: Path, model: Path) -> None:
+    """The bytes of a delta would be as many, and its digest right."""
+    with ckptstore.open_publication(place) as publication, ckptstore.Subscription(place, model) as subscription:
+        publication.publish(1, {"w": torch.zeros(6)})
+        subscription.apply()
+        other = {"w": torch.ones(3, dtype=torch.float64)}
+        with pytest.raises(InvalidInput, match="not above version 1"):
+            publication.publish(1, other)
+        publication.publish(2, other)
+        assert subscription.apply().is_full
+        assert read_model(model) == bytes_of(other)
+
+
+def test_a_version_to_which_it_comes_back_is_told_again(place: Path, model: Path) -> None:
+    told = []
+
+    def then(applied: Applied) -> None:
+        told.append(applied.version)
+        if applied.version == 2:
+            raise OSError("the server is down")
+
+    with ckptstore.open_publication(place) as publication, ckptstore.Subscription(place, model) as subscription:
+        publication.publish(1, {"w": torch.zeros(4)})
+        subscription.apply(then=then)
+        publication.publish(2, {"w": torch.ones(4)})
+        with pytest.raises(OSError, match="server is down"):
+            subscription.apply(then=then)
+        publication.store.roll_back(1)
+        assert subscription.apply(then=then).is_changed
+        subscription.apply(then=then)
+    assert told == [1, 2, 1]
+
+
+@pytest.mark.parametrize("lost", ["model.safetensors.index.json", ".ckptstore-pull.json"])
+def test_old_weights_do_not_stay_beside_new_ones(place: Path, model: Path, lost: str) -> None:
+    """And what users have put there does."""
+    with (
+        ckptstore.open_publication(place, anchor_every=0) as publication,
+        ckptstore.Subscription(place, model) as subscription,
+    ):
+        publication.publish(1, {"w": torch.zeros(9)})
+        subscription.apply()
+        (model / "adapter.safetensors").write_bytes(b"mine")
+        if lost.startswith("."):
+            (model / lost).write_text("{")
+        else:
+            (model / lost).unlink()
+        for version in (2, 3):
+            publication.publish(version, {"w": torch.full((9,), version)})
+            subscription.apply()
+            assert sorted(path.name for path in model.glob("*.safetensors"))[0] == "adapter.safetensors"
+            assert len(list(model.glob("*.safetensors"))) == 2
+
+
+def write_foreign(directory: Path, value: float) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({"w": torch.full((4,), value)}, directory / "model.safetensors")
+
+
+def test_a_version_of_another_place_or_time_is_another_one(tmp_path: Path, model: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        write_foreign(tmp_path / name / "weight_v000001", value)
+        with ckptstore.Subscription(tmp_path / name, model) as subscription:
+            assert subscription.wait(timeout_seconds=5) == 1
+            assert subscription.apply().is_changed
+            assert not subscription.apply().is_changed
+        with safe_open(model / "model.safetensors", "pt") as found:
+            assert found.get_tensor("w")[0] == value
+    write_foreign(tmp_path / "b/weight_v000001", 3.0)  # the trainer began anew
+    with ckptstore.Subscription(tmp_path / "b", model) as subscription:
+        assert subscription.apply().is_changed
+
+
+def test_a_wait_ends_by_its_deadline_where_the_server_is_away(model: Path) -> None:
+    options = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"}
+    began = time.monotonic()
+    with (
+        ckptstore.Subscription("s3://bucket/w", model, storage_options=options) as subscription,
+        pytest.raises(TimeoutError, match="No version came"),
+    ):
+        subscription.wait(timeout_seconds=1)
+    assert time.monotonic() - began < 60  # where the tries of a request take 200 s
+
+
+def test_directories_that_a_killed_trainer_was_removing_go(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"anchor_every": 0, "keep": 1, "grace_seconds": 0.0}
+    removed = directories.shutil.rmtree
+
+    def die(path: Path, **more: Any) -> None:
+        if Path(path).exists():
+            raise KeyboardInterrupt
+        removed(path, **more)
+
+    with ckptstore.open_publication(place, **options) as publication:
+        publication.publish(1, {"w": torch.ones(9)})
+        publication.publish(2, {"w": torch.ones(9)})
+        monkeypatch.setattr(directories.shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - whichever of them has one to remove
+            for version in (3, 4, 5):
+                publication.publish(version, {"w": torch.ones(9)})
+        monkeypatch.undo()
+    assert [*place.glob(".weight_v*")]
+    with ckptstore.open_publication(place, **options) as publication:
+        publication.publish(7, {"w": torch.ones(9)})
+    assert not [*place.glob(".weight_v*")]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StoreMissing
 from ckptstore.fast.upkeep.node_view import view_node
 from ckptstore.format.changes import Annotate, Claim, Commit, Pin, Remove, Restore, Resumed, Unpin
@@ -24,6 +23,7 @@ from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 from ckptstore.log.reader import LogReader
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.open import open_storage
+from ckptstore.storage.retry import ONCE
 from ckptstore.tools.watching.attempt_finder import AttemptFinder, FoundAttempt
 from ckptstore.tools.watching.in_flight import NO_SIGN, ExpectedSize, InFlight
 from ckptstore.tools.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
@@ -35,9 +35,6 @@ MOST_RECORDS = 256
 """The most records that one look reads; of more new ones the last are shown."""
 _CLAIM_RECORDS = 16
 """The number of records in which the claim of the job is looked for."""
-
-_ONCE = RetryConfig(retry_attempts=1)
-"""Whoever watches shows what fails, and looks again soon."""
 
 
 class StoreWatcher:
@@ -56,7 +53,7 @@ class StoreWatcher:
         self.storage = storage
         self._fast_directory, self._store_id = fast_directory, ""
         self._clock, self._wall_clock = clock, wall_clock
-        self._log = LogReader(storage, retry=_ONCE)
+        self._log = LogReader(storage, retry=ONCE)
         self._finder = AttemptFinder(storage)
         self._flights: dict[str, InFlight] = {}
         self._newest: Record | None = None
@@ -115,7 +112,7 @@ class StoreWatcher:
         )
 
     def _check_store(self) -> None:
-        identity = read_store_json(self.storage, retry=_ONCE)
+        identity = read_store_json(self.storage, retry=ONCE)
         if identity is None:
             raise StoreMissing(f"There is no store at {self.storage.uri}")
         if identity.kept_by != KEPT_BY_CKPTSTORE:
