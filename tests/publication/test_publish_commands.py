@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from weights_made import bytes_of, read_model
 
 import ckptstore
+from ckptstore.runtime.file_locks import Exclusive
 from ckptstore.tools.cli import main
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/cli-schema.json").read_text())
@@ -71,6 +72,18 @@ def test_a_program_that_fails_is_run_again(store: Path, tmp_path: Path) -> None:
     assert (model / "model.safetensors.index.json").exists()
     run("pull", place, model, "--exec", f"touch {tmp_path / 'done'}")
     assert (tmp_path / "done").exists()
+
+
+def test_nothing_but_json_comes_to_stdout(store: Path, tmp_path: Path) -> None:
+    place, model = tmp_path / "published", tmp_path / "model"
+    run("publish", store, place, "--include", "model.*")
+    command = [sys.executable, "-m", "ckptstore.tools.cli", "pull", str(place), str(model), "--json"]
+    done = subprocess.run([*command, "--exec", "echo loaded"], capture_output=True, text=True)
+    assert json.loads(done.stdout)["published_version"] == 20
+    assert "loaded" in done.stderr
+    with Exclusive(tmp_path / ".model.ckptstore/lock").held(wait_seconds=0):
+        found = json.loads(run("pull", place, model, "--json", "--timeout", "0.1s", code=34))
+    assert "Another process" in found["error"]["message"]
 
 
 def test_bad_words_are_refused(store: Path, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from ckptstore.tools.cli.output import print_json
 if TYPE_CHECKING:
     from ckptstore.publication.subscription import Applied
 
+_STDERR = 2
+
 
 @click.command()
 @click.argument("uri")
@@ -61,7 +63,7 @@ def command(
 
     if follow and version is not None:
         raise InvalidInput("--follow and --version mean different things", hint="Leave one of them out")
-    then = None if program is None else lambda applied: _run(program, applied)
+    then = None if program is None else lambda applied: _run(program, applied, as_json=as_json)
     with Subscription(uri, directory, base=base, storage_options=storage_options, peers=peers) as subscription:
         is_first = True
         while True:
@@ -70,17 +72,21 @@ def command(
                     subscription.wait(timeout_seconds=timeout)
                 except TimeoutError as error:
                     raise StorageUnavailable(str(error), hint="Look whether anything publishes there") from None
-            applied = subscription.apply(version, timeout_seconds=timeout, then=then)
+            try:
+                applied = subscription.apply(version, timeout_seconds=timeout, then=then)
+            except TimeoutError as error:
+                raise StorageUnavailable(str(error), hint="Let it end, or give a longer --timeout") from None
             _show(applied, as_json=as_json)
             if not follow:
                 return
             is_first = False
 
 
-def _run(program: str, applied: Applied) -> None:
-    """Run the program in a shell. Raises InvalidInput if it fails."""
+def _run(program: str, applied: Applied, *, as_json: bool) -> None:
+    """Run the program in a shell; with `as_json` what it prints goes to stderr. Raises InvalidInput if it fails."""
     variables = {"CKPTSTORE_VERSION": str(applied.version), "CKPTSTORE_DIRECTORY": str(applied.path)}
-    done = subprocess.run(["sh", "-c", program], env={**os.environ, **variables})
+    output = _STDERR if as_json else None
+    done = subprocess.run(["sh", "-c", program], env={**os.environ, **variables}, stdout=output)
     if done.returncode:
         raise InvalidInput(
             f"{program} ended with {done.returncode} for version {applied.version}, which is in {applied.path}",
