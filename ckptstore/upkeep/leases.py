@@ -16,10 +16,10 @@ import platform
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from ckptstore.errors import StorageError
+from ckptstore.errors import CkptstoreError, StorageError
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.layout import LEASE_PREFIX, lease_key, parse_lease_key
 from ckptstore.runtime.parallel import started
@@ -103,7 +103,8 @@ def hold(storage: Storage, number: int, *, is_handed_out: bool = False) -> Itera
 
 
 def fresh(storage: Storage, *, now_seconds: float) -> dict[int, int]:
-    """Return the number of fresh leases for each checkpoint number that somebody reads, and remove all other leases.
+    """Return the number of fresh leases for each checkpoint number that somebody reads, and remove all other leases, if
+    this process may.
 
     `now_seconds` is by the storage's clock; an earlier time finds at least as many leases.
     """
@@ -117,7 +118,8 @@ def fresh(storage: Storage, *, now_seconds: float) -> dict[int, int]:
             found[number] = found.get(number, 0) + 1
         else:
             stale.append(file.key)
-    storage.delete(stale)
+    with suppress(CkptstoreError):  # one of another user may be in a directory of his own
+        storage.delete(stale)
     return found
 
 
