@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from ckptstore import open_store
+from ckptstore import KeepBest, KeepLatest, open_store
 from ckptstore.integrations.lightning import CheckpointStoreCallback
 
 
@@ -178,3 +178,53 @@ def by_their_file(root: str) -> tuple[list[float], list[float], list[float], lis
         best = Small.load_from_checkpoint(callback.best_model_path).layer.weight.flatten().tolist()
         names = [receipt.name for each in store for receipt in each.files]
     return whole, ended, best, names
+
+
+def last_beside_best(root: str) -> list[tuple[int, bool]]:
+    """Fit ten steps of epochs of four with a best validation at the eighth; each checkpoint's step, and if it has the
+    metric; then the best one's."""
+    torch.manual_seed(0)
+    for number, options in enumerate(({"save_last": True}, {"save_on_exception": True})):
+        retention = KeepBest(1, "val_loss", "min") | KeepLatest(1)
+        callback = CheckpointStoreCallback(f"{root}/{number}", monitor="val_loss", retention=retention, **options)  # type: ignore[arg-type]
+        trainer = pytorch_lightning.Trainer(
+            accelerator="cpu",
+            max_steps=10,
+            callbacks=[callback, *([StopAt(10)] if number else [])],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data = DataLoader(torch.rand(16, 4), batch_size=4)
+        with suppress(Stopped):
+            trainer.fit(Small(), data, data)
+    found = []
+    for number in range(2):
+        with open_store(f"{root}/{number}") as store:
+            found += [(checkpoint.step, "val_loss" in checkpoint.metrics) for checkpoint in store]
+            best = store.best("val_loss", "min")
+            found.append((best.step if best else -1, True))
+    return found
+
+
+def requeued_by_slurm(root: str) -> list[int | None]:
+    """Fit to step 2, as Slurm requeues the job; go on to 6, where a node fails; start again. What each start resumed
+    from in the store, and its first step."""
+    found: list[int | None] = []
+    for last in (2, 6, 8):
+        callback = CheckpointStoreCallback(f"{root}/store", every_n_train_steps=2)
+        module = Small()
+        trainer = pytorch_lightning.Trainer(
+            accelerator="cpu",
+            max_steps=last,
+            callbacks=[callback],
+            default_root_dir=root,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(torch.rand(32, 4), batch_size=4))
+        if last == 2:
+            trainer.save_checkpoint(f"{root}/hpc_ckpt_1.ckpt")
+        found += [callback.resumed.step if callback.resumed else None, len(module.batches)]
+    return found

@@ -219,3 +219,20 @@ def test_the_file_that_lightning_writes_is_stored_on_request(tmp_path: Path) -> 
     assert ended == whole
     assert best == whole, "the loss falls, so the last one is the best"
     assert names == ["checkpoint.ckpt"] * 4
+
+
+def test_a_save_that_waits_for_no_validation_has_no_metric_of_older_weights(tmp_path: Path) -> None:
+    (found,) = forked_ranks.run_ranks(1, call_alone, "last_beside_best", str(tmp_path))
+    assert found == 2 * [(8, True), (10, False), (8, True)]
+
+
+def test_a_file_of_an_earlier_requeue_is_passed_over(tmp_path: Path) -> None:
+    env = {
+        "SLURM_NTASKS": "1",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+    }
+    (found,) = forked_ranks.run_ranks(1, call_alone, "requeued_by_slurm", str(tmp_path), env=env)
+    assert found == [None, 2, None, 4, 6, 2]

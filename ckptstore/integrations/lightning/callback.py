@@ -24,8 +24,10 @@ from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
 from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import (
     check_strategy,
+    found_requeued,
     is_last_epoch,
     leave_finished_epoch,
+    leave_requeued,
     metrics_of,
     state_of,
 )
@@ -135,6 +137,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             raise InvalidInput("load_options are for a resume, and resume=False loads nothing", hint="Leave them out")
         if train_time_interval is not None and not isinstance(train_time_interval, timedelta):
             raise InvalidInput(f"train_time_interval is {train_time_interval!r}, it is a timedelta")
+        if isinstance(store, str | os.PathLike) and monitor is not None and (save_last or save_on_exception):
+            open_keywords.setdefault("missing", "worst")  # these saves wait for no metric
         self._lazy_store = LazyStore(store, open_keywords)
         self._schedule = Schedule(
             every_n_train_steps=every_n_train_steps,
@@ -158,23 +162,23 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         """The checkpoint that the last `fit` resumed from."""
 
     def best(self) -> Checkpoint | None:
-        """Return the best live checkpoint by `monitor`, else the latest; None in an empty store. Not collective.
+        """Return the best live checkpoint by `monitor`, the latest if none has it; None in an empty store. Not
+        collective.
 
         With a fast tier only checkpoints in the store count. The store's retention or the metric's name says which way
         is better. Raises InvalidInput when neither does.
         """
         store = self.store
-        if self._monitor is None or not store.entries():
+        if not any(self._monitor in entry.checkpoint.metrics for entry in store.entries()):
             return store.latest()
+        assert self._monitor is not None  # which no metrics have
         return store.best(self._monitor, mode_in(store.retention, self._monitor))
 
     @property
     def best_model_score(self) -> float | None:
         """The best checkpoint's value of `monitor`; None if there is none."""
-        if self._monitor is None:
-            return None
-        checkpoint = self.best()
-        return None if checkpoint is None else checkpoint.metrics[self._monitor]
+        checkpoint = None if self._monitor is None else self.best()
+        return None if checkpoint is None else checkpoint.metrics.get(str(self._monitor))
 
     @property
     def best_model_path(self) -> str:
@@ -222,13 +226,21 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         self.resumed = None
         if trainer.fast_dev_run:
             return
-        if self._resume and not trainer.ckpt_path and trainer.global_step == 0:
+        if self._resume and self._goes_first(trainer) and trainer.global_step == 0:
             options = {"strict": pl_module.strict_loading, **self._load_options}
             self.resumed = self.store.resume(state_of(trainer), **options)
             if self.resumed is not None:
                 leave_finished_epoch(trainer)
         self._schedule.restart(step=trainer.global_step)
         self._due_at_seconds = time.monotonic() + (self._interval_seconds or 0)
+
+    def _goes_first(self, trainer: Any) -> bool:
+        """Return True if the store is asked, and no file of Lightning's own: on all ranks alike."""
+        if not found_requeued(trainer):
+            return not trainer.ckpt_path
+        latest = self.store.latest()
+        step = trainer.strategy.broadcast(-1 if latest is None else latest.step)
+        return step >= 0 and leave_requeued(trainer, step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save by steps and by time."""
@@ -309,6 +321,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             return
         step, only = trainer.global_step, self._weights_only
         metrics, epoch = metrics_of(trainer), trainer.current_epoch
+        if self._monitor is not None and not self._schedule.is_known(step, metrics):
+            metrics.pop(self._monitor, None)  # of older weights: a save that waits for none, at the end or an exception
         if reports_to_ray(self.store):
             metrics |= {"epoch": epoch, "step": step}  # as Ray's own callback has it
         options = {"metrics": metrics, "metadata": {"epoch": epoch}, **self._save_options}

@@ -80,7 +80,7 @@ class Schedule:
     def _now(self, is_due: bool, step: int, metrics: Collection[str], *, wait: bool = False) -> bool:
         if not is_due or step == self.saved_step:
             return False
-        if not wait and (self._monitor is None or self._is_known(step, metrics)):
+        if not wait and (self._monitor is None or self.is_known(step, metrics)):
             return True
         if not wait and self._must_exist and self._monitor is not None and self._monitor not in metrics:
             raise InvalidInput(
@@ -92,6 +92,6 @@ class Schedule:
         self.due_step = step
         return False
 
-    def _is_known(self, step: int, metrics: Collection[str]) -> bool:
+    def is_known(self, step: int, metrics: Collection[str]) -> bool:
         """True if the monitored metric exists, and is not that of an earlier validation."""
         return self._monitor in metrics and (not self._is_of_validation or self._validated_step == step)

@@ -1,13 +1,14 @@
 """The parts of a Lightning Trainer as a state: its own live objects, so that nothing is gathered or copied.
 
 The keys follow the wrapped objects' own names, which DDP and sharding leave as they are: a state saved under one
-strategy is loaded under another. Only public names of Lightning are used.
+strategy is loaded under another. Only public names of Lightning are used, but for `leave_requeued`.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from ckptstore.errors import InvalidInput, InvalidState
 
 logger = logging.getLogger("ckptstore.lightning")
 
+_REQUEUED = re.compile(r"hpc_ckpt_\d+\.ckpt")
 _KNOWN = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
 _REFUSED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
 
@@ -58,6 +60,39 @@ def leave_finished_epoch(trainer: Any) -> None:
     if has_ended and loop.restarting and epochs.ready == epochs.started == epochs.processed == epochs.completed + 1:
         loop.epoch_progress.increment_completed()
         loop.epoch_loop.restarting = False
+
+
+def found_requeued(trainer: Any) -> bool:
+    """Return True if Lightning has found a file by itself, which it wrote when Slurm was about to requeue the job."""
+    return bool(trainer.ckpt_path) and _REQUEUED.fullmatch(str(trainer.ckpt_path).rpartition("/")[2]) is not None
+
+
+def leave_requeued(trainer: Any, step: int) -> bool:
+    """Leave out the file of `found_requeued` if it is older than the checkpoint of `step` in the store, and return True
+    then. Nothing removes the file: Lightning would take it at each later start, too.
+
+    FSDP and ModelParallel read the file later, and cannot be kept from it: a warning says so.
+    """
+    connector = trainer._checkpoint_connector  # there is no public way
+    their_step = connector._loaded_checkpoint.get("global_step")
+    if their_step is None:
+        logger.warning(
+            "Lightning goes on from %s, which Slurm's requeue left, though the store has step %d: remove the file if "
+            "that is later",
+            trainer.ckpt_path,
+            step,
+        )
+    if their_step is None or their_step >= step:
+        return False
+    logger.warning(
+        "%s, which Slurm's requeue left, is of step %d: going on from step %d in the store",
+        trainer.ckpt_path,
+        their_step,
+        step,
+    )
+    connector._loaded_checkpoint = {}
+    trainer.ckpt_path = None
+    return True
 
 
 def is_last_epoch(trainer: Any) -> bool:
