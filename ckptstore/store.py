@@ -304,7 +304,8 @@ class CheckpointStore(Catalogue):
 
         Args:
             step: an integer of at least 0, the same on all ranks.
-            path: this rank's directory, None where it has none. Links are followed inside the directory only.
+            path: this rank's directory, None where it has none. Links are followed inside the directory only. The names
+                and bytes of files are stored; permissions, owners, times and empty directories are not.
             metrics: numbers for retention and `best`; those of rank 0 count.
             metadata: anything that JSON holds; that of rank 0 counts.
             exists: "replace" puts an earlier checkpoint of this step into the trash with the commit, "error" refuses.

@@ -53,6 +53,12 @@ _STATX_BYTES = 256
 _STATX_DIO_AT = 152
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_MANY_OPEN = "Raise the limit of open files (ulimit -n)"
+_HINTS = {
+    errno.EMFILE: _MANY_OPEN,
+    errno.ENFILE: _MANY_OPEN,
+    errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or take a file system that holds larger ones",
+}
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _PASSING = frozenset(
@@ -376,5 +382,4 @@ def translate(error: OSError, *, what: str, file: str, directory: str, needed_by
         return AccessDenied(reason, file=file, hint="Check owner, permissions and mount options")
     if code in _PASSING:
         return StorageUnavailable(reason, file=file)
-    hint = "Raise the limit of open files (ulimit -n)" if code in (errno.EMFILE, errno.ENFILE) else None
-    return StorageError(reason, file=file, hint=hint)
+    return StorageError(reason, file=file, hint=_HINTS.get(code or 0))
