@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,8 @@ logger = logging.getLogger("ckptstore")
 
 LOCK_NAME, CONFIRMED_NAME = "lock", "confirmed"
 _MARGIN_BYTES = 16 << 20
+_FREED_SECONDS = 5.0
+"""The time in which a disk frees what a file held whose name is gone already."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _WEIGHTS = re.compile(r"model(-.+)?\.safetensors")
 """The names of files of weights: beside a full version, those of an earlier one are of no use."""
@@ -63,6 +66,7 @@ class LocalModel:
         self._journal = self.aside / "journal.json"
         self._old: list[Path] = []
         self._removal: threading.Thread | None = None
+        self._room_comes_until = 0.0
 
     def _new(self, name: str) -> Path:
         """Return a path that nobody has, so that it can be removed while another process works."""
@@ -88,6 +92,7 @@ class LocalModel:
             self._go_on()
         for left in self.aside.iterdir():
             if left.is_dir():
+                self._room_comes_until = time.monotonic() + _FREED_SECONDS  # if another process removes it just now
                 shutil.rmtree(left, ignore_errors=True)
             elif left.name not in (LOCK_NAME, CONFIRMED_NAME):
                 left.unlink(missing_ok=True)
@@ -153,8 +158,8 @@ class LocalModel:
         """
         base = self.path if local is not None else links[0].path
         work = plan_work(base, local, links)
-        free_bytes = shutil.disk_usage(self.aside).free - _MARGIN_BYTES
         needed_bytes = work.rewritten_bytes if local is not None else work.largest_bytes
+        free_bytes = self._free_bytes(needed_bytes)
         with self._full_disk(needed_bytes):
             if needed_bytes <= free_bytes:
                 return self._exchange(work, local)
@@ -171,6 +176,13 @@ class LocalModel:
             }
             write_json(self._journal, journal)
             return self._replace(journal, links, boot=_boot_id())
+
+    def _free_bytes(self, needed_bytes: int) -> int:
+        while True:
+            free_bytes = shutil.disk_usage(self.aside).free - _MARGIN_BYTES
+            if needed_bytes <= free_bytes or time.monotonic() >= self._room_comes_until:
+                return free_bytes
+            time.sleep(0.05)
 
     @contextlib.contextmanager
     def _full_disk(self, needed_bytes: int) -> Iterator[None]:
