@@ -174,7 +174,7 @@ class KeepLatest(Policy):
     n: int
 
     def __post_init__(self) -> None:
-        _check_positive("KeepLatest", n=self.n)
+        _check_count("KeepLatest", self.n)
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
         return {candidate.number: f"one of the latest {self.n}" for candidate in candidates[-self.n :]}
@@ -196,7 +196,7 @@ class KeepBest(Policy):
     mode: Mode | None = None
 
     def __post_init__(self) -> None:
-        _check_positive("KeepBest", n=self.n)
+        _check_count("KeepBest", self.n)
         object.__setattr__(self, "mode", mode_of(self.metric, self.mode))
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
@@ -485,6 +485,11 @@ def check_required(policy: Policy, metrics: Mapping[str, float], *, missing: Mis
             f"the metrics lack {', '.join(map(repr, absent))}, which retention ranks by",
             hint='Give it with every save, or open the store with missing="worst"',
         )
+
+
+def _check_count(policy: str, n: object) -> None:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise InvalidInput(f"{policy} has n={n!r}, it must be an integer of at least 1")
 
 
 def _check_positive(policy: str, **values: float | None) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ class CopyReport:
     """Files that an earlier try had copied."""
     copied_bytes: int
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Directories of a damaged store that were not copied, each with the reason."""
+    """Directories that were not copied, each with the reason: damaged, or too late for their place in the order."""
 
 
 class CopiedCheckpoint(NamedTuple):
@@ -216,6 +216,9 @@ def copy_all(
 ) -> CopyReport:
     """Copy checkpoints to the store with this id, created if missing; checkpoints that it holds already are left.
 
+    One that the target lacks, and of which it holds a later one, is left out and reported: it would become the latest
+    there. Those that it holds are pinned as the source's are, and no pin is taken away.
+
     Its writer epoch lies above `above`. With `skips`, a checkpoint that is not whole is left out and reported; else it
     raises CheckpointDamaged. Raises InvalidInput when another store lives at the target.
     """
@@ -227,20 +230,31 @@ def copy_all(
     present = {*newest.state.live, *newest.state.bases} if newest else ()  # those that its deltas need, too
     copies = own.annotated(own.records(sorted(present)), newest)
     held = {origin_of(record.entry): record for record in copies}
+    pinned = newest.state.pinned if newest else frozenset[int]()
+    places = [place for place, item in enumerate(items) if origin_of(item.entry) in held]
+    late = {origin_of(item.entry) for item in items[: places[-1] if places else 0]} - held.keys()
+    kept = {origin_of(item.entry) for item in items}
     epoch = 0
-    if any(origin_of(item.entry) not in held for item in items):  # above every epoch in the names that are copied
+    if any(origin_of(item.entry) not in {*held, *late} for item in items):  # above every epoch in the copied names
         claim = Claim(start_token=f"cp-{uuid.uuid4().hex}", world_size=1, above_epoch=above)
         epoch = own.append(lambda _newest: claim).state.epoch
     for item in items:
         entry, origin = item.entry, origin_of(item.entry)
         if (copy := held.get(origin)) is not None:
             _annotate_copy(own, copy, entry.metrics)
+            if item.is_pinned and copy.number not in pinned:  # by now, or before a copy was interrupted
+                own.append(lambda _newest, number=copy.number: Pin((number,)))  # type: ignore[misc]
             total = replace(total, present=(*total.present, entry.step))
+            continue
+        if origin in late:
+            reason = f"{target.storage.uri} holds a later one already, and this one would become its latest"
+            total = replace(total, left_out={**total.left_out, entry.attempt: reason})
             continue
         attempt = replace(origin, epoch=epoch)
         try:
             copied = replace(entry, epoch=epoch, attempt=str(attempt), **_dependence(item, held))
-            report, held[origin] = _copy_and_commit(copied, item.files, own, target, attempt, executor)
+            stale = {record.number for made, record in held.items() if made not in kept}
+            report, held[origin] = _copy_and_commit(copied, item.files, own, target, stale, executor)
         except (CheckpointDamaged, CheckpointGone) as error:
             if not skips:
                 raise
@@ -291,15 +305,20 @@ def _copy_and_commit(
     files: CheckpointFiles,
     own: Log,
     target: OpenedPlace,
-    attempt: Attempt,
+    stale: Collection[int],
     executor: Executor | None,
 ) -> tuple[CopyReport, Record]:
+    """Copy one checkpoint. Of the `stale` ones, which the source has no more, it replaces those of its step."""
+    attempt = Attempt.of(entry.attempt)
     earlier = _earlier_tries(target.storage, own, attempt)
     prefixes = [try_.prefix for try_ in earlier]
     report = copy_checkpoint(Checkpoint(files), target, prefix=attempt.prefix, earlier=prefixes, executor=executor)
 
     def change(newest: Record | None) -> Commit:
-        return Commit(entry=replace(entry, save_number=newest.state.save_number + 1 if newest else 1))
+        live = own.records(newest.state.live) if newest else []
+        replaced = {record.number for record in live if record.entry.step == entry.step} & {*stale}
+        number = newest.state.save_number + 1 if newest else 1
+        return Commit(entry=replace(entry, save_number=number), replaces=tuple(sorted(replaced)))
 
     committed = own.append(change)
     delete_attempts(own, target.storage, committed, [str(try_) for try_ in earlier])

@@ -21,6 +21,7 @@ from ckptstore.errors import CkptstoreError, FileMissing, StorageError, StoreMis
 from ckptstore.format.changes import Claim
 from ckptstore.format.layout import (
     CHECKPOINT_PREFIX,
+    CURSOR_PREFIX,
     GROUP_PREFIX,
     LEASE_PREFIX,
     LOG_PREFIX,
@@ -155,7 +156,7 @@ def _collect_unfinished(storage: Storage, found: Garbage, *, dry_run: bool, now:
     if not dry_run:
         leases.fresh(storage, now_seconds=now_seconds)  # removes the leases of killed readers
     before_seconds = now_seconds - ENDED_SECONDS
-    prefixes = ["", LOG_PREFIX, LEASE_PREFIX, PROBE_PREFIX, *_group_prefixes(storage)]
+    prefixes = ["", LOG_PREFIX, LEASE_PREFIX, PROBE_PREFIX, CURSOR_PREFIX, *_group_prefixes(storage)]
     for prefix in prefixes:
         key = prefix.rstrip("/")
         try:

@@ -424,7 +424,7 @@ def test_messages_go_when_their_job_was_superseded_and_not_by_a_clock(tmp_path: 
 # Retention
 
 
-@pytest.mark.parametrize("directory", ["", "log", "leases", "group/gone"])
+@pytest.mark.parametrize("directory", ["", "log", "leases", "cursors", "group/gone"])
 def test_gc_removes_what_a_killed_writer_left_and_nothing_of_a_living_one(tmp_path: Path, directory: str) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:

@@ -51,3 +51,9 @@ class TestObstoreOnAzurite(AzureContract):
 @pytest.mark.slow
 class TestSdkOnAzurite(AzureContract):
     engine = "sdk"
+
+    def test_the_directories_of_a_hierarchical_namespace_are_no_files(self, storage: Any) -> None:
+        """Accounts that have one list them so."""
+        self.raw_write("a/file", b"x")
+        self.raw.upload_blob(f"{self.prefix}/a", b"", metadata={"hdi_isfolder": "true"})
+        assert [file.key for file in storage.list("")] == ["a/file"]

@@ -159,6 +159,8 @@ def test_an_integer_beyond_all_floats_is_never_among_the_best(huge: int, mode: M
     [
         lambda: KeepLatest(0),
         lambda: KeepLatest(True),
+        lambda: KeepLatest(2.0),  # type: ignore[arg-type]
+        lambda: KeepBest(math.inf, "loss"),  # type: ignore[arg-type]
         lambda: KeepBest(-1, "loss"),
         lambda: KeepBest(1, "loss", "best"),  # type: ignore[arg-type]
         lambda: KeepEvery(),

@@ -75,7 +75,7 @@ class AzureFiles(CloudFiles):
     def list(self, prefix: str) -> Iterator[StoredFile]:
         cut = len(self.full(""))
         with self.sdk_seam("list", prefix):
-            found = iter(self.client.list_blobs(name_starts_with=self.full(prefix)))
+            found = iter(self.client.list_blobs(name_starts_with=self.full(prefix), include=["metadata"]))
         while True:
             with self.sdk_seam("list", prefix):
                 item = next(found, None)

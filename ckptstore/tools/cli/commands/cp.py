@@ -53,9 +53,10 @@ def command(
 ) -> None:
     """Copy a store or a checkpoint, and check every byte.
 
-    DESTINATION is empty, or holds an interrupted copy, which is continued. A store gets a log of its own there, with
-    its live checkpoints and pins. STORE@STEP becomes a checkpoint directory that can be loaded by its path. What
-    --salvage leaves out is printed with the reason.
+    DESTINATION is empty, or holds an earlier copy, whole or interrupted, which gets what came since. A store gets a log
+    of its own there, with its live checkpoints and pins. STORE@STEP becomes a checkpoint directory that can be loaded
+    by its path. What is left out is printed with the reason: what --salvage cannot read, and a checkpoint of which the
+    copy has a later one, since it would become the latest.
     """
     of_source, of_destination = storage_options, parse_storage_options(target_options)
     if not of_destination:
