@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class SharedSteps:
     def _share(
         self,
         wave: Sequence[Place],
-        by_place: dict[Place, Step],
+        by_place: Mapping[Place, Step],
         read: Callable[[Sequence[RangeRead]], None],
     ) -> None:
         """Read this rank's share of a wave. When all ranks have read theirs, broadcast everything to all."""
@@ -74,15 +74,39 @@ class SharedSteps:
         with self._group.meeting("read shares"):
             read(mine)
         for place, (item, buffer), owner in zip(wave, held, owners, strict=True):
-            for view in item.views:
-                self._broadcast(view, owner)
+            self._broadcast(item.views, owner)
             by_place[place].finish(buffer)
 
-    def _broadcast(self, view: memoryview, owner: int) -> None:
+    def _broadcast(self, views: Sequence[memoryview], owner: int) -> None:
+        """Send what lies in these views of the owner to those of all others, whose borders may be other ones."""
         source = dist.get_global_rank(self._process_group, owner)
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = torch.frombuffer(view[start : start + _PIECE_BYTES], dtype=torch.uint8)
-            dist.broadcast(piece, source, group=self._process_group)
+        for start in range(0, sum(map(len, views)), _PIECE_BYTES):
+            parts = _between(views, start, start + _PIECE_BYTES)
+            piece = parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
+            dist.broadcast(torch.frombuffer(piece, dtype=torch.uint8), source, group=self._process_group)
+            if len(parts) > 1 and owner != self._group.rank:
+                _fill(parts, [piece])
+
+
+def _between(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Return the parts of views, which follow each other, from one byte of them all to another."""
+    found, at = list[memoryview](), 0
+    for view in views:
+        if part := view[max(0, start - at) : max(0, stop - at)]:
+            found.append(part)
+        at += len(view)
+    return found
+
+
+def _fill(views: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+    """Copy bytes from views to others of the same size together."""
+    at = 0
+    for view in views:
+        done = 0
+        for part in _between(sources, at, at + len(view)):
+            view[done : done + len(part)] = part
+            done += len(part)
+        at += len(view)
 
 
 def _place(step: Step) -> Place:

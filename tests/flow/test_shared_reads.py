@@ -1,0 +1,53 @@
+"""One rank reads what all ranks need and broadcasts it, whatever each of them does with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, zeros
+
+from ckptstore import Checkpoint, open_store
+from ckptstore.state.read import shared_reads
+
+BLOCK = torch.arange(512.0 * 512).view(512, 512)
+"""Exactly 1 MiB, which is the unit of digests: each rank reads all of it, for whatever part it wants."""
+LARGE = torch.arange(1000.0 * 1100).view(1000, 1100)
+
+
+def load_shared(uri: str, piece_bytes: int) -> list[str]:
+    """Load what all ranks want differently; return the keys that are wrong."""
+    dist.init_process_group("gloo")
+    shared_reads._PIECE_BYTES = piece_bytes
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+
+    def sharded(tensor: torch.Tensor, dim: int) -> DTensor:
+        return zeros(tensor.shape, device_mesh=mesh, placements=[Shard(dim)])
+
+    wrong: list[str] = []
+    for state in (
+        {"a": torch.zeros(BLOCK.shape).t().contiguous().t(), "c": torch.zeros_like(LARGE)},
+        {"a": sharded(BLOCK, 0), "c": sharded(LARGE, 0)},
+        {"a": sharded(BLOCK, 1) if rank else torch.zeros_like(BLOCK), "c": sharded(LARGE, 1)},
+    ):
+        Checkpoint.from_uri(uri).load(state, read_once="job")
+        for key, item in state.items():
+            expected = LARGE if key == "c" else BLOCK
+            found = item.to_local() if isinstance(item, DTensor) else item
+            if isinstance(item, DTensor):
+                expected = expected.chunk(mesh.size(), item.placements[0].dim)[rank]
+            if not torch.equal(found, expected):
+                wrong.append(f"{key} of {list(state)}")
+    dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.parametrize("piece_bytes", [shared_reads._PIECE_BYTES, 300_000])
+def test_ranks_take_the_same_bytes_into_other_memory(tmp_path: Path, piece_bytes: int) -> None:
+    with open_store(tmp_path, durable=False) as store:
+        uri = store.save(1, {"a": BLOCK, "c": LARGE}).uri
+    assert run_ranks(3, load_shared, uri, piece_bytes) == [[]] * 3
