@@ -20,7 +20,7 @@ LARGE = torch.arange(1000.0 * 1100).view(1000, 1100)
 
 
 def load_shared(uri: str, piece_bytes: int) -> list[str]:
-    """Load what all ranks want differently; return the keys that are wrong."""
+    """Load what all ranks want differently, and what was tied into memories of their own; return the wrong keys."""
     dist.init_process_group("gloo")
     shared_reads._PIECE_BYTES = piece_bytes
     mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
@@ -33,10 +33,13 @@ def load_shared(uri: str, piece_bytes: int) -> list[str]:
         {"a": torch.zeros(BLOCK.shape).t().contiguous().t(), "c": torch.zeros_like(LARGE)},
         {"a": sharded(BLOCK, 0), "c": sharded(LARGE, 0)},
         {"a": sharded(BLOCK, 1) if rank else torch.zeros_like(BLOCK), "c": sharded(LARGE, 1)},
+        {"a": torch.zeros_like(BLOCK), "b": torch.zeros_like(BLOCK)},
+        {"a": sharded(BLOCK, 0), "b": sharded(BLOCK, 1), "c": sharded(LARGE, 0), "d": torch.zeros_like(LARGE)},
+        {"a": torch.zeros_like(BLOCK)} | ({"b": torch.zeros_like(BLOCK)} if rank else {}),
     ):
         Checkpoint.from_uri(uri).load(state, read_once="job")
         for key, item in state.items():
-            expected = LARGE if key == "c" else BLOCK
+            expected = LARGE if key in "cd" else BLOCK
             found = item.to_local() if isinstance(item, DTensor) else item
             if isinstance(item, DTensor):
                 expected = expected.chunk(mesh.size(), item.placements[0].dim)[rank]
@@ -49,5 +52,5 @@ def load_shared(uri: str, piece_bytes: int) -> list[str]:
 @pytest.mark.parametrize("piece_bytes", [shared_reads._PIECE_BYTES, 300_000])
 def test_ranks_take_the_same_bytes_into_other_memory(tmp_path: Path, piece_bytes: int) -> None:
     with open_store(tmp_path, durable=False) as store:
-        uri = store.save(1, {"a": BLOCK, "c": LARGE}).uri
+        uri = store.save(1, {"a": BLOCK, "b": BLOCK, "c": LARGE, "d": LARGE}).uri
     assert run_ranks(3, load_shared, uri, piece_bytes) == [[]] * 3

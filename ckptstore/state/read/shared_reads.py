@@ -44,7 +44,9 @@ class SharedSteps:
             run_steps(list(steps), read, buffer_bytes=buffer_bytes)
             return
         own, common = self._wanted_by_all(steps)
-        by_place = {_place(step): step for step in own}
+        by_place: dict[Place, list[Step]] = {}
+        for step in own:
+            by_place.setdefault(_place(step), []).append(step)
         for wave in _waves(common, buffer_bytes):
             self._share(wave, by_place, read)
         taken = set(common)
@@ -63,19 +65,24 @@ class SharedSteps:
     def _share(
         self,
         wave: Sequence[Place],
-        by_place: Mapping[Place, Step],
+        by_place: Mapping[Place, Sequence[Step]],
         read: Callable[[Sequence[RangeRead]], None],
     ) -> None:
         """Read this rank's share of a wave. When all ranks have read theirs, broadcast everything to all."""
         owners = _owners(wave, self._group.world_size)
-        held = [by_place[place].range_read() for place in wave]
+        held = [by_place[place][0].range_read() for place in wave]
         mine = [item for (item, _), owner in zip(held, owners, strict=True) if owner == self._group.rank]
 
         with self._group.meeting("read shares"):
             read(mine)
         for place, (item, buffer), owner in zip(wave, held, owners, strict=True):
             self._broadcast(item.views, owner)
-            by_place[place].finish(buffer)
+            first, *others = by_place[place]
+            for other in others:  # several tensors of this rank have the same bytes
+                copied, memory = other.range_read()
+                _fill(copied.views, item.views)
+                other.finish(memory)
+            first.finish(buffer)
 
     def _broadcast(self, views: Sequence[memoryview], owner: int) -> None:
         """Send what lies in these views of the owner to those of all others, whose borders may be other ones."""
