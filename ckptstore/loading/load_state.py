@@ -422,7 +422,6 @@ def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
         reader.hold()
         index = reader.open(files.read_manifest()[0], share=False)
         stored = StoredState(index, reader.read, files.prefix, rank=0, world_size=index.world_size, more=reader.more)
-        stored.whole_index()
         return stored.value_of_each_rank(key)
 
 

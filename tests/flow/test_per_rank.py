@@ -10,6 +10,7 @@ import torch
 from thread_ranks import run_threads
 
 from ckptstore import CheckpointStore, InvalidInput, InvalidState, StateMismatch, open_store
+from ckptstore.loading import index_read
 from ckptstore.state import per_rank
 
 
@@ -42,6 +43,13 @@ class Divisible(StatefulLoader):
         raise AssertionError("the number of ranks is another one")
 
 
+@pytest.fixture(params=[index_read.HEAD_BYTES, 64], ids=["small index", "large index"])
+def _of_any_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large index, a load reads only the parts that it needs."""
+    monkeypatch.setattr(index_read, "HEAD_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("_of_any_size")
 def test_an_object_takes_the_states_of_all_ranks(tmp_path: Path) -> None:
     saved(
         tmp_path, num_ranks=3, state=lambda rank: {"in": {"it": StatefulLoader(7 + rank)}, "alike": StatefulLoader(5)}
@@ -54,6 +62,9 @@ def test_an_object_takes_the_states_of_all_ranks(tmp_path: Path) -> None:
     assert run_threads(2, tmp_path, flow) == [None] * 2
     assert sorted(Divisible.heard) == [[5, 5, 5]] * 2 + [[7, 8, 9]] * 2
     Divisible.heard.clear()
+    with open_store(tmp_path) as store:
+        assert [state["position"] for state in store[2].per_rank("in.it")] == [7, 8, 9]
+        assert [state["position"] for state in store[2].per_rank("alike")] == [5]
 
 
 def saved(root: Path, *, num_ranks: int, state: Any) -> None:

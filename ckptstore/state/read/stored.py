@@ -194,11 +194,20 @@ class StoredState:
     def value_of_each_rank(self, key: str) -> list[Any]:
         """Return a plain value or tensor of every rank that has its own, in the order of ranks; one, if all are equal.
         Tensors are read to the host."""
-        ranks = self.index.value_ranks().get(key) or self.index.ranks_of(key)
+        ranks = self._apart(key)
         if ranks:
             return [self._of_rank(key, rank) for rank in ranks]
         is_known = key in self.index.tensors or key in self.index.common_values()
         return [self._of_rank(key, 0)] if is_known else []
+
+    def _apart(self, key: str) -> list[int]:
+        """Return the ranks that have a value or tensor of their own; none if all are equal. Reads the parts of all
+        ranks if some differ: an index without them knows the lowest of these ranks alone."""
+
+        def ranks_in(index: TensorIndex) -> list[int]:
+            return index.value_ranks().get(key) or index.ranks_of(key)
+
+        return ranks_in(self.whole_index()) if ranks_in(self.index) else []
 
     def _of_rank(self, key: str, rank: int) -> Any:
         """Return one rank's value or tensor, with the tensors in it."""
@@ -285,7 +294,7 @@ class StoredState:
 
     def whole_index(self) -> TensorIndex:
         """Return the index with the parts of all ranks."""
-        if self.more is not None:
+        if self.more is not None and not self.index.is_whole:
             self.index = self.more(range(self.index.world_size))
         return self.index
 
