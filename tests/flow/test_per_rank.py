@@ -43,6 +43,22 @@ class Divisible(StatefulLoader):
         raise AssertionError("the number of ranks is another one")
 
 
+class Shuffled:
+    """As a sampler whose numbers are alike on all ranks, and whose order is not."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.order = torch.arange(start, start + 3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": 1, "order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order = state["order"]
+
+    def load_rank_states(self, states: list[dict[str, Any]]) -> None:
+        self.order = torch.cat([state["order"] for state in states])
+
+
 @pytest.fixture(params=[index_read.HEAD_BYTES, 64], ids=["small index", "large index"])
 def _of_any_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large index, a load reads only the parts that it needs."""
@@ -65,6 +81,22 @@ def test_an_object_takes_the_states_of_all_ranks(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert [state["position"] for state in store[2].per_rank("in.it")] == [7, 8, 9]
         assert [state["position"] for state in store[2].per_rank("alike")] == [5]
+
+
+@pytest.mark.usefixtures("_of_any_size")
+def test_a_state_is_the_ranks_own_if_only_a_tensor_in_it_differs(tmp_path: Path) -> None:
+    saved(tmp_path, num_ranks=3, state=lambda rank: {"it": Shuffled(10 * rank)})
+
+    def flow(store: CheckpointStore, rank: int) -> list[int]:
+        sampler = Shuffled()
+        store.load({"it": sampler})
+        return sampler.order.tolist()
+
+    orders = [[0, 1, 2], [10, 11, 12], [20, 21, 22]]
+    assert run_threads(3, tmp_path, flow) == orders
+    assert run_threads(2, tmp_path, flow) == [[0, 1, 2, 10, 11, 12, 20, 21, 22]] * 2
+    with open_store(tmp_path) as store:
+        assert [state["order"].tolist() for state in store[2].per_rank("it")] == orders
 
 
 def saved(root: Path, *, num_ranks: int, state: Any) -> None:

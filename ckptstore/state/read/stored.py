@@ -201,11 +201,14 @@ class StoredState:
         return [self._of_rank(key, 0)] if is_known else []
 
     def _apart(self, key: str) -> list[int]:
-        """Return the ranks that have a value or tensor of their own; none if all are equal. Reads the parts of all
-        ranks if some differ: an index without them knows the lowest of these ranks alone."""
+        """Return the ranks that have a value or tensor of their own, or a tensor of their own in a value that is alike;
+        none if all are equal. Reads the parts of all ranks if some differ: an index without them knows the lowest of
+        these ranks alone."""
+        inside = {*references(self.index.common_values().get(key))}
 
         def ranks_in(index: TensorIndex) -> list[int]:
-            return index.value_ranks().get(key) or index.ranks_of(key)
+            ranks = index.value_ranks().get(key) or index.ranks_of(key)
+            return ranks or sorted({rank for name in inside for rank in index.ranks_of(name)})
 
         return ranks_in(self.whole_index()) if ranks_in(self.index) else []
 
