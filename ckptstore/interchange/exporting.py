@@ -146,7 +146,8 @@ def _export(
     names: Sequence[str]
     if to == "safetensors":
         layout = lay_out(stored, selection, shard_size_bytes=shard_size_bytes)
-        num_values = len(stored.index.common_values().keys() | stored.index.value_ranks().keys())
+        index = stored.whole_index()  # else a key is lacking of which the lowest rank has a tensor, and another a value
+        num_values = len(index.common_values().keys() | index.value_ranks().keys())
         notices += [f"{num_values} plain values are left out, safetensors holds tensors only"] if num_values else []
         notices += [f"{name} is tied to {kept}, and stored as that" for name, kept in layout.tied.items()]
         source = OneCheckpoint(files.alone())

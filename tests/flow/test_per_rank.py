@@ -10,6 +10,7 @@ import torch
 from thread_ranks import run_threads
 
 from ckptstore import CheckpointStore, InvalidInput, InvalidState, StateMismatch, open_store
+from ckptstore.interchange import export
 from ckptstore.loading import index_read
 from ckptstore.state import per_rank
 
@@ -97,6 +98,14 @@ def test_a_state_is_the_ranks_own_if_only_a_tensor_in_it_differs(tmp_path: Path)
     assert run_threads(2, tmp_path, flow) == [[0, 1, 2, 10, 11, 12, 20, 21, 22]] * 2
     with open_store(tmp_path) as store:
         assert [state["order"].tolist() for state in store[2].per_rank("it")] == orders
+
+
+@pytest.mark.usefixtures("_of_any_size")
+def test_an_export_counts_a_value_that_is_a_tensor_on_a_lower_rank(tmp_path: Path) -> None:
+    saved(tmp_path / "s", num_ranks=3, state=lambda rank: {"w": torch.ones(3) if rank < 2 else 5})
+    with open_store(tmp_path / "s") as store:
+        report = export(store[2], tmp_path / "out", to="safetensors")
+    assert "1 plain values are left out, safetensors holds tensors only" in report.notices
 
 
 def saved(root: Path, *, num_ranks: int, state: Any) -> None:
