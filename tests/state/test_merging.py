@@ -160,6 +160,38 @@ def test_slerp_follows_the_arc(tmp_path: Path) -> None:
     assert found["zero"].tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("ties", [("abc", ""), ("", "abc"), ("abc", "bc"), ("ab", "bc")], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"method": "slerp"}, {"weights": [1, 3]}, {"method": "ema", "decay": 0.3}], ids=str
+)
+def test_what_only_some_tie_is_merged_as_if_nobody_did(
+    tmp_path: Path, options: dict[str, Any], ties: tuple[str, str]
+) -> None:
+    states = [{key: drawn(30, 20, seed=seed + number) for number, key in enumerate("abc")} for seed in (0, 5)]
+    for state, keys in zip(states, ties, strict=True):
+        for key in keys:
+            state[key] = state[keys[0]]
+    apart = [{key: tensor.clone() for key, tensor in state.items()} for state in states]
+    expected, _ = merged(tmp_path / "as apart", saved(tmp_path / "s", *apart), **options)
+    found, _ = merged(tmp_path / "out", saved(tmp_path / "t", *states), **options)
+    assert found.keys() == {*"abc"}
+    for key, tensor in found.items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+def test_slerp_of_what_one_save_cast_is_that_of_what_a_load_gives(tmp_path: Path) -> None:
+    """Large enough for several pieces of a tensor, which are other ones in another dtype."""
+    states = [{"w": drawn(1500, 1000, seed=seed), "v": drawn(30, seed=seed)} for seed in (1, 2)]
+    rounded = {key: tensor.bfloat16().float() for key, tensor in states[1].items()}
+    expected, _ = merged(tmp_path / "plain", saved(tmp_path / "s", states[0], rounded), method="slerp")
+    with open_store(tmp_path / "t", durable=False) as store:
+        uris = [store.save(1, states[0]).uri, store.save(2, states[1], dtype={"*": "bfloat16"}).uri]
+    for name, turned in (("last", uris), ("first", uris[::-1])):
+        found, _ = merged(tmp_path / name, [Checkpoint.from_uri(uri) for uri in turned], method="slerp")
+        for key, tensor in expected.items():
+            assert torch.allclose(found[key], tensor, atol=1e-6), (name, key)
+
+
 def test_what_does_not_agree_is_left_out_and_said(tmp_path: Path) -> None:
     states: list[dict[str, Any]] = [
         {"model": {"w": torch.ones(2), "old": torch.ones(1), "shape": torch.ones(2), "n": torch.tensor(1)}, "epoch": 1},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 
@@ -140,15 +139,41 @@ class MergeSource:
         return MergedState(self, states)
 
 
-class _Opened(NamedTuple):
-    """One of the checkpoints."""
+@dataclass(slots=True)
+class _Opened:
+    """One of the checkpoints. It reads as a `StoredState` does, but by all keys, the tied ones too, and in the dtypes
+    that tensors had in the state."""
 
     state: StoredState
     saved: Saved
     uri: str
 
-    def entry(self, key: str) -> Tensor | None:
-        return self.saved.tensors.get(self.saved.aliases.get(key, key))
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that buffers of a read take."""
+        return self.state.buffer_bytes
+
+    @buffer_bytes.setter
+    def buffer_bytes(self, size_bytes: int) -> None:
+        self.state.buffer_bytes = size_bytes
+
+    def find(self, key: str) -> Tensor | None:
+        """Return the entry of a tensor, None if this checkpoint has none."""
+        return self.saved.tensors.get(self._source_of(key))
+
+    def entry(self, key: str) -> Tensor:
+        """Return the entry of a tensor that all checkpoints have."""
+        entry = self.find(key)
+        if entry is None:
+            raise KeyError(key)
+        return entry
+
+    def fill_boxes(self, wanted: Sequence[_Wanted]) -> None:
+        """See `StoredState.fill_boxes`."""
+        self.state.fill_boxes([(self._source_of(key), box, memory) for key, box, memory in wanted])
+
+    def _source_of(self, key: str) -> str:
+        return self.saved.aliases.get(key, key)
 
 
 _Wanted = tuple[str, Box, torch.Tensor]
@@ -166,12 +191,12 @@ class MergedState:
     @property
     def buffer_bytes(self) -> int:
         """The most that buffers of a read take."""
-        return self._states[0].state.buffer_bytes
+        return self._states[0].buffer_bytes
 
     @buffer_bytes.setter
     def buffer_bytes(self, size_bytes: int) -> None:
         for opened in self._states:
-            opened.state.buffer_bytes = size_bytes
+            opened.buffer_bytes = size_bytes
 
     def agreed(self, fits: Callable[[str], bool]) -> tuple[Saved, dict[str, str]]:
         """Return the tensors that fit and that all checkpoints have with one shape and dtype, tied if they are in all;
@@ -182,7 +207,7 @@ class MergedState:
         last = self._states[-1].saved
         keys = {key for opened in self._states for key in (*opened.saved.tensors, *opened.saved.aliases)}
         for key in sorted(filter(fits, keys)):
-            found = [opened.entry(key) for opened in self._states]
+            found = [opened.find(key) for opened in self._states]
             first = found[-1]
             lacking = [opened.uri for opened, entry in zip(self._states, found, strict=True) if entry is None]
             forms = {entry.form for entry in found if entry is not None}
@@ -202,7 +227,7 @@ class MergedState:
 
     def entry(self, key: str) -> Tensor:
         """Return the tensor of the result, for a key that all checkpoints have."""
-        return self._entry(key, _form(self._states[-1], key))
+        return self._entry(key, self._states[-1].entry(key))
 
     def _entry(self, key: str, last: Tensor) -> Tensor:
         is_cast = self._source.dtype is not None and last.torch_dtype.is_floating_point
@@ -210,7 +235,7 @@ class MergedState:
 
     def notices(self, keys: Iterable[str], tied: Mapping[str, str]) -> list[str]:
         """Report what somebody might not expect of the result."""
-        entries = {key: _form(self._states[-1], key) for key in keys}
+        entries = {key: self._states[-1].entry(key) for key in keys}
         whole = sorted(key for key, entry in entries.items() if not _is_added(entry))
         apart = sorted(key for key, entry in entries.items() if entry.per_rank)
         found = [f"{key} is no tensor of floats, it is that of the last checkpoint" for key in whole]
@@ -221,10 +246,10 @@ class MergedState:
         """Fill memory with boxes of the result; safe for threads. Raises CheckpointDamaged, and InvalidState for a
         value out of range."""
         last = self._states[-1]
-        copied = [(key, box, memory) for key, box, memory in wanted if not _is_added(_form(last, key))]
-        added = [(key, box, memory) for key, box, memory in wanted if _is_added(_form(last, key))]
+        copied = [(key, box, memory) for key, box, memory in wanted if not _is_added(last.entry(key))]
+        added = [(key, box, memory) for key, box, memory in wanted if _is_added(last.entry(key))]
         if copied:
-            last.state.fill_boxes([(_source_of(last, key), box, memory) for key, box, memory in copied])
+            last.fill_boxes(copied)
         with self._scratch.lent() as scratch:
             for some in self._passes(added):
                 self._add(some, *scratch)
@@ -234,7 +259,7 @@ class MergedState:
         group: list[_Wanted] = []
         used_bytes = 0
         for key, box, memory in added:
-            element_bytes = _wide(_form(self._states[-1], key)).itemsize
+            element_bytes = _wide(self._states[-1].entry(key)).itemsize
             for part in halves(whole(box.sizes), box.sizes, _PASS_BYTES // element_bytes):
                 size_bytes = part.volume * element_bytes
                 if group and used_bytes + size_bytes > _PASS_BYTES:
@@ -247,7 +272,7 @@ class MergedState:
 
     def _add(self, added: Sequence[_Wanted], sums_memory: SumMemory, parts_memory: SumMemory) -> None:
         """Fill memory with boxes of sums, with scratch memory for the sums and for elements of some checkpoints."""
-        forms = [(box.sizes, _form(self._states[-1], key)) for key, box, _ in added]
+        forms = [(box.sizes, self._states[-1].entry(key)) for key, box, _ in added]
         sums = sums_memory.divided([(sizes, _wide(form)) for sizes, form in forms])
         coefficients = [self._source.arcs.get(key, self._source.coefficients) for key, _, _ in added]
         part_bytes = sum(math.prod(sizes) * form.torch_dtype.itemsize for sizes, form in forms)
@@ -257,7 +282,10 @@ class MergedState:
             parts = parts_memory.divided([(sizes, form.torch_dtype) for sizes, form in forms] * len(numbers))
             for place, number in enumerate(numbers):
                 if any(each[number] for each in coefficients):  # else its infinities do not count either
-                    self._read(self._states[number], added, parts[place * len(added) : (place + 1) * len(added)])
+                    memories = parts[place * len(added) : (place + 1) * len(added)]
+                    self._states[number].fill_boxes(
+                        [(key, box, part) for (key, box, _), part in zip(added, memories, strict=True)]
+                    )
             for index, total in enumerate(sums):
                 shares = (coefficients[index][number] for number in numbers)
                 terms = [term for term in zip(shares, parts[index :: len(added)], strict=True) if term[0]]
@@ -268,29 +296,11 @@ class MergedState:
                     f"{key} has values that {memory.dtype} cannot hold", hint="Choose a dtype of a wider range"
                 )
 
-    def _read(self, opened: _Opened, added: Sequence[_Wanted], parts: Sequence[torch.Tensor]) -> None:
-        """Read boxes of a checkpoint."""
-        opened.state.fill_boxes(
-            [(_source_of(opened, key), box, part) for (key, box, _), part in zip(added, parts, strict=True)]
-        )
-
     def arcs(self, keys: Iterable[str]) -> dict[str, tuple[float, float]]:
         """Return the coefficients of each of these tensors of floats on the arc from the first checkpoint to the
         second. Reads both."""
         floats = [key for key in dict.fromkeys(keys) if self.entry(key).torch_dtype.is_floating_point]
         return _arcs(self._states, floats, self._source.coefficients[1])
-
-
-def _source_of(opened: _Opened, key: str) -> str:
-    return opened.saved.aliases.get(key, key)
-
-
-def _form(opened: _Opened, key: str) -> Tensor:
-    """Return the entry of a tensor that all checkpoints have."""
-    entry = opened.entry(key)
-    if entry is None:
-        raise KeyError(key)
-    return entry
 
 
 def _is_added(entry: Tensor) -> bool:
@@ -309,11 +319,10 @@ def _arcs(states: Sequence[_Opened], keys: Sequence[str], share: float) -> dict[
     The angle is that of all elements together. Pairs without an angle, of one direction or of zeros, are on a line.
     """
     products = dict.fromkeys(keys, (0.0, 0.0, 0.0))
-    streams = [stream_tensors(opened.state, [_source_of(opened, key) for key in keys]) for opened in states]
-    names = {_source_of(states[-1], key): key for key in keys}
+    streams = [stream_tensors(opened, keys) for opened in states]
     wide = torch.empty((2, CHUNK_ELEMENTS), dtype=torch.float64, device="cpu")
-    for (_, first), (source, second) in zip(*streams, strict=True):
-        dtype, key = states[-1].state.entry(source).torch_dtype, names[source]
+    for (key, first), (_, second) in zip(*streams, strict=True):
+        dtype = states[-1].entry(key).torch_dtype
         chunks = (chunks_of(torch.frombuffer(one, dtype=dtype)) if len(one) else () for one in (first, second))
         for pair in zip(*chunks, strict=True):
             a, b = (row[: elements.shape[0]].copy_(elements) for row, elements in zip(wide, pair, strict=True))
