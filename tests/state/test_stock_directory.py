@@ -8,7 +8,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckptstore
+from ckptstore.dcp import StoreReader
 from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.interchange import import_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -86,3 +88,48 @@ def test_values_with_code_only_matter_when_they_are_wanted(tmp_path):
     checkpoint.load(state, include="w")
     assert state["w"].sum() == 3
     assert not (tmp_path / "run").exists()
+
+
+def odd_tensors():
+    """Tensors above and below the size up to which torch reads the frame, that say more than dtype, shape and place."""
+    found = {}
+    for size in (30_000, 50):
+        complex_, real = torch.randn(size, dtype=torch.complex64), torch.randn(size)
+        found |= {
+            f"conjugated.{size}": complex_.conj(),
+            f"negated.{size}": torch._neg_view(real),
+            f"both.{size}": torch._neg_view(complex_.conj()),
+            f"imaginary.{size}": complex_.conj().imag,
+            f"parameter.{size}": torch.nn.Parameter(real),
+            f"strided.{size}": real.reshape(5, -1).t(),
+            f"part.{size}": real[5:-5],
+            f"plain.{size}": complex_,
+        }
+    return found
+
+
+@pytest.fixture
+def odd(tmp_path):
+    tensors = odd_tensors()
+    dcp.save(tensors, checkpoint_id=tmp_path / "odd", no_dist=True)
+    return tmp_path / "odd", tensors
+
+
+def blank(tensors):
+    return {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("way", ["load", "StoreReader", "import"])
+def test_numbers_that_stock_dcp_keeps_with_marks_come_as_they_were(odd, tmp_path, way):
+    path, tensors = odd
+    state = blank(tensors)
+    if way == "load":
+        ckptstore.Checkpoint.from_uri(str(path)).load(state)
+    elif way == "StoreReader":
+        dcp.load(state, storage_reader=StoreReader(path), no_dist=True)
+    else:
+        with ckptstore.open_store(tmp_path / "store", durable=False) as store:
+            import_state(path, store, 1, kind="dcp")
+            store.load(state)
+    for key, tensor in tensors.items():
+        assert torch.equal(state[key], tensor), key

@@ -110,17 +110,20 @@ class _TensorUnpickler(pickle.Unpickler):
         return pid
 
 
-def _told(storage: Any, offset: int, sizes: Any, strides: Any, *rest: Any) -> tuple[Any, ...]:
-    """Return dtype, offset, sizes and strides. The dtype is that of the storage's class, or the last argument."""
-    named = rest[-1] if isinstance(rest[-1], str) else _DTYPE_OF_STORAGE[storage[1]]
-    return named.removeprefix("torch."), offset, tuple(sizes), tuple(strides)
+def _told(
+    storage: Any, offset: int, sizes: Any, strides: Any, requires_grad: Any, hooks: Any, *rest: Any
+) -> tuple[Any, ...]:
+    """Return dtype, offset, sizes, strides, and what else torch applies to the elements: that they are conjugated or
+    negated. The dtype is that of the storage's class, or the first argument of the rest."""
+    named, *marks = rest if rest and isinstance(rest[0], str) else (_DTYPE_OF_STORAGE[storage[1]], *rest)
+    return named.removeprefix("torch."), offset, tuple(sizes), tuple(strides), [mark for mark in marks if mark]
 
 
 def is_contiguous_frame(head: bytes, box: Box, dtype: str) -> bool:
-    """Return True if a frame holds a plain tensor of that dtype whose elements lie one after another."""
+    """Return True if a frame holds a plain tensor of that dtype whose elements lie one after another as they are."""
     try:
         start = 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         found = _TensorUnpickler(io.BytesIO(head[start:])).load()
     except Exception:  # torch may be able to read it all the same
         return False
-    return bool(found == (dtype, 0, box.sizes, strides_of(box.sizes)))
+    return bool(found == (dtype, 0, box.sizes, strides_of(box.sizes), []))
