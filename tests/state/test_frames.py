@@ -90,6 +90,16 @@ def test_a_frame_with_two_payloads_is_not_taken_for_plain():
     assert frames.payload_range(buffer.getvalue(), len(buffer.getvalue()), file="f") == (0, 0, 0)
 
 
+def test_a_frame_in_the_byte_order_of_other_machines_is_not_taken_for_plain(tmp_path):
+    torch.save(torch.ones(20_000), tmp_path / "here")
+    with zipfile.ZipFile(tmp_path / "here") as here, zipfile.ZipFile(tmp_path / "there", "w") as there:
+        for name in here.namelist():
+            there.writestr(name, b"big" if name.endswith("byteorder") else here.read(name))
+    for name, is_plain in (("here", 1), ("there", 0)):
+        data = (tmp_path / name).read_bytes()
+        assert frames.payload_range(data[-2000:], len(data), file="f")[2] == is_plain
+
+
 def test_values_are_frames_that_stock_torch_load_reads():
     value = {"epoch": 3, "lr": [0.1, 0.2]}
     assert torch.load(io.BytesIO(frames.value_frame(value)), weights_only=True) == value

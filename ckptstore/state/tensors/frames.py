@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickletools
 import struct
+import sys
 import zlib
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -145,8 +146,8 @@ def _pickle_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
 def payload_range(tail: bytes, frame_bytes: int, *, file: str) -> tuple[int, int, int]:
     """Return, from the last bytes of a frame, the offset of its payload's local header, the payload's size, and a flag.
 
-    The flag is 1 when the frame has exactly one payload that is stored without compression, else 0. Raises
-    CheckpointDamaged when the bytes are not the end of an archive.
+    The flag is 1 when the frame has exactly one payload that is stored without compression and in the byte order of
+    this machine, else 0. Raises CheckpointDamaged when the bytes are not the end of an archive.
     """
     try:
         entries = _directory(tail, frame_bytes, file=file)
@@ -156,7 +157,11 @@ def payload_range(tail: bytes, frame_bytes: int, *, file: str) -> tuple[int, int
     if len(payloads) != 1:
         return 0, 0, 0
     offset, size_bytes, method = payloads[0]
-    return offset, size_bytes, int(method == 0)
+    # An entry names the byte order, "little" or "big"; its size tells which.
+    is_swapped = any(
+        name.rpartition(b"/")[2] == b"byteorder" and size != len(sys.byteorder) for name, (_, size, _) in entries
+    )
+    return offset, size_bytes, int(method == 0 and not is_swapped)
 
 
 def payload_offset(local_header: bytes, header_offset: int, *, file: str) -> int:
