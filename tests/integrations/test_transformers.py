@@ -112,3 +112,19 @@ def test_an_evaluation_counts_for_its_own_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_does_not_resume_is_warned_of(tmp_path: Path) -> None:
     assert run_ranks(1, call, "forgotten", str(tmp_path)) == [[(3, 6)]]
+
+
+@pytest.mark.slow
+def test_what_trainer_writes_on_sigterm_comes_to_the_store(tmp_path: Path) -> None:
+    assert run_ranks(1, call, "preempted", str(tmp_path)) == [[4, 5]]
+
+
+@pytest.mark.slow
+def test_nothing_of_a_save_in_flight_is_pushed_to_the_hub(tmp_path: Path) -> None:
+    assert run_ranks(1, call, "pushed", str(tmp_path)) == [["none"]]
+
+
+@pytest.mark.slow
+def test_the_best_of_a_run_that_goes_on_is_whole_and_its_own_or_forgotten(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, call, "best_of_a_resumed_run", str(tmp_path))
+    assert found == {"fast": (3, True), "torn": (3, True), "gone": (None, False)}

@@ -8,7 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ckptstore import CheckpointStore, FastTier, open_store
 from ckptstore.errors import CkptstoreError, StorageFull
 from ckptstore.events import Event, ResumeForgotten, listening
 from ckptstore.integrations.transformers import CheckpointStoreCallback
-from ckptstore.retention import KeepBest, KeepLatest
+from ckptstore.retention import KeepBest, KeepEvery, KeepLatest
 from ckptstore.testing import Call, with_faults
 
 warnings.simplefilter("ignore")
@@ -198,7 +198,7 @@ def damaged(root: str) -> list[str]:
 
     class NoLinks(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            Path(args.output_dir, ".ckptstore-upload-00000").write_text("in the way")
+            Path(args.output_dir, "_ckptstore-upload-00000").write_text("in the way")
 
     refused(lambda: fit(f"{root}/a", f"{root}/out", callbacks=[Elsewhere()]))
     refused(lambda: fit(f"{root}/b", f"{root}/out", callbacks=[NoLinks()], asynchronous=True))
@@ -255,3 +255,87 @@ def forgotten(root: str) -> list[tuple[int, int]]:
         for name in ("first", "second"):
             fit(f"{root}/store", f"{root}/{name}", arguments=short, resume=name == "first", retention=KeepLatest(2))
     return [(event.step, event.latest_step) for event in heard if isinstance(event, ResumeForgotten)]
+
+
+class AtStep(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action = step, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.action()
+
+
+def preempted(root: str) -> list[int]:
+    """The steps in the store after Trainer has written a checkpoint on SIGTERM, by its own means."""
+    from transformers import trainer_jit_checkpoint as jit
+
+    managers: list[Any] = []
+    setup = jit.CheckpointManager.setup_signal_handler
+    jit.CheckpointManager.setup_signal_handler = lambda self: (managers.append(self), setup(self))
+    request = AtStep(5, lambda: setattr(managers[0], "is_checkpoint_requested", True))
+    arguments = {"save_steps": 4, "enable_jit_checkpoint": True, "eval_strategy": "no"}
+    found = fit(f"{root}/store", f"{root}/out", arguments=arguments, callbacks=[request], retention=KeepLatest(9))
+    return sorted(found["live"])
+
+
+def pushed(root: str) -> list[str]:
+    """The files that Trainer would push to the Hub while a save is in flight."""
+    from huggingface_hub import HfApi
+
+    found: list[str] = []
+
+    def hook(call: Call) -> None:
+        if call.key.startswith("checkpoints/step-0000000003") and not found:
+            listed = HfApi()._prepare_upload_folder_additions(f"{root}/out", "", ignore_patterns=["_*", "checkpoint-*"])
+            found[:] = [item.path_in_repo for item in listed] or ["none"]
+
+    def opened() -> CheckpointStore:
+        return with_faults(open_store(f"{root}/store", retention=KeepLatest(9)), hook)
+
+    Path(f"{root}/out/_ckptstore-upload-00007").mkdir(parents=True)  # of a rank that was killed
+    fit(opened, f"{root}/out", arguments={"max_steps": 4, "eval_strategy": "no"}, asynchronous=True)
+    return [*found, *(name for name in os.listdir(f"{root}/out") if "ckptstore" in name)]
+
+
+def best_of_a_resumed_run(root: str) -> dict[str, Any]:
+    """The best step and its directory as a run begins that goes on: from nodes alone, with a torn directory of that
+    step, and where nothing has it any more."""
+    seen: dict[str, Any] = {}
+    arguments = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    arguments |= {"max_steps": 6, "save_total_limit": None}
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if name not in seen:
+                path = Path(state.best_model_checkpoint or "none") / "model.safetensors"
+                seen[name] = state.best_global_step, path.is_file() and path.stat().st_size > 1000
+
+    for name, options in (
+        ("fast", {"fast": FastTier(f"{root}/node", keep=2, drain=KeepEvery(steps=1000))}),
+        ("torn", {"retention": KeepLatest(9)}),
+        ("gone", {"retention": KeepLatest(1)}),
+    ):
+        callbacks = [AtStep(4, _stop)] if name == "fast" else []
+        with suppress(KeyboardInterrupt):
+            fit(
+                f"{root}/{name}",
+                f"{root}/{name}-1",
+                arguments=arguments,
+                missing="worst",
+                callbacks=callbacks,
+                **options,
+            )
+        out = Path(f"{root}/{name}-2")
+        if name == "torn":
+            shutil.copytree(f"{root}/{name}-1/checkpoint-3", out / "checkpoint-3")
+            (out / "checkpoint-3/model.safetensors").write_bytes(b"torn")
+        more = {**arguments, "max_steps": 9}
+        fit(f"{root}/{name}", str(out), arguments=more, missing="worst", callbacks=[Look()], **options)
+    return seen
+
+
+def _stop() -> None:
+    raise KeyboardInterrupt

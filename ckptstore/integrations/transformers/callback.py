@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
 from ckptstore.integrations.lazy_store import LazyStore, StoreSource, reports_to_ray
-from ckptstore.integrations.transformers.shares import link, seen_in
+from ckptstore.integrations.transformers.shares import is_written_as, link, newest_written, seen_in
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import CheckpointStore, settle_saves, start_shard
 from ckptstore.tools.run.folders.division import Seen, divide
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckptstore.transformers")
 
 T = TypeVar("T")
+
+_OWN = "_ckptstore-"
+"""The beginning of the names of our directories in `output_dir`: Trainer pushes none that begins with an underscore to
+the Hub."""
 
 
 class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transformers is Any to the type checker
@@ -74,6 +80,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         self._saves_in: CheckpointStore | None = None
         """The store of this training's saves in the background."""
         self._resumed_directory = ExitStack()
+        self._began_at, self._stored_step = 0.0, 0
         self.resumed: Checkpoint | None = None
         """The last result of `resume`."""
 
@@ -108,6 +115,10 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
                 "Ray takes reports from the training thread alone, and asynchronous saves of files end on another one",
                 hint="Give asynchronous=False, or a store that does not report to Ray",
             )
+        if args.local_process_index == 0:  # of a process that was killed; no rank saves before all have begun
+            for left in Path(args.output_dir).glob(f"{_OWN}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        self._began_at, self._stored_step = time.time(), state.global_step
         best_step = getattr(state, "best_global_step", None)
         if self.resumed is not None and args.load_best_model_at_end and best_step:
             self._bring_best(args, state, best_step)
@@ -116,15 +127,20 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         """Put the best checkpoint where Trainer will look for it at the end, on each node that does not have it.
         Collective."""
         path = Path(args.output_dir) / f"checkpoint-{step}"
-        partial_path = path.with_name(f".ckptstore-best-{_rank():05d}")
+        partial_path = path.with_name(f"{_OWN}best-{_rank():05d}")
 
         def bring(has_turn: bool) -> bool:
-            if has_turn and not path.is_dir():
-                best = next((checkpoint for checkpoint in self.store if checkpoint.step == step), None)
-                if best is None:
-                    return False
-                shutil.rmtree(partial_path, ignore_errors=True)
-                best.to_directory(partial_path).rename(path)
+            if not has_turn:
+                return True
+            best = next((checkpoint for checkpoint in self._known() if checkpoint.step == step), None)
+            if best is None or (path.is_dir() and is_written_as(path, best)):
+                return path.is_dir()
+            shutil.rmtree(partial_path, ignore_errors=True)
+            best.to_directory(partial_path)
+            if path.is_dir():
+                logger.warning("%s is not what the store has of that step, which takes its place", path)
+                shutil.rmtree(path)
+            partial_path.rename(path)
             return True
 
         has_best = _exchanged(lambda: bring(_rank() == 0))
@@ -132,7 +148,9 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             has_best = _exchanged(lambda: bring(args.local_process_index == 0))
         if all(has_best):
             state.best_model_checkpoint = str(path)
-        elif _rank() == 0:
+            return
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None  # else nothing would be better
+        if _rank() == 0:
             logger.warning(
                 "the best checkpoint, step %d, is not in %s any more, so load_best_model_at_end takes the best of this "
                 "run; keep it with KeepBest(1, metric=%r)",
@@ -141,13 +159,23 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
                 args.metric_for_best_model,
             )
 
+    def _known(self) -> Iterator[Checkpoint]:
+        """Yield the checkpoints of this run that can be read here, first the one that it goes on from."""
+        if self.resumed is not None:
+            yield self.resumed
+        yield from self.store
+        if job_of(self.store).tier is not None:
+            yield from (entry.checkpoint for entry in self.store.entries(fast=True) if not entry.is_durable)
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Store the checkpoint that all ranks have just written."""
-        step = state.global_step
+        self._store_written(args, state, state.global_step)
+
+    def _store_written(self, args: Any, state: Any, step: int) -> None:
         directory = Path(args.output_dir) / f"checkpoint-{step}"
-        links = Path(args.output_dir) / f".ckptstore-upload-{_rank():05d}"
+        links = Path(args.output_dir) / f"{_OWN}upload-{_rank():05d}"
         path, unlink = self._share(directory, links, step), partial(shutil.rmtree, links, ignore_errors=True)
-        metrics = metrics_of(state)
+        metrics, self._stored_step = metrics_of(state, step), step
         if reports_to_ray(self.store):
             metrics["step"] = step  # as Ray's own callback has it
         options = {"metrics": metrics, "metadata": {"epoch": state.epoch}, **self._save_options}
@@ -161,7 +189,12 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             unlink()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the save in flight and close the store if this callback opened it."""
+        """Store the checkpoint of `enable_jit_checkpoint`, of which Trainer says nothing; wait for the save in flight,
+        and close the store if this callback opened it."""
+        if getattr(args, "enable_jit_checkpoint", False):
+            step = max(_exchanged(lambda: newest_written(Path(args.output_dir), after_seconds=self._began_at)))
+            if self._stored_step < step <= state.global_step:
+                self._store_written(args, state, step)
         self.close()
 
     def close(self) -> None:
@@ -202,14 +235,14 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         return links if own else None
 
 
-def metrics_of(state: Any) -> dict[str, float]:
-    """Return the last number of each name in Trainer's log; of an evaluation only those of the present step."""
+def metrics_of(state: Any, step: int) -> dict[str, float]:
+    """Return the last number of each name in Trainer's log; of an evaluation only those of this step."""
     found: dict[str, float] = {}
     for entry in state.log_history:
         for name, value in entry.items():
             if name == "step" or not isinstance(value, int | float):
                 continue
-            if not name.startswith("eval_") or entry.get("step") == state.global_step:
+            if not name.startswith("eval_") or entry.get("step") == step:
                 found[name] = float(value)
     return found
 
