@@ -175,6 +175,8 @@ class Matching:
         """New tensors for places whose memory is for something else too. Complete after `close`."""
         self.lacking: dict[str, tuple[str, tuple[int, ...]]] = {}
         """The dtype and shape of each tensor of the state that the checkpoint lacks."""
+        self.shared: list[Conflict] = []
+        """Pairs of stored tensors, beside those that `close` finds by memory, of which the state has one."""
         self.mismatch = Mismatch()
         self._include = None if include is None else (include,) if isinstance(include, str) else tuple(include)
         self._keys = sorted(dict.fromkeys(chain(saved.tensors, saved.aliases, saved.values)))  # in order, as a rule
@@ -397,7 +399,7 @@ class Matching:
     def close(self, names: Iterable[str]) -> list[Conflict]:
         """Note the keys below the state's top-level names that nothing took, and the names and patterns that stand for
         nothing. Return the pairs of stored tensors for the same memory, to compare before anything is filled."""
-        conflicts = self._share_memory()
+        conflicts = [*self._share_memory(), *self.shared]
         mismatch, known = self.mismatch, {*self._keys, *self.saved.skipped}
         mismatch.names = frozenset(map(str, names))
         held, empty = _below(sorted(known) if self.saved.skipped else self._keys, mismatch.names)

@@ -22,12 +22,14 @@ import torch
 
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import canonical_names
+from ckptstore.state.live.alike import alike
 from ckptstore.state.live.contents import StoredContents
 from ckptstore.state.live.flatten import (
     FlatState,
     Path,
     Replicated,
     TensorEntry,
+    TensorRef,
     Unit,
     find_tensors,
     join_path,
@@ -36,6 +38,8 @@ from ckptstore.state.live.flatten import (
 )
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import blaming
+from ckptstore.state.tensors.boxes import whole
+from ckptstore.state.tensors.overlap import Conflict, FilledBox, PlacedTensor
 
 STATE, GROUPS = "state", "param_groups"
 STATE_OF_ALL, EMPTY_GROUPS, MORE = "state_of_all", "settings_of_empty_groups", "more"
@@ -350,10 +354,10 @@ class Hyperparameters:
                 self._miss(name, item)
                 if item in self._optimizer.defaults:
                     self.foreign.add(name)
-            elif not self._agree(own, first) and self._matching.includes(own):
+            elif self._matching.includes(own) and not self._agree(own, first, item):
                 self._matching.mismatch.differing[own] = (
-                    f"is {self._matching.saved.values.get(own)!r} in the checkpoint, and other parameters "
-                    f"of the same group have another {item}"
+                    f"is {self._shown(own)} in the checkpoint, and other parameters of the same group have another "
+                    f"{item}"
                 )
 
     def _miss(self, name: str, item: str) -> None:
@@ -377,13 +381,36 @@ class Hyperparameters:
             return current
         return self._matching.make_tensor(key, current.device if isinstance(current, torch.Tensor) else None)
 
-    def _agree(self, key: str, other: str | None) -> bool:
+    def _agree(self, key: str, other: str | None, item: str) -> bool:
+        """Return True if one value was saved under two keys. The numbers of tensors with keys of their own are compared
+        with those of all tensors that the state has once, before anything is filled."""
         if other is None:
             return False
         values = self._matching.saved.values
-        if key not in values or other not in values:  # tensors: a copy for each parameter, or one for all
-            return key not in values and other not in values
-        return type(values[key]) is type(values[other]) and bool(values[key] == values[other])
+        own, first = (values[name] if name in values else TensorRef(name) for name in (key, other))
+        return alike(own, first, lambda one, another: self._shares(key, one.key, another.key, item))
+
+    def _shares(self, key: str, own: str, first: str, item: str) -> bool:
+        """Return False if two tensors have different forms. Note them to be compared otherwise, for the setting at
+        `key`, unless they are one."""
+        matching = self._matching
+        sources = [matching.source_of(name) for name in (first, own)]
+        if sources[0] == sources[1]:
+            return True
+        known = [matching.saved.tensors[source] for source in sources if source is not None]
+        if len(known) < 2 or known[0].form != known[1].form:
+            return False
+        dtype, shape = known[0].torch_dtype, known[0].shape
+        shown = torch.empty(shape, dtype=dtype, device="meta")
+        before, after = (FilledBox(PlacedTensor(key, shown, it.key, dtype), whole(shape), shown) for it in known)
+        reason = f"has other numbers in the checkpoint than {first}, and parameters of one group share their {item}"
+        matching.shared.append(Conflict(before, after, is_same=True, reason=reason))
+        return True
+
+    def _shown(self, key: str) -> str:
+        """Return a saved setting in words."""
+        saved, source = self._matching.saved, self._matching.source_of(key)
+        return repr(saved.values.get(key)) if source is None else str(saved.tensors[source])
 
     def _filled(self, number: int, item: str) -> Any:
         """Return the value that the optimizer's class sets in a group that lacks an item, as it does for checkpoints of

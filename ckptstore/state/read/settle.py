@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from ckptstore.state.tensors.overlap import Conflict, FilledBox, PlacedTensor, f
 
 COMPARED_BYTES = 32 << 20
 """The most that is read at once of one of two tensors for the same memory."""
+SMALL_BYTES = 1 << 10
+"""Boxes up to this size are read together: a setting of an optimizer may have been stored for each of thousands of
+parameters."""
 
 FillBoxes = Callable[[Sequence[tuple[str, Box, torch.Tensor]]], None]
 """`StoredState.fill_boxes`."""
@@ -23,16 +27,36 @@ def unsettled(conflicts: Sequence[Conflict], fill_boxes: FillBoxes) -> dict[str,
     conflict.
 
     Reads both sides of each conflict: in parts if they are for exactly the same memory, whole if they have only some
-    elements in common. Raises the errors of `fill_boxes`.
+    elements in common, and all that are very small together. Raises the errors of `fill_boxes`.
     """
     found: dict[str, str] = {}
-    for first, second, is_same in conflicts:
+    if len(conflicts) > 1:
+        fill_boxes = _read_ahead(conflicts, fill_boxes)
+    for first, second, is_same, reason in conflicts:
         if second.place.key in found:
             continue
         agree = _are_equal(first, second, fill_boxes) if is_same else _agree_in_common(first, second, fill_boxes)
         if not agree:
-            found[second.place.key] = _what_differs(first.place, second.place, is_same=is_same)
+            found[second.place.key] = reason or _what_differs(first.place, second.place, is_same=is_same)
     return found
+
+
+def _read_ahead(conflicts: Sequence[Conflict], fill_boxes: FillBoxes) -> FillBoxes:
+    """Read the boxes that are very small in one go, and return a function that fills from them and reads the others."""
+    known = {}
+    for item in (item for conflict in conflicts for item in conflict[:2]):
+        if prod(item.box.sizes) * item.place.saved_dtype.itemsize <= SMALL_BYTES:
+            known[item.place.source, item.box] = torch.empty(item.box.sizes, dtype=item.place.saved_dtype, device="cpu")
+    fill_boxes([(source, box, memory) for (source, box), memory in known.items()])
+
+    def fill(wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
+        for source, box, memory in wanted:
+            if (source, box) in known:
+                memory.copy_(known[source, box])
+            else:
+                fill_boxes([(source, box, memory)])
+
+    return fill
 
 
 def _what_differs(first: PlacedTensor, second: PlacedTensor, *, is_same: bool) -> str:

@@ -199,6 +199,8 @@ class Conflict(NamedTuple):
     second: FilledBox
     is_same: bool
     """True if both are for all of the memory, element by element; else they have some elements in common."""
+    reason: str = ""
+    """The reason to give if they differ; empty where it is their memory in the state."""
 
 
 def local_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
