@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ckptstore.errors import StateMismatch
+from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore.state.live.alike import alike
 from ckptstore.state.live.flatten import (
     ATOMS,
     Kind,
@@ -162,8 +163,18 @@ class StoredContents:
 
 def load_value(unit: Unit, matching: Matching, *, device: torch.device | None) -> Callable[[], None]:
     """Match a tensor or plain value of the state itself. Return the function that puts the value into its place; dicts
-    and lists of the same type stay the same objects."""
+    and lists of the same type stay the same objects, and so do tuples and other fixed containers around a value that is
+    the saved one already. A value that cannot be put into its place is noted as a mismatch."""
     contents = StoredContents(unit.path, unit.item, matching, fixed=True, device=device)
+    if contents.changes and unit.is_in_fixed:
+        result = contents.result()
+        if alike(result, unit.item):
+            return lambda: None
+        if not _can_assign(unit.item, result):
+            try:
+                unit.check_replaceable(result)
+            except InvalidState as error:
+                matching.refuse(unit.key, StateMismatch(f"{error.message}; use a dict in its place"))
 
     def finish() -> None:
         if contents.changes:
@@ -272,7 +283,7 @@ def _with_leaves(value: Any, path: Path, loaded: dict[str, Any]) -> Any:
 def _assigned(current: Any, result: Any) -> bool:
     """Replace the contents of a dict or list, in place, by those of another of the same type. Return False if that is
     not possible."""
-    if type(current) is not type(result):
+    if not _can_assign(current, result):
         return False
     if isinstance(current, MutableMapping):
         if set(map(type, result.values())) <= ATOMS:
@@ -283,10 +294,12 @@ def _assigned(current: Any, result: Any) -> bool:
         for part, item in items.items():
             current[part] = item
         return True
-    if isinstance(current, list):
-        current[:] = result
-        return True
-    return False
+    current[:] = result
+    return True
+
+
+def _can_assign(current: Any, result: Any) -> bool:
+    return type(current) is type(result) and isinstance(current, MutableMapping | list)
 
 
 def _kept(current: Any, item: Any) -> Any:

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -247,14 +248,27 @@ def map_tensors(value: Any, path: Path, replace: Callable[[str, Any], Any]) -> A
 
 
 def with_items(container: Any, changed: Mapping[Any, Any]) -> Any:
-    """Return a copy of a mapping, list or tuple, of the same type, in which some items are replaced."""
-    if isinstance(container, tuple):
-        items = [changed.get(index, item) for index, item in enumerate(container)]
-        return container._make(items) if hasattr(container, "_make") else type(container)(items)
-    clone: MutableMapping[Any, Any] = copy.copy(container)
-    for part, item in changed.items():
-        clone[part] = item
-    return clone
+    """Return a copy of a mapping, list or tuple, of the same type, in which some items are replaced.
+
+    Raises InvalidState for one that cannot be changed, and whose class makes no other one from its items.
+    """
+    if isinstance(container, MutableMapping | list):
+        clone = copy.copy(container)
+        for part, item in changed.items():
+            clone[part] = item
+        return clone
+    wanted = {**dict(children(container)), **changed}
+    try:
+        make = getattr(container, "_make", type(container))
+        made = make(list(wanted.values()) if isinstance(container, tuple) else wanted)
+        found = dict(children(made))
+    except Exception:  # a class of the user's has a constructor of its own
+        made, found = None, {}
+    if type(made) is type(container) and list(found) == list(wanted) and all(map(is_, found.values(), wanted.values())):
+        return made
+    raise InvalidState(
+        f"a {type(container).__name__} cannot be changed, and its class makes no other one from its items"
+    )
 
 
 def references_in(value: Any) -> list[str]:
@@ -315,13 +329,13 @@ class Kind(IntEnum):
 class Unit(NamedTuple):
     """One part of the state: a live object, or a tensor or plain value with everything in it that is no live object.
 
-    `parent` is its container, `path[-1]` its place there. `is_own` is True if it was marked as the rank's own.
+    `path` leads to it from `state`, the whole of it. `is_own` is True if it was marked as the rank's own.
     """
 
     kind: Kind
     path: Path
     item: Any
-    parent: Any
+    state: Mapping[str, Any]
     is_own: bool = False
 
     @property
@@ -329,12 +343,36 @@ class Unit(NamedTuple):
         """The flat key; the keys of its parts begin with this and a dot."""
         return join_path(self.path)
 
+    @property
+    def is_in_fixed(self) -> bool:
+        """True if its container cannot be changed."""
+        return not isinstance(self._containers()[-1], MutableMapping | list)
+
     def replace(self, item: Any) -> None:
-        """Put another item into its place. Raises InvalidState if the container cannot be changed."""
-        if not isinstance(self.parent, MutableMapping | list):
-            kind = type(self.parent).__name__
-            raise InvalidState(f"{self.key} cannot be loaded: it stands in a {kind}, which cannot be changed")
-        self.parent[self.path[-1]] = OwnOfRank(item) if self.is_own else item
+        """Put another item into its place. Tuples around it, and mappings that cannot be changed, are made anew. Raises
+        InvalidState for one that cannot be made."""
+        container, part, new = self._change(item)
+        container[part] = new
+
+    def check_replaceable(self, item: Any) -> None:
+        """Raise InvalidState if another item cannot be put into its place."""
+        self._change(item)
+
+    def _change(self, item: Any) -> tuple[Any, Any, Any]:
+        """Return the innermost container that can be changed, the part of it to replace, and what to put there."""
+        new: Any = OwnOfRank(item) if self.is_own else item
+        for container, part in zip(reversed(self._containers()), reversed(self.path), strict=True):
+            if isinstance(container, MutableMapping | list):
+                return container, part, new
+            new = with_items(container, {part: new})
+        raise InvalidState(f"the state is a {type(self.state).__name__}, which cannot be changed")
+
+    def _containers(self) -> list[Any]:
+        """Return the state, and what it has now on the way to the item."""
+        found: list[Any] = [self.state]
+        for part in self.path[:-1]:
+            found.append(found[-1][part])
+        return found
 
 
 def kind_of(item: Any) -> Kind | None:
@@ -386,29 +424,29 @@ def units_of(state: Any) -> list[Unit]:
     return units
 
 
-def _walk(item: Any, path: Path, parent: Any) -> Iterator[Unit]:
+def _walk(item: Any, path: Path, state: Mapping[str, Any]) -> Iterator[Unit]:
     if type(item) in PLAIN_TYPES:
-        yield Unit(Kind.VALUE, path, item, parent)
+        yield Unit(Kind.VALUE, path, item, state)
         return
     if isinstance(item, OwnOfRank):
-        yield _own_unit(item.item, path, parent)
+        yield _own_unit(item.item, path, state)
         return
     kind = kind_of(item)
     if kind is None and _holds_objects(item):
         for part, inner in children(item):
-            yield from _walk(inner, (*path, part), item)
+            yield from _walk(inner, (*path, part), state)
     else:
-        yield Unit(Kind.VALUE if kind is None else kind, path, item, parent)
+        yield Unit(Kind.VALUE if kind is None else kind, path, item, state)
 
 
-def _own_unit(item: Any, path: Path, parent: Any) -> Unit:
+def _own_unit(item: Any, path: Path, state: Mapping[str, Any]) -> Unit:
     kind = kind_of(item)
     if (kind is None and _holds_objects(item)) or isinstance(item, OwnOfRank):
         raise InvalidState(
             f"{join_path(path)} is marked as the rank's own, and is a {type(item).__name__} that holds objects",
             hint="Mark modules, optimizers, data loaders, tensors and plain values one by one",
         )
-    return Unit(Kind.VALUE if kind is None else kind, path, item, parent, is_own=True)
+    return Unit(Kind.VALUE if kind is None else kind, path, item, state, is_own=True)
 
 
 def _holds_objects(item: Any) -> bool:
