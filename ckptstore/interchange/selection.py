@@ -11,6 +11,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.loading.nesting import Path, path_of
 from ckptstore.state.live.flatten import references_in
 from ckptstore.state.live.matching import Saved
+from ckptstore.state.live.patterns import patterns_of
 
 Kind = Literal["safetensors", "torch", "dcp"]
 """Formats of other tools."""
@@ -43,8 +44,9 @@ class Selection:
 
 
 def fitting(include: str | Sequence[str] | None) -> Callable[[str], bool]:
-    """Return a function that is True for keys that fit a pattern, or one of several; without a pattern, for all."""
-    patterns = [include] if isinstance(include, str) else include
+    """Return a function that is True for keys that fit a pattern, or one of several; with None, for all. Raises
+    InvalidInput for no pattern at all."""
+    patterns = patterns_of("include", include)
 
     def fits(key: str) -> bool:
         return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)

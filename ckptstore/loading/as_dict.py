@@ -13,6 +13,7 @@ from ckptstore.runtime.near import meant, nearest_key, shown
 from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.live.flatten import children, find_references, join_path, map_tensors
 from ckptstore.state.live.matching import Matching, Saved, fits
+from ckptstore.state.live.patterns import patterns_of
 from ckptstore.state.read.stored import PerRank, check_per_rank, read_whole
 from ckptstore.state.tensors.wrapped import Wrapped
 
@@ -22,10 +23,11 @@ _LEAVE_OUT = "Name the keys to read with include=, or load it into a state that 
 def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None, per_rank: PerRank) -> dict[str, Any]:
     """Return the nested state of a checkpoint; see `Checkpoint.to_dict`."""
     check_per_rank(per_rank)
-    includes = Matching(Saved({}, {}), include=include).includes
+    patterns = patterns_of("include", include)
+    includes = Matching(Saved({}, {}), include=patterns).includes
     with files.held():
         stored = open_any(files, per_rank=per_rank, wanted=includes)
-        _check_used(include, stored.all_keys())
+        _check_used(patterns or (), stored.all_keys())
         try:
             saved = stored.saved(includes)
         except InvalidState as error:  # whose hint is for a load
@@ -49,9 +51,9 @@ def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None
     return found
 
 
-def _check_used(include: str | Sequence[str] | None, keys: Collection[str]) -> None:
+def _check_used(patterns: Collection[str], keys: Collection[str]) -> None:
     """Raise InvalidInput for a pattern that fits no key."""
-    for pattern in [include] if isinstance(include, str) else include or ():
+    for pattern in patterns:
         if not any(fits(key, pattern) for key in keys):
             raise InvalidInput(
                 f"include={pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys))}",

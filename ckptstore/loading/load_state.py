@@ -31,6 +31,7 @@ from ckptstore.state.live.apply import Loading, begin_load
 from ckptstore.state.live.contents import pass_state
 from ckptstore.state.live.flatten import Kind, is_loader, takes_all_ranks, units_of
 from ckptstore.state.live.matching import Matching, Mismatch, Saved
+from ckptstore.state.live.patterns import patterns_of
 from ckptstore.state.read.settle import unsettled
 from ckptstore.state.read.shared_reads import SharedSteps
 from ckptstore.state.read.stored import PerRank, StoredState
@@ -61,6 +62,7 @@ class LoadOptions:
     dtype: Dtype = "same"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "include", patterns_of("include", self.include))
         if self.dtype not in get_args(Dtype):
             raise InvalidInput(f"dtype is {self.dtype!r}, it is one of {', '.join(get_args(Dtype))}")
         if self.read_once not in get_args(ReadOnce):
@@ -197,8 +199,7 @@ def _refuse_thinned(manifest: Manifest, state: Mapping[str, Any], options: LoadO
     thinned = manifest.thinned
     if thinned is None or not options.strict:
         return
-    include = [options.include] if isinstance(options.include, str) else options.include
-    if thinned.meets([f"{name}.*" for name in state] if include is None else include):
+    if thinned.meets([f"{name}.*" for name in state] if options.include is None else options.include):
         raise CheckpointThinned(
             f"step {manifest.step} {thinned}",
             step=manifest.step,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from torch import nn
 
 import ckptstore
 from ckptstore import InvalidInput, StateMismatch, StoreMissing, open_store
+from ckptstore.interchange.exporting import export
+from ckptstore.interchange.importing import import_state
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.matching import Matching, Mismatch, Saved
 
@@ -42,6 +47,55 @@ def test_a_pattern_that_fits_nothing_is_refused_and_the_near_one_named(root: Pat
         inside: dict[str, Any] = {"train": {"step": 0, "more": 1}}
         store.load(inside, include="train.step", strict=strict)
         assert inside == {"train": {"step": 3, "more": 1}}
+
+
+@pytest.mark.parametrize("include", [[], (), "", [""], ["epoch", ""], [1]], ids=repr)
+def test_no_pattern_at_all_is_refused_before_anything_is_read(root: Path, include: Any, tmp_path: Path) -> None:
+    state = {"model": nn.Linear(2, 2), "epoch": 0}
+    words = f"include is {re.escape(repr(include))}, it must be one or several patterns"
+    with open_store(root) as store:
+        checkpoint = store[1]
+        for file in Path(checkpoint.uri).iterdir():
+            file.unlink()
+        loads: list[Callable[..., Any]] = [
+            *(partial(load, state, strict=False) for load in (store.load, store.resume, checkpoint.load)),
+            *(partial(checkpoint.check_load, state), checkpoint.to_dict),
+            partial(import_state, tmp_path / "no", store, 2, kind="torch"),
+        ]
+        for load in loads:
+            with pytest.raises(InvalidInput, match=words):
+                load(include=include)
+    assert state["epoch"] == 0
+
+
+def test_nothing_is_exported_without_a_pattern(root: Path, tmp_path: Path) -> None:
+    with open_store(root) as store:
+        for to in ("safetensors", "torch", "dcp"):
+            with pytest.raises(InvalidInput, match=r"include is \[\], it must be one or several patterns"):
+                export(store[1], tmp_path / "out", to=to, include=[])
+        with pytest.raises(InvalidInput, match=r"drop is \[\], it must be one or several patterns"):
+            store.thin(1, [])
+    assert not (tmp_path / "out").exists()
+
+
+def test_patterns_may_come_one_by_one(root: Path) -> None:
+    """They are asked for more than once."""
+    state = {"model": nn.Linear(2, 2), "epoch": 0}
+    with open_store(root) as store:
+        store.load(state, include=(name for name in ("epoch", "model.*")))  # type: ignore[arg-type]
+    assert state["epoch"] == 1
+
+
+@pytest.mark.parametrize("include", [None, "model.*", "model.weight"])
+def test_a_load_that_finds_no_place_for_anything_is_refused(root: Path, include: str | None) -> None:
+    with open_store(root) as store:
+        with pytest.raises(StateMismatch, match=r"without a place in the state: .*model\.weight") as caught:
+            store.load({"model": nn.Identity()}, include=include, strict=False)
+        assert "strict" not in str(caught.value)
+        assert store[1].check_load({"model": nn.Identity()}, include=include, strict=False).problem
+        more = {"model": nn.Identity(), "epoch": 0}
+        store.load(more, strict=False)
+        assert more["epoch"] == 1
 
 
 def test_a_name_that_matches_nothing_is_named_with_what_is_there(root: Path) -> None:

@@ -83,7 +83,7 @@ class Mismatch:
                 hint="Keys are like model.0.weight, and `*` stands for anything in them",
             )
         parts = [_listed("differ", [f"{key} {how}" for key, how in self.differing.items()])]
-        if strict or (self.is_empty and self.missing):
+        if strict or (self.is_empty and (self.missing or self.unexpected)):
             parts += [self.absence(name).rstrip(".") for name in sorted(self.absent)]
             parts.append(_listed("missing in the checkpoint", self.missing))
             parts.append(_listed("without a place in the state", self.unexpected))
