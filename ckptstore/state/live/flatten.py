@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.index.packed_values import is_plain
+from ckptstore.state.live.values import check_in_sight
 from ckptstore.state.tensors.dense import Dense, dense_of
 from ckptstore.state.tensors.overlap import identity_of
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
@@ -46,6 +47,9 @@ class Replicated:
     """A tensor that the caller marked as the same on all ranks. Made by `replicated`."""
 
     tensor: torch.Tensor
+
+
+_TENSORS = (torch.Tensor, Replicated)
 
 
 def replicated(tensor: torch.Tensor) -> Replicated:
@@ -164,7 +168,7 @@ class FlatState:
         if is_plain(value):
             self.values[self._take(path)] = value
             return
-        for inner, leaf in find_tensors(value, path):
+        for inner, leaf in find_tensors(value, path, refuse_hidden=True):
             self.add_tensor(inner, TensorEntry(unmarked(leaf), isinstance(leaf, Replicated)))
         if not isinstance(value, Replicated):
             self.values[self._take(path)] = map_tensors(value, path, lambda _, leaf: unmarked(leaf))
@@ -202,30 +206,35 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-def find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor | Replicated]]:
+def find_tensors(
+    value: Any, path: Path, *, refuse_hidden: bool = False
+) -> Iterator[tuple[Path, torch.Tensor | Replicated]]:
     """Yield every tensor in nested mappings, lists and tuples, with its path. Raises InvalidState for a value that
-    contains itself."""
+    contains itself, and if asked to for a tensor in a place that has no path."""
     try:
-        yield from _find(value, path, (torch.Tensor, Replicated))
+        yield from _find(value, path, _TENSORS, refuse_hidden)
     except RecursionError:
         raise InvalidState(f"{join_path(path)} is nested too deeply, or contains itself") from None
 
 
 def find_references(value: Any, path: Path = ()) -> Iterator[tuple[Path, TensorRef]]:
-    """Yield every reference in a value that was read from a checkpoint, with the path of its place."""
-    yield from _find(value, path, (TensorRef,))
+    """Yield every reference in a value that was read from a checkpoint, with the path of its place. Raises InvalidState
+    for one that has none, as saves have written it."""
+    yield from _find(value, path, (TensorRef,), refuse_hidden=True)
 
 
-def _find(value: Any, path: Path, kinds: tuple[type, ...]) -> Iterator[tuple[Path, Any]]:
+def _find(value: Any, path: Path, kinds: tuple[type, ...], refuse_hidden: bool) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, kinds):
         yield path, value
         return
     if is_plain(value):
         return
+    if refuse_hidden:
+        check_in_sight(value, path, kinds)
     is_mapping = isinstance(value, Mapping)
     for part, item in children(value):
         if type(item) not in ATOMS:
-            yield from _find(item, (*path, str(part) if is_mapping else part), kinds)
+            yield from _find(item, (*path, str(part) if is_mapping else part), kinds, refuse_hidden)
 
 
 def map_tensors(value: Any, path: Path, replace: Callable[[str, Any], Any]) -> Any:
@@ -433,6 +442,7 @@ def _walk(item: Any, path: Path, state: Mapping[str, Any]) -> Iterator[Unit]:
         return
     kind = kind_of(item)
     if kind is None and _holds_objects(item):
+        check_in_sight(item, path, _TENSORS)
         for part, inner in children(item):
             yield from _walk(inner, (*path, part), state)
     else:

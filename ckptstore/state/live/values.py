@@ -39,6 +39,7 @@ _SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _INT64 = range(-(1 << 63), 1 << 63)
 _FACTORIES: Mapping[str, Any] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, bytes, tuple)}
 _ARRAY_KINDS = frozenset("biufcmMSU")
+_ATOMS = frozenset({int, float, str, bool, type(None), bytes, complex})
 
 Store = Callable[[Any], str]
 """The function that keeps a tensor or array beside the JSON and returns its key."""
@@ -323,6 +324,34 @@ class Decoder:
         if not self._allow_pickle:
             raise InvalidState("is a pickle, which can run code when it is read", hint="Pass allow_pickle=True")
         return pickle.loads(self._bytes(content))
+
+
+def check_in_sight(value: Any, path: tuple[Any, ...], kinds: tuple[type, ...]) -> None:
+    """Raise InvalidState, with the path, if a set, a slice or the keys of a mapping hold a tensor, which is an item of
+    these types: it has no key of its own there."""
+    if _hides(value, kinds):
+        where = "as a key" if isinstance(value, Mapping) else f"in a {type(value).__name__}"
+        raise InvalidState(
+            f"{'.'.join(map(str, path)) or 'a value'} has a tensor {where}, where no load can put it back",
+            hint="Put it into a list, or into a dict under a name",
+        )
+
+
+def _hides(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, slice):
+        return _holds((value.start, value.stop, value.step), kinds)
+    return isinstance(value, Mapping | set | frozenset) and _holds(value, kinds)
+
+
+def _holds(items: Iterable[Any], kinds: tuple[type, ...]) -> bool:
+    return any(
+        isinstance(item, kinds)
+        or _hides(item, kinds)
+        or (isinstance(item, list | tuple) and _holds(item, kinds))
+        or (isinstance(item, Mapping) and _holds(item.values(), kinds))
+        for item in items
+        if type(item) not in _ATOMS
+    )
 
 
 def references(value: Any) -> Iterator[str]:
