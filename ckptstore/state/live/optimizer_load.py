@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,8 +18,9 @@ import torch
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import has_state_dict_hooks
 from ckptstore.state.index.part import Tensor
+from ckptstore.state.live.alike import alike
 from ckptstore.state.live.contents import StoredContents
-from ckptstore.state.live.flatten import Unit, children, find_tensors, map_tensors
+from ckptstore.state.live.flatten import ATOMS, Unit, children, find_tensors, map_tensors, with_items
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import blaming
 from ckptstore.state.live.optimizers import (
@@ -75,7 +76,8 @@ class OptimizerLoad:
         wanted = {number: items.get(WHOLE, items) for number, items in state.items() if items}
         more = _result(self._more, {})
         of_all = _result(self._of_all, {} if self._had_none_of_all() else self._global_state())
-        packed = {STATE: {**wanted, **of_all}, GROUPS: self._packed_groups(), **more}
+        given = wanted if self._takes_more() else {number: _castable(items) for number, items in wanted.items()}
+        packed = {STATE: {**given, **of_all}, GROUPS: self._packed_groups(), **more}
         what = f"the {type(self._optimizer).__name__} at {self._unit.key!r}"
         with _same_groups(self._part), blaming(what, StateMismatch, did="refused its state"):
             self._part.load_state_dict(packed)
@@ -128,11 +130,12 @@ class OptimizerLoad:
         """Return the new content of each item of a parameter's state: a tensor, a value, or contents that are
         filled."""
         name, matching = self._names[id(parameter)], self._matching
-        live = dict(self._part.state.get(parameter, {}))
+        present = self._part.state.get(parameter, {})
+        live = dict(present) if isinstance(present, Mapping) else {WHOLE: present}
         items = self._saved.get(name, [])
         if not items and name not in self._hyperparameters.known:
             for item, value in live.items():
-                if matching.includes(key := self._key(f"{STATE}.{name}.{item}")):
+                if matching.includes(key := self._key(_name_of(name, item))):
                     matching.miss(key, "a tensor" if isinstance(value, torch.Tensor) else "a plain value")
             return live
         if name in self._hyperparameters.foreign:  # of another kind of optimizer, as the settings that lack show
@@ -140,15 +143,18 @@ class OptimizerLoad:
         if torch.nn.parameter.is_lazy(parameter):  # the module's key is refused for it
             return live
         if items == [WHOLE]:
-            whole = self._contents_of(f"{STATE}.{name}", live, device=parameter.device)
-            return {WHOLE: whole} if whole is not None and whole.changes else live
+            key = self._key(f"{STATE}.{name}")
+            if not matching.includes_below(key) or key in matching.saved.skipped:
+                return live
+            whole = self._match_item(parameter, name, WHOLE, {WHOLE: present})
+            return live if isinstance(whole, StoredContents) and not whole.changes else {WHOLE: whole}
         if isinstance(self._part, torch.optim.Adafactor) and "variance" in items and parameter.dim() > 1:
             matching.mismatch.differing[self._key(f"{STATE}.{name}.variance")] = (
                 "is of flat pieces of a parameter, as FSDP1 shows them to Adafactor, which keeps rows and columns "
                 "of a whole one"
             )
         items = sorted(items, key=lambda item: item != "step")  # torch's order, for those who print it
-        keys = {item: self._key(f"{STATE}.{name}.{item}") for item in {*live, *items}}
+        keys = {item: self._key(_name_of(name, item)) for item in {*live, *items}}
         stays = {
             item for item, key in keys.items() if not matching.includes_below(key) or key in matching.saved.skipped
         }
@@ -159,7 +165,7 @@ class OptimizerLoad:
 
     def _match_item(self, parameter: torch.Tensor, name: str, item: str, live: Mapping[str, Any]) -> Any:
         """Return the new content of one item; the present one if the checkpoint's does not fit, which is noted."""
-        matching, key, current = self._matching, self._key(f"{STATE}.{name}.{item}"), live.get(item)
+        matching, key, current = self._matching, self._key(_name_of(name, item)), live.get(item)
         value, source = matching.saved.values.get(key), matching.source_of(key)
         is_wrapped = isinstance(value, Wrapped) or bool(matching.parts_of(key))
         if isinstance(current, torch.Tensor) and (is_wrapped or source is not None):
@@ -185,7 +191,7 @@ class OptimizerLoad:
         if key not in matching.saved.values and not isinstance(current, Mapping):
             return self._nested(parameter, key)
         held = current if any(True for _ in children(current)) else None
-        return self._contents_of(f"{STATE}.{name}.{item}", held, device=parameter.device)
+        return self._contents_of(_name_of(name, item), held, device=parameter.device)
 
     def _nested(self, parameter: torch.Tensor, key: str) -> Any:
         """Return nested dicts as stock DCP flattens them; only the text of their keys is known."""
@@ -242,14 +248,19 @@ class OptimizerLoad:
             for number, group in enumerate(self._part.param_groups)
         ]
 
-    def _restore_exactly(self, wanted: Mapping[int, Mapping[Any, Any]]) -> None:
-        """Undo the changes of `load_state_dict` beyond setting: it casts state to its parameter's dtype, and moves
-        it."""
+    def _restore_exactly(self, wanted: Mapping[int, Any]) -> None:
+        """Undo the changes of `load_state_dict` beyond setting: it casts state to its parameter's dtype, moves it, and
+        spoils what it cannot cast."""
         for number, parameter in numbered(self._part).items():
-            present = self._part.state.get(parameter)
-            for item, ours in wanted.get(number, {}).items():
-                if present is not None and not _agrees(present.get(item), ours):
-                    present[item] = ours
+            if number not in wanted or parameter not in self._part.state:
+                continue
+            present, ours = self._part.state[parameter], wanted[number]
+            if isinstance(present, MutableMapping) and isinstance(ours, Mapping):
+                for item, value in ours.items():
+                    if not _agrees(present.get(item), value):
+                        present[item] = value
+            elif not isinstance(present, Mapping) and not _agrees(present, ours):
+                self._part.state[parameter] = ours
 
 
 @contextmanager
@@ -298,11 +309,48 @@ def _made(parameter: torch.Tensor, item: str, saved: Tensor, steps_on_device: bo
     return torch.empty(saved.shape, dtype=saved.torch_dtype, device=parameter.device)
 
 
+def _name_of(parameter: str, item: str) -> str:
+    """Return the name of an item of a parameter's state, or of all of it."""
+    return f"{STATE}.{parameter}" if item == WHOLE else f"{STATE}.{parameter}.{item}"
+
+
+def _castable(value: Any) -> Any:
+    """Return the value with None in the place of everything that may not survive torch's cast of state, which calls the
+    class of what can be iterated with a generator: numpy arrays raise. `_restore_exactly` sets it."""
+    if _is_uncastable(value):
+        return None
+    parts = ((part, item) for part, item in children(value) if type(item) not in ATOMS)
+    changed = {part: new for part, item in parts if (new := _castable(item)) is not item}
+    return with_items(value, changed) if changed else value
+
+
+def _is_uncastable(value: Any) -> bool:
+    is_known = isinstance(value, torch.Tensor | Mapping | str | bytes | bytearray) or type(value) in (list, tuple)
+    return isinstance(value, Iterable) and not is_known
+
+
 def _agrees(present: Any, ours: Any) -> bool:
     if isinstance(ours, torch.Tensor):
         same = isinstance(present, torch.Tensor) and type(present) is type(ours)
         return same and (present.dtype, present.device) == (ours.dtype, ours.device)
-    return not any(True for _ in find_tensors(ours, ()))
+    if any(True for _ in find_tensors(ours, ())):
+        return False
+    return alike(present, ours) or not _is_cast(present, ours)
+
+
+def _is_cast(present: Any, ours: Any) -> bool:
+    """Return True for what torch's cast makes of a value without tensors: a text is then that of a generator. Anything
+    else is the optimizer's own doing."""
+    if _is_uncastable(ours):
+        return present is None
+    if isinstance(ours, str):
+        return isinstance(present, str) and (present == ours or present.startswith("<generator object "))
+    if isinstance(ours, Mapping | list | tuple):
+        pairs = [*children(ours)], [*children(present)]
+        return [part for part, _ in pairs[0]] == [part for part, _ in pairs[1]] and all(
+            _is_cast(new, old) for (_, old), (_, new) in zip(*pairs, strict=True)
+        )
+    return alike(present, ours)
 
 
 def _made_wrapper(matching: Matching, key: str, parameter: torch.Tensor, optimizer: type) -> torch.Tensor:
