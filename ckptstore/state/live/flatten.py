@@ -227,7 +227,7 @@ def _find(value: Any, path: Path, kinds: tuple[type, ...], refuse_hidden: bool) 
     if isinstance(value, kinds):
         yield path, value
         return
-    if is_plain(value):
+    if type(value) in ATOMS or is_plain(value):
         return
     if refuse_hidden:
         check_in_sight(value, path, kinds)
