@@ -299,8 +299,7 @@ class CheckpointStore(Catalogue):
         Returns on all ranks once the checkpoint is committed: durable, and visible whole; with a fast tier, once it is
         on the disks of the nodes. The directory may be deleted then. On failure, all ranks raise the same error. If
         `error.committed` is False, the checkpoint can never become visible; the leader removes the written files. A
-        rank that loses contact to the leader looks into the log. If the log does not have the checkpoint (yet),
-        `error.committed` is None: unknown.
+        rank that loses the leader looks into the log. If that lacks the checkpoint, `error.committed` is None: unknown.
 
         Args:
             step: an integer of at least 0, the same on all ranks.

@@ -28,6 +28,7 @@ from ckptstore.integrations.ray.kept_by_ray.reporting import _Brought, _Reporter
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
 from ckptstore.integrations.ray.reports import Reports
 from ckptstore.saving.phases import SaveClock
+from ckptstore.store import load_in_order
 
 ONCE = RetryConfig(retry_attempts=1)
 Start = Callable[..., ckptstore.ray.RayStore]
@@ -292,3 +293,21 @@ def test_a_store_in_the_run_is_recognized_whatever_credentials_ray_has(monkeypat
         log=SimpleNamespace(newest=lambda: newest), storage=SimpleNamespace(uri="s3://bucket/run/_ckptstore")
     )
     assert handed.look(Checkpoint("bucket/run/step-3", filesystem), job, prefers_ray=True) == (7, "")
+
+
+def test_starts_that_prefer_ray_leave_nothing_on_the_nodes(tmp_path: Path) -> None:
+    """What is on them alone would fill their disks, start by start, and be gone on with later."""
+    tier = ckptstore.FastTier(tmp_path / "node", keep=2)
+    for start in range(4):
+        with ckptstore.open_store(tmp_path / "store", fast=tier, retention=ckptstore.KeepLatest(2)) as store:
+            state = {"n": torch.zeros(3)}
+            latest = store.latest()
+            if latest is None or latest.number is None:
+                store.resume(state)
+            else:
+                found = load_in_order(store, state, ray_store.RaysOrder(latest.number), claim=True)
+                assert found is not None
+                assert found.number == latest.number
+            for step in range(3):
+                store.save(10 * start + step, state)
+        assert len({path.name for path in (tmp_path / "node").rglob("step-*") if path.is_dir()}) == 2, start

@@ -6,7 +6,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.catalogue import job_of
@@ -32,11 +33,33 @@ from ckptstore.store import CheckpointStore
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 if TYPE_CHECKING:
+    from ckptstore.fast.candidates import FastCandidate
     from ckptstore.saving.save_state import SaveResult
 
 logger = logging.getLogger("ckptstore.ray")
 
 Prefer = Literal["newest", "ray"]
+
+
+@dataclass(frozen=True, slots=True)
+class RaysOrder:
+    """The order of the checkpoint that Ray has registered, then older ones, then newer ones; see `Order`.
+
+    Of a fast tier only what is in the store counts. What the nodes have besides is void then, and is deleted.
+    """
+
+    number: int
+    """The record that committed the one of Ray."""
+
+    def __call__(self, numbers: Sequence[int]) -> list[int]:
+        return sorted(numbers, key=self._place)
+
+    def of_fast(self, candidates: Sequence[FastCandidate]) -> list[FastCandidate]:
+        """See `FastOrder`."""
+        return sorted((one for one in candidates if one.is_durable), key=lambda one: self._place(one.number or 0))
+
+    def _place(self, number: int) -> tuple[bool, int]:
+        return number > self.number, -number
 
 
 class RayStore(CheckpointStore):
@@ -249,9 +272,7 @@ class RayStore(CheckpointStore):
         if prefer == "newest" or number is None:
             checkpoint = super().resume(state, **options)
         else:
-            checkpoint = self._resume_in_order(
-                lambda live: sorted(live, key=lambda it: (it > number, -it)), state, **options
-            )
+            checkpoint = self._resume_in_order(RaysOrder(number), state, **options)
         if checkpoint is not None and checkpoint.number not in (None, number):
             self._report_lost(self._reports, handed, checkpoint.number)
         return checkpoint

@@ -76,8 +76,8 @@ class OptimizerLoad:
         wanted = {number: items.get(WHOLE, items) for number, items in state.items() if items}
         more = _result(self._more, {})
         of_all = _result(self._of_all, {} if self._had_none_of_all() else self._global_state())
-        given = wanted if self._takes_more() else {number: _castable(items) for number, items in wanted.items()}
-        packed = {STATE: {**given, **of_all}, GROUPS: self._packed_groups(), **more}
+        passed = wanted if self._takes_more() else {number: _castable(items) for number, items in wanted.items()}
+        packed = {STATE: {**passed, **of_all}, GROUPS: self._packed_groups(), **more}
         what = f"the {type(self._optimizer).__name__} at {self._unit.key!r}"
         with _same_groups(self._part), blaming(what, StateMismatch, did="refused its state"):
             self._part.load_state_dict(packed)
