@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptstore.errors import InvalidInput
 from ckptstore.tools.run import guard
-from ckptstore.tools.run.folders import JobSeen, job_seen
+from ckptstore.tools.run.folders import JobSeen, StartedJob
 
 ORPHAN_SECONDS = 30.0
 """The time that a trainer whose agent was killed has to end after SIGTERM."""
@@ -69,6 +69,7 @@ class TrainerProcess:
             self._tell_guard("\n")
             self._guard.wait()
             raise
+        self._job = StartedJob(self._process.pid)
         self._target = self._process.pid if self.on_terminal else -self._process.pid
         self._tell_guard(f"{self._target}\n", more=True)
         threading.Thread(target=lambda: ended(self._wait()), name="ckptstore-trainer", daemon=True).start()
@@ -92,7 +93,7 @@ class TrainerProcess:
 
     def seen(self) -> JobSeen:
         """Return what is known of its processes now."""
-        seen = job_seen(self.pid)
+        seen = self._job.seen()
         return seen if seen.is_alive else replace(seen, ended_well=self.code == 0)
 
     def hand_on(self, number: int) -> None:

@@ -14,7 +14,7 @@ from ckptstore.tools.run.folders.found import Home as Home
 from ckptstore.tools.run.folders.found import folder_of as folder_of
 from ckptstore.tools.run.folders.found import home_of as home_of
 from ckptstore.tools.run.folders.job_seen import JobSeen as JobSeen
-from ckptstore.tools.run.folders.job_seen import job_seen as job_seen
+from ckptstore.tools.run.folders.job_seen import StartedJob as StartedJob
 from ckptstore.tools.run.folders.saving import save_found as save_found
 from ckptstore.tools.run.folders.shape import read_shapes as read_shapes
 from ckptstore.tools.run.folders.way_back import RestoreReport as RestoreReport

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
 RANK_VARIABLES = (b"RANK", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"SLURM_PROCID")
 """The variables with the rank of a process: of torchrun, Open MPI, MPICH, Slurm."""
+_LOCAL_RANK = b"LOCAL_RANK"
+_SET_WITH_RANK = (_LOCAL_RANK, b"WORLD_SIZE")
+"""The variables that launchers set beside `RANK`: a node and one of its ranks may have the same number."""
 _FLAGS = re.compile(rb"^flags:\s+([0-7]+)", re.MULTILINE)
 
 
@@ -21,7 +24,8 @@ class JobSeen:
     pids: frozenset[int] | None = None
     """Its processes on this node; None when they are unknown: then every process that may be seen counts."""
     ranks: frozenset[int] | None = None
-    """The ranks of its processes on this node, empty for a job that has none; None when they are unknown."""
+    """The ranks of its processes on this node, empty for a job that has none; None when they are unknown. One that has
+    ended counts as long as another one runs: what it has not written is lacking."""
     is_alive: bool = True
     """False once all its processes have ended: nothing changes any more, and what is unfinished stays so."""
     ended_well: bool = False
@@ -31,17 +35,32 @@ class JobSeen:
 UNKNOWN = JobSeen()
 
 
-def job_seen(root: int) -> JobSeen:
-    """Return the job that a process began: those below it, and those of its session that outlived their parents."""
-    parents, sessions = _processes()
-    members = {root} if root in parents else set()
-    grew = True
-    while grew:
-        more = {pid for pid, parent in parents.items() if parent in members} - members
-        grew = bool(more)
-        members |= more
-    members |= {pid for pid, session in sessions.items() if session == root}
-    return JobSeen(frozenset(members), frozenset(_ranks(members)), is_alive=bool(members))
+class StartedJob:
+    """The job that a child of this process began: those below it, and those of its session that outlived their
+    parents."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._ranks: dict[int, int] = {}
+        """The ranks by process. One that has ended stays as long as another one that was started with it runs."""
+
+    def seen(self) -> JobSeen:
+        """Look at its processes."""
+        parents, sessions = _processes()
+        members = {self._root} if self._root in parents else set()
+        grew = True
+        while grew:
+            more = {pid for pid, parent in parents.items() if parent in members} - members
+            grew = bool(more)
+            members |= more
+        members |= {pid for pid, session in sessions.items() if session == self._root}
+        own_ranks = _own_ranks(members, parents)
+        if own_ranks:
+            self._ranks = {**self._ranks, **own_ranks} if own_ranks.keys() & self._ranks.keys() else own_ranks
+        ranks = frozenset(self._ranks.values())
+        if members and not ranks and (rank := _rank_in(os.environb, RANK_VARIABLES)) is not None:
+            ranks = frozenset([rank])  # nothing in the job got another one: it is that of the whole job
+        return JobSeen(frozenset(members), ranks, is_alive=bool(members))
 
 
 def _processes() -> tuple[dict[int, int], dict[int, int]]:
@@ -62,17 +81,44 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir(PROC) if name.isdigit()] if PROC.is_dir() else []
 
 
-def _ranks(pids: Iterable[int]) -> Iterator[int]:
-    for pid in pids:
-        try:
-            entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        variables = dict(entry.partition(b"=")[::2] for entry in entries)
-        for name in RANK_VARIABLES:
-            if variables.get(name, b"").isdigit():
-                yield int(variables[name])
-                break
+def _own_ranks(pids: Collection[int], parents: Mapping[int, int]) -> dict[int, int]:
+    """Return the ranks of those of these processes that got one of their own from whoever started them.
+
+    What a process has from its parent says nothing: a launcher has the number of its node (`SLURM_PROCID` with one task
+    a node, `RANK` in a pod of Kubeflow), and all that it starts inherits that. So who starts others with ranks is none.
+    Below a rank of this node there are no further ones: what it starts is a job of its own.
+    """
+    variables = {pid: found for pid in pids if (found := _variables(pid)) is not None}
+    outside = {name: os.environb[name] for name in (*RANK_VARIABLES, *_SET_WITH_RANK) if name in os.environb}
+    own_ranks: dict[int, int] = {}
+    local: set[int] = set()
+    for pid, own in variables.items():
+        above = variables.get(parents[pid], outside)
+        new = [name for name in (*RANK_VARIABLES, *_SET_WITH_RANK) if name in own and own[name] != above.get(name)]
+        rank = _rank_in(own, [name for name in RANK_VARIABLES if name in new] or RANK_VARIABLES[:1]) if new else None
+        if rank is not None:
+            own_ranks[pid] = rank
+            local |= {pid} if _LOCAL_RANK in new else set()
+    no_ranks = set()
+    for pid in own_ranks:
+        above_it = parents[pid]
+        while above_it in variables:
+            no_ranks.add(pid if above_it in local else above_it)
+            above_it = parents[above_it]
+    return {pid: rank for pid, rank in own_ranks.items() if pid not in no_ranks}
+
+
+def _variables(pid: int) -> dict[bytes, bytes] | None:
+    """Return the environment that a process was started with; None for one that has ended, or is another user's."""
+    try:
+        entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return dict(entry.partition(b"=")[::2] for entry in entries)
+
+
+def _rank_in(variables: Mapping[bytes, bytes], names: Collection[bytes]) -> int | None:
+    return next((int(variables[name]) for name in names if variables.get(name, b"").isdigit()), None)
 
 
 def open_for_writing(folder: Path, pids: frozenset[int] | None) -> frozenset[str]:
