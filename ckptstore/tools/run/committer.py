@@ -9,18 +9,18 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptstore.catalogue import job_of
-from ckptstore.errors import CkptstoreError, InvalidInput, SourceChanged, StoreFenced, StoreForked, UnsupportedVersion
+from ckptstore.errors import CkptstoreError, InvalidInput, SourceChanged
 from ckptstore.events import emit
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import CheckpointStore, save_shard
 from ckptstore.tools.run.explain import pattern_for, rule_of
+from ckptstore.tools.run.failures import FINAL, Failures
 from ckptstore.tools.run.folders import Folder, Found, Held, JobSeen, Look, Prospect, same, save_found
 from ckptstore.tools.run.folders.division import divide
 from ckptstore.tools.run.folders.snapshot import Sign
@@ -38,9 +38,6 @@ from ckptstore.tools.run.rounds import NodeOffer, NodeView, choose
 from ckptstore.tools.run.steps import Steps, grows
 
 _NICE = 10
-_LONGEST_WAIT_SECONDS = 60.0
-_FINAL = (StoreFenced, StoreForked, UnsupportedVersion)
-"""Errors that no later try mends."""
 _LAST_LOOKS = 3
 """The number of tries of a checkpoint that changes after the trainer's end."""
 _OWN_TRIES = 3
@@ -48,22 +45,6 @@ _OWN_TRIES = 3
 _LOCAL_COPIES = 2
 """The number of newest checkpoints that `delete_local` leaves in the folder."""
 _TOO_OLD = "step {} went first, and an older one must not become the latest"
-
-
-@dataclass(slots=True)
-class _Failures:
-    """The failed commits in a row."""
-
-    error: CkptstoreError | None = None
-    """The last one; None after a commit that went well."""
-    count: int = 0
-    not_before: float = 0.0
-    changes: int = 0
-    """The number of times in a row that a checkpoint was no longer what it was."""
-    is_final: bool = False
-    """True if nothing more is committed."""
-    own: Counter[str] = field(default_factory=Counter)
-    """The number of those that were a checkpoint's own fault, by name."""
 
 
 @dataclass(slots=True)
@@ -119,7 +100,7 @@ class Committer:
     delete_local: bool = False
     is_shared: bool = False
     """True if the folder is one and the same for all nodes."""
-    failures: _Failures = field(default_factory=_Failures)
+    failures: Failures = field(default_factory=Failures)
     is_hurried: bool = False
     """True if only the newest counts."""
     is_through: bool = False
@@ -309,7 +290,7 @@ class Committer:
                 save_found(self.store, found, held, step=offer.step, **options)
             else:
                 save_shard(self.store, lambda job: directory_of(job, offer.step, None, **options))
-        self.failures = _Failures(own=self.failures.own)
+        self.failures = Failures(own=self.failures.own)
         self._committed, self._last_step = self._committed + 1, offer.step or 0
         if found is not None:
             self.failures.own.pop(found.name, None)
@@ -352,13 +333,11 @@ class Committer:
             failures.changes += 1
             return
         failures.changes = 0
-        if isinstance(error, _FINAL):
+        if isinstance(error, FINAL):
             failures.is_final = True
             emit(CommitsStopped(reason=str(error)))
             return
-        failures.count += 1
-        wait_seconds = min(_LONGEST_WAIT_SECONDS, self.interval_seconds * 2 ** (failures.count - 1))
-        failures.not_before = time.monotonic() + wait_seconds
+        wait_seconds = failures.delay(self.interval_seconds)
         if error.committed is not False and self._suspects is not None:
             self._suspects |= {found.name for found in self._open(self._seen)}
         emit(CommitsDelayed(wait_seconds=wait_seconds, error=str(error)))
