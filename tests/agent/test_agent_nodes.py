@@ -11,10 +11,12 @@ import pytest
 from agents import Start, small
 
 from ckptstore import open_store
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, StoreFenced
+from ckptstore.tools.run.committer import Committer
 from ckptstore.tools.run.folders import Folder, JobSeen, Rules
 from ckptstore.tools.run.nodes import Nodes, find_nodes
 from ckptstore.tools.run.rounds import LONELY_SECONDS, NodeOffer, NodeView, choose
+from ckptstore.tools.run.story import AgentPlan, watch
 
 
 def nodes(start: Start, run_id: str, store: Path, folders: list[Path], *trainers: list[object]) -> list[str]:
@@ -98,6 +100,30 @@ def test_a_watched_folder(start: Start, tmp_path: Path) -> None:
     assert watching.code() == 128 + signal.SIGTERM
     assert watching.committed == [5]
     assert start(store, out, "--once").code() == 0
+
+
+def test_a_watch_that_can_commit_nothing_more_ends_with_that_error(start: Start, tmp_path: Path) -> None:
+    """A supervisor would take 0 for a watch that has done its work."""
+    store, out = tmp_path / "store", tmp_path / "out"
+    assert start(tmp_path / "other", out, trainer=small(out, 2)).code() == 0
+    (out / "checkpoint-2").rename(tmp_path / "checkpoint-2")
+    watching = start(store, out)
+    watching.saw("CheckpointCommitted", step=1)
+    with open_store(store, group="solo") as newer:
+        newer.resume()
+    (tmp_path / "checkpoint-2").rename(out / "checkpoint-2")
+    assert watching.code() == StoreFenced.exit_code, watching.output
+    assert watching.events("CheckpointsLeft")[0]["names"] == ["checkpoint-2"]
+
+
+def test_a_watch_whose_thread_has_failed_ends_with_a_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no error of ours")
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(Committer, "_meet", fails)
+    plan = AgentPlan(store=str(tmp_path / "store"), folder=tmp_path / "out", rules=Rules(), interval_seconds=0.1)
+    assert watch(plan, once=False) == 1
 
 
 def test_the_oldest_comes_first_and_all_nodes_must_have_it() -> None:

@@ -224,8 +224,8 @@ class _Handing:
 def watch(plan: AgentPlan, *, once: bool) -> int:
     """Commit what appears in a folder, whoever writes it, until a signal comes; with `once` what is finished now.
 
-    Returns 128 + N after signal N; with `once` or `require_commit` the code of the error of what could not be
-    committed, 0 if all is well.
+    Returns 128 + N after signal N, and the code of the error after which nothing more is committed; with `once` or
+    `require_commit` the code of the error of what could not be committed, 0 if all is well.
     """
     happened: Happenings = queue.SimpleQueue()
     if plan.folder is not None and once and not plan.folder.is_dir():
@@ -238,11 +238,12 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
             emit(FolderNotice(text=f"there is no folder {prepared.folder.path} yet"))
         thread = _start(committer, prepared.store, happened)
         waited_for: frozenset[str] = frozenset()
-        code = 0
+        code = stopped = 0
         while code == 0:
             came = _next(happened, time.monotonic() + plan.interval_seconds if once else None)
             if came is not None:
                 if came.what == "through":
+                    stopped = committer.failures.stopped_code
                     break
                 code = 128 + came.number if came.number in ENDING else 0
             elif (settling := committer.settling()) is None:
@@ -256,7 +257,9 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
         if code:
             committer.hurry()
         failure = _end(plan, committer, happened)
-        return _leave(failure or code if once or plan.require_commit else code, thread, committer)
+        if once or plan.require_commit:
+            code = failure or code
+        return _leave(stopped or code, thread, committer)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ def command(folder: str, store: str, once: bool, as_json: bool, events_file: str
     """Store each finished checkpoint that appears in FOLDER.
 
     For a trainer that something else starts, or with --once for the folder of an earlier run. Runs until SIGTERM or
-    Ctrl-C. It restores nothing; `ckptstore restore-folder` does. A checkpoint that is in the store already is skipped.
+    Ctrl-C, or fails once nothing more can be stored. It restores nothing; `ckptstore restore-folder` does. A checkpoint
+    that is in the store already is skipped.
     """
     with logged_events(as_json=as_json, events_file=events_file):
         click.get_current_context().exit(watch(plan_of(store, folder, options), once=once))
