@@ -310,6 +310,21 @@ def test_9_once_is_right_after_a_copy_that_sets_times(start: Start, tmp_path: Pa
     assert any("waiting for" in it["text"] for it in agent.events("FolderNotice"))
 
 
+@pytest.mark.parametrize(("code", "committed"), [(0, [1]), (7, [])])
+def test_9_what_outlives_the_trainer_keeps_no_finished_one_out(
+    start: Start, tmp_path: Path, code: int, committed: list[int]
+) -> None:
+    """The processes of the job have not ended, so the quiet time counts; after a failure it counts for nothing."""
+    out = tmp_path / "out"
+    options = ("--pattern", "mine_{step}.dat", "--quiet", "1s", "--require-commit")
+    trainer = ["sh", "-c", f"sleep 9 & mkdir -p {out}; echo a >{out}/mine_1.dat; sleep 0.3; exit {code}"]
+    began = time.monotonic()
+    agent = start(tmp_path / "store", out, *options, trainer=trainer)
+    assert agent.code() == code, agent.output
+    assert agent.committed == committed
+    assert time.monotonic() - began < 9, "it does not wait for what has nothing to do with checkpoints"
+
+
 def test_10_two_signals_end_it_always(start: Start, tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.mkdir(sys.argv[1] + '/mine_1.pt')\n"
     text += "os.mkfifo(sys.argv[1] + '/mine_1.pt/p.pt'); print('ready', flush=True); time.sleep(600)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ import pytest
 
 from ckptstore.tools.run.folders import Folder, JobSeen, StartedJob
 from ckptstore.tools.run.folders.job_seen import RANK_VARIABLES
+from ckptstore.tools.run.trainer import TrainerProcess
 from tests.folders.test_finished_property import zipped
 
 WAIT = "sleep 60 & wait"
@@ -75,6 +77,25 @@ def sleepers(session: int) -> int:
 def test_a_launcher_is_no_rank(outside: dict[str, str], script: str, count: int, ranks: set[int]) -> None:
     with job(script, outside, count) as started:
         assert started.seen().ranks == ranks
+
+
+@pytest.mark.parametrize(("code", "is_alive"), [(0, True), (7, False)])
+def test_what_outlives_a_trainer_is_part_of_the_job_unless_that_has_failed(code: int, is_alive: bool) -> None:
+    """It may still write; after a failure nothing that looks finished can be trusted."""
+    ended = threading.Event()
+    trainer = TrainerProcess(["sh", "-c", f"sleep 60 & exit {code}"], ended=lambda _: ended.set())
+    try:
+        assert ended.wait(30)
+        seen = trainer.seen()
+        assert (seen.is_alive, seen.ended_well) == (is_alive, False)
+    finally:
+        for pid in trainer.seen().pids or ():
+            os.kill(pid, 9)
+        while trainer.seen().pids:
+            time.sleep(0.01)
+        seen = trainer.seen()
+        trainer.release()
+    assert (seen.is_alive, seen.ended_well) == (False, code == 0)
 
 
 def test_a_rank_that_has_ended_counts_as_long_as_another_one_runs(tmp_path: Path) -> None:

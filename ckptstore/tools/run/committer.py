@@ -124,6 +124,8 @@ class Committer:
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
     _has_ended: bool = False
+    _patience_seconds: float = 0.0
+    _patient_until: float | None = None
 
     def __post_init__(self) -> None:
         self._steps = Steps(self.store)
@@ -148,9 +150,10 @@ class Committer:
         self.is_hurried = True
         self._wake.set()
 
-    def finish(self) -> None:
-        """Note that nothing more is written to the folder."""
-        self._has_ended = True
+    def finish(self, *, patience_seconds: float = 0.0) -> None:
+        """Note that the trainer has ended. What it has left running may go on writing: as long as that runs, what needs
+        nothing but time is waited for, for `patience_seconds` at most."""
+        self._patience_seconds, self._has_ended = patience_seconds, True
         self._wake.set()
 
     def settling(self) -> frozenset[str] | None:
@@ -226,7 +229,7 @@ class Committer:
         self._tell(look)
         self._compare(look)
         self._pass_over_late(look)
-        view = self._view(look, had_ended)
+        view = self._view(look, had_ended and not self._is_patient(look))
 
         def join() -> Any:
             views = [NodeView.from_json(item) for item in brought]
@@ -240,6 +243,16 @@ class Committer:
             brought = meeting.gather(view.to_json())
             reply = meeting.tell(join)
         return (None if reply["offer"] is None else NodeOffer(**reply["offer"])), bool(reply["is_over"])
+
+    def _is_patient(self, look: Look) -> bool:
+        """Return True if something may be finished by waiting after the trainer's end; see `finish`."""
+        if not (self._patience_seconds and look.settling and self.job().is_alive) or self.is_hurried:
+            return False
+        if self._patient_until is None:
+            self._patient_until = time.monotonic() + self._patience_seconds
+            text = "the trainer has left processes, so this may not be finished yet and is waited for"
+            emit(FolderNotice(text=f"{text}: {', '.join(sorted(look.settling))}"))
+        return time.monotonic() < self._patient_until
 
     def _must_wait(self, views: Iterable[NodeView]) -> bool:
         """Return True if a failure is too recent for another try (leader only). At the end there is one try more at

@@ -52,6 +52,8 @@ class _Happened:
 _WAKE_SECONDS = 0.25
 _CLOSE_SECONDS = 10.0
 """The longest time in which a loop that is over closes its store."""
+_LOOKS_SECONDS = 3.0
+"""The time of the looks at the begin and the end of a quiet time."""
 _LAST_LOOK_SECONDS = 20.0
 """The longest time for the last look into the folder."""
 _KILL_SECONDS = 10.0
@@ -152,7 +154,8 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
         code = _follow(handing, committer)
         emit(TrainerEnded(code=code, seconds=time.monotonic() - began))
         trainer.release()
-        failure = _end(plan, committer, happened)
+        patience_seconds = plan.rules.quiet_seconds + _LOOKS_SECONDS if code == 0 else 0.0
+        failure = _end(plan, committer, happened, patience_seconds)
         return _leave(failure if plan.require_commit and code == 0 else code, thread, committer)
 
 
@@ -318,12 +321,13 @@ def _follow(handing: _Handing, committer: Committer) -> int:
             committer.look_now()
 
 
-def _end(plan: AgentPlan, committer: Committer, happened: Happenings) -> int:
+def _end(plan: AgentPlan, committer: Committer, happened: Happenings, patience_seconds: float = 0.0) -> int:
     """Wait for the last commits, and say what is left; the exit code of that, 0 when all is well.
 
-    A signal makes the newest checkpoint the only one that is waited for, another one ends the wait.
+    A signal makes the newest checkpoint the only one that is waited for, another one ends the wait. `patience_seconds`
+    is that of `Committer.finish`.
     """
-    committer.finish()
+    committer.finish(patience_seconds=patience_seconds)
     grace_seconds = plan.grace_seconds
     until = None if grace_seconds is None else time.monotonic() + grace_seconds
     reason = ""

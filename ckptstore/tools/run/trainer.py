@@ -92,9 +92,16 @@ class TrainerProcess:
         return code
 
     def seen(self) -> JobSeen:
-        """Return what is known of its processes now."""
+        """Return what is known of its processes now.
+
+        What it has left running may still write, so the job has not ended well before that has ended too. A trainer
+        that has failed may have left half of something, whatever still runs.
+        """
+        code = self.code  # before the look: what was seen to be gone must not have been killed since
         seen = self._job.seen()
-        return seen if seen.is_alive else replace(seen, ended_well=self.code == 0)
+        if code is None:
+            return replace(seen, is_alive=True)
+        return replace(seen, is_alive=seen.is_alive and code == 0, ended_well=code == 0 and not seen.is_alive)
 
     def hand_on(self, number: int) -> None:
         """Send it a signal. On a terminal SIGINT and SIGQUIT are left out: the terminal has sent them already."""

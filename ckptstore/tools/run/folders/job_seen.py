@@ -27,7 +27,7 @@ class JobSeen:
     """The ranks of its processes on this node, empty for a job that has none; None when they are unknown. One that has
     ended counts as long as another one runs: what it has not written is lacking."""
     is_alive: bool = True
-    """False once all its processes have ended: nothing changes any more, and what is unfinished stays so."""
+    """False once all its processes have ended, or it has failed: what is unfinished stays so."""
     ended_well: bool = False
     """True if it ended with exit code 0: then it has left nothing half-written."""
 
