@@ -20,12 +20,19 @@ LONG_SECONDS = 60
 class Agent:
     """`ckptstore run` or `watch-folder`, running."""
 
-    def __init__(self, words: list[str], *, events: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, words: list[str], *, events: Path, env: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
         self.events_file = events
         command = [sys.executable, "-m", "ckptstore.tools.cli", *words]
         with open(events.with_suffix(".out"), "ab") as out:
             self.process = subprocess.Popen(
-                command, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                command,
+                env={**os.environ, "PYTHONPATH": os.getcwd(), **(env or {})},
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
             )
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:

@@ -26,7 +26,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         if trainer is None:
             words = ["watch-folder", folder, store, *common]
         else:
-            words = ["run", "--store", store, "--folder", folder, *common, "--", *trainer]
+            given = [] if folder is None else ["--folder", folder]
+            words = ["run", "--store", store, *given, *common, "--", *trainer]
         agents.append(Agent([str(word) for word in words], events=events, **keywords))
         return agents[-1]
 

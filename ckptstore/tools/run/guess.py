@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import files_behind
-from ckptstore.errors import CkptstoreError
+from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.tools.run.folders import Folder, Rules, candidates_of, folder_of
 
 _WORDS = re.compile(
@@ -47,9 +47,14 @@ def folder_in_store(store: Catalogue) -> Path | None:
 
 
 def folder_written(place: Path, rules: Rules, *, since_seconds: float) -> Path | None:
-    """Return the directory below a place in which the first checkpoint of a known shape was written since then."""
+    """Return the directory below a place in which the first checkpoint of a known shape was written since then.
+
+    Raises InvalidInput where there is too much below the place to look at all of it again and again."""
     if _is_large(place):
-        return None
+        raise InvalidInput(
+            f"Below {place} are more than {_MAX_ENTRIES:,} files and directories, so no checkpoint is looked for there",
+            hint="Give --folder, the one that the trainer writes its checkpoints to",
+        )
     found = [
         candidate
         for candidate in candidates_of(Folder(place, rules))

@@ -126,6 +126,7 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
     """
     check_command(command)
     plan = _located(plan, command)
+    place = plan.folder or Path.cwd()
     happened: Happenings = queue.SimpleQueue()
     with Signals() as signals, ExitStack() as stack:
         prepared = None if plan.folder is None else stack.enter_context(_prepared(plan))
@@ -141,10 +142,10 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
         emit(TrainerStarted(pid=trainer.pid, command=tuple(command)))
         handing = _Handing(trainer, happened)
         if prepared is None:
-            plan = _written(plan, handing, since_seconds=began_at)
+            plan, why_not = _written(plan, handing, place, since_seconds=began_at)
             if plan.folder is None:
                 trainer.release()
-                emit(FolderNotice(text=f"nothing below {Path.cwd()} has the shape of a checkpoint; give --folder"))
+                emit(FolderNotice(text=why_not))
                 code = trainer.code or 0
                 return NOTHING_FOUND if plan.require_commit and code == 0 else code
             prepared = stack.enter_context(_prepared(plan))
@@ -180,21 +181,29 @@ def _located(plan: AgentPlan, command: Sequence[str]) -> AgentPlan:
     return replace(plan, folder=folder, makes_folder=False)
 
 
-def _written(plan: AgentPlan, handing: _Handing, *, since_seconds: float) -> AgentPlan:
-    """Wait for a first checkpoint below the working directory, and return the plan with its folder. If the trainer ends
-    before there is one, there is one more look."""
-    has_ended = False
-    while not has_ended:
-        came = handing.next(time.monotonic() + plan.interval_seconds)
+def _written(plan: AgentPlan, handing: _Handing, place: Path, *, since_seconds: float) -> tuple[AgentPlan, str]:
+    """Wait for a first checkpoint below a place, and return the plan with its folder. If the trainer ends before there
+    is one, there is one more look; then return the reason why there is none, for people."""
+    noted: set[str] = set()
+    came = None
+    while True:
         has_ended = came is not None and came.what == "ended"
-        folder = folder_written(Path.cwd(), plan.rules, since_seconds=since_seconds)
+        why_not = f"nothing below {place} has the shape of a checkpoint; give --folder"
+        try:
+            folder = folder_written(place, plan.rules, since_seconds=since_seconds)
+        except (CkptstoreError, OSError) as error:  # the training goes on, and the next look may go well
+            folder, why_not = None, str(error)
+            if not has_ended and why_not not in noted:
+                emit(FolderNotice(text=why_not))
+            noted.add(why_not)
         if folder is not None:
             emit(FolderNotice(text=f"--folder is {folder}, by what the trainer writes"))
-            plan = replace(plan, folder=folder)
+        if folder is not None or has_ended:
             break
+        came = handing.next(time.monotonic() + plan.interval_seconds)
     if has_ended and came is not None:
         handing.happened.put(came)  # for who waits for the trainer
-    return plan
+    return replace(plan, folder=folder), why_not
 
 
 class _Handing:
