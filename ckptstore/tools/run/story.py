@@ -8,11 +8,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.events import emit
@@ -21,47 +21,36 @@ from ckptstore.opening import open_store
 from ckptstore.retention import Policy
 from ckptstore.store import CheckpointStore
 from ckptstore.tools.run.committer import Committer, Outcome
-from ckptstore.tools.run.folders import Folder, JobSeen, Rules
+from ckptstore.tools.run.failures import FINAL, Failures
+from ckptstore.tools.run.folders import Folder, Found, JobSeen, Rules
 from ckptstore.tools.run.guess import folder_in_command, folder_in_store, folder_written
 from ckptstore.tools.run.lock import locked
 from ckptstore.tools.run.meeting import is_shared, restore
 from ckptstore.tools.run.nodes import Nodes
 from ckptstore.tools.run.notices import (
     CheckpointsLeft,
+    CommitsDelayed,
+    CommitsStopped,
     FolderNotice,
     FolderWatched,
     RunSummary,
-    SignalHandedOn,
     TrainerEnded,
     TrainerStarted,
     UnfinishedLeft,
 )
-from ckptstore.tools.run.signals import ENDING, Signals
+from ckptstore.tools.run.signals import ENDING, Handing, Happened, Happenings, Signals, next_of
 from ckptstore.tools.run.trainer import TrainerProcess, check_command
 
-
-@dataclass(frozen=True, slots=True)
-class _Happened:
-    """The event that the main thread waits for: a signal, the trainer's end with its code, or that the committer is
-    through."""
-
-    what: Literal["signal", "ended", "through"]
-    number: int = 0
-
-
-_WAKE_SECONDS = 0.25
 _CLOSE_SECONDS = 10.0
 """The longest time in which a loop that is over closes its store."""
+_THREAD_SECONDS = 0.5
+"""The longest time in which a thread that has nothing more to do ends."""
 _LOOKS_SECONDS = 3.0
 """The time of the looks at the begin and the end of a quiet time."""
 _LAST_LOOK_SECONDS = 20.0
 """The longest time for the last look into the folder."""
-_KILL_SECONDS = 10.0
-"""The time that a trainer has to end after a second signal that ends it."""
 NOTHING_FOUND = 40
 """The exit code for a folder in which nothing was recognised."""
-
-Happenings = queue.SimpleQueue[_Happened]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,15 +121,15 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
         prepared = None if plan.folder is None else stack.enter_context(_prepared(plan))
         if prepared is not None:
             restore(prepared.store, prepared.folder, shared=prepared.is_shared)
-        signals.taken = lambda number: happened.put(_Happened("signal", number))
+        signals.taken = lambda number: happened.put(Happened("signal", number))
         began, began_at = time.monotonic(), time.time()
         trainer = TrainerProcess(
             command,
-            ended=lambda code: happened.put(_Happened("ended", code)),
+            ended=lambda code: happened.put(Happened("ended", code)),
             lock=prepared.lock if prepared else None,
         )
         emit(TrainerStarted(pid=trainer.pid, command=tuple(command)))
-        handing = _Handing(trainer, happened)
+        handing = Handing(trainer, happened)
         if prepared is None:
             plan, why_not = _written(plan, handing, place, since_seconds=began_at)
             if plan.folder is None:
@@ -148,8 +137,14 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
                 emit(FolderNotice(text=why_not))
                 code = trainer.code or 0
                 return NOTHING_FOUND if plan.require_commit and code == 0 else code
-            prepared = stack.enter_context(_prepared(plan))
-            prepared.store.resume()
+            late = _Late(plan, handing)
+            prepared = late.prepared(stack)
+            if prepared is None:
+                emit(TrainerEnded(code=trainer.code or 0, seconds=time.monotonic() - began))
+                trainer.release()
+                failure, code = late.tell_left(trainer.seen), trainer.code or 0
+                code = failure if plan.require_commit and code == 0 else code
+                return _leave(code, late.thread, patience_seconds=_THREAD_SECONDS)
         committer = plan.committer(prepared, job=trainer.seen, began_at=began_at)
         thread = _start(committer, prepared.store, happened)
         code = _follow(handing, committer)
@@ -157,7 +152,8 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
         trainer.release()
         patience_seconds = plan.rules.quiet_seconds + _LOOKS_SECONDS if code == 0 else 0.0
         failure = _end(plan, committer, happened, patience_seconds)
-        return _leave(failure if plan.require_commit and code == 0 else code, thread, committer)
+        code = failure if plan.require_commit and code == 0 else code
+        return _leave(code, thread, patience_seconds=_CLOSE_SECONDS if committer.is_through else 0.0)
 
 
 def _located(plan: AgentPlan, command: Sequence[str]) -> AgentPlan:
@@ -181,7 +177,7 @@ def _located(plan: AgentPlan, command: Sequence[str]) -> AgentPlan:
     return replace(plan, folder=folder, makes_folder=False)
 
 
-def _written(plan: AgentPlan, handing: _Handing, place: Path, *, since_seconds: float) -> tuple[AgentPlan, str]:
+def _written(plan: AgentPlan, handing: Handing, place: Path, *, since_seconds: float) -> tuple[AgentPlan, str]:
     """Wait for a first checkpoint below a place, and return the plan with its folder. If the trainer ends before there
     is one, there is one more look; then return the reason why there is none, for people."""
     noted: set[str] = set()
@@ -206,31 +202,100 @@ def _written(plan: AgentPlan, handing: _Handing, place: Path, *, since_seconds: 
     return replace(plan, folder=folder), why_not
 
 
-class _Handing:
-    """Hands signals on to the trainer. After the second one that ends it, it is killed if it does not end by itself."""
+class _Late:
+    """Prepares a folder that was found while the trainer runs, and its store: on a thread, for a storage may not
+    answer, and as often as it takes. Nothing of that ends the training."""
 
-    def __init__(self, trainer: TrainerProcess, happened: Happenings) -> None:
-        self.happened = happened
-        self.is_ending = False
-        self._trainer = trainer
-        self._kill_at: float | None = None
+    def __init__(self, plan: AgentPlan, handing: Handing) -> None:
+        self._plan, self._handing = plan, handing
+        self._failures = Failures()
+        self._tried: queue.SimpleQueue[tuple[_Prepared, ExitStack] | CkptstoreError] = queue.SimpleQueue()
+        self._ended: Happened | None = None
+        self._give_up_at: float | None = None
+        self.thread = self._try()
 
-    def next(self, until: float | None = None) -> _Happened | None:
-        """Return what happens next, None when the time is over. What is a signal was handed on."""
-        times = [at for at in (until, self._kill_at) if at is not None]
-        came = _next(self.happened, min(times, default=None))
-        if came is None and self._kill_at is not None and time.monotonic() >= self._kill_at:
-            emit(FolderNotice(text=f"the trainer has not ended {_KILL_SECONDS:g} s after a second signal: killed"))
-            self._trainer.hand_on(signal.SIGKILL)
-            self._kill_at = None
-        elif came is not None and came.what == "signal":
-            self._trainer.hand_on(came.number)
-            emit(SignalHandedOn(name=signal.Signals(came.number).name))
-            if came.number in ENDING:
-                if self.is_ending and self._kill_at is None:
-                    self._kill_at = time.monotonic() + _KILL_SECONDS
-                self.is_ending = True
-        return came
+    def prepared(self, stack: ExitStack) -> _Prepared | None:
+        """Return what is prepared, in `stack` until the end; None when the trainer has ended and there is no hope or no
+        time for one try more."""
+        is_last, next_at = False, None
+        while True:
+            was_ending = self._handing.is_ending
+            came = self._handing.next(min((at for at in (next_at, self._give_up_at) if at is not None), default=None))
+            if came is not None and came.what == "prepared":
+                tried = self._tried.get()
+                if not isinstance(tried, CkptstoreError):
+                    return self._handed_over(*tried, stack)
+                self._failures.error = tried
+                if is_last:
+                    return None
+                next_at = self._failed(tried)
+            elif came is not None and came.what == "ended":
+                self._ended, grace_seconds = came, self._plan.grace_seconds
+                self._give_up_at = None if grace_seconds is None else time.monotonic() + grace_seconds
+                next_at = None if next_at is None else time.monotonic()
+            elif came is not None and came.what == "signal" and self._ended and was_ending and came.number in ENDING:
+                return None
+            if self._ended and (self._failures.is_final or _is_over(self._give_up_at)):
+                return None
+            if _is_over(next_at):
+                self.thread, next_at, is_last = self._try(), None, self._ended is not None
+
+    def _handed_over(self, prepared: _Prepared, own: ExitStack, stack: ExitStack) -> _Prepared:
+        stack.push(own)
+        if self._ended is not None:
+            self._handing.happened.put(self._ended)  # for who waits for the trainer
+        return prepared
+
+    def _failed(self, error: CkptstoreError) -> float | None:
+        """Say that a try has failed, and return the time of the next one; None for never."""
+        if isinstance(error, FINAL):
+            self._failures.is_final = True
+            emit(CommitsStopped(reason=str(error)))
+            return None
+        wait_seconds = 0.0 if self._ended else self._failures.delay(self._plan.interval_seconds)
+        emit(CommitsDelayed(wait_seconds=wait_seconds, error=str(error)))
+        return time.monotonic() + wait_seconds
+
+    def _try(self) -> threading.Thread:
+        def work() -> None:
+            with ExitStack() as own:
+                try:
+                    prepared = own.enter_context(_prepared(self._plan))
+                    with ExitStack() as failed:
+                        failed.callback(prepared.store.close)
+                        prepared.store.resume()
+                        failed.pop_all()
+                    self._tried.put((prepared, own.pop_all()))
+                except Exception as error:  # nothing may end the training
+                    own.close()  # before the next try: it has the lock
+                    failure = error if isinstance(error, CkptstoreError) else CkptstoreError(f"{error!r}")
+                    self._tried.put(failure)
+                self._handing.happened.put(Happened("prepared"))
+
+        thread = threading.Thread(target=work, name="ckptstore-agent", daemon=True)
+        thread.start()
+        return thread
+
+    def tell_left(self, job: Callable[[], JobSeen]) -> int:
+        """Say what the folder has, and that nothing of it is in the store; return the exit code for that."""
+        folder, error = self._plan.folder, self._failures.error
+        assert folder is not None  # it was found
+        reason = str(error) if error else "the agent ended before the store had answered"
+        left: tuple[Found, ...] = ()
+        unfinished: Mapping[str, str] = {}
+        try:
+            place = Folder(folder, self._plan.rules)
+            place.look(job(), notes=False)  # another agent may work on it
+            look = place.look(job(), notes=False)
+            left, unfinished = look.finished, look.unfinished
+        except (CkptstoreError, OSError) as looked:
+            emit(FolderNotice(text=f"the folder cannot be looked at: {looked}"))
+        _tell_rest({}, 0, left, unfinished, reason)
+        return CkptstoreError.exit_code if error is None else error.exit_code
+
+
+def _is_over(at: float | None) -> bool:
+    return at is not None and time.monotonic() >= at
 
 
 def watch(plan: AgentPlan, *, once: bool) -> int:
@@ -243,7 +308,7 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
     if plan.folder is not None and once and not plan.folder.is_dir():
         raise InvalidInput(f"There is no folder {plan.folder}", hint="Give the folder that the trainer has written to")
     with Signals() as signals, _prepared(plan) as prepared:
-        signals.taken = lambda number: happened.put(_Happened("signal", number))
+        signals.taken = lambda number: happened.put(Happened("signal", number))
         committer = plan.committer(prepared, job=JobSeen, began_at=time.time())
         emit(FolderWatched(folder=str(prepared.folder.path)))
         if not prepared.folder.path.is_dir():
@@ -252,7 +317,7 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
         waited_for: frozenset[str] = frozenset()
         code = stopped = 0
         while code == 0:
-            came = _next(happened, time.monotonic() + plan.interval_seconds if once else None)
+            came = next_of(happened, time.monotonic() + plan.interval_seconds if once else None)
             if came is not None:
                 if came.what == "through":
                     stopped = committer.failures.stopped_code
@@ -271,7 +336,7 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
         failure = _end(plan, committer, happened)
         if once or plan.require_commit:
             code = failure or code
-        return _leave(stopped or code, thread, committer)
+        return _leave(stopped or code, thread, patience_seconds=_CLOSE_SECONDS if committer.is_through else 0.0)
 
 
 @contextmanager
@@ -311,14 +376,14 @@ def _start(committer: Committer, store: CheckpointStore, happened: Happenings) -
         except Exception as error:  # nothing may end the training
             emit(FolderNotice(text=f"the agent has failed, {type(error).__name__}: {error}"))
         finally:
-            happened.put(_Happened("through"))
+            happened.put(Happened("through"))
 
     thread = threading.Thread(target=work, name="ckptstore-agent", daemon=True)
     thread.start()
     return thread
 
 
-def _follow(handing: _Handing, committer: Committer) -> int:
+def _follow(handing: Handing, committer: Committer) -> int:
     """Wait for the end of the trainer, and return its exit code."""
     while True:
         if handing.is_ending and not committer.is_hurried:
@@ -341,7 +406,7 @@ def _end(plan: AgentPlan, committer: Committer, happened: Happenings, patience_s
     until = None if grace_seconds is None else time.monotonic() + grace_seconds
     reason = ""
     while not reason and not committer.is_through:
-        came = _next(happened, until)
+        came = next_of(happened, until)
         if came is None:
             reason = f"the time after the trainer's end, {grace_seconds:g} s, is over"
             break
@@ -354,18 +419,6 @@ def _end(plan: AgentPlan, committer: Committer, happened: Happenings, patience_s
     return _tell_left(plan, committer, reason)
 
 
-def _next(happened: Happenings, until: float | None = None) -> _Happened | None:
-    """Return what happens next, None when the time is over. The system may give a signal to another thread; then
-    nothing wakes this one, which runs the handlers. So it wakes by itself."""
-    while True:
-        left = _WAKE_SECONDS if until is None else max(0.0, min(_WAKE_SECONDS, until - time.monotonic()))
-        try:
-            return happened.get(timeout=left)
-        except queue.Empty:
-            if until is not None and time.monotonic() >= until:
-                return None
-
-
 def _tell_left(plan: AgentPlan, committer: Committer, reason: str) -> int:
     """Say what has become of everything; return the exit code of that, 0 if all is well."""
     outcome = _outcome(committer)
@@ -373,30 +426,27 @@ def _tell_left(plan: AgentPlan, committer: Committer, reason: str) -> int:
         emit(FolderNotice(text=f"the folder {plan.folder} did not answer, so what is left in it is not known"))
         return CkptstoreError.exit_code
     failed, left = committer.failures.error, outcome.left
-    if outcome.unfinished:
-        emit(UnfinishedLeft(names=tuple(outcome.unfinished), reasons=tuple(outcome.unfinished.values())))
-    if left:
-        emit(
-            CheckpointsLeft(
-                steps=tuple(found.step for found in left if found.step is not None),
-                names=tuple(found.name for found in left),
-                reason=reason or (str(failed) if failed else "the agent ended before they could be"),
-            )
-        )
-    emit(
-        RunSummary(
-            committed=outcome.committed,
-            passed_over=outcome.passed,
-            left=tuple(found.name for found in left),
-            unfinished=tuple(outcome.unfinished),
-        )
-    )
+    reason = reason or (str(failed) if failed else "the agent ended before they could be")
+    _tell_rest(outcome.passed, outcome.committed, left, outcome.unfinished, reason)
     if not outcome.had_any:
         emit(FolderNotice(text=_nothing_in(plan)))
         return NOTHING_FOUND
     if left or not outcome.has_last:
         return failed.exit_code if failed else CkptstoreError.exit_code
     return 0
+
+
+def _tell_rest(
+    passed: dict[str, str], committed: int, left: Sequence[Found], unfinished: Mapping[str, str], reason: str
+) -> None:
+    """Say what is in the store, and for which reasons the rest is not."""
+    names = tuple(found.name for found in left)
+    if unfinished:
+        emit(UnfinishedLeft(names=tuple(unfinished), reasons=tuple(unfinished.values())))
+    if left:
+        steps = tuple(found.step for found in left if found.step is not None)
+        emit(CheckpointsLeft(steps=steps, names=names, reason=reason))
+    emit(RunSummary(committed=committed, passed_over=passed, left=names, unfinished=tuple(unfinished)))
 
 
 def _outcome(committer: Committer) -> Outcome | None:
@@ -426,10 +476,10 @@ def _nothing_in(plan: AgentPlan) -> str:
     return f"nothing in {plan.folder} has the shape of a checkpoint; --pattern GLOB says what a checkpoint is called"
 
 
-def _leave(code: int, thread: threading.Thread, committer: Committer) -> int:
-    """Return the exit code, for an agent that is through. One that is not ends here: its thread may wait for a
-    storage."""
-    thread.join(_CLOSE_SECONDS if committer.is_through else 0.0)
+def _leave(code: int, thread: threading.Thread, *, patience_seconds: float = 0.0) -> int:
+    """Return the exit code, for an agent that is through within that time. One that is not ends here: its thread may
+    wait for a storage."""
+    thread.join(patience_seconds)
     if thread.is_alive():
         sys.stdout.flush()
         sys.stderr.flush()
