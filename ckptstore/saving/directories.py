@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptstore.errors import InvalidSource
 from ckptstore.format.layout import check_name, check_user_name
-from ckptstore.transfer.sources import FileSource
+from ckptstore.transfer.sources import FileSource, refuse_shortage
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ def _entries(path: str) -> list[os.DirEntry[str]]:
         with os.scandir(path) as entries:
             return sorted(entries, key=attrgetter("name"))
     except OSError as error:
+        refuse_shortage(error, path)
         raise InvalidSource(f"{path} cannot be listed: {error.strerror}", file=path) from error
 
 

@@ -6,6 +6,7 @@ for each block of 1 MiB beside the digest of the whole file (`ckptstore.format.d
 
 from __future__ import annotations
 
+import errno
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from ckptstore.errors import InvalidSource, SourceChanged
+from ckptstore.errors import InvalidSource, SourceChanged, StorageError
 
 Read = Callable[[int, int, memoryview], Sequence[memoryview]]
 """`read(offset, size_bytes, scratch)` returns the bytes of a range as views, in order.
@@ -105,6 +106,7 @@ class FileSource(NamedTuple):
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            refuse_shortage(error, self.path)
             raise self.changed(f"could not be opened ({error.strerror})") from error
         try:
             view = scratch[: self.size_bytes]
@@ -143,6 +145,7 @@ class _Reading:
         try:
             self._descriptor = os.open(self._source.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            refuse_shortage(error, self._source.path)
             raise self._source.changed(f"could not be opened ({error.strerror})") from error
         return self._read
 
@@ -166,6 +169,17 @@ class _Reading:
                 raise self._source.changed("ends early")
             done += count
         return [view]
+
+
+def refuse_shortage(error: OSError, path: str | os.PathLike[str]) -> None:
+    """Raise StorageError for an error that says nothing of the file: this process, or the system, has no room for one
+    more open file."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise StorageError(
+            f"{os.fspath(path)} could not be opened: {error.strerror}",
+            file=os.fspath(path),
+            hint="Raise the limit of open files (ulimit -n)",
+        ) from error
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.errors import InvalidSource, SourceChanged
+from ckptstore.errors import InvalidSource, SourceChanged, StorageError
+from ckptstore.saving.directories import scan
 from ckptstore.transfer.sources import FileSource, MemorySource
 
 
@@ -143,3 +145,22 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     with pytest.raises(SourceChanged):
         source.load(memoryview(bytearray(4)))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_a_shortage_of_open_files_says_nothing_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuses(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    (tmp_path / "file").write_bytes(b"data")
+    source = FileSource.of(tmp_path / "file")
+    monkeypatch.setattr(os, "open", refuses)
+    monkeypatch.setattr(os, "scandir", refuses)
+    with pytest.raises(StorageError, match="ulimit -n"):
+        source.load(memoryview(bytearray(4)))
+    with pytest.raises(StorageError, match="ulimit -n"), source.open():
+        pass
+    with pytest.raises(StorageError, match="ulimit -n"):
+        scan(tmp_path)

@@ -15,6 +15,7 @@ from ckptstore.format.layout import check_name, check_user_name
 from ckptstore.tools.run.folders.shape import Shape
 from ckptstore.tools.run.folders.snapshot import FolderSnapshot, Sign
 from ckptstore.tools.run.folders.whole import checksums, ends, number_in
+from ckptstore.transfer.sources import refuse_shortage
 
 T = TypeVar("T")
 
@@ -209,7 +210,8 @@ class MarkerReader:
 def _data(path: Path) -> bytes | None:
     try:
         return path.read_bytes() if path.stat().st_size <= _MAX_MARKER_BYTES else None
-    except OSError:
+    except OSError as error:
+        refuse_shortage(error, path)
         return None
 
 
@@ -225,6 +227,7 @@ def _ends_or_gone(path: Path) -> tuple[str | None, bool]:
     try:
         return ends(path)
     except OSError as error:
+        refuse_shortage(error, path)
         return f"cannot be read: {error.strerror}", False
 
 

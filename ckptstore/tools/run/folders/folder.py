@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ from ckptstore.tools.run.folders.job_seen import JobSeen, open_at_all, open_for_
 from ckptstore.tools.run.folders.own_directory import is_on_one_disk, own_directory
 from ckptstore.tools.run.folders.shapes import candidates_in, left_out
 from ckptstore.tools.run.folders.snapshot import RESTORING_NAME, Sign, take
-from ckptstore.transfer.sources import FileSource
+from ckptstore.transfer.sources import FileSource, refuse_shortage
 
 _FINISHED_NAME = "finished.json"
 _SINCE_NAME = "since"
@@ -226,7 +227,10 @@ class Folder:
             fields = json.loads((self.own / name).read_text())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError):
+        except OSError as error:
+            refuse_shortage(error, self.own / name)
+            return {}
+        except ValueError:
             return {}
         return (
             {name: text for name, text in fields.items() if isinstance(text, str)} if isinstance(fields, dict) else {}
@@ -271,6 +275,7 @@ class Held:
             except FileNotFoundError:
                 raise
             except OSError:
+                _raise_limit()
                 descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
                 self._stack.callback(os.close, descriptor)
                 second = Path(f"/proc/self/fd/{descriptor}")
@@ -278,6 +283,7 @@ class Held:
         except FileNotFoundError as error:
             raise _changed(self._found, file) from error
         except OSError as error:
+            refuse_shortage(error, path)
             raise InvalidSource(f"{path} cannot be read: {error.strerror}", step=self._found.step, file=file) from error
         if seen.link is None and sign != seen:
             raise _changed(self._found, file)
@@ -314,6 +320,14 @@ class Held:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
+
+
+def _raise_limit() -> None:
+    """Let this process open as many files as it may: a checkpoint can have thousands. A trainer, which has been started
+    before, keeps its own limit."""
+    with suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def has_digest(path: Path, digest: Digest) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptstore.transfer.sources import refuse_shortage
+
 PROC = Path("/proc")
 RANK_VARIABLES = (b"RANK", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"SLURM_PROCID")
 """The variables with the rank of a process: of torchrun, Open MPI, MPICH, Slurm."""
@@ -70,7 +72,8 @@ def _processes() -> tuple[dict[int, int], dict[int, int]]:
         try:
             # The name of the program may hold anything, a bracket too; nothing after it does.
             fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
+        except OSError as error:  # it has ended
+            refuse_shortage(error, PROC)
             continue
         if fields[0] != b"Z":
             parents[pid], sessions[pid] = int(fields[1]), int(fields[3])
@@ -112,7 +115,8 @@ def _variables(pid: int) -> dict[bytes, bytes] | None:
     """Return the environment that a process was started with; None for one that has ended, or is another user's."""
     try:
         entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
+    except OSError as error:
+        refuse_shortage(error, PROC)
         return None
     return dict(entry.partition(b"=")[::2] for entry in entries)
 
@@ -149,7 +153,8 @@ def _descriptors(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
     directory = os.fsencode(PROC / str(pid))
     try:
         numbers = os.listdir(directory + b"/fd")
-    except OSError:
+    except OSError as error:
+        refuse_shortage(error, PROC)
         return
     for number in numbers:
         try:
@@ -158,7 +163,8 @@ def _descriptors(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
                 continue
             with open(directory + b"/fdinfo/" + number, "rb") as info:
                 flags = _FLAGS.search(info.read())
-        except OSError:  # closed meanwhile
+        except OSError as error:  # closed meanwhile
+            refuse_shortage(error, PROC)
             continue
         yield path, flags is None or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
 
@@ -166,7 +172,8 @@ def _descriptors(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
 def _mappings(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
     try:
         maps = (PROC / str(pid) / "maps").read_bytes()
-    except OSError:
+    except OSError as error:
+        refuse_shortage(error, PROC)
         return
     if root not in maps:  # nearly always; a process of torch has a thousand lines, and a look comes every few seconds
         return

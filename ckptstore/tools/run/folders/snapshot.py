@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptstore.errors import InvalidSource
+from ckptstore.transfer.sources import refuse_shortage
 
 RESTORING_NAME = ".ckptstore"
 """The directory of ours in a folder that is a mount point, while a restore works and no trainer does. No look lists it.
@@ -91,6 +92,7 @@ def take(folder: Path, *, follows: bool = True) -> FolderSnapshot:
     except FileNotFoundError:
         return FolderSnapshot({})
     except OSError as error:
+        refuse_shortage(error, folder)
         raise InvalidSource(f"The folder {folder} cannot be listed: {error.strerror}", file=str(folder)) from error
     root = os.path.realpath(folder)
     pending = [("", root)]
@@ -134,5 +136,6 @@ def _entries(path: Path) -> Iterable[os.DirEntry[str]]:
     try:
         with os.scandir(path) as entries:
             return sorted(entries, key=lambda entry: entry.name)
-    except OSError:  # removed between the look at its parent and this one
+    except OSError as error:  # removed between the look at its parent and this one
+        refuse_shortage(error, path)
         return []

@@ -12,6 +12,8 @@ import struct
 import zipfile
 from pathlib import Path
 
+from ckptstore.transfer.sources import refuse_shortage
+
 ZIP_NAMES = (".pt", ".pth", ".ckpt", ".bin", ".zip", ".keras", ".npz", ".tar")
 """Names of what torch.save and others write: a zip file, whose directory is its end."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
@@ -121,7 +123,10 @@ def checksums(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+    except OSError as error:
+        refuse_shortage(error, path)
+        return None
+    except (ValueError, zipfile.BadZipFile, NotImplementedError):
         return None
     if not entries or any(size_bytes and not checksum for _, size_bytes, checksum in entries):
         return None  # torch can be told to leave them out
@@ -138,7 +143,10 @@ def number_in(path: Path, key: str) -> int | None:
                 return None
             with archive.open(name) as pickled:
                 return _number_after(pickled.read(), key)
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+    except OSError as error:
+        refuse_shortage(error, path)
+        return None
+    except (ValueError, zipfile.BadZipFile, NotImplementedError):
         return None
 
 
