@@ -17,11 +17,12 @@ from ckptstore.fast.fast_files import fast_files_of
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.partner import DoubledUpload
 from ckptstore.fast.publisher import FastPublisher
+from ckptstore.format.record import Record
 from ckptstore.loading.checkpoint_files import files_of
 from ckptstore.retention import Candidate
 from ckptstore.saving.directory_shard import DirectoryShard
 from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
-from ckptstore.saving.log_publisher import LogPublisher, finish_in_store
+from ckptstore.saving.log_publisher import LogPublisher, making_room
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.save_state import Movable, SaveResult, SaveTarget, StateSaver
@@ -81,7 +82,8 @@ class FastSaver(StateSaver):
             step, rank = transaction.request.step, job.group.rank
             emit(FastBypassed(step=step, rank=rank, error=error.message, store=job.storage.uri))
         shard.move(job.storage, job.transfer.upload)
-        record = finish_in_store(job, transaction.elsewhere(LogPublisher(job)), shard)
+        with making_room(job):
+            record: Record = transaction.elsewhere(LogPublisher(job)).finish(shard)
         self._last_record = record, time.monotonic()
         return SaveResult(files_of(job, record))
 

@@ -141,15 +141,15 @@ class WeightsShard:
         return self._decision(is_new=is_new, base=None)
 
     def _decision(self, *, is_new: bool, base: Record | None, is_same: bool = False) -> Decision:
-        assert self._dealt is not None  # all have described what they have
+        dealt = self._dealt or Dealing((), {}, {})
         message: dict[str, Any] = {
-            "owners": dict(self._dealt.owners) if is_new else None,
+            "owners": dict(dealt.owners) if is_new else None,
             "is_same": is_same,
             "base": None,
         }
         if base is not None:
             message |= {"base": base.entry.attempt, "base_version": base.entry.step}
-        size_bytes = sum(_size_bytes(item) for item in self._dealt.described.values())
+        size_bytes = sum(_size_bytes(item) for item in dealt.described.values())
         return Decision(message, size_bytes, may_be_less=base is not None)
 
     def _stored_chain(self) -> list[Record]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,29 +114,30 @@ def begin_in_store(
     """Let the ranks agree on a save to the store. Return the transaction, and a function that finishes it on any
     thread. Both calls are collective."""
     transaction = Transaction.begin(job.group, LogPublisher(job), shard, request, clock=clock)
-    return transaction, lambda: files_of(job, finish_in_store(job, transaction, shard))
+
+    def finish() -> CheckpointFiles:
+        with making_room(job):
+            return files_of(job, transaction.finish(shard))
+
+    return transaction, finish
 
 
-def finish_in_store(job: Job, transaction: Transaction[Record], shard: Shard) -> Record:
-    """Finish a save to the store as `Transaction.finish` does, and make room for the next one if there was none."""
-    try:
-        return transaction.finish(shard)
-    except StorageFull:
-        if job.is_leader:
-            make_room(job)
-        raise
-
-
-def make_room(job: Job) -> None:
-    """Empty the trash after a save for which there was no room. Never raises.
+@contextmanager
+def making_room(job: Job) -> Iterator[None]:
+    """Empty the trash if the context raises StorageFull.
 
     A quota of a user, or of a directory, often does not show before: the disk says that it has room. Only a commit
     prunes, so without this no later save would succeed either.
     """
     try:
-        empty_trash(job.log, job.storage, epoch=job.epoch)
-    except CkptstoreError as error:
-        emit(PruneFailed(error=str(error)))
+        yield
+    except StorageFull:
+        if job.is_leader:
+            try:
+                empty_trash(job.log, job.storage, epoch=job.epoch)
+            except CkptstoreError as error:
+                emit(PruneFailed(error=str(error)))
+        raise
 
 
 def prune_behind(job: Job) -> None:

@@ -21,7 +21,7 @@ from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.saving.background import Background, PendingSave
 from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
-from ckptstore.saving.log_publisher import LogPublisher, begin_in_store, finish_in_store
+from ckptstore.saving.log_publisher import LogPublisher, begin_in_store, making_room
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
@@ -165,7 +165,8 @@ class StateSaver:
     def _finish(self, transaction: Transaction[Any], shard: Movable) -> SaveResult:
         """Finish the save after the agreement, on any thread."""
         self._next_kept = None
-        record = finish_in_store(self.job, transaction, shard)
+        with making_room(self.job):
+            record: Record = transaction.finish(shard)
         self._kept = self._next_kept
         self._last_record = record, time.monotonic()
         return SaveResult(files_of(self.job, record))
