@@ -71,10 +71,11 @@ def leave_requeued(trainer: Any, step: int) -> bool:
     """Leave out the file of `found_requeued` if it is older than the checkpoint of `step` in the store, and return True
     then. Nothing removes the file: Lightning would take it at each later start, too.
 
-    FSDP and ModelParallel read the file later, and cannot be kept from it: a warning says so.
+    FSDP and ModelParallel read the file later, and cannot be kept from it: a warning says so, and for a release of
+    Lightning that holds what it has read under another name.
     """
-    connector = trainer._checkpoint_connector  # there is no public way
-    their_step = connector._loaded_checkpoint.get("global_step")
+    connector = getattr(trainer, "_checkpoint_connector", None)  # there is no public way; a release may lack this one
+    their_step = getattr(connector, "_loaded_checkpoint", {}).get("global_step")
     if their_step is None:
         logger.warning(
             "Lightning goes on from %s, which Slurm's requeue left, though the store has step %d: remove the file if "
@@ -90,7 +91,7 @@ def leave_requeued(trainer: Any, step: int) -> bool:
         their_step,
         step,
     )
-    connector._loaded_checkpoint = {}
+    setattr(connector, "_loaded_checkpoint", {})  # noqa: B010 - a private name
     trainer.ckpt_path = None
     return True
 
