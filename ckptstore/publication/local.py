@@ -86,7 +86,7 @@ class LocalModel:
     def recover(self) -> None:
         """Go on with what a process that was killed has begun, and remove what is of no use. Call it with the lock."""
         self.settle()
-        if not self.path.exists() and (self._next / STATE_NAME).exists():
+        if not self.path.exists() and (self._next / INDEX_NAME).exists():
             os.rename(self._next, self.path)  # it was killed between two renames
         if self._journal.exists():
             self._go_on()
@@ -288,14 +288,15 @@ class LocalModel:
         return state
 
     def _finish(self, directory: Path, work: Work, boot: str) -> State:
-        """Write the index and the state, in this order."""
+        """Write the state and the index, in this order: without its index the directory is of no version."""
         version = work.target.version
         index = Index(work.weight_map, {"total_size": work.total_bytes, "version": f"{version:06d}"})
-        write_bytes(directory / INDEX_NAME, index.encode())
         names = sorted({*work.weight_map.values()})
         files = dict.fromkeys(names, ())
         state = State(version, work.target.identity, work.target.metadata, work.digests, files, work.config_files, "")
-        return self._write_state(directory, state, boot)
+        state = self._write_state(directory, state, boot)
+        write_bytes(directory / INDEX_NAME, index.encode())
+        return state
 
     def _write_state(self, directory: Path, state: State, boot: str) -> State:
         files = {name: _stamp(directory / name) for name in state.files}
