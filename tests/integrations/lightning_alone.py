@@ -36,6 +36,18 @@ class Small(pytorch_lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def quiet_trainer(*callbacks: Any, **given: Any) -> Any:
+    """A Trainer that prints and logs nothing."""
+    return pytorch_lightning.Trainer(
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **given,
+    )
+
+
 def other_name_of_lightning(root: str) -> tuple[list[str], int | None]:
     """Train twice; the packages that the callback's classes are from, and the step that the second run resumed from."""
     for _ in range(2):
@@ -56,15 +68,7 @@ def by_steps(root: str, stops_at: int, every: dict[str, int], given: dict[str, i
     for last in sorted({stops_at, 12}):
         torch.manual_seed(2)
         module = Small()
-        trainer = pytorch_lightning.Trainer(
-            accelerator="cpu",
-            callbacks=[CheckpointStoreCallback(root, **every)],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            max_steps=last,
-            **given,
-        )
+        trainer = quiet_trainer(CheckpointStoreCallback(root, **every), max_steps=last, **given)
         trainer.fit(module, data, data if validates else None)
         seen += module.batches
     return [*seen, module.layer.weight.tolist()]
@@ -187,14 +191,7 @@ def last_beside_best(root: str) -> list[tuple[int, bool]]:
     for number, options in enumerate(({"save_last": True}, {"save_on_exception": True})):
         retention = KeepBest(1, "val_loss", "min") | KeepLatest(1)
         callback = CheckpointStoreCallback(f"{root}/{number}", monitor="val_loss", retention=retention, **options)  # type: ignore[arg-type]
-        trainer = pytorch_lightning.Trainer(
-            accelerator="cpu",
-            max_steps=10,
-            callbacks=[callback, *([StopAt(10)] if number else [])],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(callback, *([StopAt(10)] if number else []), max_steps=10)
         data = DataLoader(torch.rand(16, 4), batch_size=4)
         with suppress(Stopped):
             trainer.fit(Small(), data, data)
@@ -214,15 +211,7 @@ def requeued_by_slurm(root: str) -> list[int | None]:
     for last in (2, 6, 8):
         callback = CheckpointStoreCallback(f"{root}/store", every_n_train_steps=2)
         module = Small()
-        trainer = pytorch_lightning.Trainer(
-            accelerator="cpu",
-            max_steps=last,
-            callbacks=[callback],
-            default_root_dir=root,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(callback, max_steps=last, default_root_dir=root)
         trainer.fit(module, DataLoader(torch.rand(32, 4), batch_size=4))
         if last == 2:
             trainer.save_checkpoint(f"{root}/hpc_ckpt_1.ckpt")
