@@ -131,7 +131,9 @@ def _wrapper_attribute(kind: Any) -> str | None:
 
 
 def _child(module: Any, name: str | None) -> Any:
-    return None if module is None or name is None else module._modules.get(name)
+    if module is None or name not in module._modules:  # TorchScript's knows `in` and `[]` alone
+        return None
+    return module._modules[name]
 
 
 def state_dict_like(given: Any, items: Any) -> Any:
