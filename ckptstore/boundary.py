@@ -1,13 +1,14 @@
-"""Shorten the tracebacks of errors that leave ckptstore to the caller's line and one line of ckptstore."""
+"""Check the switches of public calls, and shorten the tracebacks of errors to two lines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, wraps
+from types import UnionType
 from typing import Any, TypeVar
 
 from ckptstore.config import shows_full_tracebacks
-from ckptstore.errors import CkptstoreError
+from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.runtime.extras import not_installed
 
 T = TypeVar("T")
@@ -20,12 +21,16 @@ def boundary(function: F) -> F:
     """Wrap a public function so that the tracebacks of its errors leave out the frames inside ckptstore.
 
     The cause of an error keeps its traceback, since a user's object or a storage may have raised it. With
-    `CKPTSTORE_TRACEBACKS=full` all frames stay.
+    `CKPTSTORE_TRACEBACKS=full` all frames stay. The function raises InvalidInput for a switch that is no bool.
     """
+    switches = _switches(function)
 
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
         try:
+            for name, (place, may_be) in switches.items():
+                if not isinstance(value := args[place] if place < len(args) else keywords.get(name, True), may_be):
+                    raise InvalidInput(f"{name} is {value!r}, it is True or False")
             return function(*args, **keywords)
         except CkptstoreError as error:
             if shows_full_tracebacks():
@@ -38,6 +43,17 @@ def boundary(function: F) -> F:
             raise missing from error
 
     return call  # type: ignore[return-value]
+
+
+def _switches(function: Callable[..., Any]) -> dict[str, tuple[int, UnionType | type]]:
+    """Return the place, and the classes, of each parameter that is True or False.
+
+    A text such as "false", from a file of settings, is true, and would pass for the opposite of what it says.
+    """
+    kinds = {"bool": bool, "bool | None": bool | None}
+    found = {name: kinds[kind] for name, kind in function.__annotations__.items() if kind in kinds}
+    names = function.__code__.co_varnames if found else ()
+    return {name: (place, found[name]) for place, name in enumerate(names) if name in found}
 
 
 def bounded(cls: type[T]) -> type[T]:

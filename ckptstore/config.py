@@ -27,6 +27,8 @@ _OTHERS = re.compile(
 )
 """The names of variables that others read, and of those that Kubernetes sets for a service of our name."""
 _warned_of: set[str] = set()
+_KINDS: Mapping[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+"""The classes that a value may have, by the type of its field."""
 
 
 def shows_full_tracebacks() -> bool:
@@ -63,6 +65,16 @@ class _Config:
         """Return the field and its type for each variable that sets one."""
         plain = (item for item in fields(cls) if not str(item.type).endswith("Config"))
         return {f"{_PREFIX}{item.name.upper()}": (item.name, str(item.type)) for item in plain}
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            kinds, value = _KINDS.get(str(item.type)), getattr(self, item.name)
+            if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+                raise InvalidInput(f"{item.name} is {value!r}, it must be of the type {item.type}")
+        self._check()
+
+    def _check(self) -> None:
+        """Raise InvalidInput for a value of the right type that cannot be used."""
 
     def _check_positive(self, *names: str) -> None:
         for name in names:
@@ -119,7 +131,7 @@ class TransferConfig(_Config):
     """Compare a part of what `save_async` has copied with the tensors before it returns: a "sample" of a few
     elements, which costs below 1 % of the copy, or "all"."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._check_positive("num_threads", "num_requests", "memory_budget_bytes")
         if self.check_copies not in ("sample", "all"):
             raise InvalidInput(f"check_copies is {self.check_copies!r}, it is 'sample' or 'all'")
@@ -140,7 +152,7 @@ class RetryConfig(_Config):
     retry_wait_max_seconds: float = 20.0
     """The longest wait before any try."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._check_positive(
             "retry_attempts", "retry_deadline_seconds", "retry_wait_initial_seconds", "retry_wait_max_seconds"
         )
@@ -159,7 +171,7 @@ class CacheConfig(_Config):
     cache_wait_seconds: float = 1800.0
     """The longest wait of a process for another one's download before it downloads for itself."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._check_positive("cache_idle_seconds", "cache_wait_seconds")
         if self.cache_budget_bytes < 0:
             raise InvalidInput(f"cache_budget_bytes is {self.cache_budget_bytes!r}, it must be at least 0")
@@ -180,7 +192,7 @@ class PeerConfig(_Config):
     peers_linger_seconds: float = 60.0
     """The longest time for which a store that is closed goes on serving nodes that still ask."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._check_positive("peers_cache_bytes", "peers_timeout_seconds")
         if not self.peers_linger_seconds >= 0:
             raise InvalidInput(f"peers_linger_seconds is {self.peers_linger_seconds!r}, it must be at least 0")
@@ -216,9 +228,7 @@ class StoreConfig(_Config):
     cache: CacheConfig = field(default_factory=CacheConfig.from_env)
     peer: PeerConfig = field(default_factory=PeerConfig.from_env)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._check_positive("rank_timeout_seconds", "num_prefixes", "compare_every")
-        if not isinstance(self.provenance, bool):
-            raise InvalidInput(f"provenance is {self.provenance!r}, it is True or False")
         if not self.grace_seconds >= 0:
             raise InvalidInput(f"grace_seconds is {self.grace_seconds!r}, it must be at least 0")

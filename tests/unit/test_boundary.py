@@ -1,9 +1,10 @@
-"""An ordinary error shows the caller's line, and not what happened inside."""
+"""An ordinary error shows the line of the caller, and not what happened inside. A switch is True or False."""
 
 from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +59,22 @@ def test_what_a_user_object_raised_keeps_its_frames(tmp_path: Path, monkeypatch:
 def test_signatures_and_docstrings_are_those_of_the_functions() -> None:
     assert ckptstore.CheckpointStore.save.__doc__
     assert ckptstore.Checkpoint.step.__doc__ == "The step that was saved."
+
+
+@pytest.mark.parametrize("switch", ["false", "no", "", 0, 1, None, [True]])
+def test_a_switch_that_is_no_bool_is_refused(tmp_path: Path, switch: Any) -> None:
+    with open_store(tmp_path) as store:
+        store.save(1, {"a": 1})
+        for call in (
+            lambda: store.save(2, {"a": 1}, allow_pickle=switch),
+            lambda: store.load({"a": 1}, strict=switch),
+            lambda: store.prune(dry_run=switch),
+            lambda: store.remove(1, force=switch),
+            lambda: store.latest(fast=switch),
+        ):
+            with pytest.raises(InvalidInput, match="it is True or False"):
+                call()
+        assert [one.step for one in store] == [1]
+    if switch is not None:
+        with pytest.raises(InvalidInput, match=r"durable is .* True or False"):
+            open_store(tmp_path, durable=switch)

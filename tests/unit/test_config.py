@@ -77,9 +77,15 @@ def test_a_variable_that_cannot_be_read_is_named(name: str, text: str) -> None:
         (StoreConfig, "grace_seconds", -0.5),
         (StoreConfig, "grace_seconds", float("nan")),
         (StoreConfig, "rank_timeout_seconds", 0),
+        (StoreConfig, "rank_timeout_seconds", "30"),
+        (StoreConfig, "grace_seconds", True),
+        (StoreConfig, "num_prefixes", 1.5),
+        (StoreConfig, "single_writer", "false"),
+        (TransferConfig, "memory_budget_bytes", "512MB"),
+        (TransferConfig, "digest", 3),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(cls: type, name: str, value: float) -> None:
+def test_a_value_of_another_type_or_out_of_range_is_refused_by_name(cls: type, name: str, value: object) -> None:
     with pytest.raises(InvalidInput, match=name):
         cls(**{name: value})
 
