@@ -40,8 +40,12 @@ between ranks as JSON (`to_wire`, `from_wire`), never as a pickle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
+
+logger = logging.getLogger("ckptstore")
 
 _WIRE_FIELDS = {"step": int, "rank": int, "file": str, "hint": str, "committed": bool, "ranks": list}
 
@@ -290,6 +294,19 @@ class StorageThrottled(StorageUnavailable):
     """The storage asks for fewer requests. They may go through later, and sooner when fewer come at once."""
 
     code, exit_code = "storage-throttled", 35
+
+
+@contextmanager
+def besides(first: BaseException | None) -> Iterator[None]:
+    """Log an error of the context, and note it in `first`, if there is one: an interrupt, or the user's own error, is
+    what the program has to hear of. Without one, raise the error."""
+    try:
+        yield
+    except CkptstoreError as error:
+        if first is None or error is first:
+            raise
+        first.add_note(f"Besides: {error}")
+        logger.error("besides a %s: %s", type(first).__name__, error)
 
 
 def _subclasses(cls: type[CkptstoreError]) -> list[type[CkptstoreError]]:

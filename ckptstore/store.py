@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ckptstore.boundary import bounded
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import besides
 from ckptstore.job import Job
 
 if TYPE_CHECKING:
@@ -219,8 +220,7 @@ class CheckpointStore(Catalogue):
         return None if drain is None else self._checkpoint(drain.result(0.0))
 
     def health(self) -> StoreHealth:
-        """Return how far the store is behind the states that this process has saved or resumed from. No request is
-        made.
+        """Return how far the store is behind what this process has saved or resumed from. No request is made.
 
         Without a fast tier it is never behind: a save ends when its checkpoint is in the store.
         """
@@ -381,7 +381,8 @@ class CheckpointStore(Catalogue):
         tier = self._held.tier
         if error is not None and not self._held.is_closed and tier is not None and tier.is_open:
             self._deadline.set(0.0)  # the other ranks may not come, so `close` does not wait for a drain
-        self.close()
+        with besides(error):
+            self.close()
 
     @cached_property
     def _state_saver(self) -> StateSaver:
@@ -414,8 +415,7 @@ class CheckpointStore(Catalogue):
     def _gone_on_from(self, checkpoint: Checkpoint) -> Checkpoint:
         from ckptstore.saving.health import ResumedFrom
 
-        is_durable = checkpoint.number is not None
-        self._resumed = ResumedFrom.of(checkpoint.step, checkpoint.created_at, is_durable=is_durable)
+        self._resumed = ResumedFrom.of(checkpoint.step, checkpoint.created_at, is_durable=checkpoint.number is not None)
         return checkpoint
 
 

@@ -7,9 +7,7 @@ has no thread left. So the caller does the work for which there is no thread.
 
 from __future__ import annotations
 
-import atexit
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -21,18 +19,6 @@ R = TypeVar("R")
 def is_ending() -> bool:
     """Return True if the main thread has ended: then nobody may wait for new threads."""
     return not threading.main_thread().is_alive()
-
-
-def at_exit(owner: T, tell: Callable[[T], object]) -> None:
-    """Call `tell` with an object when the interpreter ends, if the object still exists then."""
-    reference = weakref.ref(owner)
-
-    def call() -> None:
-        found = reference()
-        if found is not None:
-            tell(found)
-
-    atexit.register(call)
 
 
 def mapped(

@@ -6,6 +6,7 @@ lane of its own, and commits. It ends with the save; the interpreter waits for i
 
 from __future__ import annotations
 
+import atexit
 import logging
 import signal
 import threading
@@ -20,7 +21,7 @@ from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, SaveBusy
 from ckptstore.format.layout import known_step
 from ckptstore.job import Job
 from ckptstore.runtime.fork import in_forked_child
-from ckptstore.runtime.parallel import at_exit, is_ending
+from ckptstore.runtime.parallel import is_ending
 
 logger = logging.getLogger("ckptstore")
 
@@ -197,7 +198,7 @@ class Background:
             self._tell_unseen()
         elif not self._tells_at_exit:
             self._tells_at_exit = True
-            at_exit(self, Background._tell_unseen)
+            atexit.register(self._tell_unseen)  # also where nobody holds the store any more
 
     def _tell_unseen(self) -> None:
         """Log, when the process ends, an error that no caller has received."""
