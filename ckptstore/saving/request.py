@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckptstore.errors import InvalidInput, InvalidMetadata
-from ckptstore.format.encoding import dump_json
+from ckptstore.format.encoding import dump_json, load_json
 from ckptstore.format.layout import check_step
 from ckptstore.format.manifest import Kind
 from ckptstore.retention import as_metrics
@@ -42,11 +42,14 @@ class Request:
             raise InvalidInput(f"exists is {exists!r}, it is 'replace' or 'error'")
         if metadata is not None and not isinstance(metadata, Mapping):
             raise InvalidMetadata(f"metadata is a {type(metadata).__name__}, not a mapping")
-        dump_json(dict(metadata or {}))
+        numbers = as_metrics(metrics)
+        dump_json(numbers, what="metrics")  # names that JSON or the format lacks
+        # A copy down to its last list: the caller of an asynchronous save may go on changing what it gave.
+        copied = load_json(dump_json(dict(metadata or {})), file="metadata")
         return Request(
             step=check_step(step),
             kind=kind,
-            metrics=as_metrics(metrics),
-            metadata=dict(metadata or {}),
+            metrics=numbers,
+            metadata=copied,
             options={"kind": kind, "exists": exists, **options},
         )

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore import CheckpointStore, InvalidInput, InvalidState, SaveBusy, StorageUnavailable, open_store
+from ckptstore import (
+    AccessDenied,
+    CheckpointStore,
+    InvalidInput,
+    InvalidState,
+    SaveBusy,
+    StorageUnavailable,
+    open_store,
+)
 from ckptstore.testing import Call, FailAt
 from ckptstore.testing.stores import with_faults
 
@@ -60,6 +68,35 @@ def test_the_state_may_change_at_once(tmp_path: Path) -> None:
             assert loaded["w"].eq(step).all()
             assert loaded["nested"] == {"epoch": step, "names": ["a"]}
             assert store[step].verify().ok
+
+
+def test_the_metadata_may_change_at_once(tmp_path: Path) -> None:
+    store, gate = gated(tmp_path)
+    with store:
+        metadata: dict[str, Any] = {"losses": [0.5], "config": {"lr": 0.1}}
+        pending = store.save_async(1, some_state(), metadata=metadata)
+        metadata["losses"].append(0.25)
+        metadata["config"]["device"] = torch.device("cpu")
+        gate.opened.set()
+        checkpoint = pending.result()
+        assert checkpoint is not None
+        assert checkpoint.metadata == {"losses": [0.5], "config": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize("mine", [KeyboardInterrupt(), ValueError("mine")])
+def test_a_failed_save_does_not_take_the_place_of_what_ends_the_training(
+    tmp_path: Path, mine: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> None:
+        faults = FailAt("write* checkpoints/*", AccessDenied("away"), times=None)
+        with with_faults(open_store(tmp_path), faults) as store:
+            store.save_async(1, some_state())
+            raise mine
+
+    with pytest.raises(type(mine)) as ended:
+        train()
+    assert "away" in "".join(ended.value.__notes__)
+    assert "besides a " in caplog.text
 
 
 def test_the_next_save_waits_is_skipped_or_refused(tmp_path: Path) -> None:
