@@ -23,6 +23,7 @@ from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_watch import LoadWatch, watched
 from ckptstore.storage.base import Disk
+from ckptstore.storage.disk import posix
 from ckptstore.storage.uri import local_path
 
 
@@ -169,7 +170,7 @@ def _copy_to(files: CheckpointFiles, path: Path, load: LoadWatch, *, include: st
         raise InvalidInput(f"No file of step {manifest.step} matches {include!r}")
     needed_bytes = sum(item.size_bytes for item in chosen)
     path.mkdir(parents=True)
-    free_bytes = shutil.disk_usage(path).free
+    free_bytes = posix.free_bytes(str(path))
     if needed_bytes > free_bytes:
         raise StorageFull(f"{path.parent} needs {needed_bytes} bytes, and {free_bytes} bytes are free")
     load.enter("read")

@@ -41,6 +41,7 @@ from ckptstore.publication.work import (
     write_json,
 )
 from ckptstore.runtime.parallel import mapped, started
+from ckptstore.storage.disk import posix
 
 logger = logging.getLogger("ckptstore")
 
@@ -179,7 +180,7 @@ class LocalModel:
 
     def _free_bytes(self, needed_bytes: int) -> int:
         while True:
-            free_bytes = shutil.disk_usage(self.aside).free - _MARGIN_BYTES
+            free_bytes = posix.free_bytes(str(self.aside)) - _MARGIN_BYTES
             if needed_bytes <= free_bytes or time.monotonic() >= self._room_comes_until:
                 return free_bytes
             time.sleep(0.05)

@@ -78,3 +78,36 @@ def test_a_quota_that_was_reached_is_kept_by_the_next_save(tmp_path: Path, monke
     assert "full full" not in " ".join(ends[0])
     with open_store(tmp_path) as store:
         assert len(steps(store)) == 1
+
+
+def test_a_quota_that_shows_when_a_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS has it: of many small files too, it is StorageFull, and room is made."""
+    close, source = os.close, tmp_path / "source"
+    source.mkdir()
+    for number in range(50):
+        (source / f"f{number}").write_bytes(b"x" * 100)
+
+    def limited(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        close(descriptor)
+        if "step-0000000002" in path and "f" in os.path.basename(path):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with open_store(tmp_path / "store") as store:
+        store.save_directory(1, source)
+        monkeypatch.setattr(os, "close", limited)
+        with pytest.raises(StorageFull, match="quota") as failed:
+            store.save_directory(2, source)
+        monkeypatch.undo()
+        assert failed.value.committed is False
+        assert [checkpoint.step for checkpoint in store] == [1]
+
+
+def test_a_file_system_that_reports_no_size_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(tmp_path, retention=KeepLatest(1)) as store:
+        for step in range(3):
+            store.save(step, {"n": step})
+        monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result((512, 512, 0, 0, 0, 0, 0, 0, 0, 255)))
+        store.save(3, {"n": torch.ones(8)})
+        assert store[3].to_directory(tmp_path.with_name("copy")).is_dir()
+        assert [item.step for item in store.trash()] == [0, 1, 2]

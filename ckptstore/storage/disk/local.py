@@ -103,11 +103,12 @@ class LocalStorage(Storage):
                 self.write(key, views)
                 continue
             try:
-                is_whole = os.writev(descriptor, views) == sum(map(len, views))
+                try:
+                    is_whole = os.writev(descriptor, views) == sum(map(len, views))
+                finally:
+                    os.close(descriptor)  # NFS says here that a quota is used up
             except OSError:
                 is_whole = False
-            finally:
-                os.close(descriptor)
             if not is_whole:
                 _remove(path)
                 self.write(key, views)

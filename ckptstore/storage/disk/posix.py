@@ -15,6 +15,7 @@ import os
 import platform
 import stat
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -331,10 +332,10 @@ def _existing(path: str) -> str:
 
 
 def free_bytes(directory: str) -> int:
-    """Return the bytes that can be written to the file system of a directory, which need not exist yet. Raises
-    OSError."""
+    """Return the bytes that can be written to the file system of a directory, which need not exist yet. Some that are
+    mounted by FUSE report no size at all, and count as endless. Raises OSError."""
     facts = os.statvfs(_existing(directory))
-    return facts.f_bavail * facts.f_frsize
+    return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
 
 
 def make_private(path: Path) -> str:

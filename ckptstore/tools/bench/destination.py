@@ -169,7 +169,7 @@ def check_room(place: Place, *, disk_bytes: int, memory_bytes: int) -> None:
     if place.endpoint_url is not None:
         memory_bytes += disk_bytes
     elif place.is_local:
-        free_bytes = shutil.disk_usage(place.path).free
+        free_bytes = posix.free_bytes(str(place.path))
         if disk_bytes * _SPARE > free_bytes:
             raise StorageFull(
                 f"The benchmark writes up to {disk_bytes} bytes, and {free_bytes} are free at {place.path.parent}",

@@ -25,6 +25,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import download_files
+from ckptstore.storage.disk import posix
 from ckptstore.tools.run.folders.candidate import Beside, Prospect, fingerprint
 from ckptstore.tools.run.folders.folder import Folder, candidates_of, has_digest, refuse_links
 from ckptstore.tools.run.folders.found import TRAINER_STATE, Found, Home, home_of
@@ -346,7 +347,7 @@ def _fill(partial: Path, above: Path, checkpoint: Checkpoint, done: _Fetched) ->
         else:
             missing.append(receipt)
             done.fetched_bytes += receipt.size_bytes
-    free_bytes = shutil.disk_usage(partial).free
+    free_bytes = posix.free_bytes(str(partial))
     if done.fetched_bytes > free_bytes:
         raise StorageFull(f"{partial} needs {done.fetched_bytes:,} bytes, and {free_bytes:,} bytes are free")
     with files.held():
