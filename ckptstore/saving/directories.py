@@ -97,6 +97,9 @@ def sha256_of_files(directory: Directory, names: Collection[str]) -> dict[str, t
     for name in names:
         source = directory.files.get(name)
         if source is not None:
-            with open(source.path, "rb") as file:
-                found[name] = source.size_bytes, hashlib.file_digest(file, "sha256").hexdigest()
+            try:
+                with open(source.path, "rb") as file:
+                    found[name] = source.size_bytes, hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise source.not_opened(error) from error
     return found

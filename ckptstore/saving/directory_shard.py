@@ -6,9 +6,10 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.events import SaveStarted, emit
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
@@ -113,6 +114,8 @@ class DirectoryShard:
         """See `Shard.describe`."""
         if self._link and not isinstance(self._storage, Disk):
             raise InvalidInput(f"link=True makes hard links, and {self._storage.uri} is no disk", hint="Leave link out")
+        if isinstance(self._shared, str):
+            raise InvalidInput(f"shared is {self._shared!r}, it is a list of names", hint=f"As in [{self._shared!r}]")
         found = self._found = self._find()
         digests = sha256_of_files(found, sorted(self._shared))
         size_bytes = 0 if self._link else found.size_bytes
@@ -163,9 +166,22 @@ def directory_of(
         shared=sorted(shared),
         link=link,
     )
-    find = path if callable(path) else lambda: scan(path)
+    find = path if callable(path) else lambda: _listed(path, storage)
     shard = DirectoryShard(find, rank=rank, storage=storage, transfer=transfer, suffix=suffix, shared=shared, link=link)
     return request, shard
+
+
+def _listed(path: str | os.PathLike[str] | None, storage: Storage) -> Directory:
+    """List a rank's directory. Raises InvalidSource if the store lies in it: each save would store all those before."""
+    if path is not None and isinstance(storage, Disk):
+        store = Path(os.path.realpath(storage.local_path("")))
+        if store.is_relative_to(os.path.realpath(path)):
+            raise InvalidSource(
+                f"The store {store} lies in the directory {os.fspath(path)} that it is to store",
+                file=str(store),
+                hint="Give the store a directory elsewhere, or save a directory below",
+            )
+    return scan(path)
 
 
 _surprises: set[tuple[str, ...]] = set()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from ckptstore.errors import InvalidSource, SourceChanged, StorageError
+from ckptstore.errors import CkptstoreError, InvalidSource, SourceChanged, StorageError
 
 Read = Callable[[int, int, memoryview], Sequence[memoryview]]
 """`read(offset, size_bytes, scratch)` returns the bytes of a range as views, in order.
@@ -106,8 +106,7 @@ class FileSource(NamedTuple):
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            refuse_shortage(error, self.path)
-            raise self.changed(f"could not be opened ({error.strerror})") from error
+            raise self.not_opened(error) from error
         try:
             view = scratch[: self.size_bytes]
             count = os.readv(descriptor, (view,))
@@ -119,6 +118,16 @@ class FileSource(NamedTuple):
         if not count == status.st_size == self.size_bytes or _identity(status) != self.identity:
             raise self.changed("changed")
         return view
+
+    def not_opened(self, error: OSError) -> CkptstoreError:
+        """Return the error for a file that cannot be opened: not readable for this user, or gone since it was listed.
+
+        Raises StorageError where it says nothing of the file.
+        """
+        refuse_shortage(error, self.path)
+        if isinstance(error, PermissionError):
+            return self.unreadable(error)
+        return self.changed(f"could not be opened ({error.strerror})")
 
     def unreadable(self, error: OSError) -> InvalidSource:
         """Return the error for a file that the system fails to read."""
@@ -145,8 +154,7 @@ class _Reading:
         try:
             self._descriptor = os.open(self._source.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            refuse_shortage(error, self._source.path)
-            raise self._source.changed(f"could not be opened ({error.strerror})") from error
+            raise self._source.not_opened(error) from error
         return self._read
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:

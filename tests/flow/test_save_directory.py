@@ -235,6 +235,9 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) ->
             store.save_directory(1, source, metrics={"loss": "low"})
         with pytest.raises(InvalidMetadata):
             store.save_directory(1, source, metrics={"loss": 1}, metadata={"x": {1, 2}})
+        for name in ("$t", "\ud800"):
+            with pytest.raises(InvalidMetadata, match="metrics has"):
+                store.save_directory(1, source, metrics={"loss": 1, name: 1})
         with pytest.raises(InvalidInput, match="exists"):
             store.save_directory(1, source, metrics={"loss": 1}, exists="ok")
         with pytest.raises(InvalidInput, match="suffix"):
@@ -245,6 +248,21 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) ->
         with pytest.raises(InvalidName, match="reserved"):
             store.save_directory(1, source, metrics={"loss": 1})
     assert not (root / "checkpoints").exists()
+
+
+def test_a_directory_that_holds_the_store_is_refused(tmp_path: Path) -> None:
+    """Each save would store all those before."""
+    make_tree(tmp_path / "out", {"a": b"1"})
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for path in ("out", "link", "."):
+        with open_store(tmp_path / "out/runs") as store, pytest.raises(InvalidSource, match="lies in the directory"):
+            store.save_directory(1, tmp_path / path)
+
+
+def test_shared_is_no_text(root: str, tmp_path: Path) -> None:
+    make_tree(tmp_path / "out", {"c": b"1"})
+    with open_store(root) as store, pytest.raises(InvalidInput, match=r"As in \['c'\]"):
+        store.save_directory(1, tmp_path / "out", shared="c")
 
 
 def test_bad_stores_are_refused() -> None:
