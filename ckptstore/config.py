@@ -101,7 +101,7 @@ def _parse(name: str, text: str, kind: str) -> Any:
         if kind == "bool":
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
         if kind == "Path":
-            return Path(text)
+            return Path(os.path.abspath(os.path.expanduser(text)))  # as the root of a store is read
         if kind == "str":
             return text
         return int(text) if kind == "int" else float(text)

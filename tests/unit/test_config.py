@@ -32,6 +32,8 @@ def test_every_kind_of_value_is_read_from_the_environment() -> None:
     assert (transfer.num_threads, transfer.durable) == (3, False)
     assert (cache.cache_dir, cache.cache_idle_seconds) == (Path("/var/cache/mine"), 1.5)
     assert StoreConfig.from_env(environ).single_writer is True
+    for text, path in (("~/cache", Path.home() / "cache"), ("here", Path.cwd() / "here")):
+        assert CacheConfig.from_env({"CKPTSTORE_CACHE_DIR": text}).cache_dir == path
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:
