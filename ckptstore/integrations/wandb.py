@@ -71,6 +71,8 @@ class WandbTracker:
         run, text = self._opened(), reference.encode()
         if run.disabled or text in self._logged:
             return
+        known = run.summary.get("ckptstore/number") if run.summary.get("ckptstore/store") == reference.store else None
+        is_last = known is None or reference.number > known  # an older one may be told of later
         name = "checkpoints-" + re.sub(r"[^\w.-]", "_", run.id)[: _MAX_NAME_LENGTH - len("checkpoints-")]
         with _refusals():
             artifact = wandb.Artifact(name, type=ARTIFACT_TYPE, metadata=_metadata(reference))
@@ -78,8 +80,9 @@ class WandbTracker:
                 file.write(text)
             _refer(artifact, reference)
             run.log_artifact(artifact, aliases=["latest", f"step-{reference.step}"])
-            shown = {"step": reference.step, "uri": reference.uri, "manifest_sha256": reference.manifest_sha256}
-            run.summary.update({f"ckptstore/{name}": value for name, value in shown.items()})
+            if is_last:
+                shown = ("step", "uri", "manifest_sha256", "store", "number")
+                run.summary.update({f"ckptstore/{name}": getattr(reference, name) for name in shown})
         _write_down(_directory_of(run), text)
         self._logged.add(text)
 

@@ -90,12 +90,14 @@ def test_what_wandb_was_told(run: Any, store_root: Path) -> None:
         save(store, 5, loss=0.5, other=float("nan"))
         save(store, 6, loss=0.25)
         expected = Reference.to(store[5])
+    with open_store(store_root) as store:
+        WandbTracker(run).log(expected)  # later, as what a tracker that was away has not got
     assert run.summary["ckptstore/step"] == 6
     assert run.step == 0  # the history is the training loop's
     run.finish()
     told = artifacts_told(run)
     assert [(item.type, item.name, sorted(item.aliases)) for item in told] == [
-        ("model", f"checkpoints-{run.id}", ["latest", f"step-{step}"]) for step in (5, 6)
+        ("model", f"checkpoints-{run.id}", ["latest", f"step-{step}"]) for step in (5, 6, 5)
     ]
     metadata = json.loads(told[0].metadata)
     assert (metadata["uri"], metadata["step"], metadata["number"]) == (expected.uri, 5, expected.number)
