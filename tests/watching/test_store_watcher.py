@@ -339,6 +339,18 @@ def test_many_files_are_asked_for_by_the_next_steps(root: Path, monkeypatch: pyt
     assert scene.calls.total <= 25
 
 
+def test_of_many_files_the_steps_after_a_roll_back_are_asked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_finder, "MOST_LISTED_FILES", 5)
+    uri = f"memory://rolled-back-{os.getpid()}"
+    with open_store(uri) as store:
+        for step in (1000, 2000, 90_000, 91_000):
+            store.save(step, {"step": step})
+        store.roll_back(2000)
+    scene = Scene(MemoryStorage(uri))
+    scene.put("a", 100, step=3000)
+    assert [attempt.step for attempt in scene.look().attempts] == [3000]
+
+
 @pytest.mark.parametrize(
     ("low", "high", "unit"),
     [(0, 0, 1), (3, 13, 1), (12_345, 13_345, 100), (99_999, 199_989, 9_999), (9_999_999_990, 10_000_000_100, 10)],

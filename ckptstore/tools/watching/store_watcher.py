@@ -191,8 +191,14 @@ class StoreWatcher:
         return self._commits[number]
 
     def _last_steps(self) -> tuple[int, int] | None:
-        numbers = sorted(self._commits, reverse=True)[:2]
-        return None if len(numbers) < 2 else (self._commits[numbers[0]].step, self._commits[numbers[1]].step)
+        """Return the step of the latest checkpoint, from which a job goes on also after a roll back, and the one of the
+        checkpoint before it, or one that lies as far below."""
+        latest, known = self._durable(), sorted(self._commits)
+        if latest is None or self._newest is None or len(known) < 2:
+            return None
+        live = [number for number in known if number in self._newest.state.live]
+        before, last = (self._commits[number].step for number in (live if len(live) > 1 else known)[-2:])
+        return latest.step, latest.step - abs(last - before)
 
     # What is in flight
 
