@@ -137,6 +137,15 @@ def test_the_alerts_fire_when_they_should(tmp_path: Path) -> None:
         expected = [] if labels is None else [{"exp_labels": {"ckptstore_store": "s3://bucket/run", **labels}}]
         return {"eval_time": f"{minutes}m", "alertname": alert, "exp_alerts": expected}
 
+    def failures(store: str, rank: int, error_type: str, values: str) -> dict[str, str]:
+        labels = f'ckptstore_store="{store}", ckptstore_rank="{rank}", ckptstore_operation="save"'
+        return {"series": f'ckptstore_failures_total{{{labels}, error_type="{error_type}"}}', "values": values}
+
+    series += [
+        failures("first", 0, "StorageFull", "_x10 1x30"),  # the first save of a process
+        *(failures("two", rank, "", f"0x{minutes}") for rank, minutes in ((0, 90), (1, 60))),
+        *(failures("two", rank, "StorageFull", f"_x2 1x{minutes}") for rank, minutes in ((0, 88), (1, 58))),
+    ]
     old, fail = "CkptstoreDurableCheckpointTooOld", "CkptstoreSavesFail"
     behind = "CkptstoreStoreBehindNodes"
     rules = yaml.safe_load(RULES.read_text())
@@ -148,7 +157,14 @@ def test_the_alerts_fire_when_they_should(tmp_path: Path) -> None:
         at(70, old, {"severity": "critical"}),
         at(39, fail, None),
         at(45, fail, {"severity": "warning"}),
-        at(70, fail, None),
+        at(70, fail, None),  # nor of the rank that has ended, whose failure is an hour old
+        {
+            "eval_time": "12m",
+            "alertname": fail,
+            "exp_alerts": [
+                {"exp_labels": {"ckptstore_store": name, "severity": "warning"}} for name in ("first", "two")
+            ],
+        },
         at(74, behind, None),
         at(80, behind, {"severity": "warning"}),
         at(85, behind, None),
