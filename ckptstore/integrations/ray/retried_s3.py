@@ -58,8 +58,8 @@ def s3_filesystem(place: str | S3FileSystem, *, retry: RetryConfig | None = None
         place: "s3://bucket", with the query that pyarrow knows (`?region=...&endpoint_override=...`); a path in it is
             ignored. Or an S3FileSystem of pyarrow, whose settings are taken over, but for `retry_strategy`,
             which pyarrow loses anyway.
-        retry: how often and for how long; by default as the environment of this process says: 25 tries within five
-            minutes.
+        retry: how often and for how long; by default as the environment of this process says: 25 tries within
+            200 seconds.
 
     The file system raises pyarrow's errors, and StorageUnavailable, an OSError with the path in it, when the tries are
     used up. Raises InvalidInput for a place that is not on S3: pyarrow's GCS and Azure have retries of minutes.
