@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -11,8 +12,8 @@ from typing import Any
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object
-from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
-from ckptstore.storage.base import CreatesExclusively, Storage
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, STORE_KEY
+from ckptstore.storage.base import CreatesExclusively, Disk, Storage
 from ckptstore.storage.retry import retrying
 
 KEPT_BY_CKPTSTORE = "ckptstore"
@@ -102,7 +103,11 @@ def read_or_create_store_json(
 
 
 def _refuse_checkpoint(storage: Storage, retry: RetryConfig) -> None:
-    """Raise InvalidInput if the root is the directory of a checkpoint that lies on its own."""
+    """Raise InvalidInput if the root is the directory of a checkpoint that lies on its own or, on a disk, the one in
+    which a store has its checkpoints."""
+    root = storage.local_path("") if isinstance(storage, Disk) else None
+    if root is not None and root.name == CHECKPOINT_PREFIX.rstrip("/") and os.path.lexists(root.with_name(STORE_KEY)):
+        raise InvalidInput(f"{root} has the checkpoints of the store {root.parent}", hint=f"Open {root.parent}")
     try:
         retrying(retry, f"look for {MANIFEST_NAME}", lambda: storage.stat(MANIFEST_NAME))
     except FileMissing:

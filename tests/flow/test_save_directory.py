@@ -259,6 +259,17 @@ def test_a_directory_that_holds_the_store_is_refused(tmp_path: Path) -> None:
             store.save_directory(1, tmp_path / path)
 
 
+def test_no_store_is_begun_among_the_checkpoints_of_another(tmp_path: Path) -> None:
+    """A job would find nothing there, and train anew."""
+    with open_store(tmp_path) as store:
+        store.save(1, {"a": 1})
+    with open_store(tmp_path / "checkpoints") as store, pytest.raises(InvalidInput, match="has the checkpoints of the"):
+        store.resume({"a": 0})
+    assert not (tmp_path / "checkpoints/store.json").exists()
+    with open_store(tmp_path / "other/checkpoints") as store:
+        assert store.resume({"a": 0}) is None
+
+
 def test_shared_is_no_text(root: str, tmp_path: Path) -> None:
     make_tree(tmp_path / "out", {"c": b"1"})
     with open_store(root) as store, pytest.raises(InvalidInput, match=r"As in \['c'\]"):
