@@ -76,7 +76,10 @@ def retrying(config: RetryConfig, what: str, request: Callable[[], T], *, check:
 
 
 def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: CkptstoreError, check: Beat) -> T:
-    import tenacity
+    try:
+        import tenacity
+    except OSError:  # what is retried may be that no file can be opened
+        raise first from None
 
     if _here.is_hurried:
         config = replace(config, retry_deadline_seconds=config.retry_deadline_seconds * _HURRIED_SHARE)

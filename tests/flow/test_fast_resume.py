@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -137,6 +138,25 @@ def test_a_disk_that_cannot_read_is_as_good_as_damage(jobs: Jobs, skipped: list[
 
     assert jobs.run("ab", flow, copies=copies) == of(copies, 0, 1)
     assert "Input/output error" in skipped[0]
+
+
+def test_a_shortage_of_open_files_costs_no_checkpoint(
+    jobs: Jobs, skipped: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.run("ab", save(1, 2))
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "1")
+    opened = os.open
+
+    def refuses(path: Any, *args: Any, **more: Any) -> int:
+        if "step-0000000002" in os.fspath(path) and os.fspath(path).endswith("rank=00000-00.distcp"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *args, **more)
+
+    with monkeypatch.context() as here:
+        here.setattr(os, "open", refuses)
+        assert [type(error) for error in jobs.run("ab", resume)] == [StorageUnavailable] * 2
+    assert skipped == []
+    assert jobs.run("ab", resume) == of(2, 0, 1)
 
 
 def test_a_claim_that_cannot_be_asked_for_now_refuses_nothing(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,7 +320,8 @@ def test_it_travels_as_its_path(storage: LocalStorage, monkeypatch: pytest.Monke
         (errno.ESTALE, StorageUnavailable),
         (errno.ETIMEDOUT, StorageUnavailable),
         (errno.EIO, StorageError),
-        (errno.EMFILE, StorageError),
+        (errno.EMFILE, StorageUnavailable),
+        (errno.ENOMEM, StorageUnavailable),
     ],
 )
 def test_errors_of_the_system_get_their_class_and_the_key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.errors import CheckpointDamaged, InvalidInput
+from ckptstore.errors import AccessDenied, CheckpointDamaged, InvalidInput, StorageUnavailable
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate, held_by
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.format.digest import Digest
@@ -132,6 +133,25 @@ def test_damage_is_told_and_hides_nothing_else(tmp_path: Path) -> None:
     path.symlink_to(disk.storage.local_path(OTHER.key(CERTIFICATE_NAME)))
     seen, _ = disk.look()
     assert (seen[0].sha256, "symbolic link" in seen[0].fault) == ("", True)  # nothing is read through a link
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EAGAIN, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_an_error_that_may_pass_is_no_fault_of_an_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Else a resume would pass it over, and delete it for good."""
+    disk, opened = open_disk(tmp_path), os.open
+    store(disk)
+    disk.certify(DATA, ranks=HERE)
+
+    def refuses(path: Any, *args: Any, **more: Any) -> int:
+        if os.fspath(path).endswith(CERTIFICATE_NAME):
+            raise OSError(code, os.strerror(code))
+        return opened(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises((StorageUnavailable, AccessDenied), match=CERTIFICATE_NAME):
+        disk.look()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

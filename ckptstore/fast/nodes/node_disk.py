@@ -18,10 +18,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 
 from ckptstore.errors import (
+    AccessDenied,
     CheckpointDamaged,
     FileMissing,
     InvalidInput,
     StorageError,
+    StorageUnavailable,
     StoreFenced,
     UnsupportedVersion,
 )
@@ -109,7 +111,8 @@ class NodeDisk:
         A fault of one attempt is in its sighting, and hides no other attempt. Only certificates are read: a load
         compares digests.
 
-        Raises StorageError when the directory cannot be listed.
+        Raises StorageError when the directory cannot be listed; and StorageUnavailable and AccessDenied for any file,
+        since what cannot be read now may be whole.
         """
         sightings: list[NodeSighting] = []
         certificates: dict[str, Certificate] = {}
@@ -122,6 +125,8 @@ class NodeDisk:
                 if certificate is not None:
                     sha256, certificate_bytes = certificate.sha256, len(certificate.encode())
                     certificates[sha256] = certificate
+            except (StorageUnavailable, AccessDenied):
+                raise
             except (CheckpointDamaged, UnsupportedVersion, StorageError) as error:
                 fault = error.message
             sightings.append(

@@ -65,6 +65,7 @@ _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _PASSING = frozenset(
     {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY, errno.ENETDOWN, errno.ENETUNREACH}
     | {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOLCK}
+    | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # a shortage of this process, and not the fault of a file
     | {getattr(errno, "EREMOTEIO", errno.ESTALE)}  # Linux alone has it
 )
 
@@ -381,6 +382,5 @@ def translate(error: OSError, *, what: str, file: str, directory: str, needed_by
         return FileMissing(reason, file=file)
     if code in _DENIED:
         return AccessDenied(reason, file=file, hint="Check owner, permissions and mount options")
-    if code in _PASSING:
-        return StorageUnavailable(reason, file=file)
-    return StorageError(reason, file=file, hint=_HINTS.get(code or 0))
+    cls = StorageUnavailable if code in _PASSING else StorageError
+    return cls(reason, file=file, hint=_HINTS.get(code or 0))
