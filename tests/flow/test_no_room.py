@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from draining import board_at, opened
+from thread_ranks import in_threads
 from trees import steps
 
 from ckptstore import KeepLatest, StorageFull, StorageGroup, open_store
 from ckptstore.errors import AccessDenied, CkptstoreError
+from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.storage.disk import posix
 from ckptstore.testing import Call, with_faults
 from ckptstore.upkeep.retain import retain
@@ -111,3 +115,29 @@ def test_a_file_system_that_reports_no_size_has_room(tmp_path: Path, monkeypatch
         store.save(3, {"n": torch.ones(8)})
         assert store[3].to_directory(tmp_path.with_name("copy")).is_dir()
         assert [item.step for item in store.trash()] == [0, 1, 2]
+
+
+def test_a_drain_makes_room_and_is_tried_once_more(tmp_path: Path) -> None:
+    """Nothing else would, for only a commit prunes: no later one would come into the store either."""
+    board, refused = board_at(tmp_path), list[str]()
+
+    def hook(call: Call) -> None:
+        is_file = call.phase == "before" and call.verb.startswith(("write", "open_parts")) and "rank=" in call.key
+        if is_file and (len([*tmp_path.glob(f"store/*/*/{MANIFEST_NAME}")]) > 1 or "step-0000000009" in call.key):
+            refused.append(call.key[12:27])
+            raise StorageFull("Disk quota exceeded")
+
+    def run(rank: int) -> list[Any]:
+        more: Any = {"hook": hook if rank else None, "retention": KeepLatest(1)}
+        ends = list[Any]()
+        with opened(tmp_path / "store", tmp_path / "disks", rank=rank, size=2, board=board, **more) as job:
+            for step in (1, 2, 3, 9, 10):
+                drain = job.offer(step, step)
+                try:
+                    ends.append(drain.result(60).entry.step)
+                except StorageFull:
+                    ends.append("full")
+        return ends
+
+    assert in_threads(2, run) == [[1, 2, 3, "full", 10]] * 2
+    assert Counter(refused) == {"step-0000000003": 1, "step-0000000009": 2}

@@ -36,6 +36,8 @@ class Drain:
         self.is_begun = False
         self.may_be_committed = False
         """True if a try failed in such a way that it may have a record: then nobody may remove its files."""
+        self.has_made_room = False
+        """True if the trash of the store was emptied for it."""
         self._changed = changed
         self._record: Record | None = None
         self._error: CkptstoreError | None = None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ckptstore.errors import CkptstoreError, RankTimeout, StoreFenced
+from ckptstore.errors import CkptstoreError, RankTimeout, StorageFull, StoreFenced
 from ckptstore.events import DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted, emit
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain.book import Book, Drain, choose, given_up
@@ -27,7 +27,7 @@ from ckptstore.group import Group
 from ckptstore.job import Job
 from ckptstore.runtime.beat import beat
 from ckptstore.saving.commit import commit_prepared, covering, tell
-from ckptstore.saving.log_publisher import prune_behind
+from ckptstore.saving.log_publisher import making_room, prune_behind
 from ckptstore.saving.transaction import remove_files
 from ckptstore.storage.retry import hurried
 from ckptstore.transfer import Transfer
@@ -137,7 +137,7 @@ class Rounds:
             return record.number, record.encode()
 
         try:
-            with lane.meeting(f"drain {drain.attempt}") as meeting:
+            with making_room(job), lane.meeting(f"drain {drain.attempt}") as meeting:
                 self._check()
                 if not is_over:
                     files.send(job.storage, self._transfer, pacer=self._pacer, check=self._check)
@@ -145,7 +145,10 @@ class Rounds:
             record = Record.decode(data, record_number)
         except CkptstoreError as error:
             drain.may_be_committed |= error.committed is not False
-            self._failed([drain], error)
+            if isinstance(error, StorageFull) and not drain.has_made_room:
+                drain.has_made_room = True  # the next round finds the trash empty
+            else:
+                self._failed([drain], error)
         else:
             self._ended(drain, record)
 
