@@ -110,6 +110,19 @@ def test_a_failure_is_that_of_what_gave_way_to_it(book: Book) -> None:
     assert held(book) == [3]
 
 
+def test_nobody_waits_for_what_is_older_than_a_failure(book: Book) -> None:
+    first, second, third = offer(book, 1, is_active=False), offer(book, 2, is_active=False), offer(book, 3)
+    book.want(first)
+    book.fail([3], CheckpointDamaged("flipped"))
+    book.want(second)
+    assert [type(drain.error()) for drain in (first, second, third)] == [CheckpointDamaged] * 3
+    assert not book.has_active()
+    fourth, _, sixth = offer(book, 4, is_active=False), offer(book, 5), offer(book, 6)
+    book.fail([5], CheckpointDamaged("flipped"))
+    assert not fourth.done(), "a newer one is on its way"
+    assert sixth.is_active
+
+
 def test_who_waits_for_one_that_gives_way_gets_the_newest(book: Book) -> None:
     first, second = offer(book, 1, is_active=False), offer(book, 2, is_active=False)
     book.want(first)

@@ -4,7 +4,8 @@
                      └→ dropped, when a newer one is active before it is begun
 
 Only active ones are kept from being deleted, so a store that is away costs the disk two checkpoints and no more. A
-checkpoint that was dropped, or never active, is settled by the first newer one that is durable.
+checkpoint that was dropped, or never active, ends with the first newer one that is durable, or that failed while none
+was active.
 """
 
 from __future__ import annotations
@@ -164,12 +165,14 @@ class Book:
             self._failed = None
 
     def fail(self, numbers: Collection[int], error: CkptstoreError) -> None:
-        """End these with an error, and those that were dropped for them too, unless a newer one is active."""
+        """End these with an error, and all older ones too, unless one is active.
+
+        A caller may wait for any of those. Which ones gave way, and which could still be drained, differs by rank.
+        """
         with self.changed:
             self._end([number for number in numbers if number in self._drains], error)
             if not self._active():
-                dropped = [number for number, drain in self._drains.items() if drain.certificate is None]
-                self._end([number for number in dropped if number < max(numbers, default=0)], error)
+                self._end([number for number in self._drains if number < max(numbers, default=0)], error)
 
     def end(self, error: CkptstoreError) -> None:
         """Drain no more, for good, and end all drains with this error."""
