@@ -103,12 +103,12 @@ class FastSaver(StateSaver):
         return SaveResult(fast_files_of(self.job, place, certificate), drain, partial(self._drainer.want, drain))
 
     def drain_newest(self, timeout_seconds: float | None) -> Drain | None:
-        """See `StateSaver.drain_newest`. It need not be due."""
-        if self._drainer is None:
+        """See `StateSaver.drain_newest`. It need not be due. None also if the last save went to the store."""
+        if self._drainer is None or self._last_fast is None:
             return None
         newest = self._drainer.drain_newest()
         self._drainer.finish(timeout_seconds)
-        return newest
+        return None if self._last_record and self._last_record[1] > self._last_fast[1] else newest
 
     def health(self, resumed: ResumedFrom | None) -> StoreHealth:
         """See `StateSaver.health`."""

@@ -155,7 +155,14 @@ class StateSaver:
         """Let the ranks agree on a save of files. Return the transaction, and a function that finishes it on any
         thread. Both calls are collective."""
         transaction, finish = begin_in_store(self.job, shard, request, clock=clock)
-        return transaction, lambda: SaveResult(finish())
+
+        def finished() -> SaveResult:
+            files = finish()
+            assert files.record is not None  # it was committed
+            self._last_record = files.record, time.monotonic()
+            return SaveResult(files)
+
+        return transaction, finished
 
     def _target(self, request: Request, options: StateOptions) -> SaveTarget:
         """Return the place to save to first. Collective if it has to be opened."""

@@ -373,6 +373,7 @@ def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk:
     def flow(store: CheckpointStore, rank: int) -> Any:
         first = save(1)(store, rank)
         second = store.save_async(2, {"w": large, "step": 2}).result()
+        assert store.drain(0.0) is None, "the last save went to the store"
         third = save(3)(store, rank)
         return [first.is_durable, second.is_durable, third.is_durable]
 

@@ -257,11 +257,17 @@ def test_health_tells_what_the_store_lacks_whatever_the_reason(jobs: Jobs) -> No
         data.write_bytes(damaged)
         with pytest.raises(CheckpointDamaged):
             lost.durable()
+        with pytest.raises(CheckpointDamaged):
+            store.drain()
+        assert not store.finish_by(0.0)
         health = store.health()
         assert (health.fast_step, health.durable_step, health.draining) == (4, 3, None)
         assert health.not_durable_seconds is not None, "nothing drains, and the store lacks step 4"
         assert data.name in str(health.error)
         store.save_async(5, state_of(5)).durable()
+        drained = store.drain()
+        assert drained is not None
+        assert (drained.step, drained.is_durable, store.finish_by(0.0)) == (5, True, True)
         health = store.health()
         assert (health.durable_step, health.not_durable_seconds, health.error) == (5, None, None)
     with open_store(jobs.root / "store") as store:

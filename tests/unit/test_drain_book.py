@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.errors import CheckpointDamaged
+from ckptstore.errors import CheckpointDamaged, InvalidInput, StoreFenced
 from ckptstore.fast.certificate import Certificate, held_by
 from ckptstore.fast.drain.book import Book, Drain, choose
 from ckptstore.fast.nodes.fast_place import FastPlace
@@ -129,3 +129,17 @@ def test_who_waits_for_one_that_gives_way_gets_the_newest(book: Book) -> None:
     assert (first.is_active, second.is_active) == (False, True)
     book.want(second)
     assert held(book) == [2]
+
+
+def test_the_newest_is_told_though_it_has_ended(book: Book) -> None:
+    """Who asks for it must hear why it is not in the store."""
+    assert book.want() is None
+    first = offer(book, 1)
+    book.fail([1], CheckpointDamaged("flipped"))
+    assert book.want() is first
+    book.end(StoreFenced("a later job"))
+    second = offer(book, 2)
+    assert book.want() is second
+    assert type(second.error()) is StoreFenced
+    with pytest.raises(InvalidInput, match="after save 2"):
+        offer(book, 2)

@@ -89,8 +89,8 @@ class Book:
         """The reason why no more is drained, for good; None while all is well."""
         self._drains: dict[int, Drain] = {}
         """The drains by the number of the save, ascending."""
-        self._offered = 0
-        """The highest number that was offered so far."""
+        self._last: Drain | None = None
+        """The last one that was offered, whether or not it has ended."""
         self._wanted = 0
         """The highest number that is active on some rank."""
         self._failed: tuple[float, CkptstoreError] | None = None
@@ -100,22 +100,23 @@ class Book:
         """Add a fast checkpoint. Raises InvalidInput for one that is not newer than the last."""
         with self.changed:
             number = certificate.save_number
-            if number <= self._offered:
+            if self._last is not None and number <= self._last.save_number:
                 raise InvalidInput(
-                    f"Save {number} was offered after save {self._offered}", step=certificate.manifest.step
+                    f"Save {number} was offered after save {self._last.save_number}", step=certificate.manifest.step
                 )
-            drain = Drain(certificate, self.changed)
+            self._last = drain = Drain(certificate, self.changed)
             if self.ended is not None:
                 drain.settle(self.ended)
                 return drain
-            self._drains[number], self._offered = drain, number
+            self._drains[number] = drain
             if is_active or number == self._wanted:
                 self._activate(drain)
             self.changed.notify_all()
             return drain
 
     def want(self, drain: Drain | None = None) -> Drain | None:
-        """Make the newest one active and return it: the caller waits for `drain` or, without it, for the newest.
+        """Make the newest one active: the caller waits for `drain` or, without it, for the newest. Return the newest
+        that was offered, whether or not it has ended; None if there is none.
 
         Older ones are safe too once it is durable. If one that is not older than `drain` is active, do nothing.
         """
@@ -126,7 +127,7 @@ class Book:
                 if not any(other.save_number >= least.save_number for other in self._active()):
                     self._activate(newest)
                     self.changed.notify_all()
-            return newest
+            return self._last
 
     def told(self, sent: int) -> dict[str, Any]:
         """Report the saves that this rank can drain. `sent` is the save whose files it has sent in part, or 0."""
@@ -210,8 +211,7 @@ class Book:
 
     def _newest(self) -> Drain | None:
         """Return the newest, if it can be drained: only the newest is sure to exist without being active."""
-        newest = self._drains.get(self._offered)
-        return None if newest is None or newest.certificate is None else newest
+        return None if self._last is None or self._last.certificate is None else self._last
 
     def _activate(self, drain: Drain) -> None:
         if not drain.is_active and drain.certificate is not None:

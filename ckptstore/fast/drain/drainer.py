@@ -60,7 +60,8 @@ class Drainer:
         self._start()
 
     def drain_newest(self) -> Drain | None:
-        """Drain the newest that was offered, due or not; return at once. None if it has ended. Collective."""
+        """Drain the newest that was offered, due or not; return it at once, ended or not. None if there is none.
+        Collective."""
         newest = self._book.want()
         self._start()
         return newest
