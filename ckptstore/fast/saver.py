@@ -84,6 +84,8 @@ class FastSaver(StateSaver):
         shard.move(job.storage, job.transfer.upload)
         with making_room(job):
             record: Record = transaction.elsewhere(LogPublisher(job)).finish(shard)
+        if place.members.is_reporter:  # what somebody read, or what drained, is superfluous now and may fill the disk
+            place.delete_old()
         self._last_record = record, time.monotonic()
         return SaveResult(files_of(job, record))
 

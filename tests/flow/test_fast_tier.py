@@ -37,6 +37,7 @@ from ckptstore import (
     open_store,
 )
 from ckptstore.catalogue import job_of
+from ckptstore.checkpoint import files_behind
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import CheckpointResumed, FastBypassed, FastCommitted, SavePhase, listening
 from ckptstore.fast.guest import guest_of
@@ -390,6 +391,32 @@ def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk:
         return found is not None and found.number is not None and torch.equal(state["w"], large)
 
     assert jobs.run("ab", resume_large) == [True, True]
+
+
+def test_a_save_that_found_a_disk_full_makes_room_for_the_next(jobs: Jobs) -> None:
+    """Else what somebody read, or what drained, would fill it until the job starts again."""
+
+    def full(*_: Any) -> Any:
+        raise StorageFull("no space on the disk")
+
+    def flow(store: CheckpointStore, rank: int) -> list[list[str]]:
+        def steps() -> list[str]:
+            settle(store)
+            return [path.name[14] for path in jobs.attempts("a")]
+
+        save(1)(store, rank)
+        store.drain()
+        with files_behind(save(2)(store, rank)).held():
+            save(3)(store, rank)
+            before = steps()
+        place = guest_of(job_of(store)).place
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place.transfer, "upload", full)
+            assert save(4)(store, rank).is_durable
+        return [before, steps()]
+
+    tier = {"keep": 1, "drain": KeepEvery(steps=1000), "drain_bytes_per_second": None}
+    assert jobs.run("a", flow, **tier) == [[["2", "3"], ["3"]]]
 
 
 def test_where_a_disk_is_full_and_another_rank_has_no_copy_both_are_told(jobs: Jobs) -> None:
