@@ -75,7 +75,7 @@ class Guest:
         try:
             with job.group.meeting("node disks") as meeting:
                 arrivals = meeting.gather(coming.come())
-                addresses = meeting.tell(lambda: arrival.join_arrivals(arrivals, coming.members))
+                addresses = meeting.tell(lambda: arrival.join_arrivals(arrivals, coming.members, copies=tier.copies))
         except BaseException:
             coming.leave()
             raise

@@ -88,4 +88,4 @@ def test_machines_that_were_set_up_alike_are_told_apart(tmp_path: Path, monkeypa
         disk = node_disk.NodeDisk.open(tier.path, "a" * 32, node="node")
         found.append({"identity": disk.identity(), "addresses": []})
     with pytest.raises(InvalidInput, match="Ranks 0 and 1 are on node and were given different directories"):
-        join_arrivals(found, Members(("node", "node"), 0))
+        join_arrivals(found, Members(("node", "node"), 0), copies=1)

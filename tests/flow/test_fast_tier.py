@@ -509,16 +509,20 @@ def test_what_cannot_be_had_is_refused_before_anything_is_written(
 def test_ranks_that_do_not_fit_together_are_refused(jobs: Jobs) -> None:
     token = uuid4().hex
 
-    def run(paths: list[str], keeps: list[int]) -> list[Any]:
+    def run(paths: list[str], keeps: list[int], nodes: str = "aa", **more: Any) -> list[Any]:
         def rank(number: int) -> Any:
-            tier = FastTier(jobs.root / paths[number], node="a", keep=keeps[number])
-            with open_store(jobs.root / "store", group=StorageGroup(number, 2, token + paths[1]), fast=tier) as store:
+            tier = FastTier(jobs.root / paths[number], node=nodes[number], keep=keeps[number], **more)
+            group = StorageGroup(number, 2, token + paths[1] + nodes)
+            with open_store(jobs.root / "store", group=group, fast=tier) as store:
                 return save(1)(store, number)
 
         return in_threads(2, rank)
 
     assert ["different directories" in str(error) for error in run(["one", "two"], [2, 2])] == [True, True]
     assert ["Only path and node may differ" in str(error) for error in run(["one", "one"], [2, 3])] == [True, True]
+    found = run(["one", "one"], [2, 2], "ab", copies=2)  # two pods with one directory of their machine
+    assert ["a and b have one directory" in str(error) for error in found] == [True, True]
+    assert [checkpoint.step for checkpoint in run(["one", "one"], [2, 2], "ab")] == [1, 1]
 
 
 @pytest.mark.parametrize(

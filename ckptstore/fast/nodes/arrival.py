@@ -128,11 +128,12 @@ class Arrival:
             self._server.close()
 
 
-def join_arrivals(parts: Sequence[Mapping[str, Any]], members: Members) -> dict[str, Any]:
+def join_arrivals(parts: Sequence[Mapping[str, Any]], members: Members, *, copies: int) -> dict[str, Any]:
     """Leader: return the addresses of each node.
 
-    Raises InvalidInput when processes of one node have different directories.
+    Raises InvalidInput when processes of one node have different directories, or two nodes have one for two copies.
     """
+    owners: dict[tuple[Any, ...], str] = {}
     for node in members.all_nodes:
         first, *others = members.ranks_of(node)
         for rank in others:
@@ -142,4 +143,11 @@ def join_arrivals(parts: Sequence[Mapping[str, Any]], members: Members) -> dict[
                     ranks=(first, rank),
                     hint="Give all processes of a node the same path, and each machine another FastTier(node=)",
                 )
+        owner = owners.setdefault(tuple(parts[first]["identity"]), node)
+        if owner != node and copies == 2:
+            raise InvalidInput(
+                f"copies=2 needs two disks, and {owner} and {node} have one directory for fast checkpoints",
+                ranks=(members.reporter_of(owner), first),
+                hint="Put them on two machines, or give copies=1: the second copy would be lost with the first",
+            )
     return {node: parts[members.reporter_of(node)]["addresses"] for node in members.all_nodes}
