@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -167,6 +168,17 @@ def test_a_directory_that_others_can_reach_is_refused(tmp_path: Path, depth: int
     path.symlink_to(moved)
     with pytest.raises(InvalidInput, match="is no directory, or a symbolic link"):
         open_disk(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_somebody_removes_comes_back_private(tmp_path: Path, depth: int) -> None:
+    """Else the next start of the job is refused."""
+    disk = open_disk(tmp_path)
+    paths = [tmp_path / "fast", tmp_path / "fast" / STORE_ID, tmp_path / "fast" / STORE_ID / "checkpoints"]
+    shutil.rmtree(paths[depth])
+    store(disk)
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o700] * 3
+    open_disk(tmp_path).certify(DATA, ranks=HERE)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")

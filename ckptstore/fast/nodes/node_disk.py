@@ -65,21 +65,9 @@ class NodeDisk:
         if not STORE_ID.fullmatch(store_id):
             raise InvalidInput(f"The store has the id {store_id[:80]!r}, which cannot be the name of a directory")
         given = Path(os.path.abspath(directory))
-        root = Path(os.path.realpath(given.parent)) / given.name
-        try:
-            for path in (root, root / store_id, root / store_id / CHECKPOINT_PREFIX.rstrip("/")):
-                fault = make_private(path)
-                if fault:
-                    raise InvalidInput(
-                        f"The directory for fast checkpoints {path} {fault}",
-                        hint="Give a directory on a disk of the node that belongs to you alone, with mode 700",
-                    )
-                with contextlib.suppress(PermissionError):  # a parent that this user may pass and not open
-                    posix.flush_directory(str(path.parent))
-        except OSError as error:
-            what = "Using the directory for fast checkpoints"
-            raise posix.translate(error, what=what, file=str(root), directory=str(root)) from error
-        return NodeDisk(disk_storage(root / store_id, durable=durable, direct_io=direct_io), node)
+        part = Path(os.path.realpath(given.parent)) / given.name / store_id
+        _make_part(part)
+        return NodeDisk(disk_storage(part, durable=durable, direct_io=direct_io), node)
 
     def attempts(self) -> list[Attempt]:
         """Return every attempt that has a directory on this disk, in order. Links and other names are ignored."""
@@ -284,6 +272,33 @@ class NodeDisk:
         return files
 
 
+class _PartStorage(LocalStorage):
+    """The storage of a part, whose directories stay private where somebody removes them while a job runs."""
+
+    def _make_directories(self, path: str) -> None:
+        if not self.local_path(CHECKPOINT_PREFIX.rstrip("/")).is_dir():
+            _make_part(self.local_path(""))
+        super()._make_directories(path)
+
+
+def _make_part(part: Path) -> None:
+    """Create the directories of a part that are absent, durably. Raises the errors of `NodeDisk.open`."""
+    root = part.parent
+    try:
+        for path in (root, part, part / CHECKPOINT_PREFIX.rstrip("/")):
+            fault = make_private(path)
+            if fault:
+                raise InvalidInput(
+                    f"The directory for fast checkpoints {path} {fault}",
+                    hint="Give a directory on a disk of the node that belongs to you alone, with mode 700",
+                )
+            with contextlib.suppress(PermissionError):  # a parent that this user may pass and not open
+                posix.flush_directory(str(path.parent))
+    except OSError as error:
+        what = "Using the directory for fast checkpoints"
+        raise posix.translate(error, what=what, file=str(root), directory=str(root)) from error
+
+
 def _open_certificate(path: Path) -> int | None:
     """Return a descriptor of the certificate; None if it cannot be opened."""
     try:
@@ -308,7 +323,7 @@ def _unread(certificate: Path) -> Iterator[bool]:
 
 def disk_storage(path: Path, *, durable: bool, direct_io: bool) -> LocalStorage:
     """Return the storage of a part. A simulation replaces this function."""
-    return LocalStorage(path, durable=durable, direct_io=direct_io)
+    return _PartStorage(path, durable=durable, direct_io=direct_io)
 
 
 @contextlib.contextmanager
