@@ -6,13 +6,14 @@ The first certificate that is written is the commit. No request to the store is 
 from __future__ import annotations
 
 import logging
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptstore.errors import CkptstoreError, StepExists, StorageError, StoreFenced
+from ckptstore.errors import CkptstoreError, StepExists, StorageError, StorageFull, StoreFenced
 from ckptstore.events import FastCommitted, emit
-from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.partner import copy_to_partner
 from ckptstore.format.layout import Attempt
@@ -79,48 +80,57 @@ class FastPublisher:
         manifest = manifest_of(request, attempt, contents, config, store_id=store_id, world_size=world_size)
         return zlib.compress(place.certificate(manifest.encode(), self._save_number).encode(), 1)
 
-    def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Certificate | None:
+    def outcome(
+        self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]
+    ) -> Certificate | StorageFull | None:
         """See `Publisher.outcome`: every node writes the certificate, and all ranks learn whether one node did.
 
-        An error has `committed` None, since a certificate whose write failed may still exist.
+        An error that is raised has `committed` None, since a certificate whose write failed may still exist.
         """
         if published is None:
             certificate = self._found(attempt)
         else:
-            certificate = self._certified(lane, attempt, zlib.decompress(published))
+            found = self._certified(lane, attempt, zlib.decompress(published))
+            if isinstance(found, StorageFull):
+                return found
+            certificate = found
         if certificate is not None:
             self._committed(certificate, end())
         return certificate
 
-    def _certified(self, lane: Group, attempt: Attempt, data: bytes) -> Certificate:
-        members, certificate = self._place.members, Certificate.decode(data)
-
-        def judge() -> list[str]:
-            failures = [failure for failure in found if failure]
-            if len(failures) == len(members.all_nodes):
-                raise StorageError(f"No node could certify the checkpoint: {'; '.join(failures)}", step=attempt.step)
-            return failures
-
+    def _certified(self, lane: Group, attempt: Attempt, data: bytes) -> Certificate | StorageFull:
+        """Return the certificate once a node has it; StorageFull if none can have it, for want of room."""
+        place, certificate = self._place, Certificate.decode(data)
         try:
             with lane.meeting("certify") as meeting:
-                found = meeting.gather(self._certify(data, certificate, attempt) if members.is_reporter else None)
-                failures = meeting.tell(judge)
+                found = meeting.gather(self._certify(data, certificate, attempt) if place.members.is_reporter else None)
+                failures = meeting.tell(lambda: [failure for failure in found if failure])
         except CkptstoreError as error:
             error.committed = None
             raise
-        for text in failures:
+        texts = [text for text, _ in failures]
+        if len(failures) == len(place.members.all_nodes):
+            why = f"No node could certify the checkpoint: {'; '.join(texts)}"
+            if not all(is_full for _, is_full in failures):
+                raise StorageError(why, step=attempt.step, committed=None)
+            if place.members.is_reporter:
+                place.saved.remove(str(attempt))
+            return StorageFull(why, step=attempt.step)
+        for text in texts:
             logger.warning("step %d has no certificate on a node: %s", attempt.step, text)
         return certificate
 
-    def _certify(self, data: bytes, certificate: Certificate, attempt: Attempt) -> str | None:
-        """Write the certificate on the disk of this node. Return the error as text; None if it succeeded."""
+    def _certify(self, data: bytes, certificate: Certificate, attempt: Attempt) -> tuple[str, bool] | None:
+        """Write the certificate on the disk of this node; return None if it succeeded. Else return the error as text,
+        and True if the disk is full and has no certificate."""
         disk = self._place.disk
         try:
             for name in certificate.manifest.directories:
                 disk.storage.make_directory(attempt.key(name))
             disk.certify(data, ranks=self._place.held_ranks())
         except CkptstoreError as error:
-            return f"{self._place.members.node}: {error.message}"
+            is_written = os.path.lexists(disk.storage.local_path(attempt.key(CERTIFICATE_NAME)))
+            return f"{self._place.members.node}: {error.message}", isinstance(error, StorageFull) and not is_written
         finally:
             self._place.has_saved(attempt)
         return None

@@ -73,8 +73,11 @@ class Publisher(Protocol[Published]):
     def publish(self, request: Request, attempt: Attempt, contents: Contents) -> Any:
         """Leader: make the whole checkpoint visible. `committed` of an error says if it is visible all the same."""
 
-    def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Published | None:
-        """Any rank: read the result of `publish`, call `end`, and emit the event of a successful save.
+    def outcome(
+        self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]
+    ) -> Published | CkptstoreError | None:
+        """Any rank: read the result of `publish`, call `end`, and emit the event of a successful save. Return the error
+        if the checkpoint cannot exist after all; one that is raised says nothing of that.
 
         All ranks that received the leader's result call this, and may meet in the lane. On a rank that did not receive
         it, `published` is None: that rank looks for the checkpoint alone, and returns None if it does not exist (yet)
@@ -167,11 +170,14 @@ class Transaction(Generic[Published]):
         """Return the outcome, as the publisher reads it. An error is one of a checkpoint that exists, if it is known to
         be published."""
         try:
-            return self.publisher.outcome(self.lane, self.attempt, published, lambda: self._end(**timing))
+            found = self.publisher.outcome(self.lane, self.attempt, published, lambda: self._end(**timing))
         except CkptstoreError as error:
             if error.committed is False:  # as by default; its files must stay
                 error.committed = None if published is None else True
             raise
+        if isinstance(found, CkptstoreError):
+            raise found
+        return found
 
     def _end(self, slowest: Sequence[Any] = (), longest_seconds: float | None = None) -> Ended:
         self.clock.met(longest_seconds)

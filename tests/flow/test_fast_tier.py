@@ -393,6 +393,34 @@ def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk:
     assert jobs.run("ab", resume_large) == [True, True]
 
 
+@pytest.mark.parametrize(("full", "is_there"), [("a", False), ("ab", False), ("ab", True)])
+def test_where_a_certificate_alone_does_not_fit_the_save_goes_to_the_store(
+    jobs: Jobs, full: str, is_there: bool
+) -> None:
+    """Unless a node has one, or may have one."""
+
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        save(1)(store, rank)
+        disk = guest_of(job_of(store)).open(job_of(store)).disk
+        create = disk.storage.create
+
+        def fails(key: str, data: bytes) -> bool:
+            if is_there:
+                create(key, data)
+            raise StorageFull("no space on the disk")
+
+        with pytest.MonkeyPatch.context() as patch:
+            if disk.node in full:
+                patch.setattr(disk.storage, "create", fails)
+            second = save(2)(store, rank)
+        settle(store)
+        steps = [path.name[14] for path in jobs.attempts(disk.node)]
+        return second.is_durable, save(3)(store, rank).is_durable, steps
+
+    is_bypassed = full == "ab" and not is_there
+    assert jobs.run("ab", flow) == [(is_bypassed, False, ["1"] if is_bypassed else ["1", "2"])] * 2
+
+
 def test_a_save_that_found_a_disk_full_makes_room_for_the_next(jobs: Jobs) -> None:
     """Else what somebody read, or what drained, would fill it until the job starts again."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.errors import AccessDenied, CheckpointDamaged, InvalidInput, StorageUnavailable
+from ckptstore.errors import AccessDenied, CheckpointDamaged, InvalidInput, StorageFull, StorageUnavailable
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate, held_by
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.format.digest import Digest
@@ -168,6 +168,24 @@ def test_a_directory_that_others_can_reach_is_refused(tmp_path: Path, depth: int
     path.symlink_to(moved)
     with pytest.raises(InvalidInput, match="is no directory, or a symbolic link"):
         open_disk(tmp_path)
+
+
+def test_a_full_disk_to_which_no_job_has_come_is_marked_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk = open_disk(tmp_path)
+    with monkeypatch.context() as here:
+        here.setattr(os, "pwrite", full)
+        disk.mark_epoch(3)
+        assert disk.marked_epoch() == 0
+    disk.mark_epoch(4)
+    monkeypatch.setattr(os, "pwrite", full)
+    disk.mark_epoch(4)
+    with pytest.raises(StorageFull):
+        disk.mark_epoch(5)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

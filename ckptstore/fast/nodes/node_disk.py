@@ -23,6 +23,7 @@ from ckptstore.errors import (
     FileMissing,
     InvalidInput,
     StorageError,
+    StorageFull,
     StorageUnavailable,
     StoreFenced,
     UnsupportedVersion,
@@ -186,8 +187,13 @@ class NodeDisk:
         """
         with self._alone(epoch):
             self.storage.remove_unfinished("", before_seconds=math.inf)  # their writers are dead: it is alone
-            if epoch > self.marked_epoch():
-                self._write_epoch(epoch)
+            if epoch > (marked := self.marked_epoch()):
+                try:
+                    self._write_epoch(epoch)
+                except StorageFull:
+                    if marked:
+                        raise
+                    # No job has come to this disk, so none is kept from it. A save finds the disk full too.
 
     def _write_epoch(self, epoch: int) -> None:
         """Overwrite the epoch in place, which needs no space: a job must be able to resume when the disk is full."""
