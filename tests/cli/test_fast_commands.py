@@ -255,6 +255,10 @@ def test_clear_takes_one_store_alone(run: Any, run_json: Any, node: Node) -> Non
     found = run_json("fast", "clear", node.path, "--store-id", "other", LOSE)
     assert [each["store_id"] for each in found["deleted"]] == ["other"]
     assert len(node.left_there()) == 1
+    shutil.copytree(node.path / node.store_id, node.path / "other", dirs_exist_ok=True)
+    found = run_json("fast", "clear", node.path, "--store", node.root, LOSE)
+    assert [each["store_id"] for each in found["deleted"]] == [node.store_id]
+    assert len([*(node.path / "other").glob("*/step-*")]) == 1
 
 
 def test_clear_believes_no_record_whose_files_are_gone(run_json: Any, node: Node) -> None:

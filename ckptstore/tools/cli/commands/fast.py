@@ -115,8 +115,9 @@ def clear(
     """Delete fast checkpoints in DIR that no job needs.
 
     These are the ones that their store has, those that are older than one that it has, and those that no job may resume
-    from. Only a store named by --store can tell: without it, none counts as stored. The exit code is 2 if anything was
-    left. Links, and files that are no fast checkpoints, are never touched.
+    from. Only a store named by --store can tell: without it, none counts as stored. With it, those of other stores are
+    left alone, unless --store-id names them. The exit code is 2 if anything was left. Links, and files that are no fast
+    checkpoints, are never touched.
 
     End the job first: this is not checked. A running job may lose a save, or a fast checkpoint that was complete. It
     never loads a damaged one.
@@ -129,6 +130,8 @@ def clear(
         )
     chosen = _chosen(inventory, store_ids)
     with _views(inventory, uris, storage_options) as views:
+        if views and not store_ids:
+            chosen = [store for store in chosen if store.store_id in views]
         found = clear_node(inventory, chosen, views, lose=lose, dry_run=dry_run)
     broken = {store.store_id: why for store in chosen if (why := store.fault or store.privacy_fault)}
     if as_json:
