@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.certificate import is_node_name
-from ckptstore.retention import Candidate, Policy
+from ckptstore.retention import Candidate, KeepWithin, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,12 @@ class FastTier:
             raise InvalidInput(f"copies is {self.copies!r}, it is 1 or 2")
         if type(self.keep) is not int or self.keep < 1:
             raise InvalidInput(f"keep is {self.keep!r}, and the newest fast checkpoint always stays")
-        if drain is not None and (not isinstance(drain, Policy) or drain.compares_times()):
-            raise InvalidInput(f"drain is {drain!r}, it is a policy that compares no times, or None")
+        if drain is not None and (
+            not isinstance(drain, Policy) or drain.compares_times() or drain.thins() or isinstance(drain, KeepWithin)
+        ):
+            raise InvalidInput(
+                f"drain is {drain!r}, it is a policy that compares no times and no sizes and drops no keys, or None"
+            )
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0):
             raise InvalidInput(f"drain_bytes_per_second is {rate!r}, it must be above 0")
         if self.node is not None and not is_node_name(self.node):
