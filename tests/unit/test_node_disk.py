@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.errors import AccessDenied, CheckpointDamaged, InvalidInput, StorageFull, StorageUnavailable
+from ckptstore.errors import AccessDenied, CheckpointDamaged, InvalidInput, StorageFull, StorageUnavailable, StoreFenced
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate, held_by
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.format.digest import Digest
@@ -186,6 +187,22 @@ def test_a_full_disk_to_which_no_job_has_come_is_marked_by_none(
     disk.mark_epoch(4)
     with pytest.raises(StorageFull):
         disk.mark_epoch(5)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_disk_without_locks_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    disk = open_disk(tmp_path)
+    store(disk)
+    disk.certify(DATA, ranks=HERE)
+    disk.mark_epoch(3)
+    with disk.reading(ATTEMPT), pytest.raises(StoreFenced):
+        disk.delete_as(2, ATTEMPT)
+    assert disk.delete_as(3, ATTEMPT)
+    assert disk.attempts() == []
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
