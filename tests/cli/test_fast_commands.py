@@ -305,8 +305,7 @@ def test_a_copy_of_the_store_with_another_history_has_no_say(
     node.drained(20)
     other = tmp_path / "other"
     with open_store(other) as store:
-        (tmp_path / "file").write_text("x")
-        store.save_directory(20, tmp_path)
+        store.save(20, {"x": 1})
     shutil.copy(node.root / "store.json", other / "store.json.new")
     os.replace(other / "store.json.new", other / "store.json")
     found = run_json("fast", "clear", node.path, "--store", other, code=2)
