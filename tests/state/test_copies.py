@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from saving import bits
 
-from ckptstore import CkptstoreError, open_store
+from ckptstore import CkptstoreError, KeepEvery, KeepLatest, KeepWeights, open_store
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.fast.drain.own_files import _OnPartner
 from ckptstore.fast.nodes.node_disk import NodeDisk
@@ -237,6 +237,30 @@ def test_a_copy_that_is_wrong_fails_the_save_by_key(
         assert [checkpoint.step for checkpoint in store] == [1]
 
 
+def test_small_tensors_of_every_file_are_compared(store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that retention will drop have files of their own, and so a slab of their own."""
+    monkeypatch.setenv("CKPTSTORE_CHECK_COPIES", "all")
+    policy = KeepLatest(2) | KeepWeights(KeepEvery(steps=1), drop="o*")
+    state = {name: torch.arange(100) + ord(name) for name in "mo"}
+    for name in state:
+
+        def stage(staging: Staging, sources: Any, launched: Any, wanted: bytes = bytes(view_of(state[name]))) -> Any:
+            copies = _STAGE(staging, sources, launched)
+            for copy in copies:
+                if (at := bytes(copy.views[0]).find(wanted)) >= 0:
+                    copy.views[0][at] ^= 1
+            return copies
+
+        monkeypatch.setattr(Staging, "stage", stage)
+        store = open_store(store_root, retention=policy)
+        store.save_async(1, state)
+        with pytest.raises(CkptstoreError, match=f"the copy of {name} "):
+            store.close()
+
+
+_STAGE = Staging.stage
+
+
 @pytest.mark.parametrize("large", [True, False])
 def test_every_tensor_has_its_turn(large: bool) -> None:
     tensors = [torch.arange(50.0) + number for number in range(30)]
@@ -246,7 +270,7 @@ def test_every_tensor_has_its_turn(large: bool) -> None:
     copy = bytearray(b"".join(bytes(view_of(tensor)) for tensor in tensors))
     copy[200 * 17 : 200 * 18] = bytes(200)
     of_files = [(0, one) for one in placed] if large else []
-    checks = [CopyCheck(of_files, [] if large else placed, turn=turn, every=False) for turn in range(10)]
+    checks = [CopyCheck(of_files, [] if large else [(0, placed)], turn=turn, every=False) for turn in range(10)]
     refused = [check for check in checks if any(one.key == "t17" for _, one, _, _ in check.samples)]
     assert refused
     for check in checks:

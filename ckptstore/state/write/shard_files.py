@@ -271,8 +271,8 @@ class ShardFiles:
         large: list[tuple[int, Placed]] = []
         for number, file in enumerate(self.files):
             large += [(number, placed) for placed in file.placed]
-        slab = (self.files[0].small or ()) if self.files else ()  # the first file has it
-        return CopyCheck(large, slab, turn=turn, every=every)
+        slabs = [(number, file.small) for number, file in enumerate(self.files) if file.small]
+        return CopyCheck(large, slabs, turn=turn, every=every)
 
     @collector_paused()
     def index_part(self, block_digests: Sequence[Sequence[bytes]]) -> bytes:
@@ -381,22 +381,29 @@ class CopyCheck:
     Elements are picked by index, which takes another way through torch than a copy of a stretch does.
     """
 
-    def __init__(self, large: Sequence[tuple[int, Placed]], small: Sequence[Placed], *, turn: int, every: bool) -> None:
-        """Choose the samples among tensors. `large` have a payload each, and come with the number of their file;
-        `small` lie in the slab of the first one.
+    def __init__(
+        self,
+        large: Sequence[tuple[int, Placed]],
+        slabs: Sequence[tuple[int, Sequence[Placed]]],
+        *,
+        turn: int,
+        every: bool,
+    ) -> None:
+        """Choose the samples among tensors, which come with the number of their file. `large` have a payload each,
+        small ones lie in `slabs`.
 
         With `every` all bytes of all of them are compared. Otherwise a few elements are compared: of at least one
         tensor of each device, dtype and kind of memory, of one more for each 512 MiB, and of some small ones. Each turn
         takes others, so that all are compared in time. That costs about 0.1 ms for each tensor, below 1 % of copying
         512 MiB.
         """
-        self._every = [*large, *((0, placed) for placed in small)] if every else []
+        self._every = [*large, *((at, placed) for at, slab in slabs for placed in slab)] if every else []
         self.samples: list[_Sample] = []
         if not every:
             kinds = {(is_plain_memory(one.tensor), one.tensor.device, one.tensor.dtype): (at, one) for at, one in large}
             num_large = sum(one.size_bytes for _, one in large) // _SAMPLED_BYTES
-            of_slab = [(0, placed) for placed in _in_turn(small, turn, _SMALL)]
-            chosen = [*kinds.values(), *_in_turn(large, turn, num_large), *of_slab]
+            of_slabs = [(at, placed) for at, slab in slabs for placed in _in_turn(slab, turn, _SMALL)]
+            chosen = [*kinds.values(), *_in_turn(large, turn, num_large), *of_slabs]
             numbers = random.Random(turn)
             once = {(file, placed.offset): (file, placed) for file, placed in chosen}
             self.samples = [(*one, *_elements_of(one[1].tensor, numbers)) for one in once.values()]
