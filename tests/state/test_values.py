@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, InvalidState
-from ckptstore.state.live.values import INLINE_BYTES, Decoder, Encoder, references
+from ckptstore.state.live.values import INLINE_BYTES, MAX_DEPTH, Decoder, Encoder, references
 
 
 class Kept:
@@ -198,6 +198,13 @@ def test_cycles_and_depth_are_refused():
     loop.append(loop)
     with pytest.raises(InvalidState, match="refers to itself"):
         through(loop)
+    for nest in (lambda value: (value,), lambda value: [value], lambda value: {1: value}):
+        deep = 1
+        for _ in range(MAX_DEPTH):
+            deep = nest(deep)
+        assert through(deep) == deep
+        with pytest.raises(InvalidState, match="nested too deeply"):  # what a load has no stack for is not saved
+            through(nest(deep))
     deep = []
     for _ in range(100_000):
         deep = [deep]

@@ -30,6 +30,8 @@ from ckptstore.state.tensors.wrapped import Label, Wrapped, WrappedPart
 
 INLINE_BYTES = 64 << 10
 """Byte strings and arrays above this travel as tensors."""
+MAX_DEPTH = 100
+"""The most containers in each other: a load takes several times the stack of a save, and may begin deeper in it."""
 INLINE_ITEMS = 1000
 """Containers of plain values with more items than this, at all levels together, are packed; lists of numbers travel as
 tensors."""
@@ -133,6 +135,8 @@ class Encoder:
     def _encode_container(self, kind: type, value: Any, path: str) -> Any:
         if id(value) in self._open:
             raise InvalidState(f"{path} refers to itself")
+        if len(self._open) == MAX_DEPTH:
+            raise InvalidState(f"{path} is nested too deeply", hint=f"Values are stored up to {MAX_DEPTH} levels deep")
         self._open.add(id(value))
         try:
             if kind is dict:
