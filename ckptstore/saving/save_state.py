@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ckptstore.errors import (
     CheckpointDamaged,
+    CheckpointGone,
     CkptstoreError,
     FileMissing,
     InvalidInput,
@@ -282,10 +283,13 @@ class StateSaver:
 
     def _stored_kept(self, record: Record) -> Kept | None:
         """Return the list of this rank's files that is stored in a checkpoint; None if it is missing or damaged."""
-        key = record.entry.prefix + kept_file_name(self.job.group.rank)
+        files, name = files_of(self.job, record), kept_file_name(self.job.group.rank)
         try:
-            return Kept.decode(self.job.storage.read(key), attempt=record.entry.attempt, file=key)
-        except (FileMissing, CheckpointDamaged):
+            receipt = files.read_manifest()[0].by_name.get(name)
+            if receipt is None:
+                return None
+            return Kept.decode(files.read_file(receipt), attempt=record.entry.attempt, file=name)
+        except (FileMissing, CheckpointDamaged, CheckpointGone):
             return None
 
     def _staging_memory(self) -> Staging:

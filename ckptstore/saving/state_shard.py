@@ -83,8 +83,15 @@ class StateOptions:
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """The options that must be the same on all ranks."""
-        return {"dtype": {pattern: name_of(dtype) for pattern, dtype in self.casts}} if self.casts else {}
+        """The options that must be the same on all ranks, where they are not the default."""
+        found: dict[str, Any] = {}
+        if self.casts:
+            found["dtype"] = {pattern: name_of(dtype) for pattern, dtype in self.casts}
+        if self.incremental:
+            found["incremental"] = self.incremental
+        if self.stock_readable != "auto":
+            found["stock_readable"] = self.stock_readable
+        return found
 
 
 class Before(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from thread_ranks import in_threads
 
 from ckptstore import Checkpoint, CheckpointStore, InvalidInput, KeepLatest, StorageGroup, open_store
 from ckptstore.errors import CheckpointDamaged
@@ -100,6 +102,25 @@ def test_another_start_of_the_job_takes_over_too(root: str) -> None:
     with with_faults(open_store(root), counted) as store:
         store.save(1, state, incremental=True)
         assert written(counted) < 1 << 20
+
+
+def test_a_list_of_files_that_has_rotted_is_not_believed(tmp_path: Path) -> None:
+    """A bit of an offset would be in the index of every checkpoint from there on."""
+    state = {"x": torch.arange(1 << 18), "w": torch.arange(1 << 18) + 1}
+    with open_store(tmp_path) as store:
+        store.save(0, state, incremental=True)
+    (path,) = tmp_path.glob("checkpoints/*/digests-rank=00000.json")
+    value = json.loads(path.read_text())
+    for file in value["files"]:
+        for chunk in file["chunks"]:
+            chunk[3] ^= 1 << 12  # its offset
+    path.chmod(0o600)
+    path.write_text(json.dumps(value))
+    with open_store(tmp_path) as store:
+        checkpoint = store.save(1, state, incremental=True)
+        found = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+        checkpoint.load(found)
+    assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
 
 
 def test_a_whole_save_in_between_starts_over(root: str) -> None:
@@ -219,6 +240,19 @@ def test_a_copy_of_a_reference_is_whole(tmp_path: Path) -> None:
 def test_other_words_are_refused(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store, pytest.raises(InvalidInput, match="incremental"):
         store.save(0, {"a": 1}, incremental="link")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"incremental": "reference"}, {"incremental": True}, {"stock_readable": False}])
+def test_ranks_that_ask_for_other_ways_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    token = uuid4().hex
+
+    def run(rank: int) -> None:
+        with open_store(tmp_path, group=StorageGroup(rank, 2, token), rank_timeout_seconds=60) as store:
+            with pytest.raises(InvalidInput, match=f"rank 1 asks for .*{next(iter(options))}"):
+                store.save(0, {"n": torch.ones(4)}, **(options if rank else {}))
+            assert store.save(1, {"n": torch.ones(4)}, **options).verify().ok
+
+    assert in_threads(2, run) == [None, None]
 
 
 def test_what_is_stored_of_chunks_comes_back() -> None:
