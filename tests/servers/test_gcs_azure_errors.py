@@ -7,8 +7,9 @@ import json
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ckptstore.errors import (
     StorageThrottled,
     StorageUnavailable,
 )
+from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.open import open_storage
 
 KEY = base64.b64encode(b"k" * 64).decode()
@@ -53,6 +55,8 @@ class Refusing(ThreadingHTTPServer):
 
     daemon_threads = True
     status, code = 503, "ServerBusy"
+    together = Barrier(1)
+    """The number of requests that are answered at the same time."""
 
     @property
     def url(self) -> str:
@@ -75,6 +79,7 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("content-length") or 0)
         while length > 0:
             length -= len(self.rfile.read(min(length, 1 << 20)))
+        self.server.together.wait(10)
         code = self.server.code
         if "/storage/v1" in self.path:
             body = json.dumps({"error": {"code": self.server.status, "errors": [{"reason": code}]}}).encode()
@@ -141,6 +146,19 @@ def test_a_broken_connection_is_worth_a_retry(storage: Any, refusing: Refusing) 
     for name, operation in OPERATIONS.items():
         error = error_of(lambda operation=operation: operation(storage))  # type: ignore[misc]
         assert type(error) is StorageUnavailable, f"{name}: {error!r}"
+
+
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
+def test_requests_in_flight_share_one_renewal(refusing: Refusing, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing.status, refusing.code = 401, "authError"
+    monkeypatch.setattr(refusing, "together", Barrier(4))
+    options = {"token": "anon", "endpoint_url": refusing.url}
+    with closing(open_storage("gs://test/run", storage_options=options, engine=engine)) as storage:
+        write = OPERATIONS["write"]
+        errors = mapped(lambda _: error_of(lambda: write(storage)), range(4), num_threads=4, name="requests")
+        assert [type(error) for error in errors] == [StorageUnavailable] * 4
+        monkeypatch.undo()
+        assert type(error_of(lambda: write(storage))) is AccessDenied
 
 
 def test_a_create_that_meets_another_one_is_false(storage: Any, refusing: Refusing) -> None:

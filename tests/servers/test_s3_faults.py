@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from ckptstore.errors import (
     StorageUnavailable,
 )
 from ckptstore.format.digest import Digest
+from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.open import open_storage
-from ckptstore.testing.s3_server import Fault, S3Server
+from ckptstore.testing.s3.objects import S3Error
+from ckptstore.testing.s3_server import Fault, Link, S3Server
 
 MIB = 1 << 20
 PART = memoryview(os.urandom(16 * MIB))
@@ -213,6 +216,42 @@ def test_expired_credentials_are_looked_up_anew_once(storage: Any, fault: Any) -
     fault(action="status", status=400, code="ExpiredToken")
     assert type(error_of(lambda: storage.read("there"))) is StorageUnavailable
     assert storage.read("there") == PART[:MIB]
+
+
+def test_requests_in_flight_share_one_renewal(storage: Any, fault: Any, fast_s3: S3Server) -> None:
+    fast_s3.link = Link(latency_seconds=0.5)
+    fault(action="status", status=400, code="ExpiredToken", times=4)
+    errors = mapped(
+        lambda number: error_of(lambda: storage.write(f"{number}", [PART[:9]])),
+        range(4),
+        num_threads=4,
+        name="requests",
+    )
+    fast_s3.link = Link()
+    assert [type(error) for error in errors] == [StorageUnavailable] * 4
+    storage.write("0", [PART[:9]])
+
+
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
+def test_new_keys_that_come_late_are_found(
+    fast_s3: S3Server, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    keys.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = s\n")
+    options = {**fast_s3.storage_options, "key": None, "secret": None}
+    storage = open_storage("s3://test/late", storage_options=options, engine=engine)
+
+    def authorize(request: Any) -> None:
+        if "Credential=new/" not in request.headers["authorization"]:
+            raise S3Error(400, "ExpiredToken")
+
+    monkeypatch.setattr(fast_s3._shared.service, "_authorize", authorize)
+    errors = [error_of(lambda: storage.write("k", [PART[:9]])) for _ in range(3)]
+    assert [type(error) for error in errors] == [StorageUnavailable, AccessDenied, AccessDenied]
+    keys.write_text("[default]\naws_access_key_id = new\naws_secret_access_key = s\n")
+    storage.write("k", [PART[:9]])
+    storage.close()
 
 
 def test_a_flipped_bit_comes_through(storage: Any, fault: Any) -> None:

@@ -66,9 +66,7 @@ class S3Files(CloudFiles):
     def call(self, operation: str, *, file: str, **parameters: Any) -> Any:
         """Make one request; `file` is the key that an error names."""
         with self.sdk_seam(operation, file):
-            answer = getattr(self.client, operation)(**self._every, **parameters)
-        self._has_renewed = False
-        return answer
+            return getattr(self.client, operation)(**self._every, **parameters)
 
     def _put(self, key: str, views: Sequence[memoryview], *, new: bool) -> None:
         body = ViewsBody(views)
@@ -251,16 +249,14 @@ class S3Files(CloudFiles):
         self._settings.forget_credentials()
         self._renew_connections()
 
-    def _translated_of_sdk(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+    def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         from botocore import exceptions
 
         if isinstance(error, exceptions.ClientError):
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             code = str(error.response.get("Error", {}).get("Code", ""))
             code = "" if code.isdigit() else code
-            if code in foreign.EXPIRED_CODES and not self._has_renewed:
-                self._has_renewed = True
-                self._forget_credentials()
+            if code in foreign.EXPIRED_CODES and self._renewals.renew(number, self._forget_credentials):
                 return foreign.renewed(what, key)
             storage_class = str(error.response.get("Error", {}).get("StorageClass", ""))
             return foreign.from_status(status, code, key=key, what=what, storage_class=storage_class)

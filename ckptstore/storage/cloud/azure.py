@@ -163,7 +163,7 @@ class AzureFiles(CloudFiles):
             return chains.AzureSecret(names["tenant_id"], names["client_id"], names["client_secret"])
         return chains.AzureChain()
 
-    def _translated_of_sdk(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+    def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         from azure.core import exceptions
 
         if isinstance(error, exceptions.ClientAuthenticationError) and error.status_code is None:

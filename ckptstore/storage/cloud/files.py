@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, FileMissing
@@ -24,6 +24,33 @@ OpenedAs = tuple[Callable[..., Storage], tuple[str, Mapping[str, Any]]]
 """The function, the URI and the options by which a storage was opened, and is opened again in another process."""
 
 
+class Renewals:
+    """The renewals of a client whose requests are refused: one for all requests that were sent before it."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """The number of renewals so far. Read it before a request is sent: at worst it goes by a newer client."""
+        self._proven = 0
+        """The highest number at which a request has succeeded."""
+        self._lock = threading.Lock()
+
+    def prove(self, number: int) -> None:
+        """Note that a request has succeeded which was sent at this number."""
+        if number > self._proven:
+            self._proven = number
+
+    def renew(self, number: int, forget: Callable[[], None]) -> bool:
+        """Call `forget`, after the refusal of a request that was sent at this number, unless another request has done
+        so. Return False if no request has succeeded since the renewal before."""
+        with self._lock:
+            if number != self.number:
+                return True
+            is_worth_a_try = self._proven == number
+            forget()  # in both cases: a later request may find what is right
+            self.number += 1
+            return is_worth_a_try
+
+
 class CloudFiles(ProcessBound):
     """Files below a prefix of a bucket or container. Safe for threads."""
 
@@ -40,8 +67,7 @@ class CloudFiles(ProcessBound):
         self._client: Any = None
         self._retired: list[Any] = []
         """Old clients, which only requests in flight still use."""
-        self._has_renewed = False
-        """True once expired credentials were looked up again, and no request has succeeded with the new ones yet."""
+        self._renewals = Renewals()
 
     def __reduce__(self) -> OpenedAs:
         return self._opened_as
@@ -161,11 +187,14 @@ class CloudFiles(ProcessBound):
         for client in old:
             client.close()
 
-    def sdk_seam(self, what: str, key: str) -> AbstractContextManager[None]:
-        """Translate errors of the SDK to those of ckptstore in a context."""
-        what = f"{what} {self.uri}"
-        return foreign.seam(lambda error: self._translated_of_sdk(error, what=what, key=key))
+    @contextmanager
+    def sdk_seam(self, what: str, key: str) -> Iterator[int]:
+        """Translate errors of the SDK to those of ckptstore in a context, which gets the number of renewals."""
+        what, number = f"{what} {self.uri}", self._renewals.number
+        with foreign.seam(lambda error: self._translated_of_sdk(error, what=what, key=key, number=number)):
+            yield number
+        self._renewals.prove(number)
 
     @abstractmethod
-    def _translated_of_sdk(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
-        """Translate an error of the SDK."""
+    def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
+        """Translate an error of the SDK, after a request that was sent at this number of renewals."""

@@ -68,7 +68,7 @@ class GcsFiles(CloudFiles):
 
     def _stream(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
         """Make one request; the body of its response is not read yet."""
-        with self.sdk_seam(what, key):
+        with self.sdk_seam(what, key) as number:
             url = f"{self._endpoint}{path}"
             answer = self.client.request(method, url, timeout=self._timeout, stream=True, **options)
             if answer.status_code < 200:  # an interim response; the final one is still to come
@@ -76,8 +76,7 @@ class GcsFiles(CloudFiles):
                     raise wrong(key, f"its status is {answer.status_code}")
             if answer.status_code >= 300:
                 with answer:
-                    raise self._refused(answer, what=f"{what} {self.uri}", key=key)
-        self._has_renewed = False
+                    raise self._refused(answer, what=f"{what} {self.uri}", key=key, number=number)
         return answer
 
     def _json(self, answer: Any, *, what: str, key: str) -> Any:
@@ -281,18 +280,16 @@ class GcsFiles(CloudFiles):
             return google.auth.load_credentials_from_file(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
         return google.auth.default(scopes=_SCOPES)[0]
 
-    def _refused(self, answer: Any, *, what: str, key: str) -> CkptstoreError:
+    def _refused(self, answer: Any, *, what: str, key: str, number: int) -> CkptstoreError:
         try:
             reason = str(answer.json()["error"]["errors"][0]["reason"])
         except (ValueError, LookupError, TypeError):
             reason = ""
-        if answer.status_code == 401 and not self._has_renewed:
-            self._has_renewed = True
-            self._renew_connections()
+        if answer.status_code == 401 and self._renewals.renew(number, self._renew_connections):
             return foreign.renewed(what, key)
         return foreign.from_status(answer.status_code, reason, key=key, what=what)
 
-    def _translated_of_sdk(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+    def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         import google.auth.exceptions
         import requests
 

@@ -27,7 +27,7 @@ from ckptstore.storage.cloud.aws import S3Files
 from ckptstore.storage.cloud.azure import AzureFiles
 from ckptstore.storage.cloud.bodies import Filling
 from ckptstore.storage.cloud.client_options import CannotExpress, ObstoreConfig, address_for_obstore, for_obstore
-from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
+from ckptstore.storage.cloud.files import CloudFiles, OpenedAs, Renewals
 from ckptstore.storage.cloud.gcs import GcsFiles
 from ckptstore.storage.uri import parse_uri
 
@@ -90,8 +90,7 @@ class ObstoreFiles(CloudFiles):
         self._store_lock = threading.Lock()
         self._store: Any = None
         self._provider: chains.Provider | None = None
-        self._has_renewed_store = False
-        """`CloudFiles._has_renewed`, for obstore's credentials."""
+        self._store_renewals = Renewals()
 
     def _put(self, key: str, views: Sequence[memoryview], *, new: bool) -> None:
         import obstore
@@ -166,16 +165,11 @@ class ObstoreFiles(CloudFiles):
         full = self.full(prefix)
         directory, slash, _ = full.rpartition("/")  # obstore lists whole directories
         cut = len(self.full(""))
-        with self._seam("list", prefix):
-            pages = iter(obstore.list(self._connected(), prefix=f"{directory}{slash}", chunk_size=_LIST_FILES))
-        while True:
-            with self._seam("list", prefix):
-                page = next(pages, None)
-            if page is None:
-                return
-            for item in page:
-                if item["path"].startswith(full):
-                    yield self._stored(item["path"][cut:], item)
+        with self._seam("list", prefix):  # one for all pages, which all come with the same credentials
+            for page in obstore.list(self._connected(), prefix=f"{directory}{slash}", chunk_size=_LIST_FILES):
+                for item in page:
+                    if item["path"].startswith(full):
+                        yield self._stored(item["path"][cut:], item)
 
     def delete(self, keys: Sequence[str]) -> None:
         import obstore
@@ -238,20 +232,19 @@ class ObstoreFiles(CloudFiles):
     @contextmanager
     def _seam(self, what: str, key: str) -> Iterator[None]:
         """Translate foreign errors to those of ckptstore in a context."""
-        with foreign.seam(lambda error: self._translated(error, what=f"{what} {self.uri}", key=key)):
+        what, number = f"{what} {self.uri}", self._store_renewals.number
+        with foreign.seam(lambda error: self._translated(error, what=what, key=key, number=number)):
             yield
-        self._has_renewed_store = False
+        self._store_renewals.prove(number)
 
-    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+    def _translated(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         import obstore.exceptions as foreign_errors
 
         text = str(error)
         code = (_CODE.findall(text) or [""])[0]
         match = _STATUS.search(text)
         status = int(match[1]) if match else None
-        if code in foreign.EXPIRED_CODES and not self._has_renewed_store:
-            self._has_renewed_store = True
-            self._forget_store()
+        if code in foreign.EXPIRED_CODES and self._store_renewals.renew(number, self._forget_store):
             return foreign.renewed(what, key)
         refused = self._provider.error if self._provider and _ASKED in text else None
         if refused is not None:
