@@ -20,10 +20,12 @@ import pytest
 from loopback import answering
 from tls_front import behind_tls
 
+from ckptstore import open_store
 from ckptstore.errors import InvalidInput, StorageError
 from ckptstore.storage.cloud.aws_settings import AwsSettings
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.uri import parse_uri
+from ckptstore.testing.s3.messages import Answer
 from ckptstore.testing.s3_server import S3Server, s3_server
 
 ENGINES = ["obstore", "sdk"]
@@ -500,6 +502,39 @@ def test_a_bucket_tells_its_region(bucket: str, fast_s3: S3Server) -> None:
     for url, told in ((fast_s3.endpoint_url, "us-east-1"), ("http://127.0.0.1:1", None)):
         settings = AwsSettings(parse_uri(f"s3://{bucket}/x"), {"endpoint_url": url})
         assert settings._ask_region() == (told if bucket == "test" else None)
+
+
+@pytest.mark.parametrize("code", ["PermanentRedirect", "AuthorizationHeaderMalformed"])
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("engine", [*ENGINES, "fsspec"])
+def test_a_bucket_in_another_region(
+    engine: str, is_named: bool, code: str, fast_s3: S3Server, two_tries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 answers so, to who asks for the region as well; some gateways do not say which it is."""
+    for name, value in {**KEYS, "AWS_DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(name, value)
+    service = fast_s3._shared.service
+    serve = service.answer
+    named = {"x-amz-bucket-region": "eu-west-1"} if is_named else {}
+    body = f"<Error><Code>{code}</Code><Region>{'eu-west-1' if is_named else ''}</Region></Error>".encode()
+
+    def answer(request: Any) -> Answer:
+        if "/eu-west-1/" in request.headers.get("authorization", ""):
+            return serve(request)
+        status = 301 if code == "PermanentRedirect" else 400
+        return Answer.of(b"" if request.method == "HEAD" else body, status=status, headers=named)
+
+    monkeypatch.setattr(service, "answer", answer)
+    options = {"endpoint_url": fast_s3.endpoint_url}
+    with open_store("s3://test/tokenizer", storage_options=options, engine=engine, group="solo") as store:
+        if is_named:
+            store.save(1, {"w": 1})
+            assert store.load({"w": 0}).step == 1
+        elif engine == "obstore":
+            with pytest.raises(StorageError, match="not in the region us-east-1") as caught:
+                store.save(1, {"w": 1})
+            assert not caught.value.retryable
+            assert "AWS_REGION" in str(caught.value.hint)
 
 
 OTHER_CLOUDS: dict[str, tuple[dict[str, str], bool]] = {

@@ -102,6 +102,11 @@ def test_a_broken_connection_is_worth_a_retry(storage: Any, fault: Any, action: 
         storage.write("there", [PART[:MIB]])
 
 
+def test_the_name_of_a_file_is_no_reason(storage: Any, fault: Any) -> None:
+    fault(action="reset", match="^PUT")
+    assert type(error_of(lambda: storage.write("InvalidCertificate", [PART[:9]]))) is StorageUnavailable
+
+
 @pytest.mark.parametrize("after_bytes", [1, 1000, MIB - 1])
 def test_a_truncated_answer_is_worth_a_retry(storage: Any, fault: Any, after_bytes: int) -> None:
     fault(action="truncate", match="^GET", after_bytes=after_bytes, times=2)

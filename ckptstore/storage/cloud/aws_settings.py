@@ -151,10 +151,18 @@ class AwsSettings:
         """Return the address, in the region of the bucket; S3 is asked for it once, if nothing names it."""
         with self._lock:
             if self._region is None and not self.region_from and not self.endpoint_from:
-                self._region = self._ask_region() or self.address.region
-                with foreign.seam(lambda error: _refused(error, self._profile_from)):
-                    self.address = self._addressed()
+                self._locate()
             return self.address
+
+    def relocate(self) -> None:
+        """Ask S3 for the region of the bucket, whatever the settings name."""
+        with self._lock:
+            self._locate()
+
+    def _locate(self) -> None:
+        self._region = self._ask_region() or self.address.region
+        with foreign.seam(lambda error: _refused(error, self._profile_from)):
+            self.address = self._addressed()
 
     def credentials(self) -> Any:
         """Return botocore's credentials, None if it finds none. Asks the services that the configuration names."""
@@ -257,7 +265,7 @@ class AwsSettings:
             answer = client.head_bucket(Bucket=self.bucket)
         except ClientError as error:
             answer = error.response
-        except (BotoCoreError, OSError):
+        except (BotoCoreError, OSError, RecursionError):  # to follow a redirect that names none, botocore asks itself
             return None
         finally:
             client.close()

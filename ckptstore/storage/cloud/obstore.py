@@ -39,6 +39,9 @@ _DIRECT_BYTES = 4 << 20
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_URL = re.compile(r"https?://\S+")
+_ELSEWHERE = re.compile("redirect without LOCATION|<Code>AuthorizationHeaderMalformed</Code>.*<Region>", re.DOTALL)
+"""The parts of obstore's texts for a bucket in another region; botocore and s3fs follow it by themselves."""
 _CLASS = re.compile(r"<StorageClass>(\w+)</StorageClass>")
 
 
@@ -240,7 +243,7 @@ class ObstoreFiles(CloudFiles):
     def _translated(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         import obstore.exceptions as foreign_errors
 
-        text = str(error)
+        text = _URL.sub("", str(error))  # a name in it may be any of the words below
         code = (_CODE.findall(text) or [""])[0]
         match = _STATUS.search(text)
         status = int(match[1]) if match else None
@@ -306,6 +309,18 @@ class FastS3(ObstoreFiles, S3Files):
     def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
         by = S3Files if filling.missing_bytes >= _DIRECT_BYTES else ObstoreFiles
         return by._fill(self, key, filling, offset, version)
+
+    def _translated(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
+        if not _ELSEWHERE.search(str(error)):
+            return super()._translated(error, what=what, key=key, number=number)
+        region = self._settings.address.region
+        kind = StorageUnavailable if self._store_renewals.renew(number, self._relocate) else StorageError
+        hint = "Name its region in AWS_REGION or in client_kwargs.region_name"
+        return kind(f"{what}: the bucket is not in the region {region}", file=key, hint=hint)
+
+    def _relocate(self) -> None:
+        self._settings.relocate()
+        self._forget_store()
 
 
 class FastGcs(ObstoreFiles, GcsFiles):
