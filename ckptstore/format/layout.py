@@ -33,6 +33,9 @@ RAY_METADATA_NAME = ".metadata.json"
 UNLISTED_NAMES = RESERVED_NAMES | {RAY_METADATA_NAME}
 """The files that may lie beside those of a checkpoint without being in its manifest."""
 
+PART_NAME = re.compile(r"(^|/)\.part-[0-9a-f]{16}-[^/]*$")
+"""The names of the parts from which GCS composes a file. They stay behind where they could not be deleted."""
+
 MAX_NAME_BYTES = 1024
 MAX_PART_BYTES = 255
 MAX_STEP = 10**10 - 1

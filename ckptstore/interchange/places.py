@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import tempfile
 import uuid
@@ -16,7 +15,7 @@ from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import FileMissing, InvalidInput, InvalidSource, StorageError, StorageFull
-from ckptstore.format.layout import DCP_METADATA_NAME
+from ckptstore.format.layout import DCP_METADATA_NAME, PART_NAME
 from ckptstore.storage.uri import local_path, parse_uri, redact
 from ckptstore.transfer import Wanted
 from ckptstore.transfer.moves import PlannedFile
@@ -25,8 +24,6 @@ from ckptstore.transfer.sources import FileSource
 
 PROGRESS_FOLDER = ".ckptstore-export/"
 """The progress of an unfinished export. Loaders ignore it: they look for `*.safetensors` and named config files."""
-PART_NAME = re.compile(r"\.part-[0-9a-f]{16}-")
-"""Names of the parts from which GCS composes a file; a killed process leaves them at the target."""
 _PARTS_BYTES = 64 << 20
 """The most memory for parts on their way to the target."""
 
@@ -141,7 +138,7 @@ class ExportPlace:
         if present and not self.overwrite and not (resumable and begun):
             raise InvalidInput(f"{self.uri} exists and is not empty", hint="Give another directory, or overwrite it")
         own = {file.name for file in self.beside}
-        others = [name for name in present if name not in begun and not PART_NAME.match(name)]
+        others = [name for name in present if name not in begun and not PART_NAME.search(name)]
         foreign = [name for name in others if "/" in name or not (name.endswith(_OWN_SUFFIXES) or name in own)]
         if foreign:
             hint = "Give another directory"

@@ -27,9 +27,10 @@ from ckptstore.errors import (
     RankFailed,
     StorageError,
 )
+from ckptstore.format.layout import PART_NAME
 from ckptstore.format.safetensors import INDEX_NAME
 from ckptstore.group.base import LEADER, Group
-from ckptstore.interchange.places import PART_NAME, PROGRESS_FOLDER, ExportPlace, leads
+from ckptstore.interchange.places import PROGRESS_FOLDER, ExportPlace, leads
 from ckptstore.interchange.safetensors_file import LaidOut, Layout, SafetensorsEntry
 from ckptstore.interchange.streaming import ReadableState, boxes_of_stretch
 from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -236,7 +237,7 @@ class ExportProgress:
     def abort_unfinished(self, names: Sequence[str]) -> None:
         """Abort uploads of these files that killed processes never finished, and delete their parts."""
         storage = self.place.storage
-        storage.delete([file.key for file in storage.list(".part-") if PART_NAME.match(file.key)])
+        storage.delete([file.key for file in storage.list(".part-") if PART_NAME.search(file.key)])
         if isinstance(storage, Bucket):
             # They cost money, but the account may lack the right.
             with suppress(AccessDenied):

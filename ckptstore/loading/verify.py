@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Literal
 
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName
-from ckptstore.format.layout import MANIFEST_NAME, UNLISTED_NAMES
+from ckptstore.format.layout import MANIFEST_NAME, PART_NAME, UNLISTED_NAMES
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.transfer import Checked
@@ -145,6 +145,7 @@ def check_sizes(receipts: Sequence[Receipt], stored: Mapping[str, int]) -> list[
     problems.extend(
         Problem(file=name, fault="extra", rank=None, expected="nothing", found=f"{extra[name]} bytes")
         for name in extra.keys() - UNLISTED_NAMES
+        if not PART_NAME.search(name)
     )
     return problems
 

@@ -14,7 +14,7 @@ from ckptstore.errors import CheckpointGone, CkptstoreError, FileMissing, Invali
 from ckptstore.events import CheckpointCommitted, emit
 from ckptstore.format.changes import Commit, StoreState
 from ckptstore.format.entry import CheckpointEntry
-from ckptstore.format.layout import MANIFEST_NAME, Attempt
+from ckptstore.format.layout import MANIFEST_NAME, PART_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
@@ -250,8 +250,8 @@ def check_stored(
 ) -> None:
     """Compare the stored files with the receipts, once, before anything refers to them.
 
-    Files named in `also` may exist too. Raises StorageError for a file that is missing, has another size, or is in no
-    receipt.
+    Files named in `also`, and parts that could not be deleted, may exist too. Raises StorageError for a file that is
+    missing, has another size, or is in no receipt.
     """
     prefix = attempt.prefix
     stored = {file.key: file.size_bytes for file in storage.list(prefix)}
@@ -267,9 +267,10 @@ def check_stored(
                 file=receipt.name,
                 hint="Check that all ranks see the same storage and that nothing else writes to it",
             )
-    if stored:
+    others = [key for key in stored if not PART_NAME.search(key)]
+    if others:
         raise StorageError(
-            f"{len(stored)} files are in the directory of this attempt and in no receipt, for instance {min(stored)}"
+            f"{len(others)} files are in the directory of this attempt and in no receipt, for instance {min(others)}"
         )
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+from contextlib import closing
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
 import pytest
 import requests
+from hostile_front import Wire, options_behind
 
+from ckptstore import open_store
 from ckptstore.config import RetryConfig
 from ckptstore.storage.base import Bucket, Configured, CopiesFrom, CopiesInside, CreatesExclusively, Doubts, WritesParts
 from ckptstore.storage.open import open_storage
@@ -44,6 +49,31 @@ class GcsContract(StorageContract):
         answer = requests.get(f"{self.url}/storage/v1/b/test/o/{name}", params={"alt": "media"}, timeout=30)
         answer.raise_for_status()
         return answer.content
+
+
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
+@pytest.mark.parametrize(("status", "times"), [(503, 1), (403, 1 << 30)])
+def test_a_part_that_cannot_be_deleted_costs_no_save(
+    fake_gcs: Any, tmp_path: Path, two_tries: None, engine: str, status: int, times: int
+) -> None:
+    """A server in trouble deletes it when it is asked again; a bucket with a retention policy never does."""
+    (tmp_path / "large").write_bytes(os.urandom(17 << 20))
+    uri = f"gs://test/parts {next(numbers)}"
+
+    def refuses(wire: Wire) -> bool:
+        wire.drop()
+        wire.line.sendall(f"HTTP/1.1 {status} No\r\nContent-Length: 0\r\n\r\n".encode())
+        return True
+
+    with options_behind(fake_gcs) as (options, front):
+        front.misbehave_on_wire(refuses, "DELETE", r"\.part-", times=times)
+        with open_store(uri, storage_options=options, engine=engine, group="solo") as store:
+            checkpoint = store.save_directory(1, tmp_path)
+            assert front.done
+            assert checkpoint.verify().ok
+    with closing(open_storage(uri, storage_options=fake_gcs.storage_options)) as storage:
+        assert any("/.part-" in file.key for file in storage.list("")) == (status == 403)
+        storage.delete([file.key for file in storage.list("")])
 
 
 class TestSdkOnFakeGcs(GcsContract):

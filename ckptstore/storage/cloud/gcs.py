@@ -4,13 +4,15 @@ The only importer of google-auth (beside `chains`) and of requests, which gcsfs 
 thread, not on one event loop. Each upload carries a checksum, which GCS checks before it makes the object visible.
 
 GCS has no parts in its JSON API: a large file goes up as temporary objects beside it (".part-..."), which are composed
-and deleted. A process that is killed meanwhile leaves them in the attempt's directory, which `gc` removes whole.
+and deleted. A process that is killed meanwhile leaves them in the attempt's directory, which `gc` removes whole; a
+bucket that forbids deletions leaves them beside a committed file.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +39,8 @@ from ckptstore.storage.cloud.client_options import GOOGLE, gcs_endpoint, gcs_rou
 from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
 from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS
 from ckptstore.storage.uri import Location
+
+logger = logging.getLogger("ckptstore")
 
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 _LIST_FILES = 1000
@@ -316,20 +320,29 @@ class _Composition:
         self._name = f"{directory}{slash}.part-{uuid.uuid4().hex[:16]}"
         self._parts: dict[int, _Part] = {}
         self._joined: list[str] = []
+        self._is_whole = False
 
     def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         name = f"{self._name}-{offset // self._part_bytes:05d}"
         self._parts[offset] = name, total_bytes(views), self._files.put(name, views, digest=digest)
 
     def finish(self) -> None:
-        """Join the parts. May be called again after an error: the parts stay until the file is whole."""
+        """Join the parts, and remove them. May be called again after an error: they stay until the file is whole."""
+        if not self._is_whole:
+            self._join_all()
+            self._is_whole = True
+        try:
+            self._remove()
+        except AccessDenied as error:  # not worth a checkpoint: a commit passes over them
+            logger.warning("The parts of %s stay beside it, and cost as much as it does: %s", self._key, error)
+
+    def _join_all(self) -> None:
         parts = [part for _, part in sorted(self._parts.items())]
         while len(parts) > _MAX_COMPOSED:
             groups = [parts[start : start + _MAX_COMPOSED] for start in range(0, len(parts), _MAX_COMPOSED)]
             parts = [self._join(group, f"{self._name}-joined-{index:05d}") for index, group in enumerate(groups)]
             self._joined += [name for name, _, _ in parts]
         self._join(parts, self._key)
-        self.abort()
 
     def _join(self, parts: Sequence[_Part], key: str) -> _Part:
         (_, total_bytes, checksum), *others = parts
@@ -339,9 +352,12 @@ class _Composition:
         return key, total_bytes, checksum
 
     def abort(self) -> None:
-        """Remove the temporary objects."""
+        """Remove the temporary objects, as far as possible."""
         with suppress(CkptstoreError):
-            self._files.delete([*(name for name, _, _ in self._parts.values()), *self._joined])
+            self._remove()
+
+    def _remove(self) -> None:
+        self._files.delete([*(name for name, _, _ in self._parts.values()), *self._joined])
 
 
 def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
