@@ -22,7 +22,7 @@ from ckptstore.errors import CkptstoreError, FileMissing, StorageError
 from ckptstore.format.layout import GROUP_PREFIX
 from ckptstore.group.life import LEFT
 from ckptstore.runtime.parallel import mapped, started
-from ckptstore.storage.base import CreatesExclusively, Storage
+from ckptstore.storage.base import Storage, create_if_able
 from ckptstore.storage.retry import retrying
 
 logger = logging.getLogger("ckptstore.group")
@@ -58,16 +58,16 @@ class StorageBoard:
         return self._request(f"post {key}", lambda: self._post_once(self._prefix + key, data))
 
     def _post_once(self, key: str, data: bytes) -> bytes | None:
-        if isinstance(self._storage, CreatesExclusively):
-            if self._storage.create(key, data):
-                return None
+        is_first = create_if_able(self._storage, key, data)
+        if is_first:
+            return None
+        try:
             there = self._storage.read(key)
-        else:
-            try:
-                there = self._storage.read(key)
-            except FileMissing:
-                self._storage.write(key, [memoryview(data)])
-                there = self._storage.read(key)
+        except FileMissing:
+            if is_first is not None:
+                raise
+            self._storage.write(key, [memoryview(data)])
+            there = self._storage.read(key)
         return None if there == data else there
 
     def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:

@@ -41,7 +41,7 @@ from ckptstore.state.index.part import Part
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.tensors.segments import SegmentSource
 from ckptstore.state.write.thinned_index import CutFile, PartThinner, dropped_keys, thinned_outline
-from ckptstore.storage.base import CopiesInside, CreatesExclusively, Disk
+from ckptstore.storage.base import CopiesInside, Disk
 from ckptstore.storage.second_look import created, has_bytes
 from ckptstore.transfer import RangeRead
 from ckptstore.transfer.moves import PlannedFile
@@ -377,10 +377,7 @@ class _Thinning:
     def _write_manifest(self, key: str, data: bytes) -> None:
         """Create the manifest whole where the storage can: garbage collection leaves one alone that it cannot read."""
         storage = self._storage
-        if isinstance(storage, CreatesExclusively):
-            created(storage, storage.create, key, data, retry=self._job.config.retry)
-        else:
-            storage.write(key, [memoryview(data)])
+        created(storage, key, data, retry=self._job.config.retry)
         storage.persist([key])
         if not has_bytes(storage, key, data):
             raise StorageError(f"{key} does not hold what {storage.uri} has said is stored", file=key, committed=False)

@@ -13,7 +13,7 @@ from ckptstore.config import RetryConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, STORE_KEY
-from ckptstore.storage.base import CreatesExclusively, Disk, Storage
+from ckptstore.storage.base import Disk, Storage, create_if_able
 from ckptstore.storage.retry import retrying
 
 KEPT_BY_CKPTSTORE = "ckptstore"
@@ -89,10 +89,10 @@ def read_or_create_store_json(
     mine = StoreIdentity(store_id or uuid.uuid4().hex, kept_by, time.time())
 
     def create() -> StoreIdentity:
-        if isinstance(storage, CreatesExclusively):
-            storage.create(STORE_KEY, mine.encode())
-        elif read_store_json(storage, retry=retry) is None:
+        is_unsupported = create_if_able(storage, STORE_KEY, mine.encode()) is None
+        if is_unsupported and read_store_json(storage, retry=retry) is None:
             storage.write(STORE_KEY, [memoryview(mine.encode())])
+            storage.persist([STORE_KEY])
         stored = read_store_json(storage, retry=retry)
         if stored is None:
             raise StorageUnavailable(f"{STORE_KEY} was created and cannot be read", file=STORE_KEY)

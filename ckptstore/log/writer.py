@@ -26,7 +26,7 @@ from ckptstore.format.changes import Change, Noop
 from ckptstore.format.layout import HINT_KEY, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Hint, LogReader, Probed, link_problem, record_problem
-from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage
+from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage, Unsupported
 from ckptstore.storage.probe import has_exclusive_create, is_server
 from ckptstore.storage.second_look import looked_twice, tell
 
@@ -55,8 +55,13 @@ class Log(LogReader):
         self._linked = 0
         """The number of the record up to which the chain has been checked."""
 
+    @property
+    def is_exclusive(self) -> bool:
+        """True if the storage can create-if-absent, as far as that is known; see `try_creates`."""
+        return self._exclusive is not None
+
     def try_creates(self) -> None:
-        """Test if a server honours create-if-absent: some accept the condition and ignore it.
+        """Test if a server honours create-if-absent: some refuse the condition, some ignore it.
 
         If it does not, records are written as `single_writer` allows. Costs about ten small requests; disks are not
         tested.
@@ -252,6 +257,10 @@ class Log(LogReader):
         key = record_key(record.number)
         try:
             created = self._exclusive.create(key, record.encode())
+        except Unsupported:
+            self._exclusive = None
+            self.check_safe()
+            return self._put_alone(record)
         except StorageError as failure:
             return self._settle(self._exclusive, record, newest, failure)
         if created:

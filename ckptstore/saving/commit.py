@@ -24,7 +24,7 @@ from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import mapped
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
-from ckptstore.storage.base import CreatesExclusively, Disk, Storage
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import created, looked_twice
 
@@ -292,9 +292,7 @@ def write_manifest(
             storage.persist(late)
 
     def write() -> None:
-        if not isinstance(storage, CreatesExclusively):
-            storage.write(key, [memoryview(data)])
-        elif not created(storage, storage.create, key, data, retry=config.retry):
+        if not created(storage, key, data, retry=config.retry):
             raise StorageError(f"{key} exists already with other contents", file=key)
 
     num_threads = 2 if isinstance(storage, Disk) and not counts else 1

@@ -16,11 +16,16 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptstore.errors import StorageError
 from ckptstore.format.digest import Digest
+
+
+class Unsupported(StorageError):
+    """The server or the file system does not know such an operation, create-if-absent for one."""
 
 
 class StoredFile(NamedTuple):
@@ -137,8 +142,17 @@ class CreatesExclusively(Protocol):
         """Create the file whole and durable, and return True; if it exists, change nothing and return False.
 
         Exactly one of several callers at once gets True, and no reader ever sees a part of the file. After an error it
-        may have been created or not: the caller reads it back.
+        may have been created or not: the caller reads it back. Raises Unsupported, and creates nothing, where only the
+        server or the file system lacks this.
         """
+
+
+def create_if_able(storage: Storage, key: str, data: bytes) -> bool | None:
+    """Return the result of `create`, None where the storage cannot create-if-absent: then nothing is created."""
+    if isinstance(storage, CreatesExclusively):
+        with suppress(Unsupported):
+            return storage.create(key, data)
+    return None
 
 
 class PartWriter(Protocol):

@@ -1,4 +1,4 @@
-"""Test by trying whether a storage can create-if-absent: some servers accept the condition and ignore it."""
+"""Test by trying whether a storage can create-if-absent: some servers refuse the condition, some ignore it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from ckptstore.errors import CkptstoreError
 from ckptstore.format.layout import PROBE_PREFIX
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import CreatesExclusively, Storage
+from ckptstore.storage.base import CreatesExclusively, Storage, Unsupported
 
 _RACERS = 8
 _RACE_SECONDS = 5.0
@@ -24,7 +24,7 @@ def has_exclusive_create(storage: Storage) -> bool:
     """Return True if exactly one of eight creates of one new key wins, and a ninth one loses.
 
     Costs about ten small requests below "probe/" and removes the key. Raises the first error of the creates if none of
-    them won (StorageUnavailable, AccessDenied).
+    them won (StorageUnavailable, AccessDenied), unless a plain write succeeds where they are unsupported.
     """
     if not isinstance(storage, CreatesExclusively):
         return False
@@ -43,6 +43,9 @@ def has_exclusive_create(storage: Storage) -> bool:
 
     try:
         wins = sum(mapped(race, range(_RACERS), num_threads=_RACERS, name="ckptstore-probe"))
+        if not wins and any(isinstance(error, Unsupported) for error in errors):
+            storage.write(key, [memoryview(b"plain")])
+            return False
         if not wins and errors:
             raise errors[0]
         return wins == 1 and not storage.create(key, b"late")

@@ -12,12 +12,11 @@ from typing import TypeVar
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, UnsupportedVersion
-from ckptstore.storage.base import Doubts, Storage
+from ckptstore.storage.base import Doubts, Storage, create_if_able
 from ckptstore.storage.retry import retrying
 
 logger = logging.getLogger("ckptstore")
 T = TypeVar("T")
-Create = Callable[[str, bytes], bool]
 
 
 def looked_twice(storage: Storage, key: str, look: Callable[[], T], *, missing: bool = True) -> T:
@@ -47,10 +46,18 @@ def has_bytes(storage: Storage, key: str, data: bytes) -> bool:
     return storage.read(key) == data
 
 
-def created(storage: Storage, create: Create, key: str, data: bytes, *, retry: RetryConfig) -> bool:
-    """Create the key by the storage's `create`; return True if it now holds `data`. Safe to retry after a lost reply:
-    the data is read back."""
-    return retrying(retry, f"create {key}", lambda: create(key, data) or has_bytes(storage, key, data))
+def created(storage: Storage, key: str, data: bytes, *, retry: RetryConfig) -> bool:
+    """Create the key, or write it where the storage cannot create-if-absent; return True if it now holds `data`. Safe
+    to retry after a lost reply: the data is read back."""
+
+    def create() -> bool:
+        is_new = create_if_able(storage, key, data)
+        if is_new is None:
+            storage.write(key, [memoryview(data)])
+            storage.persist([key])
+        return is_new is not False or has_bytes(storage, key, data)
+
+    return retrying(retry, f"create {key}", create)
 
 
 def tell(storage: Storage, key: str, what: str) -> None:

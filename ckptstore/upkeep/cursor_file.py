@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptstore.errors import FileMissing, InvalidInput
 from ckptstore.format.cursor import Cursor
 from ckptstore.format.layout import cursor_key
-from ckptstore.storage.base import CreatesExclusively, Storage
+from ckptstore.storage.base import Storage, create_if_able
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retry import ONCE, retrying
 from ckptstore.storage.uri import local_path
@@ -71,6 +71,6 @@ class CursorFile:
 
 def _write(storage: Storage, key: str, data: bytes) -> None:
     # A disk replaces a file in one step, but makes a new one in two: a crash in between would leave half a cursor.
-    if not isinstance(storage, CreatesExclusively) or not storage.create(key, data):
+    if not create_if_able(storage, key, data):
         storage.write(key, [memoryview(data)])
         storage.persist([key])

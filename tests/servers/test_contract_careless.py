@@ -12,9 +12,11 @@ import pytest
 from test_contract_gcs import GcsContract
 from test_contract_s3 import left_out
 
-import ckptstore
+from ckptstore import open_store
 from ckptstore.errors import InvalidInput, StorageError
 from ckptstore.storage.open import open_storage
+from ckptstore.testing.s3.objects import S3Error
+from ckptstore.testing.s3_server import S3Server
 
 numbers = itertools.count()
 DEVIATIONS = {
@@ -55,13 +57,41 @@ class TestSdkOnCarelessServer(OnCarelessServer):
 def test_a_store_asks_for_a_promise(careless_gcs: Any, tmp_path: Path, engine: str) -> None:
     options = careless_gcs.storage_options
     with (
-        ckptstore.open_store("gs://test/careless/alone", storage_options=options, engine=engine) as store,
+        open_store("gs://test/careless/alone", storage_options=options, engine=engine) as store,
         pytest.raises(InvalidInput, match="create") as caught,
     ):
         store.save_directory(1, tmp_path)
     assert "single_writer=True" in str(caught.value.hint)
     with closing(open_storage("gs://test/careless/alone", storage_options=options, engine=engine)) as storage:
         assert not list(storage.list("log/"))
+
+
+@pytest.mark.parametrize("engine", ["obstore", "sdk", "fsspec"])
+def test_a_store_on_a_server_that_refuses_the_condition(
+    fast_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """As Backblaze B2 does."""
+    service = fast_s3._shared.service
+    put = service._put
+
+    def refuse(request: Any) -> Any:
+        if "if-none-match" in request.headers:
+            raise S3Error(501, "NotImplemented")
+        return put(request)
+
+    monkeypatch.setattr(service, "_put", refuse)
+    place: dict[str, Any] = {"storage_options": fast_s3.storage_options, "engine": engine, "group": "solo"}
+    with open_store("s3://test/refuses", **place) as store, pytest.raises(InvalidInput, match="create") as caught:
+        store.save(1, {"a": 1})
+    assert "single_writer=True" in str(caught.value.hint)
+    assert not fast_s3.objects.buckets["test"]
+    with open_store("s3://test/refuses", single_writer=True, **place) as store:
+        store.save(1, {"a": 1})
+    with open_store("s3://test/refuses", single_writer=True, **place) as store:
+        store.annotate(1, {"loss": 0.5})
+        assert store.resume({"a": 0}).step == 1
+        store.save(2, {"a": 2})
+        assert [found.step for found in store] == [1, 2]
 
 
 def test_an_answer_that_obstore_cannot_read_is_no_outage(careless_gcs: Any) -> None:

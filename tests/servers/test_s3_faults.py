@@ -23,6 +23,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.digest import Digest
 from ckptstore.runtime.parallel import mapped
+from ckptstore.storage.base import Unsupported
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3.objects import S3Error
 from ckptstore.testing.s3_server import Fault, Link, S3Server
@@ -50,7 +51,7 @@ ANSWERS = [
     (500, "InternalError", StorageUnavailable),
     (502, "BadGateway", StorageUnavailable),
     (504, "GatewayTimeout", StorageUnavailable),
-    (501, "NotImplemented", StorageError),
+    (501, "NotImplemented", Unsupported),
     (400, "InvalidRequest", StorageError),
     (403, "AccessDenied", AccessDenied),
     (403, "InvalidAccessKeyId", AccessDenied),

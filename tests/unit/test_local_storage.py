@@ -18,17 +18,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_disks import mounted
 
+from ckptstore import open_store
 from ckptstore.errors import (
     AccessDenied,
     CheckpointDamaged,
     FileMissing,
+    InvalidInput,
     InvalidName,
     StorageError,
     StorageFull,
     StorageUnavailable,
 )
+from ckptstore.storage.base import Unsupported
 from ckptstore.storage.disk import local_parts, posix
 from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.storage.probe import has_exclusive_create
+from ckptstore.storage.retry import ONCE
+from ckptstore.storage.second_look import created
 
 MIB = 1 << 20
 
@@ -111,9 +117,20 @@ def test_without_links_and_renames_create_says_so(storage: LocalStorage, monkeyp
 
     monkeypatch.setattr(os, "link", refused)
     monkeypatch.setattr(posix, "_call", refused)
-    with pytest.raises(StorageError, match="neither hard links nor renames"):
+    with pytest.raises(Unsupported, match="neither hard links nor renames"):
         storage.create("log/1.json", b"first")
     assert os.listdir(storage.local_path("log")) == []
+    assert not has_exclusive_create(storage)
+    assert created(storage, "cursors/a.json", b"whole", retry=ONCE)
+    with pytest.raises(InvalidInput, match="single_writer=True"), open_store(storage.uri, group="solo") as store:
+        store.save(1, {"a": 1})
+    with open_store(storage.uri, group="solo", single_writer=True) as store:
+        store.save(1, {"a": 1})
+        store.annotate(1, {"loss": 0.5})
+    with open_store(storage.uri, group="solo", single_writer=True) as store:
+        assert store.resume({"a": 0}).step == 1
+        store.save(2, {"a": 2})
+        assert [found.step for found in store] == [1, 2]
 
 
 def test_an_existing_file_is_replaced_atomically(storage: LocalStorage) -> None:

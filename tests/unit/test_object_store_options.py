@@ -15,6 +15,7 @@ from ckptstore.errors import (
     StorageThrottled,
     StorageUnavailable,
 )
+from ckptstore.storage.base import Unsupported
 from ckptstore.storage.cloud import foreign
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes
 from ckptstore.storage.cloud.client_options import (
@@ -224,7 +225,7 @@ def test_connection_strings() -> None:
         (408, "", StorageUnavailable),
         (416, "InvalidRange", CheckpointDamaged),
         (418, "", StorageError),
-        (501, "NotImplemented", StorageError),
+        (501, "NotImplemented", Unsupported),
         (507, "", StorageFull),
         (599, "", StorageUnavailable),
         (None, "", StorageUnavailable),

@@ -26,7 +26,6 @@ from ckptstore.integrations.torch_checkpointing.streams import CheckedFile, Read
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import Policy
-from ckptstore.storage.base import CreatesExclusively
 from ckptstore.transfer.opened import OpenedPlace
 from ckptstore.upkeep.retain import remove
 
@@ -262,12 +261,12 @@ class StoreStorage(Storage):
         job, start = self._job, self._start
         with self._claiming:
             if job.epoch is None:
-                if not isinstance(job.storage, CreatesExclusively):
+                job.log.try_creates()
+                if not job.log.is_exclusive:
                     raise InvalidInput(
                         f"{job.storage.uri} cannot create a file only where there is none, so ranks could claim it "
                         "twice"
                     )
-                job.log.try_creates()
                 job.store_id()
                 found: list[int] = []
 

@@ -8,6 +8,7 @@
     507, QuotaExceeded         StorageFull
     429, 503, SlowDown         StorageThrottled: worth another try, with fewer requests at once
     408, 409, 5xx, none        StorageUnavailable: in conflict, broken off; worth another try
+    501                        Unsupported
     any other                  StorageError
 
 A network failure (refused, reset, a name that does not resolve, a handshake that breaks off) is passing.
@@ -37,6 +38,7 @@ from ckptstore.errors import (
     StorageThrottled,
     StorageUnavailable,
 )
+from ckptstore.storage.base import Unsupported
 from ckptstore.storage.cloud.wire.http_client import ProxyRefused
 
 
@@ -216,7 +218,9 @@ def from_status(status: int | None, code: str, *, key: str, what: str, storage_c
         return ConditionFailed(message, file=key)
     if status == 416:
         return CheckpointDamaged(f"{what}: the file ends before the range begins", file=key)
-    is_temporary = status is None or status in (408, 409, 429) or (status >= 500 and status != 501)
+    if status == 501:
+        return Unsupported(message, file=key)
+    is_temporary = status is None or status in (408, 409, 429) or status >= 500
     if is_temporary or code in _BUSY_CODES:
         return StorageUnavailable(message, file=key, hint=_OTHER_BYTES if code in _DIGEST_CODES else None)
     return StorageError(message, file=key)

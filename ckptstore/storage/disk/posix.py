@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import AccessDenied, FileMissing, StorageError, StorageFull, StorageUnavailable
+from ckptstore.storage.base import Unsupported
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
@@ -382,5 +383,7 @@ def translate(error: OSError, *, what: str, file: str, directory: str, needed_by
         return FileMissing(reason, file=file)
     if code in _DENIED:
         return AccessDenied(reason, file=file, hint="Check owner, permissions and mount options")
+    if code in (errno.EOPNOTSUPP, errno.ENOTSUP):
+        return Unsupported(reason, file=file)
     cls = StorageUnavailable if code in _PASSING else StorageError
     return cls(reason, file=file, hint=_HINTS.get(code or 0))
