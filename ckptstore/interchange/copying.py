@@ -222,11 +222,14 @@ def copy_all(
     Its writer epoch lies above `above`. With `skips`, a checkpoint that is not whole is left out and reported; else it
     raises CheckpointDamaged. Raises InvalidInput when another store lives at the target.
     """
-    if write_identity(target.storage, store_id) != store_id:
-        raise InvalidInput(f"Another store lives at {target.storage.uri}", hint="Copy to an empty place")
     own = Log(target.storage, retry=target.config.retry, single_writer=target.config.single_writer)
     total = CopyReport(uri=target.storage.uri, steps=(), present=(), num_copied=0, num_found=0, copied_bytes=0)
     newest = own.newest()
+    if newest is None:
+        own.try_creates()
+        own.check_safe()  # before anything is written
+    if write_identity(target.storage, store_id) != store_id:
+        raise InvalidInput(f"Another store lives at {target.storage.uri}", hint="Copy to an empty place")
     present = {*newest.state.live, *newest.state.bases} if newest else ()  # those that its deltas need, too
     copies = own.annotated(own.records(sorted(present)), newest)
     held = {origin_of(record.entry): record for record in copies}

@@ -52,6 +52,7 @@ class Log(LogReader):
         super().__init__(storage, retry=retry, num_threads=num_threads)
         self._single_writer = single_writer
         self._appending = RLock()  # a decision may append something of its own first
+        self._is_tried = not is_server(storage)
         self._linked = 0
         """The number of the record up to which the chain has been checked."""
 
@@ -63,13 +64,15 @@ class Log(LogReader):
     def try_creates(self) -> None:
         """Test if a server honours create-if-absent: some refuse the condition, some ignore it.
 
-        If it does not, records are written as `single_writer` allows. Costs about ten small requests; disks are not
-        tested.
+        If it does not, records are written as `single_writer` allows. Costs about ten small requests, once; disks are
+        not tested.
         """
-        if self._exclusive is None or not is_server(self._storage):
-            return
-        if not self._retrying("try to create", lambda: has_exclusive_create(self._storage)):
-            self._exclusive = None
+        with self._appending:
+            if self._exclusive is None or self._is_tried:
+                return
+            if not self._retrying("try to create", lambda: has_exclusive_create(self._storage)):
+                self._exclusive = None
+            self._is_tried = True
 
     def check_safe(self) -> None:
         """Raise InvalidInput if the storage cannot create-if-absent and the log was not opened with `single_writer`."""
@@ -151,8 +154,10 @@ class Log(LogReader):
         create-if-absent and the log was not opened with `single_writer`; CheckpointDamaged, UnsupportedVersion and
         StorageError as `newest` does.
         """
-        self.check_safe()
         with self._appending:
+            if not self._single_writer:
+                self.try_creates()
+            self.check_safe()
             failures = 0
             while True:
                 newest = self._newest_checked()
