@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 import ckptstore
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import AccessDenied, InvalidInput, StorageUnavailable
 from ckptstore.storage.base import Doubts
 from ckptstore.storage.fsspec.generic import GenericStorage
 from ckptstore.testing import StorageContract
@@ -93,6 +94,66 @@ def test_a_store_on_a_file_system_with_one_connection(tmp_path: Path, monkeypatc
         assert [checkpoint.verify().ok for checkpoint in store] == [True] * 3
     with pytest.raises(InvalidInput, match="storage_options of sftp:// cannot be used"):
         ckptstore.open_store(uri, storage_options={"user": "me"})
+
+
+class Shaky(Disk):
+    """Its connection breaks when a directory is listed."""
+
+    protocol = "shaky"
+    match = ""
+    trouble: OSError | None = None
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(path.removeprefix("shaky://"))
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        if Shaky.trouble is not None and Shaky.match in path:
+            raise Shaky.trouble
+        return super().ls(path, detail=detail, **options)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "expected"),
+    [(ConnectionResetError(104, "reset"), StorageUnavailable), (PermissionError(13, "denied"), AccessDenied)],
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_listing_that_breaks_off_is_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wrapped: bool, trouble: OSError, expected: type[Exception]
+) -> None:
+    monkeypatch.setitem(import_module("fsspec.registry")._registry, "shaky", Shaky)
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "1")
+    uri, options = f"shaky://{tmp_path}/run", {}
+    if is_wrapped:
+        uri, options = "dir://run", {"path": str(tmp_path), "target_protocol": "shaky"}
+    with ckptstore.open_store(uri, storage_options=options, single_writer=True, group="solo") as store:
+        for step in (1, 2):
+            store.save(step, {"a": step})
+        monkeypatch.setattr(Shaky, "match", "step-0000000002")
+        monkeypatch.setattr(Shaky, "trouble", trouble)
+        with pytest.raises(expected):
+            store.resume()
+        monkeypatch.undo()
+        assert store.resume().step == 2
+
+
+def test_a_directory_that_is_removed_while_it_is_listed_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = DiskStorage(f"disk://{tmp_path}/run", {})
+    for key in ("stays/a", "goes/a"):
+        storage.write(key, [memoryview(b"x")])
+    list_one = Disk.ls
+
+    def ls(self: Disk, path: str, **options: Any) -> Any:
+        if path.endswith("/goes"):
+            storage.delete(["goes/a"])
+            os.rmdir(path)
+        return list_one(self, path, **options)
+
+    monkeypatch.setattr(Disk, "ls", ls)
+    assert [file.key for file in storage.list("")] == ["stays/a"]
+    assert list(storage.list("nowhere/")) == []
 
 
 def test_a_place_without_create_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from ckptstore.storage.cloud import foreign
 from ckptstore.storage.cloud.bodies import Filling, total_bytes
 from ckptstore.storage.uri import Location, parse_uri
 
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _BROKEN = (ConnectionError, TimeoutError, EOFError, BlockingIOError)
 _ONE_CONNECTION = frozenset({"ftp", "sftp"})
@@ -119,11 +120,32 @@ class GenericStorage(ProcessBound):
         cut = len(self.root) + 1
         with self.seam("list", prefix):
             self.system.invalidate_cache()
-            found = self.system.find(directory, detail=True)
+            has_own = _has_own_find(self.system)
+            found = self.system.find(directory, detail=True) if has_own else self._walked(directory)
         for path, item in found.items():
             key = str(path)[cut:]
             if key.startswith(prefix):
                 yield stored(key, item)
+
+    def _walked(self, directory: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return the files below a directory as fsspec's `find` does, which takes a directory for empty if its listing
+        breaks off."""
+        found: dict[str, Mapping[str, Any]] = {}
+        directories = [directory]
+        while directories:
+            path = directories.pop()
+            try:
+                items = self.system.ls(path, detail=True)
+            except OSError as error:
+                if isinstance(error, FileNotFoundError) or error.errno in _MISSING:  # by now, or from the start
+                    continue
+                raise
+            for item in items:
+                if item["type"] != "directory":
+                    found[item["name"]] = item
+                elif item["name"].rstrip("/") != path.rstrip("/"):
+                    directories.append(item["name"])
+        return found
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in dict.fromkeys(keys):
@@ -235,6 +257,18 @@ def _without_listings(make: Callable[..., Any], options: Mapping[str, Any]) -> A
         return make(**{"use_listings_cache": False, **options})
     except TypeError:  # those that keep none at all, of sftp and WebDAV, pass every option on to their client
         return make(**options)
+
+
+def _has_own_find(system: Any) -> bool:
+    """Return True if a file system lists whole trees in a way of its own."""
+    from fsspec import AbstractFileSystem
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.implementations.dirfs import DirFileSystem
+
+    while isinstance(system, DirFileSystem):
+        system = system.fs
+    families = [family for family in type(system).__mro__ if family not in (AbstractFileSystem, AsyncFileSystem)]
+    return any({"find", "_find"} & vars(family).keys() for family in families)
 
 
 def _root_of(cls: Any, location: Location) -> str:
