@@ -29,10 +29,11 @@ def found_by(examination: Examination) -> dict[str, Finding]:
     return {finding.name: finding for finding in examination.findings}
 
 
+@pytest.mark.parametrize("requester_pays", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_good_bucket(fast_s3: S3Server, config: StoreConfig, engine: str) -> None:
-    uri = f"s3://test/doctor/{engine}"
-    examination = examine(uri, storage_options=fast_s3.storage_options, engine=engine, config=config)
+def test_a_good_bucket(fast_s3: S3Server, config: StoreConfig, engine: str, requester_pays: bool) -> None:
+    uri, options = f"s3://test/doctor/{engine}", {**fast_s3.storage_options, "requester_pays": requester_pays}
+    examination = examine(uri, storage_options=options, engine=engine, config=config)
     found = found_by(examination)
     assert examination.exit_code == 0
     assert not [item for item in examination.findings if item.status in ("failed", "unknown")], examination

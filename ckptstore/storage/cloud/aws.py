@@ -45,6 +45,8 @@ _COPY_BYTES = 5 << 30
 """The most bytes of one copy request."""
 _COPY_PART_BYTES = 1 << 30
 _CLEARING_TRIES = 5
+_FOR_THE_OWNER = {"get_bucket_versioning", "get_object_lock_configuration", "get_bucket_lifecycle_configuration"}
+"""The requests for which no requester can pay: botocore refuses the parameter."""
 
 
 class S3Files(CloudFiles):
@@ -59,14 +61,13 @@ class S3Files(CloudFiles):
         self.sends_checksum = settings.sends_checksum
         self.put_options: dict[str, Any] = dict(settings.options.get("s3_additional_kwargs") or {})
         """Further parameters of requests that make an object, such as its encryption."""
-        self._every: dict[str, Any] = {"Bucket": location.container}
-        if settings.options.get("requester_pays"):
-            self._every["RequestPayer"] = "requester"
+        self._payer = {"RequestPayer": "requester"} if settings.options.get("requester_pays") else {}
 
     def call(self, operation: str, *, file: str, **parameters: Any) -> Any:
         """Make one request; `file` is the key that an error names."""
         with self.sdk_seam(operation, file):
-            return getattr(self.client, operation)(**self._every, **parameters)
+            payer = {} if operation in _FOR_THE_OWNER else self._payer
+            return getattr(self.client, operation)(Bucket=self._location.container, **payer, **parameters)
 
     def _put(self, key: str, views: Sequence[memoryview], *, new: bool) -> None:
         body = ViewsBody(views)
