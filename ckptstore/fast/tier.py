@@ -9,6 +9,7 @@ from typing import Literal
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.certificate import is_node_name
 from ckptstore.retention import Candidate, KeepWithin, Policy
+from ckptstore.storage.uri import local_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class FastTier:
         path, drain, rate = _given(self.path), _given(self.drain), _given(self.drain_bytes_per_second)
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise InvalidInput(f"The path of a fast tier is {path!r}, it must be that of a directory")
+        object.__setattr__(self, "path", local_path(path, "The path of a fast tier"))
         if self.copies not in (1, 2):
             raise InvalidInput(f"copies is {self.copies!r}, it is 1 or 2")
         if type(self.keep) is not int or self.keep < 1:

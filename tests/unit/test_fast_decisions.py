@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from ckptstore import FastTier
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.candidates import Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate, held_by
@@ -182,6 +184,9 @@ def test_attempts_in_use_stay_void_superseded_or_unfinished() -> None:
 @pytest.mark.parametrize("keep", [0, -1])
 def test_the_newest_always_stays(keep: int) -> None:
     view = SweepView(newest=CLAIM, committed=[], claims={}, store_id=STORE_ID, epoch=1, has_resumed=True)
+    assert FastTier("~/fast").path == str(Path.home() / "fast")
+    with pytest.raises(InvalidInput, match="has to be a directory or file of this machine"):
+        FastTier("s3://bucket/fast")
     with pytest.raises(InvalidInput, match="always stays"):
         sweep({Attempt(1, 1, "0123abcd"): None}, view, keep=keep)
 
