@@ -22,7 +22,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NoReturn
 
 from ckptstore.errors import InvalidInput, StorageUnavailable
-from ckptstore.testing.hooked import Call, Hook, wrap
+from ckptstore.runtime.near import meant, nearest
+from ckptstore.testing.hooked import VERBS, Call, Hook, wrap
 
 __all__ = [
     "FAULTS_VARIABLE",
@@ -102,6 +103,13 @@ class Delay:
 
     seconds: float | Mapping[str, float]
 
+    def __post_init__(self) -> None:
+        by_verb = self.seconds if isinstance(self.seconds, Mapping) else {"*": self.seconds}
+        for verb, seconds in by_verb.items():
+            _check_verb(verb)
+            if not seconds >= 0:
+                raise InvalidInput(f"A delay of {seconds!r} s is none", hint="Give a number of at least 0")
+
     def __call__(self, call: Call) -> None:
         if call.phase == "before":
             time.sleep(self.seconds if isinstance(self.seconds, int | float) else self.seconds.get(call.verb, 0.0))
@@ -111,6 +119,13 @@ class _AtMatch:
     """Strikes at calls that match: after the first `skip` of them, at `times` of them (None: at all)."""
 
     def __init__(self, match: Match, *, phase: str, skip: int = 0, times: int | None = 1) -> None:
+        """Raises InvalidInput for what would never strike."""
+        if isinstance(match, str):
+            _check_verb(match.partition(" ")[0])
+        elif not callable(match) and (type(match) is not int or match < 0):
+            raise InvalidInput(f"{match!r} matches no call", hint='Give an index, "verb key-pattern" or a function')
+        if type(skip) is not int or skip < 0 or (times is not None and (type(times) is not int or times < 1)):
+            raise InvalidInput(f"skip is {skip!r} and times {times!r}: a number from 0, and one from 1 or None")
         self.match, self._phase, self._skip, self._times = match, phase, skip, times
         self._lock = threading.Lock()
         self._matched = 0
@@ -153,8 +168,10 @@ class FailAt(_AtMatch):
         skip: int = 0,
         times: int | None = 1,
     ) -> None:
+        if effect not in ("before", "after"):
+            raise InvalidInput(f"effect is {effect!r}, it is 'before' or 'after'")
         super().__init__(match, phase=effect, skip=skip, times=times)
-        self.error = error or StorageUnavailable("A fault was injected")
+        self.error = _checked(error) or StorageUnavailable("A fault was injected")
 
     def _strike(self, call: Call) -> NoReturn:
         raise copy.copy(self.error)  # one object raised by several threads would mix their tracebacks
@@ -165,7 +182,7 @@ class TearAt(_AtMatch):
 
     def __init__(self, match: Match, error: Exception | None = None, *, skip: int = 0, times: int | None = 1) -> None:
         super().__init__(match, phase="before", skip=skip, times=times)
-        self.error = error or StorageUnavailable("A call was torn in the middle")
+        self.error = _checked(error) or StorageUnavailable("A call was torn in the middle")
 
     def _strike(self, call: Call) -> NoReturn:
         call.do_half()
@@ -176,6 +193,8 @@ class KillAt(_AtMatch):
     """Kills this process with SIGKILL before, during (half done) or after the call that matches."""
 
     def __init__(self, match: Match, *, when: Literal["before", "during", "after"] = "before", skip: int = 0) -> None:
+        if when not in ("before", "during", "after"):
+            raise InvalidInput(f"when is {when!r}, it is 'before', 'during' or 'after'")
         super().__init__(match, phase="after" if when == "after" else "before", skip=skip)
         self.when = when
 
@@ -184,6 +203,20 @@ class KillAt(_AtMatch):
             call.do_half()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("SIGKILL returned")
+
+
+def _check_verb(pattern: object) -> None:
+    """Raise InvalidInput for a pattern that no verb fits: such a fault would never strike, and its test would pass."""
+    if not isinstance(pattern, str) or not any(fnmatchcase(verb, pattern) for verb in VERBS):
+        raise InvalidInput(
+            f"no call is {pattern!r}{meant(nearest(str(pattern), VERBS))}", hint=", ".join(sorted(VERBS))
+        )
+
+
+def _checked(error: Exception | None) -> Exception | None:
+    if error is not None and not isinstance(error, Exception):
+        raise InvalidInput(f"error is {error!r}, it is an exception")
+    return error
 
 
 def _matches(match: Match, call: Call) -> bool:

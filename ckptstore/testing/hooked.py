@@ -19,6 +19,14 @@ T = TypeVar("T")
 Views = Sequence[memoryview]
 
 
+VERBS = frozenset(
+    {"write", "read", "read_into", "stat", "list", "delete", "close", "create", "open_parts", "write_part", "finish"}
+    | {"abort", "persist", "free_bytes", "make_directory", "remove_directories", "remove_unfinished", "link", "copy"}
+    | {"write_many", "copy_from", "rules", "unfinished", "abort_unfinished"}
+)
+"""The verbs of all calls, of storages with any powers."""
+
+
 def _nothing() -> None:
     """Do nothing for half of a call that must be whole or not happen."""
 
@@ -264,6 +272,8 @@ def _class_for(powers: tuple[Any, ...]) -> type[_Wrapped]:
 
 
 def _call(verb: str, key: str, *, size_bytes: int = 0, num_keys: int = 1) -> Call:
+    if verb not in VERBS:
+        raise ValueError(f"no hook could name the call {verb}")
     return Call(verb, key, -1, "before", size_bytes, num_keys)
 
 

@@ -99,6 +99,8 @@ def run_ranks(
     raises, dies, hangs, or survives though it is in `expect_killed`. When it returns, none of these processes is left,
     nor any that they started.
     """
+    if type(n) is not int or n < 1 or not set(expect_killed) <= set(range(n)):
+        raise ValueError(f"{n!r} ranks, of which {sorted(expect_killed)} are to be killed: there are no such ranks")
     where = _find(function)
     with tempfile.TemporaryDirectory(prefix="ckptstore-ranks-") as name:
         directory = Path(name)

@@ -99,6 +99,11 @@ def test_a_state_that_the_save_changes_does_not_pass(monkeypatch: pytest.MonkeyP
         check(make(), make=make)
 
 
+def test_a_state_of_other_keys_does_not_pass() -> None:
+    with pytest.raises(StateDiffers, match=r"make returns the keys .* and the state has \['extra', "):
+        check({**make(), "extra": 1}, make=make)
+
+
 def test_a_step_that_differs_after_the_load_does_not_pass() -> None:
     counted = [0.0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -345,7 +345,7 @@ def test_kills(tmp_path: Path, when: str, left: dict[str, bytes]) -> None:
 def test_faults_from_the_environment(memory: MemoryStorage) -> None:
     assert hook_from_environment({}) is None
     assert hook_from_environment({"CKPTSTORE_TEST_FAULTS": "tear 0", "CKPTSTORE_TEST_RANK": "1", "RANK": "0"}) is None
-    text = "fail after create log/*; tear write a; delay 0; delay 0.001 stat; kill before nosuchverb;"
+    text = "fail after create log/*; tear write a; delay 0; delay 0.001 stat; kill before copy_from;"
     hook = hook_from_environment({"CKPTSTORE_TEST_FAULTS": text, "CKPTSTORE_TEST_RANK": "1", "RANK": "1"})
     assert hook is not None
     storage = wrap(memory, hook)
@@ -362,3 +362,28 @@ def test_faults_from_the_environment(memory: MemoryStorage) -> None:
 def test_faults_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="CKPTSTORE_TEST_FAULTS"):
         hook_from_environment({"CKPTSTORE_TEST_FAULTS": text})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FailAt("wirte checkpoints/*"),
+        lambda: FailAt(""),
+        lambda: FailAt(-1),
+        lambda: FailAt(3.5),  # type: ignore[arg-type]
+        lambda: FailAt("write", effect="befor"),  # type: ignore[arg-type]
+        lambda: FailAt("write", "boom"),  # type: ignore[arg-type]
+        lambda: FailAt("write", skip=-1),
+        lambda: TearAt("write", times=0),
+        lambda: KillAt("write", when="durring"),  # type: ignore[arg-type]
+        lambda: Delay({"raed": 1.0}),
+        lambda: Delay(-1),
+        lambda: hook_from_environment({"CKPTSTORE_TEST_FAULTS": "delay 1 raed"}),
+        lambda: run_ranks(0, write_three),
+        lambda: run_ranks(2, write_three, expect_killed=[7]),
+    ],
+)
+def test_what_would_never_strike_is_refused(make: Callable[[], object]) -> None:
+    """A test with such a fault would pass, whatever it tests."""
+    with pytest.raises(ValueError, match=r"."):
+        make()

@@ -48,6 +48,8 @@ def check(
                     store.save_async(number, state, allow_pickle=allow_pickle).result()
                 _refuse(difference(observed(state), before), f"{how} changes the state")
                 ours, theirs = _seeded(make), _seeded(make)
+                if ours.keys() != state.keys():
+                    raise StateDiffers(f"make returns the keys {sorted(ours)}, and the state has {sorted(state)}")
                 give_back(theirs, kept_in(saved))
                 store.load(ours, allow_pickle=allow_pickle)
             _refuse(
