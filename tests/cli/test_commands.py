@@ -16,8 +16,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from ckptstore import Checkpoint, InvalidInput, open_store
-from ckptstore.retention import KeepLatest
+from ckptstore import Checkpoint, InvalidInput, InvalidMetric, open_store
+from ckptstore.retention import KeepBest, KeepLatest
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.tools.cli import main
 from ckptstore.tools.cli.options import parse_storage_options
@@ -426,6 +426,15 @@ def test_prune_waits_for_the_grace_period(run: Any, run_json: Any, store: Path) 
     assert run_json("prune", store, "--grace", 0)["removed_bytes"] == plan["removed_bytes"] == 3002
     assert len(list((store / "checkpoints").iterdir())) == 2
     assert run("prune", store, "--grace", 0).stdout == "nothing to delete\n"
+
+
+def test_prune_refuses_a_metric_that_no_checkpoint_has(run: Any, store: Path) -> None:
+    refused = run("prune", store, "--keep", "best=1:lss:min", "--grace", 0, code=2)
+    assert "No live checkpoint has the metric 'lss'; did you mean 'loss'?" in refused.stderr
+    with open_store(store) as opened:
+        assert [checkpoint.step for checkpoint in opened] == [20, 30]
+        with pytest.raises(InvalidMetric, match="lss"):
+            opened.retain(KeepLatest(1) | KeepBest(1, "lss", "min"), dry_run=True)
 
 
 def test_prune_applies_a_policy_and_says_why(run: Any, run_json: Any, store: Path) -> None:
