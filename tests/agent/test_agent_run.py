@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -248,6 +249,9 @@ def test_nothing_is_started_with_bad_input(tmp_path: Path) -> None:
         ((*base, "--keep", "lates=2", "--", "touch", made), "'lates=2' is no rule of what to keep"),
         ((*base, "--beside", "../x", "--", "touch", made), "--beside '../x' cannot be followed"),
         ((*base, "--nodes", "2", "--", "touch", made), "--node-rank is missing"),
+        ((*base, "--pattern", "m{stp}.pt", "--", "touch", made), "'m{stp}.pt' has {stp}"),
+        (("run", "--store", out, "--folder", out, "--", "touch", made), "is the store"),
+        (("run", "--store", out, "--folder", out / "x", "--", "touch", made), "lies in it"),
         ((*base, "--interval", "0", "--", "touch", made), "at least"),
         (("run", "--store", "no://x", "--folder", out, "--", "touch", made), "cannot be opened"),
         (
@@ -259,6 +263,27 @@ def test_nothing_is_started_with_bad_input(tmp_path: Path) -> None:
         assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
     assert not made.exists()
     assert not (tmp_path / "store").exists()
+
+
+def test_a_store_in_the_folder_is_none_of_its_checkpoints(start: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    agent = start(out / "store", out, "--require-commit", trainer=small(out, 2))
+    assert (agent.code(), agent.committed[-1]) == (0, 2)
+    assert not agent.events("CheckpointsPassedOver")
+    for path in out.iterdir():
+        if path.name != "store":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = start(out / "store", out, trainer=[sys.executable, "-c", ""])
+    assert again.code() == 0
+    assert "step 2 is restored" in again.output
+
+
+def test_a_metric_that_no_checkpoint_has_is_named(start: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    agent = start(tmp_path / "store", out, "--keep", "best=1:evl_loss", trainer=small(out, 2))
+    assert agent.code() == 0
+    (notice,) = [event["text"] for event in agent.events("FolderNotice") if "ranks" in event["text"]]
+    assert "has no evl_loss, by which retention ranks" in notice
 
 
 def test_a_folder_has_one_agent(start: Start, tmp_path: Path) -> None:

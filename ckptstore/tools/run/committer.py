@@ -17,6 +17,7 @@ from typing import Any
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput, SourceChanged
 from ckptstore.events import emit
+from ckptstore.runtime.near import shown
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import CheckpointStore, save_shard
 from ckptstore.tools.run.explain import pattern_for, rule_of
@@ -303,6 +304,7 @@ class Committer:
                 save_found(self.store, found, held, step=offer.step, **options)
             else:
                 save_shard(self.store, lambda job: directory_of(job, offer.step, None, **options))
+        self._note_metrics(offer)
         self.failures = Failures(own=self.failures.own)
         self._committed, self._last_step = self._committed + 1, offer.step or 0
         if found is not None:
@@ -311,6 +313,16 @@ class Committer:
         self._pass_over(
             [it for it in self._open(look) if self._is_older(it)], _TOO_OLD.format(offer.step), is_older=True
         )
+
+    def _note_metrics(self, offer: NodeOffer) -> None:
+        """Say once that a checkpoint lacks the numbers by which retention ranks."""
+        lacks = job_of(self.store).policy.required_metrics() - offer.metrics.keys()
+        file = self.folder.rules.metrics_file
+        text = f"has no numbers in {file}" if file and not offer.metrics else ""
+        if lacks:
+            text = f"has no {shown(lacks)}, by which retention ranks, and {shown(offer.metrics)}: it ranks last"
+        if text and self._once("metrics"):
+            emit(FolderNotice(text=f"{offer.name} {text}"))
 
     def _is_older(self, found: Found) -> bool:
         """Return True if it comes before the checkpoint that was committed last."""

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.events import emit
 from ckptstore.group import StorageGroup
 from ckptstore.opening import open_store
 from ckptstore.retention import Policy
+from ckptstore.storage.base import Disk
 from ckptstore.store import CheckpointStore
 from ckptstore.tools.run.committer import Committer, Outcome
 from ckptstore.tools.run.failures import FINAL, Failures
@@ -350,6 +352,12 @@ def _prepared(plan: AgentPlan) -> Iterator[_Prepared]:
 
     with locked(plan.folder, node_rank=plan.nodes.rank, waits=waits) as lock:
         folder, store = Folder(plan.folder, plan.rules), plan.opened()
+        storage = job_of(store).storage
+        if isinstance(storage, Disk) and plan.folder.resolve().is_relative_to(storage.local_path("").resolve()):
+            raise InvalidInput(
+                f"The folder {plan.folder} is the store {store.uri}, or lies in it",
+                hint="Give the store a directory beside it",
+            )
         folder.sweep()
         yield _Prepared(lock, store, folder, is_shared(store, folder))
 

@@ -66,9 +66,7 @@ class Rules:
     """A JSON object of numbers in the checkpoint, for retention and `best`."""
 
     def __post_init__(self) -> None:
-        for pattern in self.patterns:
-            if not pattern or pattern.startswith("/") or ".." in pattern.split("/"):
-                raise InvalidInput(f"The pattern {pattern!r} leads out of the folder", hint="Write it relative to it")
+        self._check_patterns()
         for name in (self.marker, self.metrics_file):
             if name is not None and (not name or name.startswith("/") or ".." in name.split("/")):
                 raise InvalidInput(f"{name!r} leads out of the checkpoint", hint="Give the name of a file in it")
@@ -90,8 +88,16 @@ class Rules:
             raise InvalidInput(
                 f"--step-from {self.step_from!r} has {groups} groups", hint="Put the step in the one pair of brackets"
             )
-        if any(pattern.count("{step}") > 1 for pattern in self.patterns):
-            raise InvalidInput("A pattern has {step} twice")
+
+    def _check_patterns(self) -> None:
+        for pattern in self.patterns:
+            if not pattern or pattern.startswith("/") or ".." in pattern.split("/"):
+                raise InvalidInput(f"The pattern {pattern!r} leads out of the folder", hint="Write it relative to it")
+            if pattern.count("{step}") > 1:
+                raise InvalidInput("A pattern has {step} twice")
+        for pattern in (*self.patterns, *self.beside):
+            if other := re.search(r"\{\w*\}", pattern.replace("{step}", "")):
+                raise InvalidInput(f"{pattern!r} has {other[0]}, and {{step}} is all that a pattern knows")
 
     def step_of(self, name: str, pattern: str) -> tuple[int | None, bool]:
         """Return the step of a name that fits a pattern, and True if the caller has said where it is."""

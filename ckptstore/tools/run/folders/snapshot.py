@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import stat
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from ckptstore.errors import InvalidSource
+from ckptstore.format.layout import LOG_PREFIX, STORE_KEY
 from ckptstore.transfer.sources import refuse_shortage
 
 RESTORING_NAME = ".ckptstore"
 """The directory of ours in a folder that is a mount point, while a restore works and no trainer does. No look lists it.
 """
+_OF_A_STORE = {STORE_KEY, LOG_PREFIX.rstrip("/")}
+"""Names that the directory of a store has."""
 
 _SET_NS = 2 * 10**9
 """A difference between the times of a file from which on a program has set that of its last write."""
@@ -81,8 +84,8 @@ def take(folder: Path, *, follows: bool = True) -> FolderSnapshot:
     """Look at everything below a folder; an empty snapshot where there is none.
 
     With `follows` a link to a directory outside of the folder counts as that directory. All other links are seen, and
-    not followed. What disappears meanwhile is left out. No file is opened. Raises InvalidSource for a folder that
-    cannot be listed.
+    not followed. A store in the folder is passed over. What disappears meanwhile is left out. No file is opened. Raises
+    InvalidSource for a folder that cannot be listed.
     """
     files: dict[str, Sign] = {}
     directories: set[str] = set()
@@ -98,7 +101,10 @@ def take(folder: Path, *, follows: bool = True) -> FolderSnapshot:
     pending = [("", root)]
     while pending:
         prefix, above = pending.pop()
-        for entry in _entries(folder / prefix):
+        entries = _entries(folder / prefix)
+        if prefix and {entry.name for entry in entries} >= _OF_A_STORE:
+            continue  # it has checkpoints of its own, and they are no trainer's
+        for entry in entries:
             name = prefix + entry.name
             if name == RESTORING_NAME:
                 continue
@@ -132,7 +138,7 @@ def _fault(path: str, status: os.stat_result, real: str, above: str) -> str:
     return "" if os.access(path, os.R_OK) else "cannot be read by this user"
 
 
-def _entries(path: Path) -> Iterable[os.DirEntry[str]]:
+def _entries(path: Path) -> Sequence[os.DirEntry[str]]:
     try:
         with os.scandir(path) as entries:
             return sorted(entries, key=lambda entry: entry.name)
