@@ -22,6 +22,7 @@ from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.format.record import Record
 from ckptstore.integrations.ray.context import Worker, report_to_ray
+from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
 from ckptstore.integrations.ray.metrics import REPLACED, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
 from ckptstore.job import Job
@@ -136,8 +137,7 @@ class Reports:
         """Report with a function that Ray calls on its own thread in the order of the reports, possibly repeatedly."""
         import ray.train
 
-        ended = threading.Event()
-        self._waiting.append(ended)
+        ended, number = threading.Event(), number_of_report()
 
         def upload(_reported: Any, directory_name: str) -> Any:
             try:
@@ -154,6 +154,8 @@ class Reports:
             delete_local_checkpoint_after_upload=False,  # there is nothing but what was just reported
             validation=validation,
         )
+        if number_of_report() > number:  # else Ray left it out, for it lost a worker, and never calls the function
+            self._waiting.append(ended)
 
     def _pointing(self, directory_name: str, pointer: Callable[[], Pointer]) -> Any:
         """Return Ray's checkpoint in that directory, into which rank 0 writes the pointer."""

@@ -1,0 +1,81 @@
+"""Reports of a store to Ray's own context of a worker: a run of one worker, without a cluster.
+
+`test_ckptstore_keeps.py` has the same with Ray.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+from ray.train.v2._internal.execution import context as contexts
+from ray.train.v2._internal.execution import train_fn_utils
+from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationBarrierResetError
+from ray.train.v2._internal.execution.storage import StorageContext
+from storing import make_run, worker_at
+
+import ckptstore
+from ckptstore.integrations.ray import ray_store
+
+
+class OneWorker(contexts.TrainContext):
+    """Ray's context of a worker that is alone, and meets nobody."""
+
+    barrier_error: Exception | None = None
+
+    def _sync_checkpoint_dir_name_across_ranks(self, checkpoint_dir_name: str | None = None) -> str:
+        if self.barrier_error is not None:
+            raise self.barrier_error
+        return str(checkpoint_dir_name)
+
+
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneWorker:
+    make_run(str(tmp_path / "run"))
+    unused: Any = None
+    made = OneWorker(
+        train_run_context=unused,
+        distributed_context=contexts.DistributedContext(0, 1, 0, 1, 0),
+        execution_context=contexts.ExecutionContext(unused, Queue(), unused, []),
+        storage_context=StorageContext(str(tmp_path), experiment_dir_name="run"),
+        preemption_context=unused,
+        controller_actor=unused,
+        dataset_shard_provider=unused,
+        has_validation_fn=False,
+        report_order_condition=threading.Condition(),
+        checkpoint_upload_threadpool=ThreadPoolExecutor(1),
+    )
+    monkeypatch.setattr(contexts, "_train_context", made)
+    monkeypatch.setattr(train_fn_utils, "_train_fn_utils", train_fn_utils.DistributedTrainFnUtils())
+    monkeypatch.setattr(ray_store, "current_worker", lambda: worker_at(str(tmp_path / "run")))
+    return made
+
+
+def reported(context: OneWorker) -> list[Any]:
+    """What Ray has got since the last call, in the order of the reports."""
+    context.checkpoint_upload_threadpool.submit(int).result()  # the one thread there has made those before
+    queue = context.get_result_queue()
+    return [queue.get() for _ in range(queue.qsize())]
+
+
+@pytest.mark.timeout(60)
+def test_a_save_that_ray_refuses_ends_with_its_error(context: OneWorker) -> None:
+    with ckptstore.ray.store() as store, pytest.raises(ValueError, match="validation_config"):
+        store.save_async(0, {"epoch": 0}, validation=True)
+
+
+@pytest.mark.timeout(60)
+def test_a_report_that_ray_leaves_out_is_not_waited_for(context: OneWorker) -> None:
+    """Ray does so, without a word, where it puts new workers in the place of lost ones."""
+    with ckptstore.ray.store() as store:
+        context.barrier_error = RayTaskError("broadcast", "", SynchronizationBarrierResetError())
+        store.save_async(0, {"epoch": 0})
+        context.barrier_error = None
+        store.save_async(1, {"epoch": 1})
+    (report,) = reported(context)
+    assert ckptstore.ray.resolve(report.checkpoint).step == 1
