@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -20,7 +22,9 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from storing import make_run, worker_at
 
 import ckptstore
+from ckptstore import InvalidInput
 from ckptstore.integrations.ray import ray_store
+from ckptstore.integrations.ray.kept_by_ray import reporting
 
 
 class OneWorker(contexts.TrainContext):
@@ -56,6 +60,13 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneWorker:
     return made
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/model.pt").write_text("weights")
+    return tmp_path / "source"
+
+
 def reported(context: OneWorker) -> list[Any]:
     """What Ray has got since the last call, in the order of the reports."""
     context.checkpoint_upload_threadpool.submit(int).result()  # the one thread there has made those before
@@ -79,3 +90,42 @@ def test_a_report_that_ray_leaves_out_is_not_waited_for(context: OneWorker) -> N
         store.save_async(1, {"epoch": 1})
     (report,) = reported(context)
     assert ckptstore.ray.resolve(report.checkpoint).step == 1
+
+
+def saves_of(store: ckptstore.ray.RayStore, source: Path) -> list[Callable[..., Any]]:
+    """Every way to save a step."""
+    return [
+        partial(store.save, state={"epoch": 0}),
+        partial(store.save_async, state={"epoch": 0}),
+        partial(store.save_async, state={"epoch": 0}, on_busy="skip"),
+        partial(store.save_directory, path=source),
+    ]
+
+
+def test_retention_by_what_ray_measures_later_is_refused(context: OneWorker, source: Path) -> None:
+    context.has_validation_fn = True
+    with ckptstore.ray.store(retention=ckptstore.KeepBest(2, metric="acc", mode="max")) as store:
+        for step, save in enumerate(saves_of(store, source)):
+            with pytest.raises(InvalidInput, match=r"ranks by 'acc'.*ckptstore\.ray\.report"):
+                save(step, metrics={"loss": 1.0}, validation=True)
+        assert not store.exists()
+        store.save(4, {"epoch": 0}, metrics={"acc": 0.5}, validation=True)
+    assert [report.validation for report in reported(context)] == [True]
+
+
+def test_a_checkpoint_in_the_trash_can_still_be_validated(context: OneWorker) -> None:
+    context.has_validation_fn = True
+    with ckptstore.ray.store(retention=ckptstore.KeepLatest(1)) as store:
+        for step in range(3):
+            store.save(step, {"epoch": step}, validation=True)
+        assert [checkpoint.step for checkpoint in store] == [2]
+    for step, report in enumerate(reported(context)):
+        assert ckptstore.ray.resolve(report.checkpoint).to_dict() == {"epoch": step}
+
+
+def test_a_validation_of_no_checkpoint_is_refused_as_by_ray(
+    context: OneWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(reporting, "current_worker", lambda: worker_at(str(tmp_path / "run")))
+    with pytest.raises(ValueError, match="Validation requires a checkpoint"):
+        ckptstore.ray.report({"loss": 1.0}, validation=True)

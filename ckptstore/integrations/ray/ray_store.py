@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig, StoreConfig
-from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
+from ckptstore.errors import CheckpointGone, InvalidInput
+from ckptstore.format.layout import known_step
 from ckptstore.format.record import Record
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
@@ -102,12 +103,14 @@ class RayStore(CheckpointStore):
         """`CheckpointStore.save`, then a report. Collective; returns when the checkpoint is committed and reported.
 
         An error is raised on all ranks, and nothing is reported then. `validation` is that of `ray.train.report`; its
-        function gets the pointer. The other keywords are those of `CheckpointStore.save`.
+        function gets the pointer, and its metrics come too late for `retention`. Raises InvalidInput if that ranks by
+        one which `metrics` lack. The other keywords are those of `CheckpointStore.save`.
         """
         clock = SaveClock()
         self._settle()
+        numbers = self._numbers(step, metrics, validation=validation)
         started, self._called = time.monotonic(), clock
-        checkpoint = super().save(step, state, metrics=_numbers(metrics), **options)
+        checkpoint = super().save(step, state, metrics=numbers, **options)
         return self._reported(checkpoint, metrics, validation, started)
 
     def save_directory(
@@ -122,8 +125,9 @@ class RayStore(CheckpointStore):
         """`CheckpointStore.save_directory`, then a report; else as `save`."""
         clock = SaveClock()
         self._settle()
+        numbers = self._numbers(step, metrics, validation=validation)
         started, self._called = time.monotonic(), clock
-        checkpoint = super().save_directory(step, path, metrics=_numbers(metrics), **options)
+        checkpoint = super().save_directory(step, path, metrics=numbers, **options)
         return self._reported(checkpoint, metrics, validation, started)
 
     def save_async(
@@ -150,7 +154,8 @@ class RayStore(CheckpointStore):
         if reports and on_busy == "wait":
             with reports.counts.waiting(self._background.pending is not None):
                 self._background.wait()
-        options = {"metrics": _numbers(metrics), "on_busy": on_busy, "max_failures": max_failures, **options}
+        numbers = self._numbers(step, metrics, validation=validation, tag="save" if on_busy == "wait" else "busy")
+        options = {"metrics": numbers, "on_busy": on_busy, "max_failures": max_failures, **options}
         self._called = clock
         pending = super().save_async(step, state, **options)
         if reports and pending.skipped:
@@ -327,7 +332,7 @@ class RayStore(CheckpointStore):
         return Checkpoint(files) if files else None
 
     def at(self, pointer: Pointer) -> Checkpoint:
-        """Return the checkpoint of a pointer of this store; if it was thinned since, what is left of it.
+        """Return the checkpoint of a pointer of this store, from the trash too; if it was thinned since, what is left.
 
         Raises CheckpointGone, which names the live ones.
         """
@@ -335,6 +340,8 @@ class RayStore(CheckpointStore):
         newest = job.log.newest()
         live = newest.state.live if newest else ()
         number = newest.state.live_at(pointer.number) if newest and pointer.number is not None else None
+        if number is None and newest and pointer.number in newest.state.trash:
+            number = pointer.number  # Ray may only now validate it, and keeps pointers by rules of its own
         if number is not None and pointer.number is not None:
             committed, record = job.log.records([pointer.number, number])
             if committed.entry.attempt == pointer.attempt:
@@ -379,6 +386,25 @@ class RayStore(CheckpointStore):
     def _settle(self) -> None:
         if self._reports and not self._late:  # late reports wait for the store, and no save does
             self._reports.settle()
+
+    def _numbers(
+        self, step: int, metrics: Mapping[str, Any] | None, *, validation: Any, tag: str = "save"
+    ) -> Mapping[str, float]:
+        """Return the numbers for the store. If metrics or validation are bad, raise the error on all ranks, in the
+        meeting `tag` with which the save begins; only then collective."""
+        try:
+            numbers = numbers_of(plain_metrics({} if metrics is None else metrics))
+            absent = ", ".join(map(repr, sorted(self.retention.required_metrics() - numbers.keys())))
+            if validation and self._reports and absent and self._job.is_leader:  # the metrics of rank 0 count
+                raise InvalidInput(
+                    f"retention ranks by {absent}, which the metrics lack: what validation measures comes too late, "
+                    "and what Ray ranks best would be deleted",
+                    hint="Use ckptstore.ray.report, where Ray keeps what it ranks best, or another retention",
+                )
+        except Exception:
+            with self._job.group.meeting(tag, step=known_step(step)):
+                raise
+        return numbers
 
     def _reported(
         self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, validation: Any, started: float
@@ -457,10 +483,3 @@ def handed_back() -> Any:
 def current_store() -> RayStore:
     """Return the store that this process opened last with `store`; the default one when there is none."""
     return _opened[0] if _opened else store()
-
-
-def _numbers(metrics: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    try:
-        return None if metrics is None else numbers_of(plain_metrics(metrics))
-    except InvalidMetric:
-        return metrics  # refused by the save, on all ranks

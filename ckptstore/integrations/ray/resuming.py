@@ -81,8 +81,9 @@ def resolve(
     `storage_options` are for a store with a root of its own: they are not stored with it. For the default root those of
     Ray's file system are used. `group="solo"` is for one worker that loads alone.
 
-    Raises CheckpointGone, which names the live ones, when the store's retention has dropped it or when its save failed;
-    InvalidInput when `ray_checkpoint` holds no pointer, or is None, with the way to what the store has.
+    Raises CheckpointGone, which names the live ones, when the store's retention has dropped it and its grace period is
+    over, or when its save failed; InvalidInput when `ray_checkpoint` holds no pointer, or is None, with the way to what
+    the store has.
     """
     ray_checkpoint = _checkpoint_in(ray_checkpoint)
     try:

@@ -63,7 +63,7 @@ def report(
         step: for `Checkpoint.step`; the number of the report in the run by default.
         metadata: for `Checkpoint.metadata`; that of rank 0 counts.
         shared: names of files that have the same bytes on all ranks; stored once, under their own names.
-        validation: as for `ray.train.report`.
+        validation: as for `ray.train.report`, which raises ValueError for one without a checkpoint.
         storage_options: credentials and the like for the run's storage, in fsspec's names; Ray's own by default.
 
     Raises InvalidMetric and other kinds of InvalidInput before anything is written, and the errors of storing any
@@ -168,7 +168,7 @@ class _Reporter:
         clock = SaveClock()
         attempt = self._store(self._met(), brought, clock)
         if attempt is None:
-            ray.train.report(plain_metrics(brought.metrics))
+            report_to_ray(plain_metrics(brought.metrics), validation=validation)
             return None
         run, worker = self.run, self.run.worker
         reported = safe_metrics(brought.metrics, score=worker.score)
