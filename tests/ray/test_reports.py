@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -15,16 +17,20 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayTaskError
+from ray.train import CheckpointConfig
 from ray.train.v2._internal.execution import context as contexts
 from ray.train.v2._internal.execution import train_fn_utils
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationBarrierResetError
 from ray.train.v2._internal.execution.storage import StorageContext
 from storing import make_run, worker_at
 
 import ckptstore
-from ckptstore import InvalidInput
+from ckptstore import InvalidInput, StorageFull, open_store
 from ckptstore.integrations.ray import ray_store
 from ckptstore.integrations.ray.kept_by_ray import reporting
+from ckptstore.integrations.ray.metrics import REPLACED, Score
+from ckptstore.testing import Call, with_faults
 
 
 class OneWorker(contexts.TrainContext):
@@ -129,3 +135,23 @@ def test_a_validation_of_no_checkpoint_is_refused_as_by_ray(
     monkeypatch.setattr(reporting, "current_worker", lambda: worker_at(str(tmp_path / "run")))
     with pytest.raises(ValueError, match="Validation requires a checkpoint"):
         ckptstore.ray.report({"loss": 1.0}, validation=True)
+
+
+@pytest.mark.parametrize("nested", [{"val/loss": 0.1}, {"val": {"loss": 0.1}}, {"val/loss": 0.1, "val": {"loss": 0.1}}])
+def test_a_failed_save_ranks_last_wherever_its_score_is(
+    context: OneWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nested: dict[str, Any]
+) -> None:
+    def fill(call: Call) -> None:
+        if call.key.endswith(".distcp"):
+            raise StorageFull("no space")
+
+    worker = replace(worker_at(str(tmp_path / "run")), score=Score("val/loss", "min"))
+    monkeypatch.setattr(ray_store, "current_worker", lambda: worker)
+    monkeypatch.setattr(ray_store, "open_store", lambda *given, **kw: with_faults(open_store(*given, **kw), fill))
+    with ckptstore.ray.store() as store:
+        store.save_async(1, {"epoch": 1}, metrics=nested, max_failures=1)
+    (report,) = reported(context)
+    config = CheckpointConfig(checkpoint_score_attribute="val/loss", checkpoint_score_order="min")
+    rank = CheckpointManager(config, context.storage_context)._get_checkpoint_score(report)
+    assert rank == (True, -sys.float_info.max)
+    assert report.metrics[REPLACED] == {"val/loss": "save failed"}

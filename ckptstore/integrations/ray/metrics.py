@@ -70,6 +70,13 @@ def safe_metrics(metrics: Mapping[str, Any], *, score: Score | None) -> dict[str
     return safe
 
 
+def rank_last(metrics: dict[str, Any], score: Score, reason: str) -> None:
+    """Replace the score in metrics, as returned by `safe_metrics`, wherever Ray may find it."""
+    for holder, name in _places(metrics, score.name):
+        holder[name] = score.worst
+    metrics[REPLACED] = {score.name: reason}
+
+
 def warn_of_worst(metrics: Mapping[str, Any], *, step: int | None = None, ranked_by: Collection[str] = ()) -> None:
     """Log the metrics, as returned by `safe_metrics`, that rank as the worst: the replaced score, and missing ones by
     which the store's retention ranks.

@@ -23,7 +23,7 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.format.record import Record
 from ckptstore.integrations.ray.context import Worker, report_to_ray
 from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
-from ckptstore.integrations.ray.metrics import REPLACED, safe_metrics, warn_of_worst
+from ckptstore.integrations.ray.metrics import rank_last, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import files_of
@@ -195,8 +195,8 @@ class Reports:
             self.forgive(pending)
             logger.warning("step %d is not saved, and training goes on: %s", pending.step, error)
             metrics["ckptstore_error"] = str(error)  # Ray reads them once the upload is over
-            if score := self.worker.score:  # a failed save ranks last
-                metrics |= {score.name: score.worst, REPLACED: {score.name: "save failed"}}
+            if self.worker.score:
+                rank_last(metrics, self.worker.score, "save failed")
             return Pointer(root=self.root, step=pending.step, number=None, error=str(error))
         self._failed_in_row = 0
         if is_timed:
