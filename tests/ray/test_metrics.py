@@ -178,3 +178,14 @@ def test_a_score_too_large_for_a_float_is_the_worst() -> None:
 def test_numbers_for_the_manifest_keep_what_was_measured() -> None:
     found = numbers_of({"loss": math.nan, "eval": {"top1": 0.5, "name": "digits"}, "curve": [1, 2], "none": None})
     assert repr(found) == "{'loss': nan, 'eval/top1': 0.5}"
+
+
+@pytest.mark.parametrize("one", [np.array([0.5]), np.array([[0.5]]), torch.tensor([0.5]), torch.tensor([[0.5]])])
+def test_one_element_is_its_number(one: Any) -> None:
+    assert plain_metrics({"loss": one}) == {"loss": 0.5}
+
+
+@pytest.mark.parametrize("large", [2**53 + 1, -(10**400)], ids=["odd", "huge"])
+def test_no_number_for_the_manifest_is_changed(large: int) -> None:
+    """The save refuses what no float has."""
+    assert numbers_of({"tokens": large}) == {"tokens": large}

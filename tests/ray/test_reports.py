@@ -15,7 +15,9 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from ray.exceptions import RayTaskError
 from ray.train import CheckpointConfig
 from ray.train.v2._internal.execution import context as contexts
@@ -24,9 +26,10 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import Check
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationBarrierResetError
 from ray.train.v2._internal.execution.storage import StorageContext
 from storing import make_run, worker_at
+from thread_ranks import in_threads
 
 import ckptstore
-from ckptstore import InvalidInput, StorageFull, open_store
+from ckptstore import InvalidInput, InvalidMetric, StorageFull, StorageGroup, open_store
 from ckptstore.integrations.ray import ray_store
 from ckptstore.integrations.ray.kept_by_ray import reporting
 from ckptstore.integrations.ray.metrics import REPLACED, Score
@@ -135,6 +138,37 @@ def test_a_validation_of_no_checkpoint_is_refused_as_by_ray(
     monkeypatch.setattr(reporting, "current_worker", lambda: worker_at(str(tmp_path / "run")))
     with pytest.raises(ValueError, match="Validation requires a checkpoint"):
         ckptstore.ray.report({"loss": 1.0}, validation=True)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [{"loss": "good"}, {"loss": np.zeros(2)}, {"loss": 0.5, "large": 10**400}, {"loss": 0.5, "odd": 2**53 + 1}],
+)
+def test_metrics_that_ray_or_the_store_refuses_are_refused_before_the_save(
+    context: OneWorker, monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, metrics: dict[str, Any]
+) -> None:
+    worker = replace(worker_at(str(tmp_path / "run")), score=Score("loss", "min"))
+    monkeypatch.setattr(ray_store, "current_worker", lambda: worker)
+    with ckptstore.ray.store() as store:
+        for step, save in enumerate(saves_of(store, source)):
+            with pytest.raises(InvalidMetric, match=r"the metric '(loss|large|odd)'"):
+                save(step, metrics=metrics)
+        assert not store.exists()
+        store.save(4, {"epoch": 0}, metrics={"loss": torch.tensor([0.5])})
+        assert store[4].metrics == {"loss": 0.5}
+    assert [report.metrics["loss"] for report in reported(context)] == [0.5]
+
+
+def test_bad_metrics_of_one_rank_are_refused_on_all(source: Path, tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        with ckptstore.ray.store(tmp_path / "store", group=StorageGroup(rank, 2, "start")) as store:
+            for step, save in enumerate(saves_of(store, source)):
+                with pytest.raises(InvalidMetric, match="'loss' is a object"):
+                    save(step, metrics={"loss": object() if rank else 0.5})
+            assert not store.exists()
+            store.save(4, {"epoch": 0}, metrics={"loss": 0.5})
+
+    assert in_threads(2, run) == [None, None]
 
 
 @pytest.mark.parametrize("nested", [{"val/loss": 0.1}, {"val": {"loss": 0.1}}, {"val/loss": 0.1, "val": {"loss": 0.1}}])

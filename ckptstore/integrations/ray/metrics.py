@@ -88,10 +88,10 @@ def warn_of_worst(metrics: Mapping[str, Any], *, step: int | None = None, ranked
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics with Python's own numbers in place of scalars of numpy and torch; lists and dicts are copied.
+    """Return the metrics with Python's own numbers in place of numpy's and torch's; lists and dicts are copied.
 
-    Raises InvalidMetric, which names it, for anything that JSON cannot hold, a tensor or an array for instance. NaN and
-    infinities stay: they only do harm as a score.
+    Raises InvalidMetric, which names it, for anything that JSON cannot hold, such as a tensor of several elements. NaN
+    and infinities stay: they only do harm as a score.
     """
     if not isinstance(metrics, Mapping):
         raise InvalidMetric(f"metrics is a {type(metrics).__name__}, not a mapping of names to values")
@@ -99,12 +99,8 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return all numbers of plain metrics by full names, as in a manifest; NaN and infinities included."""
-    found: dict[str, float] = {}
-    for name, value in _flat(metrics, ""):
-        if isinstance(value, int | float):
-            found[name] = _float(value)
-    return found
+    """Return all numbers of plain metrics by full names, as for a manifest; NaN and infinities included."""
+    return {name: value for name, value in _flat(metrics, "") if isinstance(value, int | float)}
 
 
 def _plain(value: Any, name: str, depth: int) -> Any:
@@ -118,7 +114,8 @@ def _plain(value: Any, name: str, depth: int) -> Any:
         return _plain_mapping(value, f"{name}{_SEPARATOR}", depth)
     if isinstance(value, list | tuple):
         return [_plain(item, f"{name}[{index}]", depth + 1) for index, item in enumerate(value)]
-    if callable(item := getattr(value, "item", None)) and getattr(value, "shape", None) == ():
+    shape = getattr(value, "shape", None)
+    if callable(item := getattr(value, "item", None)) and isinstance(shape, tuple) and math.prod(shape) == 1:
         return _plain(_unwrapped(item, value, name), name, depth)
     if isinstance(value, int | float):  # a class of its own
         return int(value) if isinstance(value, int) else float(value)
@@ -129,7 +126,7 @@ def _plain(value: Any, name: str, depth: int) -> Any:
 
 
 def _unwrapped(item: Callable[[], Any], value: Any, name: str) -> Any:
-    """Return the Python number in a scalar of numpy or torch."""
+    """Return the Python number in an array or a tensor of one element."""
     try:
         number = item()
     except Exception as error:  # whatever a library of tensors raises for one without a value

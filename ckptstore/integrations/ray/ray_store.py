@@ -21,7 +21,7 @@ from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.handed import look, unknown_to_ray
 from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
-from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
+from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics, safe_metrics
 from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
 from ckptstore.integrations.ray.reports import LateReports, Reports
@@ -393,7 +393,9 @@ class RayStore(CheckpointStore):
         """Return the numbers for the store. If metrics or validation are bad, raise the error on all ranks, in the
         meeting `tag` with which the save begins; only then collective."""
         try:
-            numbers = numbers_of(plain_metrics({} if metrics is None else metrics))
+            plain = plain_metrics({} if metrics is None else metrics)
+            safe_metrics(plain, score=self.worker.score if self.worker else None)  # what the report would refuse
+            numbers = numbers_of(plain)
             absent = ", ".join(map(repr, sorted(self.retention.required_metrics() - numbers.keys())))
             if validation and self._reports and absent and self._job.is_leader:  # the metrics of rank 0 count
                 raise InvalidInput(
