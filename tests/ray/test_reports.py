@@ -140,6 +140,15 @@ def test_a_validation_of_no_checkpoint_is_refused_as_by_ray(
         ckptstore.ray.report({"loss": 1.0}, validation=True)
 
 
+def test_a_save_that_would_not_be_reported_is_refused(context: OneWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ckptstore.ray.store() as store:
+        with pytest.raises(InvalidInput, match=r"not reported to Ray.*store\.save"):
+            store.dcp_target()
+        monkeypatch.setattr(ray_store, "current_worker", lambda: None)
+        with ckptstore.ray.store(store.uri) as outside:
+            assert outside.dcp_target(metrics={"loss": 1.0}).uri == store.uri
+
+
 @pytest.mark.parametrize(
     "metrics",
     [{"loss": "good"}, {"loss": np.zeros(2)}, {"loss": 0.5, "large": 10**400}, {"loss": 0.5, "odd": 2**53 + 1}],

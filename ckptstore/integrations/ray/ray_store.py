@@ -34,6 +34,7 @@ from ckptstore.store import CheckpointStore
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 if TYPE_CHECKING:
+    from ckptstore.dcp.target import StoreTarget
     from ckptstore.fast.candidates import FastCandidate
     from ckptstore.saving.save_state import SaveResult
 
@@ -166,6 +167,17 @@ class RayStore(CheckpointStore):
         elif reports:
             reports.pending(pending, metrics, max_failures=max_failures, validation=validation, started=started)
         return pending
+
+    def dcp_target(
+        self, *, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> StoreTarget:
+        """`CheckpointStore.dcp_target`. Raises InvalidInput in a worker, for Ray would not hear of the checkpoint."""
+        if self._reports:
+            raise InvalidInput(
+                "What dcp.save writes into the store of a Ray Train run is not reported to Ray",
+                hint="Use store.save(step, state): it reports to Ray",
+            )
+        return super().dcp_target(metrics=metrics, metadata=metadata)
 
     def save_on_preemption(
         self,
