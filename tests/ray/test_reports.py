@@ -29,8 +29,8 @@ from storing import make_run, worker_at
 from thread_ranks import in_threads
 
 import ckptstore
-from ckptstore import InvalidInput, InvalidMetric, StorageFull, StorageGroup, open_store
-from ckptstore.integrations.ray import ray_store
+from ckptstore import InvalidInput, InvalidMetric, StorageError, StorageFull, StorageGroup, open_store
+from ckptstore.integrations.ray import ray_store, reports
 from ckptstore.integrations.ray.kept_by_ray import reporting
 from ckptstore.integrations.ray.metrics import REPLACED, Score
 from ckptstore.testing import Call, with_faults
@@ -138,6 +138,33 @@ def test_a_validation_of_no_checkpoint_is_refused_as_by_ray(
     monkeypatch.setattr(reporting, "current_worker", lambda: worker_at(str(tmp_path / "run")))
     with pytest.raises(ValueError, match="Validation requires a checkpoint"):
         ckptstore.ray.report({"loss": 1.0}, validation=True)
+
+
+def test_a_pointer_that_cannot_be_written_is_an_error_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No rank reports then: it would wait at Ray's barrier for rank 0."""
+    place, told = threading.local(), []
+    (tmp_path / "run").write_text("no directory")
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "1")
+    monkeypatch.setattr(
+        ray_store, "current_worker", lambda: worker_at(str(tmp_path / "run"), rank=place.rank, world_size=2)
+    )
+    monkeypatch.setattr(reports, "report_to_ray", lambda metrics, **_: told.append(metrics["ckptstore_step"]))
+
+    def run(rank: int) -> None:
+        place.rank = rank
+        with ckptstore.ray.store(tmp_path / "store", group=StorageGroup(rank, 2, "start")) as store:
+            with pytest.raises(StorageError, match=r"Writing .*ckptstore-pointer\.json") as caught:
+                store.save(0, {"epoch": 0})
+            assert caught.value.committed
+            if rank == 0:
+                (tmp_path / "run").unlink()
+            assert [checkpoint.step for checkpoint in store] == [0]
+            store.save(1, {"epoch": 1})
+
+    assert in_threads(2, run) == [None, None]
+    assert told == [1, 1]
 
 
 def test_a_save_that_would_not_be_reported_is_refused(context: OneWorker, monkeypatch: pytest.MonkeyPatch) -> None:

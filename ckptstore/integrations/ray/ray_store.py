@@ -386,6 +386,7 @@ class RayStore(CheckpointStore):
         """Report every save from now on; pointers name the store `root`."""
         self._reports = Reports(
             worker=worker,
+            job=self._job,
             root=root,
             retry=RetryConfig.from_env(),
             max_in_flight=max_in_flight,

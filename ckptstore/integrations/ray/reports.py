@@ -66,6 +66,7 @@ class Reports:
     """The reports of one store in one worker. Called from the training thread."""
 
     worker: Worker
+    job: Job
     root: str
     """The store's name in pointers."""
     retry: RetryConfig
@@ -88,15 +89,21 @@ class Reports:
     def committed(
         self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, *, validation: Any, mark: str = ""
     ) -> None:
-        """Report a checkpoint, in a directory with that mark or the attempt's own. Returns when Ray's controller is
-        about to take it.
+        """Report a checkpoint, in a directory with that mark or the attempt's own. Collective; returns when Ray's
+        controller is about to take it. Raises the error of writing the pointer on all ranks: none of them reports.
         """
         import ray.train
 
         name = _directory_name(checkpoint.step, mark or checkpoint.uri.rpartition("-")[2])
+        try:
+            with self.job.group.meeting("pointer", step=checkpoint.step):  # ranks would wait at Ray's barrier for ever
+                pointing = self._pointing(name, lambda: Pointer.to(checkpoint, root=self.root))
+        except CkptstoreError as error:
+            error.committed = True
+            raise
         report_to_ray(
             self.ranked(checkpoint.step, metrics),
-            checkpoint=self._pointing(name, lambda: Pointer.to(checkpoint, root=self.root)),
+            checkpoint=pointing,
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
             validation=validation,
