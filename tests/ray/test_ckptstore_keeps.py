@@ -140,7 +140,7 @@ def in_local_mode(config: dict[str, Any]) -> None:
         ckptstore.ray.store()
     with ckptstore.ray.store(config["root"]) as store:
         assert ckptstore.ray.resume(store=store, prefer="ray") is None
-        checkpoint = store.save_directory(0, config["root"].parent, metrics={"loss": 1.0})
+        checkpoint = store.save_directory(0, config["root"].with_name("source"), metrics={"loss": 1.0})
         assert store.save_on_preemption(1, {}) is None
     ray.train.report({"saved": checkpoint.step})
 
@@ -148,6 +148,6 @@ def in_local_mode(config: dict[str, Any]) -> None:
 def test_in_local_mode_a_store_works_and_reports_nothing(cluster: RayCluster, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source/model.bin").write_bytes(b"weights")
-    config = {"root": tmp_path / "source/store"}
+    config = {"root": tmp_path / "store"}
     result = fit(in_local_mode, storage_path=tmp_path, name="local", config=config, num_workers=0, torch=True)
     assert result.metrics == {"saved": 0}
