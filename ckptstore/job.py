@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import (
@@ -27,7 +27,7 @@ from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt, check_step
 from ckptstore.format.record import Record
 from ckptstore.group import Group, check_shared, find_group
-from ckptstore.group.base import GroupOfParent
+from ckptstore.group.base import GroupOfParent, new_start_token
 from ckptstore.log import SALVAGE_HINT, Log
 from ckptstore.log.identity import read_or_create_identity
 from ckptstore.log.reader import LogReader
@@ -65,6 +65,15 @@ class Tier(Protocol):
         """Return the checkpoints that this process can use without the others, oldest first, as `catalogue.Near`."""
 
 
+class Start(NamedTuple):
+    """A start of a job of which several processes may claim the store, each without the others."""
+
+    token: str
+    """The start token of their claims."""
+    since: int
+    """The number of a record before any of these claims; 0 for an empty log."""
+
+
 @dataclass(kw_only=True)
 class Job:
     """One process of a job and its store. Methods that say "collective" are called by all ranks in the same order."""
@@ -80,6 +89,8 @@ class Job:
     """The writer epoch that this job has claimed; None before the claim."""
     resume_from: int | None = None
     """The number of the checkpoint that was the latest when the store was claimed; None if there was none."""
+    start: Start | None = None
+    """The start under which other processes claim the store for this job; None if none does."""
     tier: Tier | None = None
     """The fast tier; None if saves go to the store directly."""
     is_fenced: bool = False
@@ -143,7 +154,8 @@ class Job:
         return self.epoch
 
     def claim(self, newest: Record | None) -> Record:
-        """Leader: make sure that this job owns the store, and return the newest record.
+        """Leader: make sure that this job owns the store, and return the newest record. A claim that another process
+        has made for this job counts.
 
         Raises StoreFenced if a later job has claimed the store since.
         """
@@ -157,16 +169,22 @@ class Job:
             beat()  # on a storage that fails often, the other ranks may wait long
             self.store_id()
 
-            def change(newest: Record | None) -> Claim:
+            made: list[Record] = []
+
+            def change(newest: Record | None) -> Claim | None:
                 beat()
                 if newest is None:
                     self._refuse_lost_log()
-                return Claim(start_token=self.group.start_token, world_size=self.group.world_size)
+                # To claim again after a later job's claim would take the store back from that job.
+                made[:] = self._claims_of_start(newest)
+                return None if made else Claim(start_token=self.group.start_token, world_size=self.group.world_size)
 
-            newest = self.log.append(change)
-            self.epoch, self.resume_from = newest.state.epoch, newest.state.resume_from
-            self._claim = newest.number, newest.sha256
-        elif newest is None or newest.state.epoch != self.epoch:
+            newest = self.log.append(change) or self.log.newest()
+            claim = made[0] if made else newest
+            assert claim is not None  # it was appended
+            self.epoch, self.resume_from = claim.state.epoch, claim.state.resume_from
+            self._claim = claim.number, claim.sha256
+        if newest is None or newest.state.epoch != self.epoch:
             found = newest.state.epoch if newest else 0
             self.is_fenced = True
             raise StoreFenced(
@@ -174,6 +192,24 @@ class Job:
                 hint="Stop this job, or start it again to take the store over",
             )
         return newest
+
+    def _claims_of_start(self, newest: Record | None) -> list[Record]:
+        """Return the claims that other processes have made for this job."""
+        if self.start is None or newest is None:
+            return []
+        return [
+            record
+            for record in self.log.records(range(self.start.since + 1, newest.number + 1))
+            if isinstance(record.change, Claim) and record.change.start_token == self.start.token
+        ]
+
+    def shared_start(self) -> Start:
+        """Return the start under which other processes claim the store for this job; begin it on first use."""
+        with self._lock:
+            if self.start is None:
+                newest = self.log.newest()
+                self.start = Start(new_start_token(), newest.number if newest else 0)
+            return self.start
 
     def _refuse_lost_log(self) -> None:
         """Raise StoreMissing if there are checkpoints but no log: the job would start over beside its own ones."""
@@ -218,8 +254,8 @@ class Job:
                 ) from None
 
     def claim_to_save(self, step: int) -> Record:
-        """Leader: claim the store as `claim` does, and emit `ResumeForgotten` if this is the first claim and the latest
-        checkpoint has the same or a higher step. Raises StoreFenced.
+        """Leader: claim the store as `claim` does, and emit `ResumeForgotten` if that is the job's first claim and the
+        latest checkpoint has the same or a higher step. Raises StoreFenced.
         """
         if self.epoch is not None:
             if isinstance(self.storage, Disk):  # elsewhere it is a request, and a commit looks
@@ -227,7 +263,7 @@ class Job:
             return self.claim(self.log.newest())
         newest = self.claim(None)
         latest = self.log.records([] if newest.state.latest is None else [newest.state.latest])
-        if latest and latest[0].entry.step >= step:
+        if isinstance(newest.change, Claim) and latest and latest[0].entry.step >= step:
             emit(
                 ResumeForgotten(
                     step=step,
@@ -305,14 +341,18 @@ class Job:
         """Have `close` call `call` before it closes anything else. No save is in flight then."""
         self._at_close.callback(call)
 
-    def close(self) -> None:
-        """Wait for the work in the background, and close the group, the transfer and the storage."""
-        self.is_closed = True
-        self._at_close.close()
+    def wait_for_prune(self) -> None:
+        """Wait until no prune runs in the background."""
         with self._lock:
             pruning = self._pruning
         if pruning is not None:
             pruning.join()
+
+    def close(self) -> None:
+        """Wait for the work in the background, and close the group, the transfer and the storage."""
+        self.is_closed = True
+        self._at_close.close()
+        self.wait_for_prune()
         if self._group is not None:
             self._group.close()
         self.transfer.close()

@@ -14,7 +14,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ckptstore.config import StoreConfig, TransferConfig
@@ -23,7 +22,7 @@ from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME, Attempt, c
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.format.timings import Timings
 from ckptstore.group import SoloGroup
-from ckptstore.job import Job
+from ckptstore.job import Job, Start
 from ckptstore.log import Log
 from ckptstore.saving.commit import tell
 from ckptstore.saving.log_publisher import LogPublisher, prune_behind
@@ -108,8 +107,13 @@ class DirectoryTarget:
             opened.close()
 
 
+_claims: dict[str, Mapping[str, Any]] = {}
+"""The claims that this process has made for jobs of other processes, by start token: each is looked for in the log
+once."""
+
+
 class StoreTarget:
-    """A place in the store of a job. Pickled without the job, with its writer epoch."""
+    """A place in the store of a job. Pickled without the job, with its claim, or with the start to claim under."""
 
     def __init__(
         self,
@@ -123,8 +127,11 @@ class StoreTarget:
         store is closed."""
         self.storage, self.config, self.policy, self.missing = job.storage, job.config, job.policy, job.missing
         self.metrics, self.metadata = metrics, metadata
-        self.epoch, self.resume_from = job.epoch, job.resume_from
         self.job: Job | None = job
+        self._claimed: Mapping[str, Any] = job.claimed()
+        """The claim of the job, as it was when this was pickled."""
+        self._start: Start | None = None
+        """The start under which a process without the job claims the store; None if the job has."""
         self.in_turn: Callable[[], object] | None = in_turn
         self._transfer: Transfer | None = None
         self._begun: tuple[Request, Attempt, int] | None = None
@@ -132,7 +139,10 @@ class StoreTarget:
         self._started = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "job": None, "in_turn": None, "_transfer": None}
+        job, more = self.job, {}
+        if job is not None:
+            more = {"_claimed": job.claimed(), "_start": job.shared_start() if job.epoch is None else None}
+        return {**self.__dict__, **more, "job": None, "in_turn": None, "_transfer": None}
 
     @property
     def uri(self) -> str:
@@ -168,9 +178,10 @@ class StoreTarget:
             self.in_turn()
         job = self._alone(world_size=1)
         number = LogPublisher(job).claim(request).number
-        self.epoch, self.resume_from = job.epoch, job.resume_from
         if self.job is not None:
             self.job.join_claim(job.claimed())
+        elif self._start is not None:
+            _claims[self._start.token] = job.claimed()
         attempt = job.new_attempt(request.step)
         self._begun = request, attempt, number
         return attempt.prefix
@@ -188,8 +199,9 @@ class StoreTarget:
         job = self._alone(world_size=world_size)
         record = LogPublisher(job, after=number).commit(request, attempt, Contents(receipts, timings=timings))
         tell(record, job.storage, rank=0, seconds=time.monotonic() - self._started)
-        if self.job is not None:
-            prune_behind(self.job)
+        prune_behind(self.job or job)
+        if self.job is None:
+            job.wait_for_prune()  # nobody else does, and this process may end with the save
 
     def close(self) -> None:
         """Close the transfer that `open` made."""
@@ -199,12 +211,14 @@ class StoreTarget:
 
     def _alone(self, *, world_size: int) -> Job:
         """Return the coordinator as a separate job that agrees with nobody, since torch does that."""
-        group = SoloGroup()
+        owner = self.job
+        start, claimed = (owner.start, owner.claimed()) if owner else (self._start, self._claimed)
+        if owner is None and start is not None:
+            claimed = _claims.get(start.token, claimed)
+        group = SoloGroup(start_token=start.token if start else None)
         group.world_size = world_size
         storage, transfer = self.open()
-        owner = self.job
         log = owner.log if owner else Log(storage, retry=self.config.retry, single_writer=self.config.single_writer)
-        epoch, resume_from = (owner.epoch, owner.resume_from) if owner else (self.epoch, self.resume_from)
         alone = Job(
             storage=storage,
             log=log,
@@ -213,8 +227,10 @@ class StoreTarget:
             policy=self.policy,
             missing=self.missing,
             given_group=group,
+            start=start,
         )
-        return replace(alone, epoch=epoch, resume_from=resume_from)
+        alone.join_claim(claimed)
+        return alone
 
 
 DcpTarget = DirectoryTarget | StoreTarget

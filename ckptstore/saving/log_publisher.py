@@ -33,8 +33,6 @@ class LogPublisher:
     job: Job
     after: int | None = None
     """The number of a record: a checkpoint that was committed later is an error."""
-    world_size: int | None = None
-    """The number of ranks that store files, if they are not the ranks of the job's group."""
 
     @property
     def destination(self) -> Destination:
@@ -74,7 +72,7 @@ class LogPublisher:
 
     def commit(self, request: Request, attempt: Attempt, contents: Contents) -> Record:
         """Publish the stored files; see `saving.commit.commit`."""
-        return commit(self.job, request, attempt, contents, after=self.after, world_size=self.world_size)
+        return commit(self.job, request, attempt, contents, after=self.after)
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Record | None:
         """See `Publisher.outcome`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from forked_ranks import run_ranks
 
-from ckptstore import InvalidMetric, InvalidStep, KeepBest, StoreFenced, open_store
+from ckptstore import CheckpointStore, InvalidMetric, InvalidStep, KeepBest, KeepLatest, StoreFenced, open_store
 from ckptstore.dcp import StoreReader, StoreWriter, translated
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -61,6 +62,39 @@ def test_a_dcp_save_that_begins_anew_is_warned_of(tmp_path: Path, caplog: pytest
         with open_store(tmp_path / "store") as store, translated():
             dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(), step=step))
     assert caplog.text.count("step 2 is the first save of this job, and step 4 is there") == 1
+
+
+def elsewhere(store: CheckpointStore, step: int) -> StoreWriter:
+    """The writer as a process gets it that saves for this one."""
+    return pickle.loads(pickle.dumps(StoreWriter(store.dcp_target(), step=step)))
+
+
+def test_a_process_that_saves_for_a_job_claims_the_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(tmp_path / "store", retention=KeepLatest(1), grace_seconds=0) as store:
+        for step in (1, 2, 3):
+            if step == 3:
+                monkeypatch.setattr("ckptstore.dcp.target._claims", {})  # it is another process
+            dcp.save(state(), storage_writer=elsewhere(store, step))
+            assert [checkpoint.step for checkpoint in store] == [step]
+        assert not list((tmp_path / "store" / "checkpoints").glob("step-*1-e*")), "nothing was deleted"
+        store.save(4, state())  # the claim is the job's too
+        with open_store(tmp_path / "store") as later:
+            later.resume()
+            for writer in (elsewhere(store, 5), StoreWriter(store.dcp_target(), step=5)):
+                with pytest.raises(StoreFenced), translated():
+                    dcp.save(state(), storage_writer=writer)
+            later.save(5, state())
+
+
+def test_a_job_that_wakes_up_is_fenced_by_the_claim_of_its_process(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as old, open_store(tmp_path / "store") as new:
+        dcp.save(state(), storage_writer=elsewhere(old, 1))
+        new.resume()
+        with pytest.raises(StoreFenced), translated():
+            dcp.save(state(), storage_writer=elsewhere(old, 2))
+        with pytest.raises(StoreFenced):
+            old.save(2, state())
+        new.save(2, state())
 
 
 def test_bad_calls_are_refused(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def publish(job: Job, start: JobStart, writing: Writing, place: StoredPath) -> N
     occupied = {name[:at] for name in (*names, *directories) for at, char in enumerate(name) if char == "/"}
     empty = sorted(directories - occupied - {""})
     request = Request(step=place.step, kind="directory", metadata={METADATA_KEY: {"name": place.name}})
-    record = LogPublisher(job, world_size=start.world_size).commit(request, attempt, Contents(receipts, empty))
+    record = LogPublisher(job).commit(request, attempt, Contents(receipts, empty))
     tell(record, job.storage, rank=start.rank, seconds=time.monotonic() - began)
     try:
         draft.remove()

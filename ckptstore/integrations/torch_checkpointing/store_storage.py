@@ -16,14 +16,12 @@ from torch_checkpointing.storage.base_storage import ReadArgs, Storage
 
 from ckptstore.boundary import bounded
 from ckptstore.errors import FileMissing, InvalidInput, StorageError
-from ckptstore.format.changes import Claim
-from ckptstore.format.record import Record
-from ckptstore.group import SOLO
+from ckptstore.group import SoloGroup
 from ckptstore.integrations.torch_checkpointing.committed import Committed, Shelf
 from ckptstore.integrations.torch_checkpointing.drafts import Draft, JobStart, Writing, checked_file, publish
 from ckptstore.integrations.torch_checkpointing.paths import PathReader, StoredPath
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile, ReadStream, WriteStream
-from ckptstore.job import Job
+from ckptstore.job import Job, Start
 from ckptstore.log import Log
 from ckptstore.retention import Policy
 from ckptstore.transfer.opened import OpenedPlace
@@ -43,6 +41,8 @@ class StoreStorage(Storage):
 
     def __init__(self, place: OpenedPlace, paths: PathReader, policy: Policy, start: JobStart) -> None:
         place.transfer.set_rank(start.rank)
+        group = SoloGroup(start_token=start.token)
+        group.world_size = start.world_size
         self._job = Job(
             storage=place.storage,
             log=Log(place.storage, retry=place.config.retry),
@@ -50,7 +50,8 @@ class StoreStorage(Storage):
             config=place.config,
             policy=policy,
             missing="error",
-            given_group=SOLO,
+            given_group=group,
+            start=Start(start.token, start.since),
         )
         self._paths = paths
         self._start = start
@@ -258,33 +259,15 @@ class StoreStorage(Storage):
 
         Raises StoreFenced when a later job has claimed the store.
         """
-        job, start = self._job, self._start
+        job = self._job
         with self._claiming:
-            if job.epoch is None:
-                job.log.try_creates()
-                if not job.log.is_exclusive:
-                    raise InvalidInput(
-                        f"{job.storage.uri} cannot create a file only where there is none, so ranks could claim it "
-                        "twice"
-                    )
-                job.store_id()
-                found: list[int] = []
-
-                def decide(newest: Record | None) -> Claim | None:
-                    # A rank that writes first after a later job's claim would take the store back from that job, if it
-                    # did not find the claim that another rank of this one has made.
-                    records = job.log.records(range(start.since + 1, (newest.number if newest else 0) + 1))
-                    found[:] = [
-                        item.state.epoch
-                        for item in records
-                        if isinstance(item.change, Claim) and item.change.start_token == start.token
-                    ]
-                    return None if found else Claim(start_token=start.token, world_size=start.world_size)
-
-                record = job.log.append(decide)
-                job.epoch = found[0] if record is None else record.state.epoch
+            job.log.try_creates()
+            if not job.log.is_exclusive:
+                raise InvalidInput(
+                    f"{job.storage.uri} cannot create a file only where there is none, so ranks could claim it twice"
+                )
             job.claim(job.log.newest())
-            return job.epoch
+            return job.claimed_epoch
 
     def _begun(self, place: StoredPath) -> Writing:
         """Return the draft begun by `mkdir`. Raises FileNotFoundError if a file's directory was never made."""
