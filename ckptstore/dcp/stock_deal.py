@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ckptstore.errors import InvalidState
+from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.runtime.torch_private import cached_plans
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.write.assignment import Dealt, chunks_of, deal
 
-_Held = tuple[str, tuple[int, ...]]
+Held = tuple[str, tuple[int, ...]]
 """The key of a tensor and the offsets of a box."""
 
 
@@ -56,25 +57,27 @@ def heard() -> Told | None:
 
 @dataclass(slots=True)
 class Assignment:
-    """The boxes that the coordinator assigned to a rank, for each item of its plan. Valid for later saves of the same
-    plan too."""
+    """The boxes that the coordinator assigned to a rank, for each tensor item of its plan. Valid for later saves of the
+    same plan too."""
 
     deal_id: str
     """The same on all ranks of one deal."""
     split_plain_bytes: int | None
     told: Told
     """The coordinator's message; nobody reads the field, but unpickling it calls `_hear`."""
-    boxes: dict[int, list[Box]] = field(default_factory=dict)
+    boxes: dict[Held, list[Box]] = field(default_factory=dict)
+    compared: set[Held] = field(default_factory=set)
+    """The items that several ranks must have alike, since each of them may write a part."""
 
 
-def held_boxes(plan: SavePlan) -> dict[_Held, tuple[int, ...]]:
+def held_boxes(plan: SavePlan) -> dict[Held, tuple[int, ...]]:
     """Return the boxes of tensors that a rank has, with their sizes; sent with its plan."""
-    return {_held(item): tuple(item.tensor_data.chunk.sizes) for item in plan.items if item.tensor_data is not None}
+    return {held_by(item): tuple(item.tensor_data.chunk.sizes) for item in plan.items if item.tensor_data is not None}
 
 
 def deal_plans(plans: Sequence[SavePlan], told: Told, *, split_plain_bytes: int | None) -> list[SavePlan]:
     """Return the plans with the boxes that each rank writes. A box that several ranks hold is added to the plan of each
-    that gets a part of it.
+    that gets a part of it, and to all of these plans if they might have got one.
 
     When no plan has changed since a save before, the earlier deal stays. When some have, all ranks get a new deal.
     Raises InvalidState when the plans of the others are not available.
@@ -92,16 +95,16 @@ def deal_plans(plans: Sequence[SavePlan], told: Told, *, split_plain_bytes: int 
 
 
 def _dealt_plans(plans: Sequence[SavePlan], empty: Assignment) -> list[SavePlan]:
-    assignments = [dataclasses.replace(empty, boxes={}) for _ in plans]
+    assignments = [dataclasses.replace(empty, boxes={}, compared=set()) for _ in plans]
     items: list[list[WriteItem]] = [[] for _ in plans]
-    holders: dict[_Held, list[int]] = {}
+    holders: dict[Held, list[int]] = {}
     shared: dict[tuple[int, ...], list[WriteItem]] = {}
     for rank, plan in enumerate(plans):
         for held in plan.storage_data if isinstance(plan.storage_data, dict) else ():
             holders.setdefault(held, []).append(rank)
 
     def assign(rank: int, item: WriteItem, boxes: list[Box]) -> None:
-        assignments[rank].boxes[len(items[rank])] = boxes
+        assignments[rank].boxes[held_by(item)] = boxes
         items[rank].append(item)
 
     for rank, plan in enumerate(plans):
@@ -110,7 +113,7 @@ def _dealt_plans(plans: Sequence[SavePlan], empty: Assignment) -> list[SavePlan]
                 items[rank].append(item)
                 continue
             box, dealt = _dealt(item, empty.split_plain_bytes)
-            ranks = holders.get(_held(item), [rank])
+            ranks = holders.get(held_by(item), [rank])
             if len(ranks) == 1 or not dealt.size_bytes:
                 assign(rank, item, chunks_of(box, dealt.element_bytes))
             else:
@@ -118,16 +121,24 @@ def _dealt_plans(plans: Sequence[SavePlan], empty: Assignment) -> list[SavePlan]
     for ranks_of_all, group in shared.items():
         found = [_dealt(item, empty.split_plain_bytes) for item in group]
         for share, rank in enumerate(ranks_of_all):
-            for number, start, stop in deal([dealt for _, dealt in found], len(ranks_of_all), share):
+            alike = [number for number, (_, dealt) in enumerate(found) if not dealt.is_whole]
+            assignments[rank].compared.update(held_by(group[number]) for number in alike)
+            cuts = dict.fromkeys(alike, (0, 0))  # what is compared is in the plan of each, also without a part
+            cuts |= {
+                number: (start, stop)
+                for number, start, stop in deal([one for _, one in found], len(ranks_of_all), share)
+            }
+            for number, cut in sorted(cuts.items()):
                 box, dealt = found[number]
-                assign(rank, group[number], chunks_of(box, dealt.element_bytes, start, stop))
+                assign(rank, group[number], chunks_of(box, dealt.element_bytes, *cut))
     return [
         dataclasses.replace(plan, items=own, storage_data=assignment)
         for plan, own, assignment in zip(plans, items, assignments, strict=True)
     ]
 
 
-def _held(item: WriteItem) -> _Held:
+def held_by(item: WriteItem) -> Held:
+    """Return key and offsets of an item."""
     return item.index.fqn, tuple(item.index.offset or ())
 
 
@@ -139,10 +150,10 @@ def tensor_data_of(item: WriteItem) -> TensorWriteData:
 
 
 def _dealt(item: WriteItem, split_plain_bytes: int | None) -> tuple[Box, Dealt]:
-    """Return the box of an item, and the item for dealing; a plain tensor below the limit stays in one piece."""
+    """Return the box of an item, and the item for dealing. One below the limit stays in one piece: that of plain
+    tensors, or what `deal` never cuts."""
     data = tensor_data_of(item)
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     made = Dealt(box.sizes, data.properties.dtype.itemsize)
-    is_plain = item.type is WriteItemType.TENSOR
-    keeps_whole = is_plain and (split_plain_bytes is None or made.size_bytes < split_plain_bytes)
-    return box, Dealt(made.sizes, made.element_bytes, is_whole=keeps_whole)
+    least_bytes = split_plain_bytes if item.type is WriteItemType.TENSOR else BLOCK_BYTES
+    return box, made._replace(is_whole=least_bytes is None or made.size_bytes < least_bytes)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ckptstore.dcp.stock_deal import Assignment, tensor_data_of
+from ckptstore.dcp.stock_deal import Assignment, Held, held_by, tensor_data_of
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import is_wrapper
 from ckptstore.state.index.items import Item, Mode
@@ -61,13 +61,13 @@ class DcpShard:
         """The boxes that are stored as their inner tensors."""
         self.inner: dict[str, InnerPlace] = {}
         """The inner tensors of those, by key."""
-        self._shared: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        for number, item in enumerate(plan.items):
+        self._compared: dict[Held, tuple[torch.Tensor, ...]] = {}
+        for item in plan.items:
             data: Any = planner.resolve_data(item)
             if item.type is WriteItemType.BYTE_IO:
                 self._take_bytes(item.index.fqn, data)
             else:
-                self._take_tensor(item, data, self._assignment.boxes[number])
+                self._take_tensor(item, data)
         self._described.items = self._items
         empty = tuple(number for number, item in enumerate(self._items) if 0 in item.shape)
         planned = RankPlan(tuple(self._writes), empty, self._flags, common=tuple(self._described.values))
@@ -76,9 +76,9 @@ class DcpShard:
         """The places of plain values for stock readers."""
 
     def fingerprints(self) -> list[tuple[str, tuple[int, ...], bytes]]:
-        """Return key, offsets and fingerprint of each tensor of which other ranks write parts. Reads them whole."""
-        found = fingerprints_of({repr(held): (tensor,) for held, tensor in self._shared.items()})
-        return [(*held, found[repr(held)]) for held in self._shared]
+        """Return key, offsets and fingerprint of each tensor that other ranks must have alike. Reads them whole."""
+        found = fingerprints_of({repr(held): tensors for held, tensors in self._compared.items()})
+        return [(*held, found[repr(held)]) for held in self._compared]
 
     def _take_bytes(self, key: str, data: Any) -> None:
         """Add a plain value twice: framed for stock readers, and as JSON for all others."""
@@ -106,43 +106,56 @@ class DcpShard:
         self._described.values[key] = json.dumps(encoded, separators=(",", ":"), allow_nan=False)
         self._frames[key] = frame
 
-    def _take_tensor(self, item: WriteItem, tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
+    def _take_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:
         key, data = item.index.fqn, tensor_data_of(item)
         held = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        boxes = self._assignment.boxes.get(held_by(item))
+        if boxes is None:
+            raise InvalidState(
+                f"the planner has added {key} at {held_by(item)[1]} to the plan after all ranks had agreed on it",
+                hint="Add it in create_local_plan, not in finish_plan",
+            )
         if type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
-            self._take_wrapped(key, tensor, held, tuple(data.size), boxes)
-            return
+            compared = self._take_wrapped(key, tensor, held, tuple(data.size), boxes)
+        else:
+            compared = self._take_dense(key, tensor, held, tuple(data.size), boxes)
+        if held_by(item) in self._assignment.compared:
+            self._compared[held_by(item)] = compared
+
+    def _take_dense(
+        self, key: str, tensor: torch.Tensor, held: Box, shape: tuple[int, ...], boxes: Sequence[Box]
+    ) -> tuple[torch.Tensor, ...]:
+        """Add a tensor that lies in memory as it is. Return it, without its gradient."""
         tensor = _dense(tensor.detach(), key)
         if tuple(tensor.shape) != held.sizes:
             raise InvalidState(f"the planner gave {tuple(tensor.shape)} for {key}, its plan says {held.sizes}")
         number = self._numbers.setdefault(key, len(self._items))
         if number == len(self._items):
-            self._items.append(Item(key, Mode.SHARD, dtype_name(tensor.dtype, key), tuple(data.size)))
+            self._items.append(Item(key, Mode.SHARD, dtype_name(tensor.dtype, key), shape))
         one = self._items[number]
         self._items[number] = one._replace(boxes=(*one.boxes, held))
         self._described.memory[key] = (*self._described.memory.get(key, ()), tensor)
         self._writes += [Write(number, len(one.boxes), box) for box in boxes]
-        if sum(box.volume for box in boxes) < held.volume:
-            self._shared[key, held.offsets] = tensor
+        return (tensor,)
 
     def _take_wrapped(
         self, key: str, tensor: torch.Tensor, held: Box, shape: tuple[int, ...], boxes: Sequence[Box]
-    ) -> None:
+    ) -> tuple[torch.Tensor, ...]:
         """Add a tensor that wraps others. It cannot be cut: of the ranks that have it, the one that was assigned its
-        beginning stores it whole."""
+        beginning stores it whole. Return its inner tensors."""
         part = None if held == whole(shape) else WrappedPart(key, held.offsets, shape)
         wrapped = unwrap(tensor, key, part)
         if wrapped.label.shape != held.sizes:
             raise InvalidState(f"the planner gave {wrapped.label.shape} for {key}, its plan says {held.sizes}")
         is_mine = any(box.offsets == held.offsets for box in boxes) if held.volume else part is None
-        if not is_mine:
-            return
-        name = key if part is None else key_of_part(key, held.offsets)
-        keys: dict[int, str] = {}
-        self._take_inner(wrapped, key, (name,), keys)
-        encoded = Encoder(lambda inner: keys[id(inner)]).encode(wrapped, path=name)
-        self._described.values[name] = json.dumps(encoded, separators=(",", ":"))
-        self.wrapped.append((key, held.offsets, held.sizes))
+        if is_mine:
+            name = key if part is None else key_of_part(key, held.offsets)
+            keys: dict[int, str] = {}
+            self._take_inner(wrapped, key, (name,), keys)
+            encoded = Encoder(lambda inner: keys[id(inner)]).encode(wrapped, path=name)
+            self._described.values[name] = json.dumps(encoded, separators=(",", ":"))
+            self.wrapped.append((key, held.offsets, held.sizes))
+        return tuple(_inner_tensors(wrapped))
 
     def _take_inner(self, wrapped: Wrapped, key: str, path: tuple[str, ...], keys: dict[int, str]) -> None:
         for attribute, inner in wrapped.items():
@@ -167,6 +180,11 @@ class DcpShard:
         if flags:
             self._flags[key] = flags
         self._writes += [Write(number, 0, chunk) for chunk in chunks_of(box, DTYPES[dtype][1])]
+
+
+def _inner_tensors(wrapped: Wrapped) -> Iterator[torch.Tensor]:
+    for inner in wrapped.values():
+        yield from _inner_tensors(inner) if isinstance(inner, Wrapped) else (inner,)
 
 
 def _dense(tensor: torch.Tensor, key: str) -> torch.Tensor:

@@ -61,8 +61,8 @@ class StoreWriter(StorageWriter):
         target: a directory or URI that becomes one checkpoint, or a place in a store: `Store.dcp_target`.
         step: the step, for a place in a store.
         split_plain_bytes: the size from which plain tensors must be the same on all ranks that have them, as under DDP,
-            and each rank writes a part. Tensors that are written in parts are read once more and compared; if they
-            differ, the save fails. One rank writes each smaller one whole; with None, every one.
+            and may each write a part. These, and replicas of DTensors from 1 MiB on, are read once more and compared;
+            if they differ, the save fails. One rank writes each smaller one whole; with None, every plain one.
         num_files: the number of files that a rank writes at once when there is much to write.
         allow_pickle: True to store plain values whose reading can run code. The reader must allow it too.
         storage_options: for the storage of a URI.
@@ -360,7 +360,7 @@ def is_same_place(one: str | os.PathLike[str], uri: str) -> bool:
 
 
 def _check_alike(told: Sequence[Mapping[str, Any] | None]) -> None:
-    """Raise InvalidState if ranks that wrote parts of a tensor differ in it."""
+    """Raise InvalidState if ranks differ in a tensor of which each might have written a part."""
     held: dict[tuple[str, tuple[int, ...]], dict[bytes, list[int]]] = {}
     for rank, one in enumerate(told):
         for key, offsets, fingerprint in one["shared"] if one else ():

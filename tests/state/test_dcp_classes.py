@@ -1,6 +1,7 @@
 """`StoreWriter` and `StoreReader` under torch's own `dcp.save` and `dcp.load`: what they refuse, and how ranks
 share. What they bring back is in tests/dcp."""
 
+import dataclasses
 import os
 import pickle
 import shutil
@@ -13,8 +14,10 @@ from forked_ranks import run_ranks
 from saving import save_plain
 from test_stock_interop import VALUES, assert_same, blank, many_tensors
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.dcp import StoreReader, StoreWriter, translated
@@ -163,6 +166,31 @@ def test_cached_plans_of_another_writer_are_refused(tmp_path):
         save(dcp.FileSystemWriter(tmp_path / "e"))
 
 
+class Finishing(dcp.DefaultSavePlanner):
+    """Changes the items of its plan last."""
+
+    def __init__(self, change):
+        super().__init__()
+        self._change = change
+
+    def finish_plan(self, plan):
+        self.plan = dataclasses.replace(plan, items=self._change(plan.items))
+        return self.plan
+
+
+def test_a_planner_may_reorder_its_items_in_the_end_and_add_none(tmp_path):
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(20.0).reshape(5, 4)}
+    planner = Finishing(lambda items: items[::-1])
+    dcp.save({**tensors, "n": 3}, storage_writer=StoreWriter(tmp_path / "c"), planner=planner, no_dist=True)
+    state = {**blank(tensors), "n": 0}
+    dcp.load(state, storage_reader=StoreReader(tmp_path / "c"), no_dist=True)
+    assert_same(state, tensors)
+    assert state["n"] == 3
+    adding = Finishing(lambda items: [*items, dataclasses.replace(items[0], index=MetadataIndex("a"))])
+    with pytest.raises(InvalidState, match="the planner has added a at"), translated():
+        dcp.save(tensors, storage_writer=StoreWriter(tmp_path / "d"), planner=adding, no_dist=True)
+
+
 def test_a_checkpoint_id_comes_back_as_it_was_given(tmp_path):
     for given in (tmp_path / "c", str(tmp_path / "c"), f"file://{tmp_path}/c"):
         assert StoreWriter(given).checkpoint_id == given
@@ -240,8 +268,9 @@ def ranks_save(root):
     own, alike = (torch.full((16 * MIB,), value, dtype=torch.uint8) for value in (rank, 7))
     dcp.save({"mine": own}, storage_writer=StoreWriter(f"{root}/split-None", split_plain_bytes=None))
     dcp.save({"mine": alike}, storage_writer=StoreWriter(f"{root}/split-{8 * MIB}"))
+    whole = {"first": own, "second": own, "two": TwoTensor(own, own)}  # dealt to one rank each, in one piece
     with pytest.raises(RankFailed if rank < 0 else InvalidState) as differs, translated():
-        dcp.save({"mine": own}, storage_writer=StoreWriter(f"{root}/differs"))
+        dcp.save(whole, storage_writer=StoreWriter(f"{root}/differs"))
     seen["differs"] = str(differs.value), os.path.exists(f"{root}/differs/.metadata")
     with pytest.raises(RankFailed if rank < 0 else CkptstoreError) as failed, translated():
         dcp.save({**state, "bad": Exploding(rank)}, storage_writer=StoreWriter(f"{root}/failed"), planner=Planner())
@@ -306,7 +335,9 @@ def test_two_ranks_share_what_both_have(tmp_path):
         dcp.load(state, storage_reader=StoreReader(tmp_path / f"split-{split_plain_bytes}"), no_dist=True)
         (value,) = state["mine"].unique().tolist()
         assert value in values
-    assert all("mine (rank 0 vs rank 1)" in one["differs"][0] and not one["differs"][1] for one in seen)
+    for message, is_there in (one["differs"] for one in seen):
+        assert all(f"{key} (rank 0 vs rank 1)" in message for key in ("first", "second", "two"))
+        assert not is_there
 
 
 def test_a_load_without_a_checkpoint_says_so(tmp_path):
