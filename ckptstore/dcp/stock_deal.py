@@ -76,8 +76,8 @@ def held_boxes(plan: SavePlan) -> dict[Held, tuple[int, ...]]:
 
 
 def deal_plans(plans: Sequence[SavePlan], told: Told, *, split_plain_bytes: int | None) -> list[SavePlan]:
-    """Return the plans with the boxes that each rank writes. A box that several ranks hold is added to the plan of each
-    that gets a part of it, and to all of these plans if they might have got one.
+    """Return the plans with the boxes that each rank writes. A box that several ranks hold in the same size is added to
+    the plan of each that gets a part of it, and to all of these plans if they might have got one.
 
     When no plan has changed since a save before, the earlier deal stays. When some have, all ranks get a new deal.
     Raises InvalidState when the plans of the others are not available.
@@ -97,10 +97,10 @@ def deal_plans(plans: Sequence[SavePlan], told: Told, *, split_plain_bytes: int 
 def _dealt_plans(plans: Sequence[SavePlan], empty: Assignment) -> list[SavePlan]:
     assignments = [dataclasses.replace(empty, boxes={}, compared=set()) for _ in plans]
     items: list[list[WriteItem]] = [[] for _ in plans]
-    holders: dict[Held, list[int]] = {}
+    holders: dict[tuple[Held, tuple[int, ...]], list[int]] = {}
     shared: dict[tuple[int, ...], list[WriteItem]] = {}
     for rank, plan in enumerate(plans):
-        for held in plan.storage_data if isinstance(plan.storage_data, dict) else ():
+        for held in plan.storage_data.items() if isinstance(plan.storage_data, dict) else ():
             holders.setdefault(held, []).append(rank)
 
     def assign(rank: int, item: WriteItem, boxes: list[Box]) -> None:
@@ -113,7 +113,7 @@ def _dealt_plans(plans: Sequence[SavePlan], empty: Assignment) -> list[SavePlan]
                 items[rank].append(item)
                 continue
             box, dealt = _dealt(item, empty.split_plain_bytes)
-            ranks = holders.get(held_by(item), [rank])
+            ranks = holders.get((held_by(item), box.sizes), [rank])
             if len(ranks) == 1 or not dealt.size_bytes:
                 assign(rank, item, chunks_of(box, dealt.element_bytes))
             else:

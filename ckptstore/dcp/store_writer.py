@@ -257,7 +257,8 @@ class StoreWriter(StorageWriter):
         except CheckpointDamaged as error:
             raise InvalidState(
                 f"{error.message}: the ranks differ in what they have of it",
-                hint="All ranks must give the same structure for what they share",
+                hint="All ranks must give the same structure for what they share, and save together: with no_dist=True "
+                "a rank has only its part of a distributed tensor",
             ) from None
         parts = [tuple(box) for one in told for box in one["wrapped"]]
         inner = {key: place for one in told for key, place in one["inner"].items()}
@@ -367,7 +368,8 @@ def _check_alike(told: Sequence[Mapping[str, Any] | None]) -> None:
             held.setdefault((key, offsets), {}).setdefault(fingerprint, []).append(rank)
     check_alike(
         [(key, Mode.SHARD, ranks) for (key, _), ranks in held.items()],
-        hint="Make them alike before the save. split_plain_bytes=None stores that of one rank, as torch's writer does",
+        hint="Make them alike before the save. Of plain tensors, split_plain_bytes=None stores that of one rank, as "
+        "torch's writer does",
     )
 
 

@@ -268,6 +268,9 @@ def ranks_save(root):
     own, alike = (torch.full((16 * MIB,), value, dtype=torch.uint8) for value in (rank, 7))
     dcp.save({"mine": own}, storage_writer=StoreWriter(f"{root}/split-None", split_plain_bytes=None))
     dcp.save({"mine": alike}, storage_writer=StoreWriter(f"{root}/split-{8 * MIB}"))
+    dcp.save({f"n{n}": torch.arange(5 + n + rank) for n in range(3)}, storage_writer=StoreWriter(f"{root}/sizes"))
+    with pytest.raises(RankFailed if rank < 0 else InvalidState, match=r"cover.*no_dist=True"), translated():
+        dcp.save({"part": state["sharded"]}, storage_writer=StoreWriter(f"{root}/part-{rank}"), no_dist=True)
     whole = {"first": own, "second": own, "two": TwoTensor(own, own)}  # dealt to one rank each, in one piece
     with pytest.raises(RankFailed if rank < 0 else InvalidState) as differs, translated():
         dcp.save(whole, storage_writer=StoreWriter(f"{root}/differs"))
@@ -335,6 +338,11 @@ def test_two_ranks_share_what_both_have(tmp_path):
         dcp.load(state, storage_reader=StoreReader(tmp_path / f"split-{split_plain_bytes}"), no_dist=True)
         (value,) = state["mine"].unique().tolist()
         assert value in values
+    entries = load_metadata((tmp_path / "sizes" / ".metadata").read_bytes()).state_dict_metadata
+    seen_by_one = {key: torch.arange(*entry.size) for key, entry in entries.items()}
+    state = blank(seen_by_one)
+    dcp.load(state, storage_reader=StoreReader(tmp_path / "sizes"), no_dist=True)
+    assert_same(state, seen_by_one)
     for message, is_there in (one["differs"] for one in seen):
         assert all(f"{key} (rank 0 vs rank 1)" in message for key in ("first", "second", "two"))
         assert not is_there
