@@ -21,7 +21,7 @@ from ckptstore.state.index.part import BESIDE_VALUE, DTYPES
 from ckptstore.state.live.values import Encoder, Frame
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.placement import PLAIN_TYPES
-from ckptstore.state.tensors.tensor_memory import fingerprints_of
+from ckptstore.state.tensors.tensor_memory import check_memory, fingerprints_of
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
 from ckptstore.state.write.assignment import RankPlan, Write, chunks_of
 from ckptstore.state.write.describe import Described, dtype_name
@@ -166,6 +166,7 @@ class DcpShard:
             if isinstance(inner, Wrapped):
                 self._take_inner(inner, key, below, keys)
                 continue
+            check_memory(inner, name)
             keys[id(inner)] = name
             self.inner[name] = key, below
             self._add_whole(name, inner)
@@ -195,6 +196,7 @@ def _dense(tensor: torch.Tensor, key: str) -> torch.Tensor:
         raise InvalidState(f"{key} has the layout {tensor.layout}", hint="Store a dense tensor")
     if type(tensor) not in PLAIN_TYPES and tensor.numel() and not tensor.data_ptr():
         unwrap(tensor, key)  # raises, with the reason
+    check_memory(tensor, key)
     return tensor
 
 

@@ -43,6 +43,7 @@ from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.values import Frame
 from ckptstore.state.read.stored import PerRank, StoredState, check_per_rank
 from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.tensor_memory import check_memory
 from ckptstore.state.tensors.wrapped import Wrapped, check_same, unwrap
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
@@ -330,6 +331,8 @@ class _Batch:
     def _want(self, key: str, box: Box, target: torch.Tensor) -> None:
         dtype, memory = self._state.index.tensors[key].torch_dtype, target
         is_elsewhere = is_wrapper(target)
+        if not is_elsewhere:
+            check_memory(target, key)
         if not is_elsewhere and target.numel():
             if target.data_ptr() in self._addresses:  # a planner may use the same memory repeatedly
                 self.finish()

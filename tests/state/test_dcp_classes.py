@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+from ckptstore import Checkpoint
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.dcp import StoreReader, StoreWriter, translated
 from ckptstore.dcp.stock.stock_pickles import load_metadata
@@ -120,10 +121,31 @@ def test_values_that_are_code_are_refused_unless_both_sides_allow_them(tmp_path)
 
 
 def test_what_was_not_checked_is_not_written_to():
-    freed = torch.ones(1000)
-    freed.untyped_storage().resize_(0)
     with pytest.raises(InvalidState, match="memory"):
-        view_of(freed)
+        view_of(freed())
+
+
+def freed(dtype=torch.float32):
+    tensor = torch.ones(1000, dtype=dtype)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("make", [freed, lambda: TwoTensor(freed(), freed())], ids=["plain", "wrapped"])
+def test_memory_that_was_given_back_is_not_stored(tmp_path, make):
+    with pytest.raises(InvalidState, match=r"memory of t.* has been given back"), translated():
+        dcp.save({"t": make()}, storage_writer=StoreWriter(tmp_path / "c"), no_dist=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("stock", [False, True])
+def test_memory_that_was_given_back_is_not_written_to(tmp_path, stock, dtype):
+    writer = dcp.FileSystemWriter(tmp_path / "c") if stock else StoreWriter(tmp_path / "c")
+    dcp.save({"t": torch.ones(1000)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(InvalidState, match="memory of t has been given back"), translated():
+        dcp.load({"t": freed(dtype)}, storage_reader=StoreReader(tmp_path / "c"), no_dist=True)
+    with pytest.raises(InvalidState, match="memory of t has been given back"):
+        Checkpoint.from_uri(tmp_path / "c").load({"t": freed(dtype)}, dtype="state")
 
 
 def test_files_are_never_overwritten(tmp_path):

@@ -29,6 +29,7 @@ from ckptstore.state.tensors import frames
 from ckptstore.state.tensors.boxes import Box, inside, overlap
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, pieces_of
 from ckptstore.state.tensors.segments import narrowed
+from ckptstore.state.tensors.tensor_memory import check_memory
 from ckptstore.transfer import RangeRead
 
 SMALL_FRAME_BYTES = 64 << 10
@@ -129,6 +130,8 @@ class StockState:
         """Yield the steps of a read, and load the frames that torch has to read: where `run` is prepared for errors."""
         plan = _StockReadPlan(self.index, self._opaque, prefix=self.prefix)
         for source, pieces in wanted:
+            for piece in pieces:
+                check_memory(piece.tensor, source)
             plan.add(source, pieces, rank=0)
         yield from plan.steps()
         for frame, jobs in plan.whole_frames.items():

@@ -25,9 +25,9 @@ from ckptstore.state.live.module_load import Materialised, load_module
 from ckptstore.state.live.modules import collect_module, same_on_all_ranks, uses_fsdp1
 from ckptstore.state.live.optimizer_load import OptimizerLoad
 from ckptstore.state.live.optimizers import collect_optimizer, scope_of
-from ckptstore.state.tensors.overlap import Conflict
+from ckptstore.state.tensors.overlap import Conflict, local_memory
 from ckptstore.state.tensors.placement import PLAIN_TYPES
-from ckptstore.state.tensors.tensor_memory import outside_inference
+from ckptstore.state.tensors.tensor_memory import check_memory, outside_inference
 
 
 @collector_paused()
@@ -98,6 +98,10 @@ class Loading:
                 self._finishes.append(load_value(unit, matching, device=device))
             else:  # also an optimizer whose state dict was not torch's, and was saved as a whole
                 self._finishes.append(load_stateful(unit, matching, device=device))
+        keys = {id(target.tensor): key for key, target in self.targets.items()} if self._casts else {}
+        for tensor, filled in self._casts:
+            for part in local_memory(tensor):
+                check_memory(part, keys[id(filled)])
 
     @property
     def cast_to(self) -> Mapping[str, torch.dtype]:
