@@ -71,7 +71,7 @@ class StoreReader(StorageReader):
     Args:
         uri: the directory or URI of one checkpoint; `Checkpoint.uri` is one.
         per_rank: the treatment of values that differed between ranks, when the number of ranks has changed: "error",
-            "first" (take the lowest rank's) or "skip".
+            "first" (take the lowest rank's) or "skip" (the planner does not see them: let it allow partial loads).
         allow_pickle: True to read plain values whose reading can run code. Only for checkpoints that you trust.
         storage_options: for the storage of the URI.
         _extension_registry: torch's stream transforms, refused: StoreReader undoes none.
@@ -329,7 +329,9 @@ class _Batch:
             self._want(inner.key, whole(entry.shape), target)
 
     def _want(self, key: str, box: Box, target: torch.Tensor) -> None:
-        dtype, memory = self._state.index.tensors[key].torch_dtype, target
+        state, memory = self._state, target
+        entry = state.entry(key) if isinstance(state, StoredState) else state.index.tensors[key]
+        dtype = entry.torch_dtype
         is_elsewhere = is_wrapper(target)
         if not is_elsewhere:
             check_memory(target, key)

@@ -6,7 +6,7 @@ state, and which values it took in one piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -27,6 +27,7 @@ from ckptstore.errors import CheckpointDamaged, InvalidState
 from ckptstore.runtime.torch_private import storage_info_class
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, children, join_path, references_in, stock_leaves
+from ckptstore.state.live.matching import above
 from ckptstore.state.live.values import needs_code
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart
@@ -73,7 +74,9 @@ def view_of_state(state: StoredState, stock: Metadata | None) -> View:
     allowed = state.allow_pickle
     view.barred = frozenset(key for key, value in encoded.items() if not allowed and needs_code(value))
     saved = state.saved(lambda key: key not in view.barred)
-    add_stock_tensors(index, view.items, view.places)
+    add_stock_tensors(
+        index, view.items, view.places, lambda key: None if key in saved.skipped else state.source_rank(key)
+    )
     listed = {} if stock is None else stock.state_dict_metadata
     names = stock_names({*index.tensors, *saved.values})
     hidden: set[str] = set()
@@ -93,8 +96,9 @@ def view_of_state(state: StoredState, stock: Metadata | None) -> View:
             view.items[name] = BytesStorageMetadata()
             hidden.update(ref for ref in references_in(leaf) if ref.startswith(f"{name}."))
     _rename(view, names)
+    skipped = {name for key in saved.skipped for name in (key, names.get(key, key))}
     for key, entry in listed.items():
-        if isinstance(entry, BytesStorageMetadata):
+        if isinstance(entry, BytesStorageMetadata) and skipped.isdisjoint({key, *above(key)}):
             view.items.setdefault(key, BytesStorageMetadata())
     for key in view.barred:
         if not any(name == key or name.startswith(f"{key}.") for name in view.items):
@@ -141,11 +145,17 @@ def _add_wrapped(view: View, key: str, value: Wrapped) -> Iterator[str]:
     yield from references_in(value)
 
 
-def add_stock_tensors(index: TensorIndex, items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
-    """Put the tensors of an index into the two dicts of a `Metadata`; the chunks of existing entries are replaced."""
+def add_stock_tensors(
+    index: TensorIndex,
+    items: dict[str, Any],
+    storage: dict[MetadataIndex, Any],
+    rank_of: Callable[[str], int | None] | None = None,
+) -> None:
+    """Put the tensors of an index into the two dicts of a `Metadata`; the chunks of existing entries are replaced.
+    `rank_of` as in `stock_tensors`."""
     lies_at, size = storage_info_class(), lru_cache(None)(torch.Size)  # equal parts are pickled once
     properties = lru_cache(None)(TensorProperties)
-    for fqn, dtype, shape, placed in stock_tensors(index):
+    for fqn, dtype, shape, placed in stock_tensors(index, rank_of):
         chunks = []
         for number, (box, place) in enumerate(placed):
             offsets = size(box.offsets)

@@ -147,3 +147,29 @@ def test_cached_plans_never_lead_into_an_earlier_checkpoint(tmp_path: Path) -> N
 
 
 KEYS = {1: ["n", "w"], 2: ["n", "w"], 3: ["n", "of 0", "of 1", "w"]}
+
+
+def saves_of_its_own(root: str) -> dict[str, Any]:
+    """What two ranks do: each saves something of its own, which it loads through DCP."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    dtype = torch.float64 if rank else torch.float32
+    with open_store(root) as store:
+        own = {"dtype": torch.arange(6, dtype=dtype) + rank, "shape": torch.full((3 + rank,), 7.0), "n": {"of": rank}}
+        checkpoint = store.save(1, {**own, "w": torch.ones(2)})
+        read: dict[str, Any] = {"dtype": torch.zeros(6, dtype=dtype), "shape": torch.zeros(3 + rank), "n": {"of": -1}}
+        dcp.load(read, storage_reader=StoreReader(checkpoint.uri))
+    torch.distributed.destroy_process_group()
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in read.items()}
+
+
+def test_each_rank_reads_its_own_and_another_number_of_ranks_may_skip_it(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, saves_of_its_own, str(tmp_path / "store"))):
+        own = {"dtype": [n + rank for n in range(6)], "shape": [7.0] * (3 + rank), "n": {"of": rank}}
+        assert found == own
+    (checkpoint,) = open_store(tmp_path / "store", group="solo")
+    read: dict[str, Any] = {"dtype": torch.full((6,), 9.0), "n": {"of": 9}, "w": torch.zeros(2)}
+    reader = StoreReader(checkpoint.uri, per_rank="skip")
+    assert reader.read_metadata().state_dict_metadata.keys() == {"w"}
+    dcp.load(read, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    assert (read["dtype"].tolist(), read["n"], read["w"].tolist()) == ([9.0] * 6, {"of": 9}, [1, 1])

@@ -86,14 +86,20 @@ def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: 
     return metadata.encode()
 
 
-def stock_tensors(index: TensorIndex) -> Iterator[tuple[str, torch.dtype, Sizes, list[tuple[Box, StockPlace]]]]:
-    """Yield key, dtype, shape, and the box and frame of each chunk of the tensors of an index."""
-    for fqn, entry in index.tensors.items():
-        if entry.beside_value:
+def stock_tensors(
+    index: TensorIndex, rank_of: Callable[[str], int | None] | None = None
+) -> Iterator[tuple[str, torch.dtype, Sizes, list[tuple[Box, StockPlace]]]]:
+    """Yield key, dtype, shape, and the box and frame of each chunk of the tensors of an index. Of a tensor that differs
+    between ranks, that of the rank which `rank_of` returns, none for None; without `rank_of`, the lowest rank's."""
+    rank_of = rank_of or (lambda key: index.ranks_of(key)[0])
+    for fqn, lowest in index.tensors.items():
+        rank = rank_of(fqn) if lowest.per_rank else 0
+        entry = None if rank is None else index.entry(fqn, rank)
+        if rank is None or entry is None or entry.beside_value:
             continue
         dtype = entry.torch_dtype
         chunks = []
-        for chunk in index.chunks(fqn, index.ranks_of(fqn)[0] if entry.per_rank else 0):
+        for chunk in index.chunks(fqn, rank):
             frame = template(dtype, chunk.box.sizes)
             place = index.files[chunk.file], chunk.offset - len(frame.header), frame.size_bytes
             chunks.append((chunk.box, place))
