@@ -78,7 +78,9 @@ def view_of_state(state: StoredState, stock: Metadata | None) -> View:
         index, view.items, view.places, lambda key: None if key in saved.skipped else state.source_rank(key)
     )
     listed = {} if stock is None else stock.state_dict_metadata
-    names = stock_names({*index.tensors, *saved.values})
+    names = stock_names(
+        {*index.tensors, *saved.values}, lambda _, names: stock is None or not listed.keys().isdisjoint(names)
+    )
     hidden: set[str] = set()
     for key, value in saved.values.items():
         for path, found in _wrapped_in(value, (key,)):
@@ -95,7 +97,7 @@ def view_of_state(state: StoredState, stock: Metadata | None) -> View:
             view.values[name] = leaf
             view.items[name] = BytesStorageMetadata()
             hidden.update(ref for ref in references_in(leaf) if ref.startswith(f"{name}."))
-    _rename(view, names)
+    _rename(view, names, keeps=stock is None)
     skipped = {name for key in saved.skipped for name in (key, names.get(key, key))}
     for key, entry in listed.items():
         if isinstance(entry, BytesStorageMetadata) and skipped.isdisjoint({key, *above(key)}):
@@ -104,21 +106,27 @@ def view_of_state(state: StoredState, stock: Metadata | None) -> View:
         if not any(name == key or name.startswith(f"{key}.") for name in view.items):
             view.items[key] = BytesStorageMetadata()
     for key in hidden:
-        view.items.pop(names.get(key, key), None)
+        for name in {key, names.get(key, key)}:
+            view.items.pop(name, None)
     if stock is not None and stock.planner_data is not None:
         view.paths = stock.planner_data
     return view
 
 
-def _rename(view: View, names: Mapping[str, str]) -> None:
-    """Show stock's names for the contents of optimizers."""
+def _rename(view: View, names: Mapping[str, str], *, keeps: bool) -> None:
+    """Show stock's names for the contents of optimizers; with `keeps` beside their keys, since either may be asked
+    for."""
     if not names:
         return
+
+    def renamed(held: Mapping[Any, Any], name_of: Callable[[Any], Any]) -> dict[Any, Any]:
+        return {name_of(key): item for key, item in held.items()} | (dict(held) if keeps else {})
+
     view.keys = {name: key for key, name in names.items()}
-    view.items = {names.get(key, key): item for key, item in view.items.items()}
-    view.values = {names.get(key, key): value for key, value in view.values.items()}
-    view.places = {replace(place, fqn=names.get(place.fqn, place.fqn)): at for place, at in view.places.items()}
-    view.wrapped = {(names.get(key, key), at): found for (key, at), found in view.wrapped.items()}
+    view.items = renamed(view.items, lambda key: names.get(key, key))
+    view.values = renamed(view.values, lambda key: names.get(key, key))
+    view.places = renamed(view.places, lambda place: replace(place, fqn=names.get(place.fqn, place.fqn)))
+    view.wrapped = renamed(view.wrapped, lambda place: (names.get(place[0], place[0]), place[1]))
 
 
 def _wrapped_in(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Wrapped]]:

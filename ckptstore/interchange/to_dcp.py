@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
@@ -50,8 +50,13 @@ def write_dcp(stored: StoredState, selection: Selection, directory: Path, *, dur
             file.write(frame)
         close_off(file, durable=durable)
     index = _index(stored, names, chunks)
+
+    def is_meant(_: str, optimizer_names: Collection[str]) -> bool:
+        saved_as = (prefix + name for name in optimizer_names for prefix in {"", selection.strip_prefix})
+        return not selection.paths or any(name in selection.paths for name in saved_as)
+
     with (directory / DCP_METADATA_NAME).open("xb") as file:
-        file.write(stock_metadata(index, places, {**known, **leaf_paths}))
+        file.write(stock_metadata(index, places, {**known, **leaf_paths}, is_meant))
         close_off(file, durable=durable)
     return [FILE_NAME, DCP_METADATA_NAME], sum(size_bytes for _, _, size_bytes, _ in chunks)
 

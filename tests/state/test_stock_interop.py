@@ -21,12 +21,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptstore import open_store
+from ckptstore.dcp import StoreReader, StoreWriter
 from ckptstore.dcp.stock import stock_write
 from ckptstore.dcp.stock.stock_pickle import MetadataPickle
 from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.dcp.stock.stock_read import StockState
 from ckptstore.dcp.view import add_stock_tensors
 from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState, StateMismatch
+from ckptstore.interchange.exporting import export
 from ckptstore.state.tensors.boxes import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
@@ -322,6 +325,37 @@ def test_a_frame_that_is_no_tensor_is_damage(tmp_path):
     metadata = Metadata({"v": BytesStorageMetadata()}, None, {MetadataIndex("v"): _StorageInfo("f", 0, 300)})
     with pytest.raises(InvalidState, match="v cannot be read"):
         StockState(metadata, make_transfer(tmp_path).read, "", {"f": 300}).values()
+
+
+def like_torchtitans(value):
+    """A state dict whose weights are all below one child, and an optimizer's that torch has flattened."""
+    optimizer = {"state.model.w.exp_avg": torch.full((3,), value), "param_groups.model.w.lr": value}
+    return {"model.w": torch.full((3,), value), "optimizer": optimizer, "more": torch.full((300_000,), value)}
+
+
+@pytest.mark.parametrize("way", ["writer", "store", "without", "export", "thin"])
+def test_a_flattened_optimizer_keeps_its_keys(tmp_path, way):
+    path = tmp_path / "c"
+    if way == "writer":
+        dcp.save(like_torchtitans(5.0), storage_writer=StoreWriter(path), no_dist=True)
+    else:
+        with open_store(tmp_path / "store", durable=False) as store:
+            for step in (1, 2):
+                checkpoint = store.save(step, like_torchtitans(5.0), stock_readable=way != "without")
+            if way == "thin":
+                store.thin(1, "more")
+            path = path if way == "export" else store[1].uri
+        if way == "export":
+            export(checkpoint, path, to="dcp", include=["model.w", "optimizer*"])
+    readers = [StoreReader(path)] if way != "export" else []
+    for reader in readers + [dcp.FileSystemReader(path)] * (way != "without"):
+        for planner in (dcp.DefaultLoadPlanner(), dcp.DefaultLoadPlanner(allow_partial_load=True)):
+            state = like_torchtitans(0.0)
+            del state["more"]
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+            assert state["model.w"].tolist() == [5.0] * 3
+            assert state["optimizer"]["state.model.w.exp_avg"].tolist() == [5.0] * 3
+            assert state["optimizer"]["param_groups.model.w.lr"] == 5.0
 
 
 @pytest.mark.long

@@ -32,8 +32,8 @@ class StockLeft:
         the tensors of the index. Raises CheckpointDamaged."""
         metadata = load_metadata(data)
         paths = metadata.planner_data
-        names = stock_names({*index.tensors, *value_keys})
         known = metadata.state_dict_metadata.keys()
+        names = stock_names({*index.tensors, *value_keys}, lambda _, names: not known.isdisjoint(names))
         tensors = (tensor for tensor in index.tensors.values() if not tensor.beside_value)
         if not isinstance(paths, dict) or any(names.get(one.key, one.key) not in known for one in tensors):
             return None

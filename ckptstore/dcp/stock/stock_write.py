@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -37,6 +37,9 @@ _SECTIONS = (".state.", ".param_groups.")
 """The parts of an optimizer's state in its keys."""
 
 Paths = Mapping[str, tuple[str | int, ...]]
+IsMeant = Callable[[str, Collection[str]], bool]
+"""A function that is True for the key of an optimizer whose contents stock readers know by the names in the second
+argument."""
 
 
 def has_many_values(flat: FlatState, keys: Iterable[str]) -> bool:
@@ -69,10 +72,11 @@ def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes]
 
 
 @collector_paused()
-def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: Paths) -> bytes:
-    """Return `.metadata` as stock DCP writes it. For a tensor that differs between ranks it has the lowest rank's."""
+def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: Paths, is_meant: IsMeant) -> bytes:
+    """Return `.metadata` as stock DCP writes it. For a tensor that differs between ranks it has the lowest rank's.
+    `is_meant` as in `stock_names`."""
     metadata = MetadataPickle()
-    names = stock_names({*index.tensors, *places})
+    names = stock_names({*index.tensors, *places}, is_meant)
 
     def named(key: str) -> tuple[str, tuple[str | int, ...]]:
         name = names.get(key, key)
@@ -106,12 +110,13 @@ def stock_tensors(
         yield fqn, dtype, entry.shape, chunks
 
 
-def stock_names(keys: Iterable[str]) -> dict[str, str]:
+def stock_names(keys: Iterable[str], is_meant: IsMeant = lambda optimizer, names: True) -> dict[str, str]:
     """Return the names without the key of the module, for keys of optimizers over one module:
     `optim.state.0.weight.exp_avg` for `optim.state.model.0.weight.exp_avg`. A module inside a container of the state
     keeps its key.
 
-    An optimizer is recognised by its names: each contains the key of a tensor. If such a name is taken, return none.
+    What may be an optimizer is recognised by its names: each contains the key of a tensor. A state dict of torch's may
+    look the same, and keeps its keys: `is_meant` tells the two apart. If such a name is taken, return none.
     """
     known = set(keys)
     tops: dict[str, set[str]] = {}
@@ -124,12 +129,11 @@ def stock_names(keys: Iterable[str]) -> dict[str, str]:
                 tops.setdefault(optimizer, set()).add(top if _holds_key(rest, known) else "")
                 found.setdefault(optimizer, []).append((key, f"{optimizer}{section}{top}.", f"{optimizer}{section}"))
                 break
-    names = {
-        key: new + key.removeprefix(old)
-        for optimizer, each in found.items()
-        if len(tops[optimizer]) == 1 and "" not in tops[optimizer]
-        for key, old, new in each
-    }
+    names: dict[str, str] = {}
+    for optimizer, each in found.items():
+        if len(tops[optimizer]) == 1 and "" not in tops[optimizer]:
+            renamed = {key: new + key.removeprefix(old) for key, old, new in each}
+            names |= renamed if is_meant(optimizer, renamed.values()) else {}
     return {} if not known.isdisjoint(names.values()) else names
 
 
@@ -173,6 +177,7 @@ class StockShare:
         self._at_any_size = at_any_size
         self._places: Mapping[str, StockPlace] | None = None
         self._paths: dict[str, tuple[str | int, ...]] = {}
+        self._optimizers = flat.optimizers
         self._is_leader = rank == 0
         mine = [key for key in keys if agreement.holders(key)[0] == rank]
         if at_any_size or not has_many_values(flat, mine):
@@ -184,7 +189,7 @@ class StockShare:
 
     def report(self) -> list[Any]:
         """Return this rank's report to the leader, in types of JSON. The leader leaves out its own paths."""
-        return [self._places, {} if self._is_leader else self._paths]
+        return [self._places, {} if self._is_leader else self._paths, sorted(self._optimizers)]
 
     @collector_paused()
     def metadata(
@@ -198,7 +203,7 @@ class StockShare:
         """Leader: return `.metadata`, from the reports of all ranks. Return None, with a warning once for a store, if
         it has more than stock readers can be expected to take. `layout` is the `layout_digest` of the index, which is
         made only if it is another one than before."""
-        found = [places for places, _ in reports if places is not None]
+        found = [places for places, _, _ in reports if places is not None]
         if num_chunks + sum(map(len, found)) > MAX_CHUNKS:
             num_chunks = index().num_chunks  # without those that several ranks have stored alike
         is_large = len(found) < len(reports) or num_chunks + sum(map(len, found)) > MAX_CHUNKS
@@ -207,11 +212,16 @@ class StockShare:
             return None
         places: dict[str, StockPlace] = {}
         paths: dict[str, tuple[str | int, ...]] = {}
-        for of_rank, own_paths in reversed(reports):  # the lowest rank has priority
+        for of_rank, own_paths, _ in reversed(reports):  # the lowest rank has priority
             places.update(of_rank)
             paths.update((key, tuple(path)) for key, path in own_paths.items())
-        wanted = layout, list(places.items()), [*paths.items(), *self._paths.items()]
-        return memo.cached("stock metadata", wanted, lambda: stock_metadata(index(), places, {**paths, **self._paths}))
+        optimizers = {key for _, _, keys in reports for key in keys}
+        wanted = layout, list(places.items()), [*paths.items(), *self._paths.items()], optimizers
+
+        def make() -> bytes:
+            return stock_metadata(index(), places, {**paths, **self._paths}, lambda key, _: key in optimizers)
+
+        return memo.cached("stock metadata", wanted, make)
 
 
 def _warn() -> None:

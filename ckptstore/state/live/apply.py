@@ -48,6 +48,7 @@ def collect(state: Mapping[str, Any]) -> FlatState:
         if unit.kind is Kind.MODULE:
             collect_module(flat, unit.path, unit.item, same)
         elif unit.kind is Kind.OPTIMIZER:
+            flat.optimizers.add(unit.key)
             scope = scope_of(unit.key, unit.item, modules)
             if uses_fsdp1(scope.root):
                 from ckptstore.state.live.optimizer_fsdp1 import collect_fsdp1_optimizer as collect_one

@@ -113,6 +113,8 @@ class FlatState:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
     """The keys that each rank has of its own, even if the ranks do not differ."""
+    optimizers: set[str] = field(default_factory=set)
+    """The keys of the optimizers."""
     dense: dict[str, Dense] = field(default_factory=dict)
     """The memory of those of `tensors` that are dense."""
     _keys_by_identity: dict[Hashable, str] = field(default_factory=dict)
