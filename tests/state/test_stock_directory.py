@@ -59,6 +59,26 @@ def test_an_optimizer_of_stock_dcp_is_loaded(stock):
         assert torch.equal(other.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
 
 
+def test_an_optimizers_own_state_dict_keeps_its_groups(tmp_path):
+    net = model()
+
+    def optimizer(lr):
+        groups = [{"params": net[0].parameters(), "lr": lr}, {"params": net[2].parameters(), "lr": 10 * lr}]
+        made = torch.optim.SGD(groups, momentum=0.9)
+        net(torch.ones(2, 30)).sum().backward()
+        made.step()
+        return made.state_dict()
+
+    saved, state = optimizer(0.25), {"optim": optimizer(9.0)}
+    dcp.save({"optim": saved}, checkpoint_id=tmp_path / "c", no_dist=True)
+    checkpoint = ckptstore.Checkpoint.from_uri(tmp_path / "c")
+    assert checkpoint.to_dict()["optim"]["param_groups"] == saved["param_groups"]
+    checkpoint.load(state)
+    assert state["optim"]["param_groups"] == saved["param_groups"]
+    for number, items in saved["state"].items():
+        assert torch.equal(state["optim"]["state"][number]["momentum_buffer"], items["momentum_buffer"])
+
+
 def test_code_in_metadata_is_not_run(tmp_path):
     mark = tmp_path / "run"
 

@@ -287,18 +287,26 @@ class _StockReadPlan(ReadPlan):
 
 def by_parameter(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same values with `x.param_groups.0.lr` as `x.param_groups.<parameter>.lr` for each parameter of the
-    group: the names that do not depend on how parameters were grouped."""
+    group: the names that do not depend on how parameters were grouped. Groups that list their parameters by number, as
+    an optimizer's own `state_dict` does, stay as they are."""
     keys: list[Any] = list(values)  # as somebody wrote them
     odd = [key for key in keys if not isinstance(key, str)]
     if odd:
         raise CheckpointDamaged(f"a key of {DCP_METADATA_NAME} is {shortened(repr(odd[0]))}, and no text")
     found = dict(values)
     members = {key.removesuffix(".params"): value for key, value in values.items() if _MEMBERS.fullmatch(key)}
+    numbered = {group.rpartition(".")[0] for group, names in members.items() if not _are_names(names)}
     for group, names in members.items():
         prefix = group.rpartition(".")[0]
+        if prefix in numbered:
+            continue
         options = [key.removeprefix(f"{group}.") for key in values if key.startswith(f"{group}.")]
         for option in options:
             value = found.pop(f"{group}.{option}")
             if option != "params":
                 found.update({f"{prefix}.{name}.{option}": value for name in names})
     return found
+
+
+def _are_names(members: Any) -> bool:
+    return isinstance(members, list | tuple) and all(isinstance(name, str) for name in members)
