@@ -20,6 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from ckptstore import open_store
+from ckptstore.fast.candidates import FastCandidate
+from ckptstore.format.order import SaveOrder
+from ckptstore.integrations.torchtitan.places import ResumeOrder, as_metadata
 from ckptstore.interchange.places import on_this_machine
 from ckptstore.testing.s3_server import s3_server
 
@@ -261,6 +264,25 @@ def test_a_seed_gives_the_model_and_nothing_else(tmp_path: Path) -> None:
     )
     assert ours == theirs
     assert sorted(ours) == [1, 2]
+
+
+def test_checkpoints_of_the_model_alone_are_no_resume_source_wherever_they_lie(tmp_path: Path) -> None:
+    """Below the newest whole one too, to which a damaged one leads."""
+    with open_store(tmp_path / "store", durable=False) as store:
+        saved = {
+            step: store.save(step, {"w": torch.ones(1)}, metadata=as_metadata("model" if step in (2, 3, 5) else "all"))
+            for step in range(1, 6)
+        }
+        numbers = {step: checkpoint.number or 0 for step, checkpoint in saved.items()}
+        order = ResumeOrder(store)
+        assert order([]) == [numbers[4], numbers[1]]
+        candidates = [
+            FastCandidate(
+                attempt="", step=step, order=SaveOrder(1, step), number=numbers[step], certificate=None, holders={}
+            )
+            for step in (5, 4, 3, 2, 1)
+        ]
+        assert [candidate.step for candidate in order.of_fast(candidates)] == [4, 1]
 
 
 def test_the_example_of_the_page_and_the_command_line(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import dropwhile
 from typing import Any, Literal
 
 from ckptstore.catalogue import Entry
@@ -46,8 +45,7 @@ def checkpoint_uri(path: str) -> str:
 class ResumeOrder:
     """The checkpoints to resume from, in the order to try them; an `Order` of the store. Called on the leader.
 
-    Without a step: the newest one that holds all states, and those below it, newest first. The contents of those below
-    are not checked, since only a damaged checkpoint leads there.
+    Without a step: all that hold all states, newest first, since below a damaged one may be some of the model alone.
     """
 
     def __init__(self, store: CheckpointStore, step: int | None = None) -> None:
@@ -57,7 +55,7 @@ class ResumeOrder:
         """Return the numbers of the checkpoints in the store."""
         entries = [entry for entry in reversed(self._store.entries()) if self._is_wanted(entry.checkpoint.step)]
         if self._step is None:
-            entries = list(dropwhile(_is_partial, entries))
+            entries = [entry for entry in entries if not _is_partial(entry)]
         return [_number(entry) for entry in entries]
 
     def of_fast(self, candidates: Sequence[FastCandidate]) -> list[FastCandidate]:
@@ -73,7 +71,7 @@ class ResumeOrder:
             assert candidate.number is not None  # the store has it
             return candidate.number in entries and _is_partial(entries[candidate.number])
 
-        return list(dropwhile(is_partial, chosen))
+        return [candidate for candidate in chosen if not is_partial(candidate)]
 
     def _is_wanted(self, step: int) -> bool:
         return step > 0 if self._step is None else step == self._step
