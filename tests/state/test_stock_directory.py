@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckptstore
-from ckptstore.dcp import StoreReader
+from ckptstore.dcp import StoreReader, translated
 from ckptstore.errors import CheckpointDamaged, InvalidState
 from ckptstore.interchange import import_state
 
@@ -77,6 +77,40 @@ def test_an_optimizers_own_state_dict_keeps_its_groups(tmp_path):
     assert state["optim"]["param_groups"] == saved["param_groups"]
     for number, items in saved["state"].items():
         assert torch.equal(state["optim"]["state"][number]["momentum_buffer"], items["momentum_buffer"])
+
+
+class Halving(dcp.DefaultSavePlanner):
+    """Casts item by item, and says so to nobody."""
+
+    def transform_object(self, item, obj):
+        found = super().transform_object(item, obj)
+        return found.half() if isinstance(found, torch.Tensor) else found
+
+
+class Odd(torch.Tensor):
+    """Torch's reader makes one by running code."""
+
+
+@pytest.mark.parametrize("size", [10, 400_000])
+def test_tensors_that_are_smaller_than_metadata_says_are_read(tmp_path, size):
+    saved = {"a": torch.arange(float(size)) % 100, "b": torch.arange(5.0)}
+    dcp.save(saved, checkpoint_id=tmp_path / "c", planner=Halving(), no_dist=True)
+    state, read = ({key: torch.zeros_like(tensor) for key, tensor in saved.items()} for _ in range(2))
+    ckptstore.Checkpoint.from_uri(tmp_path / "c").load(state)
+    dcp.load(read, storage_reader=StoreReader(tmp_path / "c"), no_dist=True)
+    assert all(torch.equal(found[key], saved[key]) for found in (state, read) for key in saved)
+
+
+def test_a_tensor_that_needs_code_is_refused_by_its_key_and_hinders_no_other(tmp_path):
+    state = {"w": torch.zeros(4), "odd": torch.zeros(30)}
+    odd = torch.ones(30).as_subclass(Odd)
+    dcp.save({"w": torch.arange(4.0), "odd": odd}, checkpoint_id=tmp_path / "c", no_dist=True)
+    for allow_pickle, message in ((False, "odd cannot be read safely"), (True, "odd was stored as Odd")):
+        reader = StoreReader(tmp_path / "c", allow_pickle=allow_pickle)
+        with pytest.raises(InvalidState, match=message), translated():
+            dcp.load(dict(state), storage_reader=reader, no_dist=True)
+    ckptstore.Checkpoint.from_uri(tmp_path / "c").load(state, include="w")
+    assert state["w"].tolist() == [0, 1, 2, 3]
 
 
 def test_code_in_metadata_is_not_run(tmp_path):

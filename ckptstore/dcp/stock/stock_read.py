@@ -8,6 +8,7 @@ values are read the same way. Stock files carry no digests that could be checked
 from __future__ import annotations
 
 import io
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from ckptstore.state.live.matching import Saved, Target
 from ckptstore.state.read.read_plan import ReadPlan, RunSteps, Step, run_steps
 from ckptstore.state.tensors import frames
 from ckptstore.state.tensors.boxes import Box, inside, overlap
-from ckptstore.state.tensors.placement import Piece, dtype_and_shape, pieces_of
+from ckptstore.state.tensors.placement import PLAIN_TYPES, Piece, dtype_and_shape, pieces_of
 from ckptstore.state.tensors.segments import narrowed
 from ckptstore.state.tensors.tensor_memory import check_memory
 from ckptstore.transfer import RangeRead
@@ -45,6 +46,16 @@ class _Frame(NamedTuple):
     file: str
     offset: int
     size_bytes: int
+
+
+class _Job(NamedTuple):
+    """A part of a tensor that is filled from a frame which torch reads."""
+
+    key: str
+    box: Box
+    """The part, counted from the chunk in the frame."""
+    chunk: Box
+    target: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -95,10 +106,7 @@ class StockState:
             try:
                 found[key] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not self.allow_pickle)
             except Exception as error:  # torch raises many kinds here
-                raise InvalidState(
-                    f"the value of {key} cannot be read safely: {error}",
-                    hint="Load without it, or pass allow_pickle=True if you trust who wrote the checkpoint",
-                ) from None
+                raise _unsafe(key, error) from None
         return found
 
     def saved(self, wanted: Callable[[str], bool] = lambda key: True) -> Saved:
@@ -137,18 +145,28 @@ class StockState:
         for frame, jobs in plan.whole_frames.items():
             self._load_frame(frame, jobs)
 
-    def _load_frame(self, frame: _Frame, jobs: Sequence[tuple[Box, Box, torch.Tensor]]) -> None:
+    def _load_frame(self, frame: _Frame, jobs: Sequence[_Job]) -> None:
         (data,) = self._read_ranges([frame])
+        key = jobs[0].key
         try:
-            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not self.allow_pickle)
         except Exception as error:  # torch raises many kinds here
+            if isinstance(error, pickle.UnpicklingError) and not self.allow_pickle:
+                raise _unsafe(key, error) from None
             raise CheckpointDamaged(
-                f"{frame.file} has a tensor that cannot be read: {error}", file=frame.file
+                f"{frame.file} has a tensor that cannot be read, {key}: {error}", file=frame.file
             ) from None
-        for box, chunk, target in jobs:
-            if tuple(loaded.shape) != chunk.sizes:
-                raise CheckpointDamaged(f"{frame.file} has {tuple(loaded.shape)} for {chunk.sizes}", file=frame.file)
-            target.copy_(narrowed(loaded.detach(), box))
+        if type(loaded) not in PLAIN_TYPES:
+            raise InvalidState(
+                f"{key} was stored as {type(loaded).__name__}, of which torch's DCP does not say what it is made of",
+                hint="Load without it, or with torch's own reader",
+            )
+        for job in jobs:
+            if tuple(loaded.shape) != job.chunk.sizes:
+                raise CheckpointDamaged(
+                    f"{frame.file} has {tuple(loaded.shape)} of {job.key} for {job.chunk.sizes}", file=frame.file
+                )
+            job.target.copy_(narrowed(loaded.detach(), job.box))
 
     def _read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytearray]:
         buffers = [bytearray(size_bytes) for _, _, size_bytes in ranges]
@@ -189,13 +207,16 @@ class StockState:
     ) -> None:
         """Add the chunks of one file."""
         regions = []
+        end = self.sizes_bytes[file]
         for frame, fqn, box, payload in chunks:
-            offset, size_bytes = payload or (frame.offset, frame.size_bytes)
-            chunk_bytes = box.volume * DTYPES.get(self._dtype(fqn), (0, 0))[1]
-            is_small = chunk_bytes < BLOCK_BYTES
-            regions.append((offset, size_bytes if is_small else chunk_bytes, is_small))
+            chunk_bytes = box.volume * DTYPES.get(self._dtype(fqn), (0, 1))[1]
+            offset = end if payload is None else payload[0]
             if payload is None:
+                # The frame may be smaller or larger than the chunk, as a planner that casts leaves it. So the index
+                # has the chunk in a place behind the end of the file.
                 self._opaque[file, offset] = frame
+                end += chunk_bytes
+            regions.append((offset, chunk_bytes, chunk_bytes < BLOCK_BYTES))
         distinct = dict.fromkeys(regions)  # tied tensors may share a payload
         # The index wants digests of regions; these zeros stand for none and are never compared.
         builder.add_file(file, [bytes(4 * -(-size_bytes // BLOCK_BYTES)) for _, size_bytes, _ in distinct])
@@ -261,7 +282,7 @@ class _StockReadPlan(ReadPlan):
     def __init__(self, index: TensorIndex, opaque: Mapping[tuple[str, int], _Frame], *, prefix: str) -> None:
         super().__init__(index, prefix=prefix, checked=False)
         self._opaque = opaque
-        self.whole_frames: dict[_Frame, list[tuple[Box, Box, torch.Tensor]]] = {}
+        self.whole_frames: dict[_Frame, list[_Job]] = {}
 
     def add(self, source: str, pieces: Any, *, rank: int) -> None:
         """Fill these pieces of the stored tensor `source`."""
@@ -280,9 +301,16 @@ class _StockReadPlan(ReadPlan):
                 if frame is None:
                     plain.append(Piece(common, target))
                 else:
-                    job = (inside(common, chunk.box), chunk.box, target)
+                    job = _Job(source, inside(common, chunk.box), chunk.box, target)
                     self.whole_frames.setdefault(frame, []).append(job)
         super().add(source, plain, rank=rank)
+
+
+def _unsafe(key: str, error: Exception) -> InvalidState:
+    return InvalidState(
+        f"the value of {key} cannot be read safely: {error}",
+        hint="Load without it, or pass allow_pickle=True if you trust who wrote the checkpoint",
+    )
 
 
 def by_parameter(values: Mapping[str, Any]) -> dict[str, Any]:
