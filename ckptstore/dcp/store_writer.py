@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -166,11 +167,17 @@ class StoreWriter(StorageWriter):
         name = (self._message.prefix or storage.uri).rstrip("/").rpartition("/")[2]
         attempt = Attempt.parse(name)
         self._clock.agreed(name, step=attempt.step if attempt else 0, rank=self._rank)
+        striping = Striping(
+            self._num_files,
+            self._target.num_prefixes,
+            on_disk=isinstance(storage, Disk),
+            mark="" if self._message.prefix else f"-{secrets.token_hex(4)}",
+        )
         shard = DcpShard(
             plan,
             planner,
             rank=self._rank,
-            striping=Striping(self._num_files, self._target.num_prefixes, on_disk=isinstance(storage, Disk)),
+            striping=striping,
             algorithm=transfer.algorithm,
             allow_pickle=self._allow_pickle,
         )

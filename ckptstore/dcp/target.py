@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckptstore.config import StoreConfig, TransferConfig
-from ckptstore.errors import InvalidInput, InvalidStep
+from ckptstore.errors import InvalidInput, InvalidStep, StorageError
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME, Attempt, check_step
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.format.timings import Timings
 from ckptstore.group import SoloGroup
 from ckptstore.job import Job, Start
 from ckptstore.log import Log
-from ckptstore.saving.commit import tell
+from ckptstore.saving.commit import check_receipts, tell
 from ckptstore.saving.log_publisher import LogPublisher, prune_behind
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
@@ -33,7 +33,7 @@ from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
-_OWN_FILE = re.compile(r"(?:[0-9a-f]+/)?state-rank=\d{5,}-\d{2,}\.distcp")
+_OWN_FILE = re.compile(r"(?:[0-9a-f]+/)?state-rank=\d{5,}-\d{2,}(?:-[0-9a-f]{8})?\.distcp")
 
 
 class DirectoryTarget:
@@ -83,8 +83,14 @@ class DirectoryTarget:
     def finish(
         self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings] | None = None
     ) -> None:
-        """Write the manifest, last."""
+        """Write the manifest, last. Raises StorageError for a file that is missing: another save into the directory
+        takes the files of this one for those that a failed save left."""
         storage, _ = self.open()
+        try:
+            check_receipts({file.key: file.size_bytes for file in storage.list(prefix)}, prefix, receipts)
+        except StorageError:
+            storage.delete([prefix + INDEX_NAME, prefix + DCP_METADATA_NAME])  # of this save; the other one needs them
+            raise
         manifest = Manifest(
             store_id="",
             step=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -257,8 +257,20 @@ def check_stored(
     stored = {file.key: file.size_bytes for file in storage.list(prefix)}
     for name in also:
         stored.pop(prefix + name, None)
+    check_receipts(stored, prefix, receipts)
+    known = {prefix + receipt.name for receipt in receipts if receipt.attempt is None}
+    others = [key for key in stored if key not in known and not PART_NAME.search(key)]
+    if others:
+        raise StorageError(
+            f"{len(others)} files are in the directory of this attempt and in no receipt, for instance {min(others)}"
+        )
+
+
+def check_receipts(stored: Mapping[str, int], prefix: str, receipts: Sequence[Receipt]) -> None:
+    """Compare the sizes of stored files, by key, with the receipts. Raises StorageError for a file that is missing or
+    has another size."""
     for receipt in (receipt for receipt in receipts if receipt.attempt is None):
-        size_bytes = stored.pop(prefix + receipt.name, None)
+        size_bytes = stored.get(prefix + receipt.name)
         if size_bytes != receipt.size_bytes:
             found = "is not there" if size_bytes is None else f"has {size_bytes} bytes"
             raise StorageError(
@@ -267,11 +279,6 @@ def check_stored(
                 file=receipt.name,
                 hint="Check that all ranks see the same storage and that nothing else writes to it",
             )
-    others = [key for key in stored if not PART_NAME.search(key)]
-    if others:
-        raise StorageError(
-            f"{len(others)} files are in the directory of this attempt and in no receipt, for instance {min(others)}"
-        )
 
 
 def write_manifest(

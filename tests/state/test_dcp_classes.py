@@ -78,7 +78,7 @@ class Failing(DirectoryTarget):
 
     def open(self):
         if self._opened is None:
-            storage = wrap(LocalStorage(self._given, durable=False), FailAt("open_parts *-01.distcp", DISK_ERROR))
+            storage = wrap(LocalStorage(self._given, durable=False), FailAt("open_parts *-01-*.distcp", DISK_ERROR))
             transfer = Transfer(storage, config=TransferConfig(durable=False), retry=RetryConfig(retry_attempts=1))
             self._opened = storage, transfer
         return self._opened
@@ -148,18 +148,46 @@ def test_memory_that_was_given_back_is_not_written_to(tmp_path, stock, dtype):
         Checkpoint.from_uri(tmp_path / "c").load({"t": freed(dtype)}, dtype="state")
 
 
-def test_files_are_never_overwritten(tmp_path):
+def test_two_saves_into_one_directory_leave_one_checkpoint(tmp_path):
+    class Overtaking(StoreWriter):
+        def finish(self, metadata, results):
+            with pytest.raises(StorageError, match=r"distcp is not there"):
+                save_first.finish(*first)
+            super().finish(metadata, results)
+
+    class Waiting(StoreWriter):
+        def finish(self, metadata, results):
+            first[:] = metadata, results
+
+    def save(kind, value):
+        writer = kind(tmp_path / "c")
+        with translated():
+            dcp.save({"w": torch.full((9,), value), "n": value}, storage_writer=writer, no_dist=True)
+        return writer
+
+    first = []
+    save_first = super(Waiting, save(Waiting, 1.0))
+    save(Overtaking, 2.0)
+    state = {"w": torch.zeros(9), "n": 0}
+    dcp.load(state, storage_reader=StoreReader(tmp_path / "c"), no_dist=True)
+    assert (state["w"].tolist(), state["n"]) == ([2.0] * 9, 2.0)
+    with pytest.raises(InvalidInput, match="holds a checkpoint already"):
+        save(StoreWriter, 3.0)
+
+
+def test_files_are_never_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptstore.dcp.store_writer.secrets.token_hex", lambda _: "0a1b2c3d")
     writer = StoreWriter(tmp_path / "c")
     writer.set_up_storage_writer(True, rank=0)
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "state-rank=00000-00.distcp").write_bytes(b"somebody's")
+    (tmp_path / "c" / "state-rank=00000-00-0a1b2c3d.distcp").write_bytes(b"somebody's")
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner({"w": torch.ones(2)}, None, True)
     plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     (plan,) = writer.prepare_global_plan(plans)
     with pytest.raises(StorageError, match="is there already, and is not overwritten"):
         writer.write_data(planner.finish_plan(plan), planner)
-    assert (tmp_path / "c" / "state-rank=00000-00.distcp").read_bytes() == b"somebody's"
+    assert (tmp_path / "c" / "state-rank=00000-00-0a1b2c3d.distcp").read_bytes() == b"somebody's"
 
 
 def test_cached_plans_of_another_writer_are_refused(tmp_path):

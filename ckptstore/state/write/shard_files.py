@@ -144,6 +144,8 @@ class Striping(NamedTuple):
     """True for a disk, which takes bytes for one file from one thread at a time."""
     apart: tuple[str, ...] = ()
     """The patterns of keys that get files of their own, which thinning deletes."""
+    mark: str = ""
+    """The end of the names of all files, where other saves may write to the same directory."""
 
 
 class ShardFiles:
@@ -166,7 +168,7 @@ class ShardFiles:
         self._described = described
         self._plan = plan
         self._rank = rank
-        self._directory = spread_directory(rank, striping.num_prefixes)
+        self._directory, self._mark = spread_directory(rank, striping.num_prefixes), striping.mark
         self._algorithm = algorithm
         self._digests: dict[Place, str] = {}
         self.kept: list[KeptFile] = []
@@ -214,7 +216,8 @@ class ShardFiles:
 
     def _new_files(self, num_files: int) -> list[ShardFile]:
         taken = {file.receipt.name for file in self.kept}.union(file.name for file in self.files)
-        names = (f"{self._directory}state-rank={self._rank:05d}-{number:02d}.distcp" for number in count())
+        begin = f"{self._directory}state-rank={self._rank:05d}"
+        names = (f"{begin}-{number:02d}{self._mark}.distcp" for number in count())
         free = (name for name in names if name not in taken)
         return [ShardFile(next(free)) for _ in range(num_files)]
 
