@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptstore.config import StoreConfig, TransferConfig
@@ -129,10 +130,10 @@ class StoreTarget:
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None,
     ) -> None:
-        """Create the target; `in_turn` waits for saves that the store has in flight, and raises InvalidInput when the
-        store is closed."""
+        """Create the target, with a copy of metrics and metadata; `in_turn` waits for saves that the store has in
+        flight, and raises InvalidInput when the store is closed. Raises InvalidMetric, InvalidMetadata."""
         self.storage, self.config, self.policy, self.missing = job.storage, job.config, job.policy, job.missing
-        self.metrics, self.metadata = metrics, metadata
+        self._request = Request.of(step=0, kind="state", metrics=metrics, metadata=metadata, exists="replace")
         self.job: Job | None = job
         self._claimed: Mapping[str, Any] = job.claimed()
         """The claim of the job, as it was when this was pickled."""
@@ -177,9 +178,7 @@ class StoreTarget:
         self._started = time.monotonic()
         if step is None:
             raise InvalidStep("A checkpoint in a store needs a step: StoreWriter(store.dcp_target(), step=...)")
-        request = Request.of(
-            step=check_step(step), kind="state", metrics=self.metrics, metadata=self.metadata, exists="replace"
-        )
+        request = replace(self._request, step=check_step(step))
         if self.in_turn is not None:
             self.in_turn()
         job = self._alone(world_size=1)

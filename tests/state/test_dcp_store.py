@@ -12,7 +12,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from forked_ranks import run_ranks
 
-from ckptstore import CheckpointStore, InvalidMetric, InvalidStep, KeepBest, KeepLatest, StoreFenced, open_store
+from ckptstore import (
+    CheckpointStore,
+    InvalidMetadata,
+    InvalidMetric,
+    InvalidStep,
+    KeepBest,
+    KeepLatest,
+    StoreFenced,
+    open_store,
+)
 from ckptstore.dcp import StoreReader, StoreWriter, translated
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -103,7 +112,20 @@ def test_bad_calls_are_refused(tmp_path: Path) -> None:
             dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(metrics={"loss": 1})))
         with pytest.raises(InvalidMetric), translated():
             dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(), step=1))
+        for bad, error in (({"metadata": {"a": {1}}}, InvalidMetadata), ({"metrics": {"loss": "x"}}, InvalidMetric)):
+            with pytest.raises(error):
+                store.dcp_target(**bad)
         assert store.latest() is None
+
+
+def test_what_a_target_was_given_may_change_before_the_save(tmp_path: Path) -> None:
+    metrics, metadata = {"loss": 0.5}, {"seen": [1]}
+    with open_store(tmp_path / "store") as store:
+        writer = StoreWriter(store.dcp_target(metrics=metrics, metadata=metadata), step=1)
+        metrics["loss"] = 0.1
+        metadata["seen"].append(2)
+        dcp.save(state(), storage_writer=writer)
+        assert (store[1].metrics, store[1].metadata) == ({"loss": 0.5}, {"seen": [1]})
 
 
 def test_an_asynchronous_dcp_save(tmp_path: Path) -> None:
