@@ -18,7 +18,7 @@ from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import is_wrapper
 from ckptstore.state.index.items import Item, Mode
 from ckptstore.state.index.part import BESIDE_VALUE, DTYPES
-from ckptstore.state.live.values import Encoder, Frame
+from ckptstore.state.live.values import Encoder, Frame, check_key
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.placement import PLAIN_TYPES
 from ckptstore.state.tensors.tensor_memory import check_memory, fingerprints_of
@@ -51,6 +51,8 @@ class DcpShard:
         self._assignment: Assignment = plan.storage_data
         self._allow_pickle = allow_pickle
         self._keys = {item.index.fqn for item in plan.items}
+        for key in self._keys:
+            check_key(key)
         self._described = Described()
         self._items: list[Item] = []
         self._numbers: dict[str, int] = {}

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ckptstore import Checkpoint
+from ckptstore import Checkpoint, open_store
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.dcp import StoreReader, StoreWriter, translated
 from ckptstore.dcp.stock.stock_pickles import load_metadata
@@ -123,6 +123,24 @@ def test_values_that_are_code_are_refused_unless_both_sides_allow_them(tmp_path)
 def test_what_was_not_checked_is_not_written_to():
     with pytest.raises(InvalidState, match="memory"):
         view_of(freed())
+
+
+def test_a_key_that_would_come_back_as_another_is_refused(tmp_path):
+    for name, item in (("tensor", torch.ones(2)), ("value", 3)):
+        state = {"\ud83d\ude00": item}
+        with pytest.raises(InvalidState, match="two surrogates"), translated():
+            dcp.save(state, storage_writer=StoreWriter(tmp_path / name), no_dist=True)
+        with open_store(tmp_path / "store") as store, pytest.raises(InvalidState, match="two surrogates"):
+            store.save(1, state)
+
+
+@pytest.mark.parametrize("key", ["", "\ud83d"])
+def test_odd_keys_come_back_beside_states_without_tensors(tmp_path, key):
+    for number, item in enumerate([3, torch.ones(2), 4]):
+        dcp.save({key: item}, storage_writer=StoreWriter(tmp_path / str(number)), no_dist=True)
+        state = {key: torch.zeros(2) if number == 1 else 0}
+        dcp.load(state, storage_reader=StoreReader(tmp_path / str(number)), no_dist=True)
+        assert torch.equal(torch.as_tensor(state[key]), torch.as_tensor(item))
 
 
 def freed(dtype=torch.float32):

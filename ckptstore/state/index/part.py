@@ -308,18 +308,19 @@ class Part:
         return part
 
 
-_name_tables: dict[bytes, tuple[str, ...]] = {}
+_name_tables: dict[tuple[bytes, int], tuple[str, ...]] = {}
 
 
 def _names_of(deflated: bytes, raw_bytes: int, count: int) -> tuple[str, ...]:
-    """Return the names of a table. Ranks mostly have the same one, so the last few are kept."""
-    names = _name_tables.get(deflated)
+    """Return the names of a table. Ranks mostly have the same one, so the last few are kept, by their number too: the
+    bytes of no name are those of one that is empty."""
+    names = _name_tables.get((deflated, count))
     if names is None:
         text = _inflate(deflated, raw_bytes).decode("utf-8", "surrogatepass")
         names = tuple(text.split("\0")) if count else ()
         if len(_name_tables) > 8:
             _name_tables.clear()
-        _name_tables[deflated] = names
+        _name_tables[deflated, count] = names
     if len(names) != count or len(set(names)) != count:
         raise ValueError("the number of names is wrong")
     return names

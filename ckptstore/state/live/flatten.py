@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.index.packed_values import is_plain
-from ckptstore.state.live.values import check_in_sight
+from ckptstore.state.live.values import check_in_sight, check_key
 from ckptstore.state.tensors.dense import Dense, dense_of
 from ckptstore.state.tensors.overlap import identity_of
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
@@ -181,6 +181,7 @@ class FlatState:
 
     def _take(self, path: Path) -> str:
         key = join_path(path)
+        check_key(key)
         if key in self.paths:
             raise InvalidState(
                 f"two places of the state have the same key {key!r}: {list(self.paths[key])} and {list(path)}",

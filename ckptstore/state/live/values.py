@@ -386,6 +386,12 @@ def _tagged(kind: str, content: Any) -> dict[str, Any]:
     return {_TAG: kind, "v": content}
 
 
+def check_key(key: str) -> None:
+    """Raise InvalidState for a key that would be another one when it is read."""
+    if not _is_json(key):
+        raise InvalidState(f"the key {key!r} has two surrogates that fit together: JSON makes one character of them")
+
+
 def _is_json(text: str) -> bool:
     """Return True if JSON preserves a text exactly. It makes one character of two surrogates that fit together."""
     return text.isascii() or _SURROGATE_PAIR.search(text) is None
