@@ -57,6 +57,26 @@ def commit(storage: Any, step: int, data: bytes = b"weights") -> None:
     storage.rename(Path(f"tmp_step_{step}"), Path(f"step_{step}"), is_directory=True)
 
 
+def test_a_damaged_manifest_hides_no_other_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = StoreStorageConfig(str(tmp_path / "store"))
+    for step in (1, 2, 3):
+        commit(config.create_storage(), step)
+    (manifest,) = (tmp_path / "store/checkpoints").glob("step-*2-e*/ckptstore.json")
+    manifest.chmod(0o644)
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    storage = another_job(config).create_storage()
+    assert storage.ls(Path()) == ["step_1", "step_3"]
+    assert "left out of the listing" in caplog.text
+    with pytest.raises(CheckpointDamaged):
+        storage.read(Path("step_2/model.pt"))
+
+
+@pytest.mark.parametrize("name", ["step_1.5", "step_1e5", "step_100000.0"])
+def test_the_end_of_a_number_is_no_step(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidInput, match="has no step at the end"):
+        StoreStorageConfig(str(tmp_path / "store")).create_storage().mkdir(Path(f"tmp_{name}"))
+
+
 def test_the_verbs_of_a_temporary_directory_and_of_what_it_becomes(config: StoreStorageConfig) -> None:
     storage, draft = config.create_storage(), Path("tmp_step_1")
     assert storage.exists(Path())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, METADA
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
+
+logger = logging.getLogger("ckptstore")
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,14 @@ class Shelf:
         self._lock = threading.Lock()
 
     def live(self) -> Iterator[Committed]:
-        """Yield the live checkpoints that were saved through torch_checkpointing."""
+        """Yield the live checkpoints that were saved through torch_checkpointing. Leave out, with a warning, any whose
+        manifest is damaged: nobody knows its name."""
         for record in self._records():
-            found = self._opened(record)
+            try:
+                found = self._opened(record)
+            except CheckpointDamaged as error:
+                logger.warning("a checkpoint is left out of the listing: %s", error)
+                continue
             if found is not None:
                 yield found
 

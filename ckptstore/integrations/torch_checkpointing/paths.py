@@ -21,7 +21,8 @@ METADATA_KEY = "torch_checkpointing"
 """The field of this integration in a manifest's metadata: {"name": "step_100"}"""
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-_STEP = re.compile(r"(?<![0-9])([0-9]+)$")
+_STEP = re.compile(r"(?<![0-9])(?<![0-9][.,eE])([0-9]+)$")
+"""The digits at the end, unless they end a number such as 1.5 or 1e5."""
 
 
 @dataclass(frozen=True, slots=True)
