@@ -63,7 +63,7 @@ class Checkpoint:
 
     @classmethod
     def from_uri(
-        cls, uri: str, *, storage_options: Mapping[str, Any] | None = None, group: object = None
+        cls, uri: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, group: object = None
     ) -> Checkpoint:
         """Open a checkpoint directory that lies on its own, wherever it was copied to.
 
@@ -81,7 +81,7 @@ class Checkpoint:
         try:
             manifest = checkpoint._manifest
         except CheckpointGone:
-            _refuse_stores(uri, storage_options)
+            _refuse_stores(os.fspath(uri), storage_options)
             raise
         files.check_complete(manifest)
         return checkpoint
@@ -89,7 +89,7 @@ class Checkpoint:
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Open a local directory as `from_uri` does."""
-        return cls.from_uri(os.fspath(path))
+        return cls.from_uri(path)
 
     @cached_property
     def _files(self) -> CheckpointFiles:

@@ -377,7 +377,7 @@ def test_a_checkpoint_on_its_own(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged, match=r"model\.pt"):
         Checkpoint.from_uri(str(tmp_path / "elsewhere"))
     with pytest.raises(CheckpointGone):
-        Checkpoint.from_uri(str(tmp_path / "nowhere"))
+        Checkpoint.from_uri(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", "nul\x00"])
