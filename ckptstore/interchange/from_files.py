@@ -30,6 +30,8 @@ from ckptstore.state.read.stored import read_whole
 from ckptstore.transfer import RangeRead
 
 _REFUSED_CLASS = re.compile(r"GLOBAL (\w[\w.]*)")
+_PART = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\..*)")
+"""Names of the files among which tools divide one state."""
 
 
 def read_torch_file(path: Path, intake: Intake) -> FlatState:
@@ -38,7 +40,7 @@ def read_torch_file(path: Path, intake: Intake) -> FlatState:
     Raises FileMissing, and InvalidSource for a file that is no dict, or that `torch.load(weights_only=True)` refuses
     unless pickles are allowed.
     """
-    _check_file(path)
+    _check_single(path, intake)
     try:
         mapped = zipfile.is_zipfile(path)
         loaded = torch.load(path, map_location="cpu", weights_only=not intake.allow_pickle, mmap=mapped)
@@ -87,12 +89,12 @@ def _has_text_keys(mapping: Mapping[Any, Any]) -> bool:
 def read_safetensors(path: Path, intake: Intake) -> FlatState:
     """Read the tensors of a safetensors file, or of a directory of them, under all their names, tied ones included.
 
-    In a directory the index decides if there is one; else all its safetensors files are read. Raises FileMissing,
-    InvalidSource, CheckpointDamaged.
+    In a directory the index decides if there is one; else all its safetensors files are read, none of which may be
+    missing by their names. Raises FileMissing, InvalidSource, CheckpointDamaged.
     """
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
-    for file, names in _safetensors_files(path).items():
+    for file, names in _safetensors_files(path, intake).items():
         entries, metadata = read_header(file)
         missing = names - {entry.name for entry in entries}
         if missing:
@@ -112,10 +114,10 @@ def read_safetensors(path: Path, intake: Intake) -> FlatState:
     return intake.finish()
 
 
-def _safetensors_files(path: Path) -> dict[Path, set[str]]:
+def _safetensors_files(path: Path, intake: Intake) -> dict[Path, set[str]]:
     """Return the files and the wanted tensors in each; an empty set means all."""
     if not path.is_dir():
-        _check_file(path)
+        _check_single(path, intake)
         return {path: set()}
     indexes = sorted(path.glob(f"*{INDEX_NAME.partition('.')[2]}"))
     if len(indexes) > 1:
@@ -124,6 +126,7 @@ def _safetensors_files(path: Path) -> dict[Path, set[str]]:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise InvalidSource(f"{path} has no safetensors files")
+        _check_parts(path, files)
         return {file: set() for file in files}
     try:
         weights = json.loads(indexes[0].read_bytes())["weight_map"]
@@ -135,6 +138,21 @@ def _safetensors_files(path: Path) -> dict[Path, set[str]]:
     for each in found:
         _check_file(each)
     return found
+
+
+def _check_parts(path: Path, files: Sequence[Path]) -> None:
+    """Raise FileMissing unless all the files are there that the names of some promise."""
+    present: dict[tuple[str, ...], dict[int, str]] = {}
+    for file in files:
+        if part := _PART.fullmatch(file.name):
+            head, number, *rest = part.groups()
+            present.setdefault((head, *rest), {})[int(number)] = file.name
+    for (head, of, count, tail), names in present.items():
+        start = min(1, *names)  # some tools begin at 0
+        missing = next((number for number in range(start, start + int(count)) if number not in names), None)
+        if missing is not None:
+            name = f"{head}{missing:0{len(count)}}{of}{count}{tail}"
+            raise FileMissing(f"{path} has {min(names.values())}, and no {name}", file=name)
 
 
 def _mapped(file: Path) -> mmap.mmap:
@@ -149,6 +167,17 @@ def _tensor(entry: SafetensorsEntry, mapped: mmap.mmap) -> torch.Tensor:
     data = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.size_bytes, offset=entry.offset)
     aligned = data if entry.offset % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(entry.shape)
+
+
+def _check_single(path: Path, intake: Intake) -> None:
+    """Raise an error unless a file is there, and is all of a state; a pattern says that a part is meant."""
+    _check_file(path)
+    part = _PART.fullmatch(path.name)
+    if part and int(part[4]) > 1 and intake.include is None:
+        raise InvalidSource(
+            f"{path} is one of {int(part[4])} files that make a state",
+            hint='Give the directory of safetensors files, or take what is in this one alone with include "*"',
+        )
 
 
 def _check_file(path: Path) -> None:

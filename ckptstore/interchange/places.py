@@ -57,12 +57,16 @@ def on_this_machine(
     """Yield the file at a URI as a local path. With `of_folder`, yield a directory of the files at the top of the URI
     whose names `of_folder` accepts.
 
-    A remote source is downloaded to a temporary directory. Raises FileMissing if nothing is found.
+    A remote source is downloaded to a temporary directory. Raises FileMissing if nothing is found, InvalidSource for
+    a directory with an unfinished export, which may be a mixture of two.
     """
     if not is_remote(uri):
         if storage_options:
             raise InvalidInput(f"storage_options mean nothing for {os.fspath(uri)!r}", hint="Leave them out")
-        yield Path(local_path(uri, "The source"))
+        path = Path(local_path(uri, "The source"))
+        if of_folder is not None and (path / PROGRESS_FOLDER).exists():
+            raise _unfinished(uri)
+        yield path
         return
     parent, _, name = os.fspath(uri).rpartition("/")
     with (
@@ -71,11 +75,17 @@ def on_this_machine(
     ):
         listed = {file.key: file.size_bytes for file in folder.storage.list(name if of_folder is None else "")}
         found = [key for key in listed if (key == name if of_folder is None else "/" not in key and of_folder(key))]
+        if of_folder is not None and any(key.startswith(PROGRESS_FOLDER) for key in listed):
+            raise _unfinished(uri)
         if not found:
             raise FileMissing(f"There is nothing to import at {redact(os.fspath(uri))}", file=name)
         into = Path(made) if of_folder is None else Path(made, name)
         folder.transfer.download([(Wanted(key, listed[key], None), into / key) for key in found])
         yield Path(made, name)
+
+
+def _unfinished(uri: str | os.PathLike[str]) -> InvalidSource:
+    return InvalidSource(f"{redact(os.fspath(uri))} has an export that is not complete", hint="Run that export again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

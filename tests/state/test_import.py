@@ -84,6 +84,38 @@ def test_a_directory_with_an_index(tmp_path: Path) -> None:
         imported(tmp_path, tmp_path, "safetensors")
 
 
+def test_a_part_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    for start in (0, 1):  # some tools count from 0
+        source = tmp_path / f"from-{start}"
+        source.mkdir()
+        tensors = {f"w{number}": torch.full((3,), float(number)) for number in range(start, start + 3)}
+        for number in range(start, start + 3):
+            save_file({f"w{number}": tensors[f"w{number}"]}, source / f"model-{number:05d}-of-00003.safetensors")
+        assert_loads(imported(tmp_path, source, "safetensors", exists="replace"), tensors)
+        (source / f"model-0000{start + 1}-of-00003.safetensors").unlink()
+        with pytest.raises(FileMissing, match=f"and no model-0000{start + 1}-of-00003.safetensors"):
+            imported(tmp_path, source, "safetensors", exists="replace")
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    for kind, file in [
+        ("torch", tmp_path / "pytorch_model-00001-of-00002.bin"),
+        ("safetensors", source / "model-00001-of-00003.safetensors"),
+    ]:
+        with pytest.raises(InvalidSource, match=r"one of \d files that make a state.*include"):
+            imported(tmp_path, file, kind, exists="replace")
+        assert len(imported(tmp_path, file, kind, exists="replace", include="*").tensors) == 1
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_an_unfinished_export_is_not_a_source(tmp_path: Path, is_remote: bool) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    uri = "memory://unfinished/hub" if is_remote else str(tmp_path)
+    storage = open_storage(uri)
+    storage.write("model.safetensors", [memoryview((tmp_path / "model.safetensors").read_bytes())])
+    storage.write(".ckptstore-export/plan.json", [memoryview(b"{}")])
+    with pytest.raises(InvalidSource, match=r"an export that is not complete.*Run that export again"):
+        imported(tmp_path / "new", uri, "safetensors")
+
+
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_a_torch_file_loads_into_live_objects(tmp_path: Path, is_zip: bool) -> None:
     model, _ = model_and_optimizer(1)
