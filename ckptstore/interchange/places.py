@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -27,9 +28,13 @@ PROGRESS_FOLDER = ".ckptstore-export/"
 _PARTS_BYTES = 64 << 20
 """The most memory for parts on their way to the target."""
 
-_OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".distcp", DCP_METADATA_NAME)
+_OWN_NAMES = re.compile(
+    r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|state\.pt"
+    r"|(__0_0|state-rank=\d{5,}-\d{2,})\.distcp|\.metadata"
+)
+"""Names of the files that exports make."""
 _FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})
-_WEIGHTS = (*_OWN_SUFFIXES, ".pth", ".bin", ".bin.index.json", ".h5", ".msgpack", ".gguf", ".onnx")
+_WEIGHTS = (*_FILE_SUFFIXES, ".safetensors.index.json", ".bin.index.json", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
 @contextmanager
@@ -149,7 +154,7 @@ class ExportPlace:
             raise InvalidInput(f"{self.uri} exists and is not empty", hint="Give another directory, or overwrite it")
         own = {file.name for file in self.beside}
         others = [name for name in present if name not in begun and not PART_NAME.search(name)]
-        foreign = [name for name in others if "/" in name or not (name.endswith(_OWN_SUFFIXES) or name in own)]
+        foreign = [name for name in others if "/" in name or not (_OWN_NAMES.fullmatch(name) or name in own)]
         if foreign:
             hint = "Give another directory"
             raise InvalidInput(f"{self.uri} also holds {foreign[0]}, which no export wrote", hint=hint)

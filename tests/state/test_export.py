@@ -329,6 +329,18 @@ def test_targets_that_exist(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out", "store"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_files_that_no_export_writes_are_not_deleted(tmp_path: Path, kind: str, is_remote: bool) -> None:
+    checkpoint = save(tmp_path, {"w": torch.ones(2)})
+    for number, name in enumerate(["my-lora.safetensors", "last.pt", "__1_0.distcp", "a.safetensors.index.json"]):
+        uri = f"memory://mine-{kind}/{number}" if is_remote else str(tmp_path / f"out{number}")
+        open_storage(uri).write(name, [memoryview(b"mine")])
+        with pytest.raises(InvalidInput, match=f"{name}, which no export wrote"):
+            export(checkpoint, uri, to=kind, overwrite=True)
+        assert read_folder(uri) == {name: b"mine"}
+
+
 def test_a_damaged_checkpoint_does_not_replace_an_earlier_export(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, {"w": torch.randn(2000, 1000)})
     export(checkpoint, tmp_path / "out", to="torch")
