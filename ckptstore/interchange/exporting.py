@@ -81,8 +81,9 @@ def export(
 
     Args:
         directory: where the files go, a path or a URI; new or empty, or with `overwrite` one that holds nothing but
-            exported files. Safetensors are written to a URI as they are read; other formats pass through the temporary
-            directory. The files that lead a reader (an index, `config.json`, `.metadata`) are written to a URI last.
+            exported files. A path is replaced as a whole, so it is no mount and not the current directory. Safetensors
+            are written to a URI as they are read; other formats pass through the temporary directory. The files that
+            lead a reader (an index, `config.json`, `.metadata`) are written to a URI last.
         include: only keys that fit a pattern ("model.*") or one of several.
         strip_prefix: what to remove from the front of keys ("model."), so that names are the model's own.
         beside: a directory whose files are copied to the export, weights apart: the config and the tokenizer of a

@@ -17,6 +17,7 @@ from typing import Any
 from ckptstore.config import StoreConfig
 from ckptstore.errors import FileMissing, InvalidInput, InvalidSource, StorageError, StorageFull
 from ckptstore.format.layout import DCP_METADATA_NAME, PART_NAME
+from ckptstore.storage.disk.posix import check_replaceable
 from ckptstore.storage.uri import local_path, parse_uri, redact
 from ckptstore.transfer import Wanted
 from ckptstore.transfer.moves import PlannedFile
@@ -131,7 +132,7 @@ class ExportPlace:
     @property
     def _aside(self) -> Path | None:
         """The local directory of the export until it is complete, None if the target is remote."""
-        return self.path and self.path.with_name(f".{self.path.name}.partial")
+        return self.path and self.path.parent / f".{self.path.name}.partial"
 
     def check(self, *, resumable: bool = False) -> None:
         """Raise InvalidInput unless the export may go there. A `resumable` export may continue an earlier one."""
@@ -146,7 +147,8 @@ class ExportPlace:
         else:
             if self.storage_options:
                 raise InvalidInput(f"storage_options mean nothing for {self.uri}", hint="Leave them out")
-            if path.is_symlink() or (path.exists() and not path.is_dir()):
+            check_replaceable(path)
+            if path.exists() and not path.is_dir():
                 raise InvalidInput(f"{path} exists and is not a directory")
             present = sorted(item.name for item in path.iterdir()) if path.exists() else []
         begun = {name for name in present if name.startswith(PROGRESS_FOLDER)}

@@ -133,7 +133,8 @@ def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, incl
     The directory appears whole under `path`: it is written beside it and renamed.
     """
     target = Path(local_path(path, "The directory of a copy"))
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+    posix.check_replaceable(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(f"{target} exists and is not an empty directory")
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:

@@ -75,11 +75,7 @@ class LocalModel:
 
     def prepare(self) -> None:
         """Make the folder beside the directory. Raises InvalidInput where a directory cannot be exchanged."""
-        if os.path.ismount(self.path) or self.path.is_symlink():
-            raise InvalidInput(
-                f"{self.path} is a mount or a symbolic link, which cannot be exchanged for another directory",
-                hint="Give a directory inside of it",
-            )
+        posix.check_replaceable(self.path)
         if self.path.exists() and not (self.path / STATE_NAME).exists() and any(self.path.iterdir()):
             raise InvalidInput(f"{self.path} holds files, and not of a reader", hint="Give a new or empty directory")
         self.aside.mkdir(parents=True, exist_ok=True)

@@ -341,6 +341,30 @@ def test_files_that_no_export_writes_are_not_deleted(tmp_path: Path, kind: str, 
         assert read_folder(uri) == {name: b"mine"}
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "files"])
+def test_directories_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    checkpoint = save(tmp_path, {"w": torch.ones(2)})
+
+    def write(directory: str | Path) -> None:
+        checkpoint.to_directory(directory) if kind == "files" else export(checkpoint, directory, to=kind)
+
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    monkeypatch.chdir(tmp_path / "here")
+    for directory, what in [
+        (".", "the current directory"),
+        (tmp_path / "here", "the current directory"),
+        ("/", "a mount"),
+        ("/dev", "a mount"),
+        (tmp_path / "link", "a symbolic link"),
+    ]:
+        with pytest.raises(InvalidInput, match=f"{what}, which cannot be exchanged.*Give a directory inside of it"):
+            write(directory)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "store"]
+    write("inside")
+    assert [path.name for path in Path(".").iterdir()] == ["inside"]
+
+
 def test_a_damaged_checkpoint_does_not_replace_an_earlier_export(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, {"w": torch.randn(2000, 1000)})
     export(checkpoint, tmp_path / "out", to="torch")

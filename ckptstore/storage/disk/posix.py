@@ -1,5 +1,4 @@
-"""Calls for disks that `os` lacks, directories of one user alone, and the translation of errors to those of
-`ckptstore.errors`.
+"""Calls for disks that `os` lacks, checks of directories, and the translation of errors to those of `ckptstore.errors`.
 
 A Linux call that is missing on another system, or refused by a file system, is either reported as False, or skipped if
 it is only a hint. Calls into the C library release the interpreter lock.
@@ -21,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptstore.errors import AccessDenied, FileMissing, StorageError, StorageFull, StorageUnavailable
+from ckptstore.errors import AccessDenied, FileMissing, InvalidInput, StorageError, StorageFull, StorageUnavailable
 from ckptstore.storage.base import Unsupported
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -338,6 +337,22 @@ def free_bytes(directory: str) -> int:
     mounted by FUSE report no size at all, and count as endless. Raises OSError."""
     facts = os.statvfs(_existing(directory))
     return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise InvalidInput for a path at which a rename cannot put another directory, and for the current directory, in
+    which this process and the shell around it would be lost."""
+    kinds = {
+        "a symbolic link": path.is_symlink(),
+        "a mount": os.path.ismount(path),
+        "the current directory": path.exists() and os.path.samefile(path, os.curdir),
+    }
+    for kind, is_so in kinds.items():
+        if is_so:
+            raise InvalidInput(
+                f"{path} is {kind}, which cannot be exchanged for another directory",
+                hint="Give a directory inside of it",
+            )
 
 
 def make_private(path: Path) -> str:
