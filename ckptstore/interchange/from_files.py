@@ -24,6 +24,7 @@ from ckptstore.format.layout import check_name
 from ckptstore.format.safetensors import INDEX_NAME
 from ckptstore.interchange.intake import Intake, is_optimizer
 from ckptstore.interchange.safetensors_file import SafetensorsEntry, read_header
+from ckptstore.loading.nesting import nested
 from ckptstore.state.live.flatten import FlatState, join_path
 from ckptstore.state.live.optimizers import GROUPS, STATE
 from ckptstore.state.read.stored import read_whole
@@ -208,18 +209,17 @@ def read_dcp(
     aliases = {key: source for key, source in stock.index.aliases.items() if wanted(key)}
     sources = {*aliases.values(), *(key for key in stock.index.tensors if wanted(key) and key not in aliases)}
     tensors = read_whole(stock, {key: entry for key, entry in stock.index.tensors.items() if key in sources})
-    nested: dict[tuple[Any, ...], dict[str, Any]] = {path: {} for path in optimizers}
+    of_optimizers: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {path: {} for path in optimizers}
     everything = {**tensors, **{key: tensors[source] for key, source in aliases.items()}, **stock.values(wanted)}
     for key, item in everything.items():
         if key in owner:
-            _nest(nested[owner[key]], paths[key][len(owner[key]) :], item)
+            of_optimizers[owner[key]][paths[key][len(owner[key]) :]] = item
         elif isinstance(item, torch.Tensor):
             intake.add_tensor(paths[key], item)
         else:
             intake.add_value(paths[key], item)
-    for path, optimizer in nested.items():
-        groups = optimizer[GROUPS]
-        intake.add_optimizer(path, {STATE: {}, **optimizer, GROUPS: [groups[name] for name in sorted(groups, key=int)]})
+    for path, items in of_optimizers.items():
+        intake.add_optimizer(path, {STATE: {}, **nested(items)})
     return intake.finish()
 
 
@@ -229,13 +229,7 @@ def _optimizer_paths(paths: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _is_members(path: tuple[Any, ...]) -> bool:
-    return path[0] == GROUPS and path[2] == "params" and str(path[1]).isdecimal()
-
-
-def _nest(into: dict[str, Any], path: tuple[Any, ...], item: Any) -> None:
-    for part in path[:-1]:
-        into = into.setdefault(str(part), {})
-    into[str(path[-1])] = item
+    return path[0] == GROUPS and path[2] == "params" and isinstance(path[1], int)
 
 
 def _path_of(stock: StockState, key: str) -> tuple[Any, ...]:

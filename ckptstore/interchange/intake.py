@@ -10,7 +10,7 @@ import torch
 from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.interchange.selection import fitting
 from ckptstore.state.live.flatten import FlatState, Kind, Path, TensorEntry, join_path, units_of
-from ckptstore.state.live.optimizers import GROUPS, STATE, scope_of
+from ckptstore.state.live.optimizers import EMPTY_GROUPS, GROUPS, MORE, STATE, scope_of, settings_of
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """New keys: a mapping of old beginnings to new ones, or a function from a key to its new one."""
@@ -182,20 +182,23 @@ def _are_text(names: Any) -> bool:
 
 
 def _by_name(key: str, saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Iterator[tuple[str, Any]]:
-    """Yield the flat contents, named as in `optimizers.read_optimizer`."""
+    """Yield the flat contents, named as in `optimizers.collect_optimizer`."""
     name_of: dict[Any, str] = {}
     for group, group_names in zip(saved[GROUPS], names, strict=True):
         if len(group["params"]) != len(group_names):
             raise InvalidSource(f"The optimizer at {key} has {len(group_names)} names for {len(group['params'])}")
         name_of |= {str(number): name for number, name in zip(group["params"], group_names, strict=True)}
         for name in group_names:
-            for item, value in group.items():
-                if item not in ("params", "param_names"):
-                    yield f"{GROUPS}.{name}.{item}", value
+            for item, value in settings_of(group).items():
+                yield f"{GROUPS}.{name}.{item}", value
     for number, items in saved[STATE].items():
         if str(number) not in name_of or not isinstance(items, Mapping):
             raise InvalidSource(f"The optimizer at {key} has state of {number!r}, which is no parameter of its groups")
         yield from ((f"{STATE}.{name_of[str(number)]}.{name}", item) for name, item in _flattened(items))
+    if empty := [settings_of(group) for group in saved[GROUPS] if not group["params"]]:
+        yield EMPTY_GROUPS, empty
+    if more := {name: item for name, item in saved.items() if name not in (STATE, GROUPS)}:
+        yield MORE, more
 
 
 def _flattened(items: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -296,6 +296,40 @@ def test_the_standard_checkpoint_of_a_training_loop_is_resumed(tmp_path: Path, k
     assert other_scheduler.state_dict() == scheduler.state_dict()
 
 
+class Slow(torch.optim.SGD):
+    """Has entries of its own beside torch's two, and a group without parameters."""
+
+    def __init__(self, model: torch.nn.Module, *, lr: float, slow: float) -> None:
+        super().__init__([{"params": [*model.parameters()]}, {"params": [], "lr": lr}], momentum=0.9)
+        self.more = {"slow": torch.full((2,), slow), "rates": [slow, {"two": torch.full((3,), slow)}]}
+
+    def state_dict(self) -> dict[str, object]:
+        return {**super().state_dict(), **self.more}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        super().load_state_dict({"state": state_dict["state"], "param_groups": state_dict["param_groups"]})
+        self.more = {name: state_dict[name] for name in self.more}
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_all_entries_of_an_optimizer_are_imported(tmp_path: Path, kind: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = Slow(model, lr=0.125, slow=3.0)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    source = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if kind == "torch":
+        torch.save(source, tmp_path / "last.pt")
+    else:
+        dcp.save(source, checkpoint_id=tmp_path / "last.pt", no_dist=True)
+    other = torch.nn.Linear(3, 2)
+    state = {"model": other, "optimizer": Slow(other, lr=1.0, slow=0.0)}
+    imported(tmp_path, tmp_path / "last.pt", kind, state=state)
+    with open_store(tmp_path / "store") as store:
+        store.resume(state)
+    assert str(state["optimizer"].state_dict()) == str(optimizer.state_dict())
+
+
 def test_numbers_without_names_are_refused_with_advice(tmp_path: Path) -> None:
     model, optimizer, _ = trained()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
