@@ -141,7 +141,7 @@ def _export(
         raise InvalidState(error.message, hint="Leave it out: include takes patterns of keys") from None
     is_copy = to == "dcp" and include is None and not strip_prefix and DCP_METADATA_NAME in manifest.by_name
     paths = {} if to == "safetensors" or is_copy else paths_of(files, manifest)
-    selection = select(saved, include=include, strip_prefix=strip_prefix, paths=paths)
+    selection = select(saved, all_keys=stored.all_keys(), include=include, strip_prefix=strip_prefix, paths=paths)
     durable = files.config.transfer.durable
     notices = _notices_of_ranks(stored, selection)
     names: Sequence[str]

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ckptstore.errors import InvalidInput, InvalidSource
-from ckptstore.interchange.selection import fitting
 from ckptstore.state.live.flatten import FlatState, Kind, Path, TensorEntry, join_path, units_of
+from ckptstore.state.live.matching import fits
 from ckptstore.state.live.optimizers import EMPTY_GROUPS, GROUPS, MORE, STATE, scope_of, settings_of
+from ckptstore.state.live.patterns import patterns_of
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """New keys: a mapping of old beginnings to new ones, or a function from a key to its new one."""
@@ -27,18 +28,24 @@ class Renaming:
     A rule applies to the old key itself and to all keys below it; the longest one counts. "" stands above all keys.
     """
 
-    def __init__(self, rename: Rename | None) -> None:
-        self._function = rename if callable(rename) else None
-        rules = rename if isinstance(rename, Mapping) else {}
+    def __init__(self, rename: Any) -> None:
+        """Take the `Rename` of an import, or None. Raises InvalidInput for anything else."""
+        self._function: Callable[[str], Any] | None = rename if callable(rename) else None
+        rules: Any = {} if rename is None or self._function else rename
+        if not isinstance(rules, Mapping) or not all(isinstance(text, str) for rule in rules.items() for text in rule):
+            raise InvalidInput(
+                f"rename is {rename!r}, it is a mapping of text to text or a function",
+                hint='Such as {"model_state_dict": "model"}',
+            )
         self._rules = sorted(
             ((old.rstrip("."), new.rstrip(".")) for old, new in rules.items()), key=lambda rule: -len(rule[0])
         )
         self._unused = {old for old, _ in self._rules}
 
     def __call__(self, key: str) -> str:
-        """Return the new key. Raises InvalidInput if it is empty."""
+        """Return the new key. Raises InvalidInput if it is empty or no text."""
         new = self._renamed(key)
-        if not new:
+        if not isinstance(new, str) or not new:
             raise InvalidInput(f"rename makes {new!r} of the key {key!r}", hint="A key is text that is not empty")
         return new
 
@@ -61,7 +68,7 @@ class Renaming:
         if self._unused:
             raise InvalidInput(f"No key of the source is or lies below {min(self._unused)!r}, which rename names")
 
-    def _renamed(self, key: str) -> str:
+    def _renamed(self, key: str) -> Any:
         if self._function is not None:
             return self._function(key)
         for old, new in self._rules:
@@ -88,10 +95,18 @@ class Intake:
     ) -> None:
         """Take the options of `import_state`; the optimizers of the live `state` name the numbered parameters."""
         self.include, self.state, self.allow_pickle = include, state, allow_pickle
-        self.wants = fitting(include)
-        """Returns True if the import includes a key of the source."""
+        self._patterns = patterns_of("include", include)
+        self._unused = set(self._patterns or ())
         self._renaming = Renaming(rename)
         self._flat = FlatState()
+
+    def wants(self, key: str) -> bool:
+        """Return True if the import includes a key of the source."""
+        if self._patterns is None:
+            return True
+        found = {pattern for pattern in self._patterns if fits(key, pattern)}
+        self._unused -= found
+        return bool(found)
 
     def add_tensor(self, path: Path, tensor: torch.Tensor) -> None:
         """Add a tensor of the source, if included."""
@@ -106,7 +121,8 @@ class Intake:
     def wants_optimizer(self, path: Path) -> bool:
         """True if the optimizer at a path is included; as a whole, since its numbers belong together."""
         key = join_path(path)
-        return any(self.wants(name) for name in (key, join_path((*path, STATE, "")), join_path((*path, GROUPS, ""))))
+        wanted = [self.wants(name) for name in (key, join_path((*path, STATE, "")), join_path((*path, GROUPS, "")))]
+        return any(wanted)
 
     def add_optimizer(self, path: Path, saved: Mapping[str, Any]) -> None:
         """Add the `state_dict` of an optimizer, if included, under the names of its parameters.
@@ -125,8 +141,11 @@ class Intake:
 
     def finish(self) -> FlatState:
         """Return the state. Raises InvalidInput if a pattern or a rule matched nothing."""
-        if self.include is not None and not self._flat.paths:
-            raise InvalidInput(f"No key of the source fits {self.include}", hint="Keys are like model.0.weight")
+        if self._unused:
+            raise InvalidInput(
+                f"include={min(self._unused)!r} fits no key of the source",
+                hint="Keys are like model.0.weight, and an optimizer is taken as a whole",
+            )
         self._renaming.check_used()
         return self._flat
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from ckptstore.errors import InvalidInput
 from ckptstore.loading.nesting import Path, path_of
 from ckptstore.state.live.flatten import references_in
-from ckptstore.state.live.matching import Saved
-from ckptstore.state.live.patterns import patterns_of
+from ckptstore.state.live.matching import Saved, fits
+from ckptstore.state.live.patterns import check_used, patterns_of
 
 Kind = Literal["safetensors", "torch", "dcp"]
 """Formats of other tools."""
@@ -48,30 +47,36 @@ def fitting(include: str | Sequence[str] | None) -> Callable[[str], bool]:
     InvalidInput for no pattern at all."""
     patterns = patterns_of("include", include)
 
-    def fits(key: str) -> bool:
-        return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
-
-    return fits
+    return lambda key: patterns is None or any(fits(key, pattern) for pattern in patterns)
 
 
 def select(
-    saved: Saved, *, include: str | Sequence[str] | None, strip_prefix: str, paths: Mapping[str, Path]
+    saved: Saved,
+    *,
+    all_keys: Collection[str],
+    include: str | Sequence[str] | None,
+    strip_prefix: str,
+    paths: Mapping[str, Path],
 ) -> Selection:
-    """Select the keys that fit a pattern, and the tensors in such values.
+    """Select the keys that fit a pattern, and the tensors in such values. `all_keys` has those of left out values too.
 
-    Raises InvalidInput when nothing fits, or when two keys would have the same name.
+    Raises InvalidInput for a pattern or a prefix that fits nothing, or when two keys would have the same name.
     """
-    fits = fitting(include)
-    values = {key: value for key, value in saved.values.items() if fits(key)}
+    check_used(patterns_of("include", include) or (), {*all_keys, *saved.tensors, *saved.aliases})
+    is_included = fitting(include)
+    values = {key: value for key, value in saved.values.items() if is_included(key)}
     inside = {key for value in values.values() for key in references_in(value)}
-    keys = [key for key in (*saved.tensors, *saved.aliases) if fits(key) or key in inside]
+    keys = [key for key in (*saved.tensors, *saved.aliases) if is_included(key) or key in inside]
     sources = {key: saved.aliases.get(key, key) for key in sorted(keys)}
-    if include is not None and not sources and not values:
-        raise InvalidInput(f"No key of the checkpoint fits {include}", hint="Keys are like model.0.weight")
+    if strip_prefix and not any(key.startswith(strip_prefix) for key in (*sources, *values)):
+        raise InvalidInput(f"strip_prefix={strip_prefix!r} is the beginning of no key", hint='Such as "model."')
     selection = Selection(sources, values, strip_prefix, paths)
     names: dict[str, str] = {}
     for key in (*sources, *values):
-        other = names.setdefault(selection.name_of(key), key)
+        name = selection.name_of(key)
+        if name.startswith(".") and name != key:
+            raise InvalidInput(f"{key} would be called {name!r}", hint=f"Strip {strip_prefix + '.'!r}")
+        other = names.setdefault(name, key)
         if other != key:
-            raise InvalidInput(f"{other} and {key} would both be called {selection.name_of(key)!r}")
+            raise InvalidInput(f"{other} and {key} would both be called {name!r}")
     return selection

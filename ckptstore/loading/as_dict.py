@@ -9,11 +9,11 @@ from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_any
 from ckptstore.loading.nesting import Path, nested, path_of, paths_of
-from ckptstore.runtime.near import meant, nearest_key, shown
+from ckptstore.runtime.near import shown
 from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.live.flatten import children, find_references, join_path, map_tensors
-from ckptstore.state.live.matching import Matching, Saved, fits
-from ckptstore.state.live.patterns import patterns_of
+from ckptstore.state.live.matching import Matching, Saved
+from ckptstore.state.live.patterns import check_used, patterns_of
 from ckptstore.state.read.stored import PerRank, check_per_rank, read_whole
 from ckptstore.state.tensors.wrapped import Wrapped
 
@@ -27,7 +27,7 @@ def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None
     includes = Matching(Saved({}, {}), include=patterns).includes
     with files.held():
         stored = open_any(files, per_rank=per_rank, wanted=includes)
-        _check_used(patterns or (), stored.all_keys())
+        check_used(patterns or (), stored.all_keys())
         try:
             saved = stored.saved(includes)
         except InvalidState as error:  # whose hint is for a load
@@ -49,16 +49,6 @@ def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None
     items |= {path_of(key, paths): tensors[sources[key]] for key in alone}
     found: dict[str, Any] = nested(items)
     return found
-
-
-def _check_used(patterns: Collection[str], keys: Collection[str]) -> None:
-    """Raise InvalidInput for a pattern that fits no key."""
-    for pattern in patterns:
-        if not any(fits(key, pattern) for key in keys):
-            raise InvalidInput(
-                f"include={pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys))}",
-                hint="Keys are like model.0.weight, and `*` stands for anything in them",
-            )
 
 
 def _refuse_wrapped(values: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ def weights_of(
     with files.held():
         stored = open_alone(files)
         saved = stored.saved(lambda key: False)
-        selection = select(saved, include=include, strip_prefix=strip_prefix, paths={})
+        selection = select(saved, all_keys=stored.all_keys(), include=include, strip_prefix=strip_prefix, paths={})
         found = read_whole(stored, {source: stored.entry(source).restored for source in selection.sources.values()})
         fits = fitting(include)  # but for tensors inside of values
         return {selection.name_of(key): found[source] for key, source in selection.sources.items() if fits(key)}

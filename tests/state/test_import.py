@@ -388,8 +388,29 @@ def test_keys_get_new_names(tmp_path: Path) -> None:
             continue
         with pytest.raises(InvalidInput, match=message):
             imported(tmp_path, tmp_path / "bare.pt", "torch", exists="replace", rename=rename)
-    with pytest.raises(InvalidInput, match=r"No key of the source fits modle"):
-        imported(tmp_path, tmp_path / "bare.pt", "torch", exists="replace", include="modle.*")
+    for wrong in ([("module", "model")], "model", {"module": None}):
+        with pytest.raises(InvalidInput, match="a mapping of text to text or a function"):
+            imported(tmp_path, tmp_path / "bare.pt", "torch", exists="replace", rename=wrong)
+    with pytest.raises(InvalidInput, match="makes 1 of the key"):
+        imported(tmp_path, tmp_path / "bare.pt", "torch", exists="replace", rename=lambda key: 1)
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "safetensors"])
+def test_each_pattern_fits_something(tmp_path: Path, kind: str) -> None:
+    model, optimizer, _ = trained(names=True)
+    if kind == "safetensors":
+        save_file({f"model.{key}": tensor for key, tensor in model.state_dict().items()}, tmp_path / "source")
+        include = ["model.0.*", "model.2.*"]
+    else:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+        include = ["model.*", "epoch", "optimizer.state.*", "optimizer.param_groups.*"]
+        if kind == "dcp":
+            dcp.save(state, checkpoint_id=tmp_path / "source", no_dist=True)
+        else:
+            torch.save(state, tmp_path / "source")
+    assert imported(tmp_path, tmp_path / "source", kind, include=include).tensors
+    with pytest.raises(InvalidInput, match=r"include='modle\.\*' fits no key of the source"):
+        imported(tmp_path, tmp_path / "source", kind, exists="replace", include=[*include, "modle.*"])
 
 
 @pytest.mark.parametrize("is_zip", [True, False])

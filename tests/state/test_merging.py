@@ -206,8 +206,10 @@ def test_what_does_not_agree_is_left_out_and_said(tmp_path: Path) -> None:
     assert report.notices == ("model.n is no tensor of floats, it is that of the last checkpoint",)
     with pytest.raises(InvalidInput, match=r"No tensor is the same in all checkpoints.*model.new"):
         merge(checkpoints, tmp_path / "none", include=["model.new", "model.old"])
-    with pytest.raises(InvalidInput, match="No key of the checkpoint fits"):
-        merge(checkpoints, tmp_path / "none", include="modle.*")
+    with pytest.raises(InvalidInput, match="fits no key of the checkpoint"):
+        merge(checkpoints, tmp_path / "none", include=["model.*", "modle.*"])
+    with pytest.raises(InvalidInput, match="the beginning of no key"):
+        merge(checkpoints, tmp_path / "none", strip_prefix="modle.")
     assert not (tmp_path / "none").exists()
 
 

@@ -76,7 +76,7 @@ def write_merged(
     if not saved.tensors and left_out:
         key, why = next(iter(left_out.items()))
         raise InvalidInput(f"No tensor is the same in all checkpoints. For example {key}: {why}")
-    selection = select(saved, include=include, strip_prefix=strip_prefix, paths={})
+    selection = select(saved, all_keys=merged.all_keys(), include=include, strip_prefix=strip_prefix, paths={})
     layout = lay_out(merged, selection, shard_size_bytes=shard_size_bytes)
     if source.is_arc:
         with group.meeting("angles") as meeting:
@@ -197,6 +197,10 @@ class MergedState:
     def buffer_bytes(self, size_bytes: int) -> None:
         for opened in self._states:
             opened.buffer_bytes = size_bytes
+
+    def all_keys(self) -> set[str]:
+        """Return the keys of tensors and of plain values of all checkpoints."""
+        return {key for opened in self._states for key in opened.state.all_keys()}
 
     def agreed(self, fits: Callable[[str], bool]) -> tuple[Saved, dict[str, str]]:
         """Return the tensors that fit and that all checkpoints have with one shape and dtype, tied if they are in all;

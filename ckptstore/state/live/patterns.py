@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ckptstore.errors import InvalidInput
+from ckptstore.runtime.near import meant, nearest_key
+from ckptstore.state.live.matching import fits
 
 
 def patterns_of(option: str, value: str | Iterable[Any] | None) -> tuple[str, ...] | None:
@@ -22,3 +24,13 @@ def patterns_of(option: str, value: str | Iterable[Any] | None) -> tuple[str, ..
             hint='Such as "model.*"; leave it out for all keys',
         )
     return found
+
+
+def check_used(patterns: Collection[str], keys: Collection[str]) -> None:
+    """Raise InvalidInput for a pattern that fits no key."""
+    for pattern in patterns:
+        if not any(fits(key, pattern) for key in keys):
+            raise InvalidInput(
+                f"include={pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys))}",
+                hint="Keys are like model.0.weight, and `*` stands for anything in them",
+            )
