@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -136,11 +137,13 @@ def test_a_module_is_built_on_the_meta_device() -> None:
 
 def test_the_command(saved: tuple[Checkpoint, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["import test_check_load", "same = test_check_load.net", "number = 3"]
-    lines += ["def other(): return same(first=None)", "raised = 1", "def failing(): raise OSError('no file')"]
+    lines += ["def other(): return same(first=None)", "raised = 1", "def leaving(): raise SystemExit(0)"]
+    lines += ["def noisy(): print('building'); return same()", "def failing(): raise OSError('no file')"]
     folder = tmp_path / "torch"  # which does not make its functions torch's
     folder.mkdir()
     (folder / "my_models.py").write_text("\n".join(lines))
     (folder / "broken_models.py").write_text("import no_such_module")
+    (folder / "leaving_models.py").write_text("print('leaving'); raise SystemExit(0)")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     target = f"{Path(saved[1].uri).parents[1]}@1"
@@ -161,6 +164,11 @@ def test_the_command(saved: tuple[Checkpoint, Checkpoint], tmp_path: Path, monke
         "my_models:number",
         "broken_models:same",
         "no_such_models:same",
+        "leaving_models:same",
+        "my_models:leaving",
     ):
         assert run(function).exit_code == 2, function
+    noisy = run("my_models:noisy", "--json")
+    assert json.loads(noisy.stdout)["fits"]
+    assert noisy.stderr == "building\n"
     assert f"{folder}/my_models.py:{len(lines)}" in run("my_models:failing").output.replace("\n", "")

@@ -90,7 +90,7 @@ def on_meta(build: Callable[[], Any], name: str) -> Mapping[str, Any]:
             built = build()
     except CkptstoreError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         of_torch = os.path.dirname(torch.__file__)
         frames = [frame for frame in extract_tb(error.__traceback__)[1:] if not frame.filename.startswith(of_torch)]
         where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -63,12 +64,14 @@ def command(
     Exit codes: 0 if a load would succeed, 1 if not.
     """
     needs("torch")
-    build = _function(function)
-    with opened_checkpoint(target, storage_options) as checkpoint:
-        from ckptstore.state.live.module_load import on_meta
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+        build = _function(function)
+        with opened_checkpoint(target, storage_options) as checkpoint:
+            from ckptstore.state.live.module_load import on_meta
 
-        check = checkpoint.check_load(on_meta(build, name), include=include or None, strict=not no_strict, dtype=dtype)
-        uri = checkpoint.uri
+            state = on_meta(build, name)
+            check = checkpoint.check_load(state, include=include or None, strict=not no_strict, dtype=dtype)
+            uri = checkpoint.uri
     if as_json:
         print_json(uri=uri, fits=check.fits, **asdict(check))
     else:
@@ -86,7 +89,7 @@ def _function(text: str) -> Callable[[], Any]:
         found: Any = import_module(module)
     except CkptstoreError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # which would end the command, perhaps with 0
         raise InvalidInput(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         inner = getattr(found, part, None)
