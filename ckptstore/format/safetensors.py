@@ -9,6 +9,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, InvalidState
@@ -24,6 +25,8 @@ _LENGTH = struct.Struct("<Q")
 _ALIGN_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 """Readers of the format refuse longer headers."""
+_MAX_DIMS, _MAX_ELEMENTS = 255, 1 << 56
+"""Limits that no tensor of torch exceeds; its strides overflow beyond them, even those of an empty one."""
 
 
 class Located(NamedTuple):
@@ -61,15 +64,19 @@ def parse_header(data: bytes, file: str, *, size_bytes: int) -> Header:
         fields = json.loads(data[_LENGTH.size :])
         metadata = {str(key): str(value) for key, value in fields.pop(METADATA, {}).items()}
         tensors = {}
+        for text in (*fields, *metadata, *metadata.values()):
+            text.encode()  # fails for half a surrogate pair, which no file can hold
         for name, field in fields.items():
             first, last = field["data_offsets"]
             shape = tuple(field["shape"])
             if not all(type(number) is int and number >= 0 for number in (first, last, *shape)) or last < first:
                 raise ValueError(f"{name} has numbers that are none")
+            if len(shape) > _MAX_DIMS or prod(max(1, number) for number in shape) >= _MAX_ELEMENTS:
+                raise ValueError(f"{name} has a shape that cannot be")
             if len(data) + last > size_bytes:
                 raise ValueError(f"{name} ends at byte {len(data) + last}, the file at {size_bytes}")
             tensors[name] = Located(str(field["dtype"]), shape, len(data) + first, last - first)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{file} is not a whole safetensors file: {error}", file=file) from None
     return Header(tensors, metadata, len(data))
 

@@ -45,6 +45,8 @@ def read_torch_file(path: Path, intake: Intake) -> FlatState:
     try:
         mapped = zipfile.is_zipfile(path)
         loaded = torch.load(path, map_location="cpu", weights_only=not intake.allow_pickle, mmap=mapped)
+    except OSError:  # of the disk
+        raise
     except Exception as error:  # torch raises many kinds here
         raise _unreadable(path, str(error) or type(error).__name__) from None
     if not isinstance(loaded, Mapping) or not loaded or not _has_text_keys(loaded):
@@ -134,7 +136,7 @@ def _safetensors_files(path: Path, intake: Intake) -> dict[Path, set[str]]:
         found: dict[Path, set[str]] = {}
         for name, file in weights.items():
             found.setdefault(path / check_name(file), set()).add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidSource(f"{indexes[0]} is no index of safetensors: {error!r}") from None
     for each in found:
         _check_file(each)

@@ -13,7 +13,7 @@ from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
 from ckptstore.format.layout import DCP_METADATA_NAME, check_step
 from ckptstore.interchange.from_files import read_dcp, read_safetensors, read_torch_file
 from ckptstore.interchange.intake import Intake, Rename
-from ckptstore.interchange.places import on_this_machine, opened_folder
+from ckptstore.interchange.places import on_this_machine, opened_folder, translated
 from ckptstore.interchange.selection import KINDS, Kind
 from ckptstore.job import Job
 from ckptstore.saving.request import Request
@@ -86,12 +86,16 @@ def _read(
         yield flat
     elif kind == "torch":
         with on_this_machine(source, storage_options) as path:
-            yield read_torch_file(path, intake)
+            with translated("Reading", path):
+                flat = read_torch_file(path, intake)
+            yield flat
     else:
         suffixes = (".safetensors", ".safetensors.index.json")
         of_folder = None if os.fspath(source).endswith(suffixes[0]) else lambda name: name.endswith(suffixes)
         with on_this_machine(source, storage_options, of_folder=of_folder) as path:
-            yield read_safetensors(path, intake)
+            with translated("Reading", path):
+                flat = read_safetensors(path, intake)
+            yield flat
 
 
 def _commit(flat: FlatState, store: CheckpointStore, options: Mapping[str, Any], *, allow_pickle: bool) -> Checkpoint:

@@ -46,7 +46,8 @@ class Renaming:
         """Return the new key. Raises InvalidInput if it is empty or no text."""
         new = self._renamed(key)
         if not isinstance(new, str) or not new:
-            raise InvalidInput(f"rename makes {new!r} of the key {key!r}", hint="A key is text that is not empty")
+            what = "The source has a key without text" if new == key else f"rename makes {new!r} of the key {key!r}"
+            raise InvalidInput(what, hint="A key is text that is not empty")
         return new
 
     def path(self, path: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import FileMissing, InvalidInput, InvalidSource, StorageError, StorageFull
+from ckptstore.errors import FileMissing, InvalidInput, InvalidSource, StorageError
 from ckptstore.format.layout import DCP_METADATA_NAME, PART_NAME
-from ckptstore.storage.disk.posix import check_replaceable
+from ckptstore.storage.disk.posix import check_replaceable, translate
 from ckptstore.storage.uri import local_path, parse_uri, redact
 from ckptstore.transfer import Wanted
 from ckptstore.transfer.moves import PlannedFile
@@ -36,6 +35,18 @@ _OWN_NAMES = re.compile(
 """Names of the files that exports make."""
 _FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})
 _WEIGHTS = (*_FILE_SUFFIXES, ".safetensors.index.json", ".bin.index.json", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+@contextmanager
+def translated(doing: str, path: Path) -> Iterator[None]:
+    """Translate errors of the system to those of ckptstore, for a file or a directory of a path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        file = error.filename if isinstance(error.filename, str) else str(path)
+        raise translate(error, what=f"{doing} {file}", file=Path(file).name, directory=str(path)) from error
 
 
 @contextmanager
@@ -70,8 +81,9 @@ def on_this_machine(
         if storage_options:
             raise InvalidInput(f"storage_options mean nothing for {os.fspath(uri)!r}", hint="Leave them out")
         path = Path(local_path(uri, "The source"))
-        if of_folder is not None and (path / PROGRESS_FOLDER).exists():
-            raise _unfinished(uri)
+        with translated("Reading", path):
+            if of_folder is not None and (path / PROGRESS_FOLDER).exists():
+                raise _unfinished(uri)
         yield path
         return
     parent, _, name = os.fspath(uri).rpartition("/")
@@ -111,7 +123,8 @@ class ExportPlace:
         if self.beside_from is None:
             return ()
         path = Path(local_path(self.beside_from, "What is to lie beside an export"))
-        found = [item for item in sorted(path.iterdir()) if item.is_file()] if path.is_dir() else []
+        with translated("Reading", path):
+            found = [item for item in sorted(path.iterdir()) if item.is_file()] if path.is_dir() else []
         chosen = tuple(item for item in found if not item.name.endswith(_WEIGHTS) and not item.name.startswith("."))
         if not chosen:
             raise InvalidSource(
@@ -147,10 +160,11 @@ class ExportPlace:
         else:
             if self.storage_options:
                 raise InvalidInput(f"storage_options mean nothing for {self.uri}", hint="Leave them out")
-            check_replaceable(path)
-            if path.exists() and not path.is_dir():
-                raise InvalidInput(f"{path} exists and is not a directory")
-            present = sorted(item.name for item in path.iterdir()) if path.exists() else []
+            with translated("Reading", path):
+                check_replaceable(path)
+                if path.exists() and not path.is_dir():
+                    raise InvalidInput(f"{path} exists and is not a directory")
+                present = sorted(item.name for item in path.iterdir()) if path.exists() else []
         begun = {name for name in present if name.startswith(PROGRESS_FOLDER)}
         if present and not self.overwrite and not (resumable and begun):
             raise InvalidInput(f"{self.uri} exists and is not empty", hint="Give another directory, or overwrite it")
@@ -176,7 +190,7 @@ class ExportPlace:
         target, aside = self.path, self._aside
         if target is None or aside is None:
             return
-        with _written(target):
+        with translated("Writing", target):
             mode = aside.stat().st_mode & 0o666
             # It was written read-only.
             for item in aside.iterdir():
@@ -194,7 +208,10 @@ class ExportPlace:
 
         After an error no local files remain.
         """
-        with self._sent() if self.path is None else _appearing(self.path) as directory:
+        with (
+            translated("Writing", self.path or Path(tempfile.gettempdir())),
+            self._sent() if self.path is None else _appearing(self.path) as directory,
+        ):
             yield directory
             for file in self.beside:
                 shutil.copyfile(file, directory / file.name)
@@ -227,24 +244,11 @@ def _appearing(target: Path) -> Iterator[Path]:
     """Yield a directory next to the target that takes its place when complete."""
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        with _written(target):
-            partial.mkdir(parents=True)
-            yield partial
-            _put(partial, target)
+        partial.mkdir(parents=True)
+        yield partial
+        _put(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _written(target: Path) -> Iterator[None]:
-    """Translate errors of the operating system into ours."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        cls = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-        raise cls(f"{target} could not be written: {error}") from error
 
 
 def _put(made: Path, target: Path) -> None:

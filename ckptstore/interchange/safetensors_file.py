@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,6 +24,8 @@ NAMES: Mapping[str, str] = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "complex64": "C64",
 }  # fmt: skip
 """Maps torch's names of dtypes to those of the format."""
+_NO_TEXT = re.compile("[\ud800-\udfff]")
+"""Halves of surrogate pairs, which UTF-8 does not have."""
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -49,8 +52,9 @@ def check_storable(entries: Sequence[SafetensorsEntry]) -> None:
     if bad:
         shown = ", ".join(bad[:10]) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
         raise InvalidState(f"safetensors has no such dtype: {shown}", hint="Leave them out with include, or use torch")
-    if any(entry.name == METADATA for entry in entries):
-        raise InvalidState(f"a tensor cannot be called {METADATA} in safetensors")
+    for entry in entries:
+        if entry.name == METADATA or _NO_TEXT.search(entry.name):
+            raise InvalidState(f"a tensor cannot be called {entry.name!r} in safetensors")
 
 
 def header(entries: Sequence[SafetensorsEntry], metadata: Mapping[str, str]) -> bytes:

@@ -24,7 +24,7 @@ from saving import bits
 from test_frames import DTYPES, random_tensor
 
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState, open_store
-from ckptstore.errors import InvalidSource
+from ckptstore.errors import InvalidSource, StorageError
 from ckptstore.interchange.exporting import KINDS, ExportReport, export
 from ckptstore.interchange.safetensors_file import NAMES, SafetensorsEntry, header, read_header
 from ckptstore.loading.nesting import beginnings, nested, path_of
@@ -296,6 +296,7 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path, kind: str, include:
             r"bad \(complex128\)",
         ),
         ({"__metadata__": torch.ones(2)}, {}, InvalidState, "__metadata__"),
+        ({"\ud800": torch.ones(2)}, {}, InvalidState, r"cannot be called '\\ud800'"),
         ({"w": torch.ones(2)}, {"include": "nothing.*"}, InvalidInput, "'nothing.*' fits no key"),
         ({"w": torch.ones(2)}, {"include": ["w", "v"], "to": "torch"}, InvalidInput, "'v' fits no key"),
         ({"m.w": torch.ones(2), "n": 1}, {"include": ["n", "m.*", "o"], "to": "dcp"}, InvalidInput, "'o' fits no key"),
@@ -367,6 +368,14 @@ def test_directories_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "store"]
     write("inside")
     assert [path.name for path in Path(".").iterdir()] == ["inside"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_the_system_are_ours(tmp_path: Path, kind: str) -> None:
+    checkpoint, too_long = save(tmp_path, {"w": torch.ones(2)}), tmp_path / (300 * "a")
+    for keywords in ({"directory": too_long}, {"directory": tmp_path / "out", "beside": too_long}):
+        with pytest.raises(StorageError, match="a failed, File name too long"):
+            export(checkpoint, to=kind, **keywords)
 
 
 def test_a_damaged_checkpoint_does_not_replace_an_earlier_export(tmp_path: Path) -> None:

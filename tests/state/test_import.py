@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from test_frames import DTYPES, random_tensor
 
 from ckptstore import Checkpoint, CheckpointDamaged, CkptstoreError, InvalidInput, StepExists, open_store
 from ckptstore.checkpoint import files_behind
-from ckptstore.errors import FileMissing, InvalidSource, InvalidState
+from ckptstore.errors import FileMissing, InvalidSource, InvalidState, StorageError
 from ckptstore.interchange.exporting import export
 from ckptstore.interchange.importing import import_state
 from ckptstore.interchange.safetensors_file import NAMES
@@ -209,6 +210,7 @@ def test_code_in_a_source_is_never_run(tmp_path: Path) -> None:
         ("safetensors", (2).to_bytes(8, "little") + b"[]", CheckpointDamaged),
         ("safetensors", (2).to_bytes(8, "little") + b"{}", InvalidSource),
         ("safetensors", (2).to_bytes(8, "little") + b"{}more", CheckpointDamaged),
+        ("safetensors", (200_000).to_bytes(8, "little") + 200_000 * b"[", CheckpointDamaged),
         ("dcp", None, InvalidSource),
     ],
 )
@@ -221,11 +223,31 @@ def test_a_bad_source_commits_nothing(tmp_path: Path, kind: str, content: bytes 
     assert not (tmp_path / "store/store.json").exists()
 
 
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_errors_of_the_system_are_ours(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(StorageError, match=r"Reading .*aaa.* failed, File name too long"):
+        imported(tmp_path, tmp_path / (300 * "a"), kind)
+    if sys.platform == "linux":  # a file that cannot be read from its start, for any user
+        with pytest.raises(StorageError, match="Reading /proc/self/mem failed"):
+            imported(tmp_path, Path("/proc/self/mem"), kind)
+
+
 @pytest.mark.parametrize(
-    "field", [{"data_offsets": [0, 8]}, {"data_offsets": [4, 16]}, {"shape": [-1, 3]}, {"dtype": 4}, {"dtype": "Q2"}]
+    "field",
+    [
+        {"data_offsets": [0, 8]},
+        {"data_offsets": [4, 16]},
+        {"shape": [-1, 3]},
+        {"dtype": 4},
+        {"dtype": "Q2"},
+        {"shape": [0, 1 << 70], "data_offsets": [0, 0]},
+        {"shape": [0, 1 << 40, 1 << 30], "data_offsets": [0, 0]},
+        {"shape": [3] + 300 * [1]},
+        {"name": "\ud800"},
+    ],
 )
 def test_a_lying_header_is_refused(tmp_path: Path, field: dict[str, object]) -> None:
-    fields = {"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12], **field}}
+    fields = {field.get("name", "w"): {"dtype": "F32", "shape": [3], "data_offsets": [0, 12], **field}}
     text = json.dumps(fields).encode()
     (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
     with pytest.raises(CkptstoreError):
