@@ -39,8 +39,9 @@ def tensor_differences(a: Checkpoint, b: Checkpoint, *, values: bool = False) ->
     """Return the tensors that differ, by key, and the number of equal ones.
 
     Equal means that all blocks have the same digest. A tensor below 1 MiB shares its blocks with others, so it is read
-    where those differ. A larger tensor is "unknown" if the ranks divided it differently, or if torch's DCP wrote it
-    without digests. With `values`, read such tensors and all changed ones, in pieces.
+    where those differ. A larger tensor is "unknown" if the ranks divided it differently, if its digests are by
+    different algorithms, or if torch's DCP wrote it without digests. With `values`, read such tensors and all changed
+    ones, in pieces.
 
     Raises InvalidInput for a checkpoint without a state, CheckpointGone, CheckpointDamaged.
     """
@@ -92,18 +93,20 @@ def _compared(
     return "changed", next(filter(math.isnan, known), max(known)) if values else None
 
 
-_Digests = dict[tuple[Box, int, int], tuple[Digest, ...]]
+_Digests = dict[tuple[Box, int, int, frozenset[str]], tuple[Digest, ...]]
 
 
 def _digests(side: Any, key: str, rank: int) -> _Digests | None:
-    """Map each chunk and its place in its region to the digests of that region; None without digests."""
+    """Map each chunk, its place in its region, and the algorithms there, to the digests of that region; None without
+    digests."""
     if not isinstance(side, StoredState):
         return None
     index, found = side.index, {}
     for chunk in index.chunks(key, rank):
         size_bytes = int(index.regions.size_bytes[chunk.region])
         place = chunk.offset - int(index.regions.offset[chunk.region])
-        found[chunk.box, place, size_bytes] = tuple(index.digests(chunk.region))
+        digests = tuple(index.digests(chunk.region))
+        found[chunk.box, place, size_bytes, frozenset(digest.algorithm for digest in digests)] = digests
     return found
 
 
@@ -112,7 +115,7 @@ def _by_digest(a: _Digests | None, b: _Digests | None, *, size_bytes: int) -> Li
         return "unknown"
     if a == b:
         return "equal"
-    has_its_own = sum(region_bytes for _, _, region_bytes in a) == size_bytes
+    has_its_own = sum(region_bytes for _, _, region_bytes, _ in a) == size_bytes
     return "changed" if has_its_own else "unknown"
 
 

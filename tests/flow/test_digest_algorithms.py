@@ -58,6 +58,27 @@ def loads(checkpoint: ckptstore.Checkpoint, number: float) -> None:
         assert {file.name for file in path.rglob("*") if file.is_file()} >= {file.name for file in checkpoint.files}
 
 
+def test_equal_contents_with_digests_by_two_algorithms_are_not_said_to_differ(tmp_path: Path, use: Use) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/same.bin").write_bytes(b"same")
+    for name in (DEFAULT, OTHER):
+        use(name)
+        with open_store(tmp_path / name, durable=False) as store:
+            store.save(1, state_of(1.0))
+            store.save_directory(2, tmp_path / "source")
+
+    def diff(step: int, *words: str) -> Any:
+        places = [f"{tmp_path / name}@{step}" for name in (DEFAULT, OTHER)]
+        command = [sys.executable, "-m", "ckptstore", "diff", *places, *words, "--json"]
+        return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    assert [(item["key"], item["change"]) for item in diff(1)["tensors"]] == [("large", "unknown")]
+    assert diff(1, "--values")["tensors"] == []
+    found = diff(2)
+    assert [(item["name"], item["change"]) for item in found["files"]] == [("same.bin", "unknown")]
+    assert found["num_equal_files"] == 0
+
+
 def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 1

@@ -18,6 +18,7 @@ from seeing import everything, files, look
 from ckptstore import CkptstoreError, KeepLatest, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.errors import AccessDenied, StorageError, StorageUnavailable
+from ckptstore.format.digest import ALGORITHMS, DEFAULT
 from ckptstore.format.record import sealed
 from ckptstore.testing import CountCalls, FailAt, combine, with_faults
 from ckptstore.tools.report.gather import Sighting
@@ -204,19 +205,24 @@ def state(step: int, *, wide: int = 700) -> dict[str, Any]:
     return {"model": tensors, "half": torch.zeros(4, dtype=torch.bfloat16), "epoch": step}
 
 
-def test_trees_tell_what_diff_tells(tmp_path: Path, run: Commands, report: Commands) -> None:
+def test_trees_tell_what_diff_tells(
+    tmp_path: Path, run: Commands, report: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:
         for step in (0, 1, 2):
             store.save(step, state(step), metrics={"loss": step})
         store.save(3, state(3, wide=640), incremental=True)
         store.save_directory(4, files(tmp_path / "source"))
+    monkeypatch.setenv("CKPTSTORE_DIGEST", next(name for name in ALGORITHMS if name != DEFAULT))
+    with open_store(root) as store:
+        store.save(5, state(2))
     (seen,) = report(root)["stores"]
     assert seen["health"]["trouble"] == []
     assert len(seen["layouts"]) == 2
     trees = {item["step"]: seen["trees"][str(item["number"])] for item in seen["checkpoints"] if item["step"] != 4}
     assert [trees[step]["layout"] == trees[0]["layout"] for step in (1, 2, 3)] == [True, True, False]
-    for a, b in ((0, 1), (0, 2), (1, 2), (2, 3)):
+    for a, b in ((0, 1), (0, 2), (1, 2), (2, 3), (2, 5)):
         told = json.loads(run("diff", f"{root}@{a}", f"{root}@{b}", "--json").stdout)["tensors"]
         assert changes(seen, trees[a], trees[b]) == {item["key"]: item["change"] for item in told}
     shown = json.loads(run("show", f"{root}@3", "--tensors", "--json").stdout)["tensors"]
@@ -226,7 +232,7 @@ def test_trees_tell_what_diff_tells(tmp_path: Path, run: Commands, report: Comma
     assert layout["shapes"] == [item["shape"] for item in shown]
     assert layout["size_bytes"] == [item["size_bytes"] for item in shown]
     (fewer,) = report(root, "--trees", 1)["stores"]
-    assert list(fewer["trees"]) == [str(item["number"]) for item in seen["checkpoints"] if item["step"] == 3]
+    assert list(fewer["trees"]) == [str(item["number"]) for item in seen["checkpoints"] if item["step"] == 5]
 
 
 def changes(seen: Any, a: Any, b: Any) -> dict[str, str]:

@@ -248,8 +248,9 @@ class SeenTree:
     """The position of its layout in `layouts` of the store."""
     digests: tuple[str | None, ...] | None
     """For each key "PLACE/CONTENT". Where the whole text is the same in two checkpoints, the tensor is. Where PLACE is
-    the same and CONTENT is not, it has changed. Where PLACE differs, ranks had divided it in another way, so nothing is
-    known; nor is it of None, a small tensor whose bytes are not read. None for all where the index has no digests."""
+    the same and CONTENT is not, it has changed. Where PLACE differs, ranks had divided it in another way, or its
+    digests are by another algorithm, so nothing is known; nor is it of None, a small tensor whose bytes are not read.
+    None for all where the index has no digests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,15 +150,17 @@ class _Marks:
         self._files.read(ranges)
 
     def digest(self, chunks_of_ranks: Sequence[Sequence[Any]], size_bytes: int, item_bytes: int) -> str | None:
-        """Return a digest of how ranks had divided the tensor and of its contents. None for what was not read."""
+        """Return a digest of how ranks had divided the tensor, and of its contents. None for what was not read."""
         place, content = blake2b(digest_size=_PLACE_BYTES), blake2b(digest_size=_CONTENT_BYTES)
         for chunks in chunks_of_ranks:
             is_own = self.has_its_own(chunks, size_bytes)
             for chunk in sorted(chunks, key=lambda chunk: chunk.box):
                 if is_own:
                     start = chunk.offset - self._offset[chunk.region]
-                    place.update(repr(("blocks", chunk.box, start, self._size[chunk.region])).encode())
-                    content.update(repr([digest.value for digest in self._blocks(chunk.region)]).encode())
+                    blocks = self._blocks(chunk.region)
+                    algorithms = sorted({digest.algorithm for digest in blocks})
+                    place.update(repr(("blocks", chunk.box, start, self._size[chunk.region], algorithms)).encode())
+                    content.update(repr([digest.value for digest in blocks]).encode())
                     continue
                 held = self._held.get(chunk.region)
                 if held is None:

@@ -33,7 +33,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDifference:
-    """One file that is not the same in both."""
+    """One file that is not the same in both, or may not be."""
 
     name: str
     change: str
@@ -51,9 +51,9 @@ def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_js
     """Compare two checkpoints: metrics, metadata, files, tensors.
 
     A and B are TARGETs of one store or of two. A delta is B minus A. The programs that saved them are compared too.
-    Files and tensors are compared by size and digest. Tensors below 1 MiB share their digests with others, so they
-    may be read. A larger tensor is "unknown" if it has no digests or was divided differently among the ranks;
-    --values reads it.
+    Files and tensors are compared by size and digest. What has no digests, or digests by different algorithms, is
+    "unknown". Tensors below 1 MiB share their digests with others, so they may be read. A larger tensor is "unknown"
+    also if it was divided differently among the ranks; --values reads it.
     """
     of_a, of_b = options_by_place(storage_options, parse_target(a).uri, parse_target(b).uri)
     with opened_checkpoint(a, of_a) as first, opened_checkpoint(b, of_b) as second:
@@ -85,19 +85,28 @@ def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_js
         _echo_values("provenance", provenance)
         if files:
             echo_table(("file", "change", "a", "b", "b - a"), [_file_row(item) for item in files])
-        click.echo(f"files: {len(files)} differ, {num_equal} equal")
+        num_unknown = sum(item.change == "unknown" for item in files)
+        unknown = f"{num_unknown} unknown, " if num_unknown else ""
+        click.echo(f"files: {len(files) - num_unknown} differ, {unknown}{num_equal} equal")
         _echo_tensors(tensors, num_equal_tensors, not_compared, values=values)
 
 
 def file_differences(first: Checkpoint, second: Checkpoint) -> list[FileDifference]:
-    """Return the files that are in one only, or differ in size or digest, by name."""
+    """Return the files that are in one only, differ in size or digest, or may differ, by name."""
     ours, theirs = ({file.name: file for file in checkpoint.files} for checkpoint in (first, second))
     found = []
     for name in sorted(ours.keys() | theirs.keys()):
         one, other = ours.get(name), theirs.get(name)
-        if one and other and (one.size_bytes, one.digest) == (other.size_bytes, other.digest):
+        if one is None or other is None:
+            change = "removed" if one else "added"
+        elif one.size_bytes != other.size_bytes:
+            change = "changed"
+        elif one.digest is None or other.digest is None or one.digest.algorithm != other.digest.algorithm:
+            change = "unknown"
+        elif one.digest != other.digest:
+            change = "changed"
+        else:
             continue
-        change = "added" if one is None else "removed" if other is None else "changed"
         found.append(
             FileDifference(
                 name=name,

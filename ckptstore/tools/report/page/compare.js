@@ -69,7 +69,7 @@ function drawCompare(store, view) {
     for (const row of changes.rows) counts.set(row.change, (counts.get(row.change) ?? 0) + 1);
     const told = [...counts].map(([change, count]) => `${count.toLocaleString("en")} ${change}`);
     parts.push(el("p", { id: "tensor-changes" }, `Tensors: ${[...told, `${changes.equal.toLocaleString("en")} equal`].join(", ")}.`));
-    if (counts.has("not known")) parts.push(el("p", { class: "small" }, "Not known: a checkpoint has no digest of its own for the tensor, or the ranks had divided it in another way."));
+    if (counts.has("not known")) parts.push(el("p", { class: "small" }, "Not known: a checkpoint has no digest of its own for the tensor, the digests are by different algorithms, or the ranks had divided it in another way."));
     const plain = (key, label, text = true) => ({ key, label, value: (row) => row[key], cell: (row) => row[key], text });
     const columns = [plain("change", "Change"), plain("key", "Tensor"), plain("was", "Was"), plain("is", "Is"), { key: "bytes", label: "Bytes", value: (row) => row.bytes, cell: (row) => signedBytes(row.bytes) }];
     const again = () => redraw(() => drawCompare(store, view));
