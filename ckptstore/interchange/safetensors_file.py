@@ -21,9 +21,10 @@ NAMES: Mapping[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
     "uint16": "U16", "uint32": "U32", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32",
     "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ", "complex64": "C64",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
-"""Maps torch's names of dtypes to those of the format."""
+"""Maps torch's names of dtypes to those of the format. Its F4 is not one of them: it counts elements, and torch pairs
+of them."""
 _NO_TEXT = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which UTF-8 does not have."""
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -51,7 +52,9 @@ def check_storable(entries: Sequence[SafetensorsEntry]) -> None:
     bad = [f"{entry.name} ({entry.dtype})" for entry in entries if entry.dtype not in NAMES]
     if bad:
         shown = ", ".join(bad[:10]) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
-        raise InvalidState(f"safetensors has no such dtype: {shown}", hint="Leave them out with include, or use torch")
+        raise InvalidState(
+            f"An export to safetensors has no place for {shown}", hint="Leave them out with include, or use torch"
+        )
     for entry in entries:
         if entry.name == METADATA or _NO_TEXT.search(entry.name):
             raise InvalidState(f"a tensor cannot be called {entry.name!r} in safetensors")
@@ -88,7 +91,7 @@ def read_header(path: Path) -> tuple[list[SafetensorsEntry], dict[str, str]]:
 def _entry(name: str, tensor: Located, path: Path) -> SafetensorsEntry:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise InvalidInput(f"{name} in {path} has the dtype {tensor.dtype}, which torch has no name for")
+        raise InvalidInput(f"{name} in {path} has the dtype {tensor.dtype}, which imports do not read")
     if tensor.size_bytes != total_bytes(dtype, tensor.shape):
         elements = prod(tensor.shape)
         raise _not_whole(

@@ -113,7 +113,7 @@ def collect_weights(weights: Any, *, strip_prefix: str, dtype: torch.dtype | Non
     refused = [f"{name} ({name_of(item.dtype)})" for name, item in found.items() if name_of(item.dtype) not in NAMES]
     refused += [repr(name) for name in check_tensor_names(list(found))]
     if refused:
-        raise InvalidState(f"safetensors cannot hold {', '.join(sorted(refused)[:10])}")
+        raise InvalidState(f"A publication has no place for {', '.join(sorted(refused)[:10])}")
     values = [key.removeprefix(f"{_ROOT}.") for key in flat.values if key != _ROOT]
     return Weights(dict(sorted(found.items())), values)
 

@@ -240,6 +240,7 @@ def test_errors_of_the_system_are_ours(tmp_path: Path, kind: str) -> None:
         {"shape": [-1, 3]},
         {"dtype": 4},
         {"dtype": "Q2"},
+        {"dtype": "F4", "shape": [24]},
         {"shape": [0, 1 << 70], "data_offsets": [0, 0]},
         {"shape": [0, 1 << 40, 1 << 30], "data_offsets": [0, 0]},
         {"shape": [3] + 300 * [1]},
