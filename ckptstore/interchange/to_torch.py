@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 import zipfile
 from collections import OrderedDict
@@ -24,7 +25,7 @@ import torch
 from ckptstore.interchange.selection import Selection
 from ckptstore.interchange.streaming import close_off, stream_tensors
 from ckptstore.loading.nesting import nested
-from ckptstore.runtime.torch_private import tensor_rebuilders
+from ckptstore.runtime.torch_private import own_safe_globals, tensor_rebuilders
 from ckptstore.state.live.flatten import map_tensors
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.boxes import strides_of
@@ -99,10 +100,14 @@ def _objection(value: Any) -> str | None:
         torch.save(value, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
+        with zipfile.ZipFile(buffer) as archive:
+            operations = pickletools.genops(archive.read(f"{ROOT}/data.pkl"))
+            needed = {str(name).replace(" ", ".") for operation, name, _ in operations if operation.name == "GLOBAL"}
     except Exception as error:  # torch and pickle raise many kinds here
         found = re.search(r"GLOBAL (\S+)", str(error))
         return f"it needs {found[1] if found else type(value).__name__}"
-    return None
+    refused = needed & own_safe_globals()
+    return f"it needs {min(refused)}, which only this process allows" if refused else None
 
 
 def write_torch_file(file: IO[bytes], value: Any, pending: Iterable[Pending], data: Iterable[tuple[int, Any]]) -> None:

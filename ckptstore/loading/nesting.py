@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptstore.dcp.stock.stock_pickles import load_metadata
+from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
 from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -34,13 +35,19 @@ def path_of(key: str, paths: Mapping[str, Path]) -> Path:
     return (*paths.get(head, ()), rest) if rest else paths[key]
 
 
-def nested(items: Mapping[Path, Any]) -> Any:
-    """Put items at their paths: dicts, and lists where all positions exist."""
+def nested(items: Mapping[Path, Any], at: Path = ()) -> Any:
+    """Put items at their paths: dicts, and lists where all positions exist. `at` is where they are in the whole.
+
+    Raises InvalidInput for an item that lies inside another one.
+    """
     if () in items:
+        if len(items) > 1:
+            inside = ".".join(map(str, (*at, *max(items, key=len))))
+            raise InvalidInput(f"{'.'.join(map(str, at))} is an item of its own, so {inside} has no place below it")
         return items[()]
     below: dict[str | int, dict[Path, Any]] = {}
     for path, item in items.items():
         below.setdefault(path[0], {})[path[1:]] = item
-    found = {part: nested(inner) for part, inner in below.items()}
+    found = {part: nested(inner, (*at, part)) for part, inner in below.items()}
     is_list = all(type(part) is int for part in found) and sorted(found) == list(range(len(found)))
     return [found[index] for index in range(len(found))] if found and is_list else found

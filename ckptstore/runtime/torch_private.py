@@ -241,6 +241,13 @@ SHARDED_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 """The module of the TensorProperties in the `.metadata` of older torch."""
 
 
+def own_safe_globals() -> set[str]:
+    """Return the names of what `torch.load(weights_only=True)` takes in this process, and in no other by default."""
+    from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
+
+    return set(_get_user_allowed_globals()) - set(_get_allowed_globals())  # type: ignore[no-untyped-call]
+
+
 def tensor_rebuilders() -> tuple[Any, Any]:
     """Return the functions that a file of `torch.save` names for making a tensor from a storage: one takes the dtype
     from the storage's class, the other as an argument."""

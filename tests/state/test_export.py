@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -197,6 +198,23 @@ def test_what_torch_load_refuses_is_left_out_and_said(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out/state.pt", weights_only=True).keys() == {"w"}
     assert len(report.notices) == 1
     assert report.notices[0].startswith("array is left out")
+
+
+def test_what_this_process_alone_allows_is_left_out(tmp_path: Path) -> None:
+    classes = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.int64)), OrderedDict]
+    checkpoint = save(tmp_path, {"array": np.arange(3), "dict": {"a": OrderedDict(b=1)}, "w": torch.ones(2)})
+    with torch.serialization.safe_globals(classes):
+        report = export(checkpoint, tmp_path / "out", to="torch")
+    assert torch.load(tmp_path / "out/state.pt", weights_only=True).keys() == {"dict", "w"}
+    assert [notice.partition(" is left out")[0] for notice in report.notices] == ["array"]
+
+
+def test_an_item_has_no_place_inside_another(tmp_path: Path) -> None:
+    model = torch.nn.ParameterDict({"scale": torch.ones(2)})
+    checkpoint = save(tmp_path, {"model": model, "scale": torch.nn.Linear(3, 2)})
+    with pytest.raises(InvalidInput, match=r"scale is an item of its own, so scale\.\w+ has no place below it"):
+        export(checkpoint, tmp_path / "out", to="torch", strip_prefix="model.")
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_paths_the_keys_are_flat(tmp_path: Path) -> None:
