@@ -280,6 +280,30 @@ def test_on_a_terminal_of_80_columns_a_row_is_a_line(
     assert re.search(r"optimizer.*….*exp_avg_sq +changed +float32 3\n", run("diff", a, b).stdout)
 
 
+def test_no_name_in_a_store_controls_the_terminal(run: Any, tmp_path: Path) -> None:
+    evil = "red\x1b[31m\nline"
+    root = tmp_path / f"runs{evil}"
+    with open_store(root) as opened:
+        for step in (1, 2):
+            state = {evil: torch.full((3,), float(step)), "list": [step]}
+            opened.save(step, state, metrics={evil: step}, metadata={evil: evil, "nested": {evil: step}})
+    for command in [
+        ("ls", root),
+        ("ls", tmp_path),
+        ("ls", root, "--metric", evil),
+        ("show", root),
+        ("show", root, "--tensors"),
+        ("show", root, "--timings"),
+        ("diff", "--values", f"{root}@1", f"{root}@2"),
+        ("prune", root, "--keep", "latest=1", "--dry-run"),
+        ("verify", root),
+    ]:
+        text = run(*command).stdout
+        assert "\x1b" not in text, command
+        assert "\nline" not in text, command
+    assert r"red\x1b[31m" in run("show", f"{root}2", code=10).stderr
+
+
 def test_diff_of_a_checkpoint_with_itself_is_empty(run_json: Any, store: Path) -> None:
     found = run_json("diff", f"{store}@20", f"{store}@20")
     assert (found["files"], found["metrics"], found["metadata"], found["num_equal_files"]) == ([], [], [], 2)
@@ -484,7 +508,10 @@ def test_gc_leaves_the_attempts_of_a_job_that_may_live(run: Any, run_json: Any, 
         ("runs/a@best:a:b:max", CommandTarget("runs/a", Best("a:b", "max"))),
         ("runs/a@best:recall@5", CommandTarget("runs/a", Best("recall@5"))),
         ("@3", CommandTarget("@3", None)),
+        ("runs/a\nb@3", CommandTarget("runs/a\nb", 3)),
+        (f"runs/a@{5000 * '9'}", CommandTarget(f"runs/a@{5000 * '9'}", None)),
     ],
+    ids=lambda value: str(value)[:20],
 )
 def test_a_target_is_read_in_one_way(text: str, target: CommandTarget) -> None:
     assert parse_target(text) == target

@@ -19,6 +19,7 @@ from ckptstore import __version__
 from ckptstore.errors import CkptstoreError
 from ckptstore.runtime.extras import not_installed
 from ckptstore.runtime.near import meant, nearest
+from ckptstore.runtime.shown import printable
 
 GROUPS = {
     "Look": ("ls", "show", "watch", "latest", "best", "diff", "report", "serve"),
@@ -146,7 +147,7 @@ class Commands(click.Group):
             error = _with_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))
             if as_json:
                 _echo_error(error.to_wire())
-            click.echo(f"error: {error}", err=True)
+            click.echo("\n".join(map(printable, f"error: {error}".split("\n"))), err=True)
             ctx.exit(error.exit_code)
         except click.UsageError as error:  # click says it on stderr, with the usage
             if as_json:

@@ -83,7 +83,8 @@ def provenance_texts(checkpoint: Checkpoint) -> dict[str, str]:
 
 def echo_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows below headers, aligned; a column of numbers to the right. On a terminal each row is one line: the
-    widest texts and headers lose their middle."""
+    widest texts and headers lose their middle. Unprintable characters are escaped."""
+    headers, *rows = ([*map(printable, row)] for row in [headers, *rows])
     right = [all(_is_number(row[index]) for row in rows) for index, _ in enumerate(headers)]
     widths = [max(len(row[index]) for row in [headers, *rows]) for index, _ in enumerate(headers)]
     if is_terminal(sys.stdout):
@@ -122,9 +123,10 @@ def shortened(text: str, width: int) -> str:
 
 
 def echo_fields(fields: Mapping[str, str]) -> None:
-    """Print names and values, one to a line."""
-    width = max(map(len, fields), default=0)
-    for name, value in fields.items():
+    """Print names and values, one to a line. Unprintable characters are escaped."""
+    printed = {printable(name): printable(value) for name, value in fields.items()}
+    width = max(map(len, printed), default=0)
+    for name, value in printed.items():
         click.echo(f"{name.ljust(width)}  {value}".rstrip())
 
 

@@ -25,8 +25,8 @@ from ckptstore.store import CheckpointStore
 from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
 from ckptstore.transfer.opened import open_place
 
-_TARGET = re.compile(r"(.+)@(\d+|latest)")
-_BEST = re.compile(r"(.+?)@best:(.+?)(?::(min|max))?")
+_TARGET = re.compile(r"(.+)@(\d{1,1000}|latest)", re.DOTALL)  # Python makes no number of more than 4300 digits
+_BEST = re.compile(r"(.+?)@best:(.+?)(?::(min|max))?", re.DOTALL)
 LATEST = "latest"
 
 

@@ -166,7 +166,7 @@ def _echo_header(first: Checkpoint, second: Checkpoint) -> None:
 
 def _echo_values(what: str, found: Sequence[Difference]) -> None:
     if found:
-        rows = [(printable(item.name), _text(item.a), _text(item.b), _delta(item.a, item.b)) for item in found]
+        rows = [(item.name, _text(item.a), _text(item.b), _delta(item.a, item.b)) for item in found]
         echo_table((what, "a", "b", "b - a"), rows)
         click.echo()
 
@@ -184,7 +184,7 @@ def _file_row(item: FileDifference) -> tuple[str, str, str, str, str]:
     if item.a_bytes is not None and item.b_bytes is not None and item.a_bytes != item.b_bytes:
         more = item.b_bytes - item.a_bytes
         delta = f"{'-' if more < 0 else ''}{show_size(abs(more))}"
-    return (printable(item.name), item.change, _size(item.a_bytes), _size(item.b_bytes), delta)
+    return (item.name, item.change, _size(item.a_bytes), _size(item.b_bytes), delta)
 
 
 def _echo_tensors(found: Sequence[TensorDifference], num_equal: int, not_compared: str, *, values: bool) -> None:
@@ -196,7 +196,7 @@ def _echo_tensors(found: Sequence[TensorDifference], num_equal: int, not_compare
         headers = ("tensor", "change", "dtype and shape", *(("largest difference",) if values else ()))
         rows = [
             (
-                printable(item.key),
+                item.key,
                 item.change,
                 " -> ".join(dict.fromkeys(_shape(tensor) for tensor in (item.a, item.b) if tensor)),
                 *(("" if item.largest is None else f"{item.largest:.7g}",) if values else ()),

@@ -33,7 +33,7 @@ from ckptstore.tools.cli.terminal import progress
 if TYPE_CHECKING:
     from ckptstore.interchange.merging.merged_files import MergeReport
 
-_STEPS = re.compile(r"(.+)@\{(\d+)\.\.(\d+)(?:\.\.(\d+))?\}")
+_STEPS = re.compile(r"(.+)@\{(\d{1,10})\.\.(\d{1,10})(?:\.\.(\d{1,10}))?\}", re.DOTALL)
 _LISTED = 10
 """The most tensors without a place in the result that are listed."""
 
