@@ -28,6 +28,17 @@ def test_a_merge_makes_files_or_a_checkpoint_that_a_model_resumes_from(run: Any,
         "merge", f"{tmp_path}/s@0", f"{tmp_path}/s@2", tmp_path / "out", "--method", "slerp", "--strip-prefix", "model."
     )
     assert sorted(load_file(tmp_path / "out/model.safetensors")) == ["bias", "weight"]
+    words = [
+        "merge",
+        f"{tmp_path}/s@1",
+        f"{tmp_path}/soup@7",
+        f"{tmp_path}/s@1",
+        tmp_path / "three",
+        "--weights",
+        "1,2,5",
+    ]
+    shares = run(*words, "--include", "model.*").stdout.splitlines()[2]
+    assert shares == f"shares: 0.125 of {words[1]}, 0.25 of {words[2]}, 0.625 of {words[3]}"
     for words in (["--overwrite"], ["--with", str(tmp_path)]):
         run("merge", f"{tmp_path}/s@0", f"{tmp_path}/s@2", f"{tmp_path}/soup@8", *words, code=2)
     for bad in ("@{2..0}", "@{0..2..0}"):

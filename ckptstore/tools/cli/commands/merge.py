@@ -15,7 +15,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput
 from ckptstore.opening import open_store
 from ckptstore.runtime.extras import needs
-from ckptstore.runtime.shown import show_size
+from ckptstore.runtime.shown import printable, show_size
 from ckptstore.tools.cli.commands.export import parse_size
 from ckptstore.tools.cli.options import (
     as_json,
@@ -114,7 +114,7 @@ def command(
                 **options,
             )
         into = _into_store(report, target.uri, target.step, of_destination) if isinstance(target.step, int) else None
-    _echo(report, into, as_json=as_json)
+    _echo(report, texts, into, as_json=as_json)
 
 
 def _expanded(targets: Sequence[str]) -> list[str]:
@@ -147,8 +147,7 @@ def _into_store(report: MergeReport, uri: str, step: int, storage_options: dict[
         return import_state(report.uri, store, step, kind="safetensors", metadata=sources)
 
 
-def _echo(report: MergeReport, checkpoint: Checkpoint | None, *, as_json: bool) -> None:
-    shares = dict(zip(report.steps, report.coefficients, strict=True)) if len(set(report.steps)) > 1 else {}
+def _echo(report: MergeReport, targets: Sequence[str], checkpoint: Checkpoint | None, *, as_json: bool) -> None:
     if as_json:
         print_json(
             checkpoint=None if checkpoint is None else checkpoint_json(checkpoint),
@@ -166,8 +165,10 @@ def _echo(report: MergeReport, checkpoint: Checkpoint | None, *, as_json: bool) 
     click.echo(f"{report.num_tensors} tensors, {show_size(report.size_bytes)}, in {place}")
     for name in () if checkpoint else report.files:
         click.echo(f"  {report.uri}/{name}")
-    if shares:
-        click.echo("shares: " + ", ".join(f"{share:.4g} of step {step}" for step, share in shares.items()))
+    is_one_run = len(set(report.steps)) == len(report.steps)
+    names = [f"step {step}" for step in report.steps] if is_one_run else map(printable, targets)
+    shares = zip(names, report.coefficients, strict=True)
+    click.echo("shares: " + ", ".join(f"{share:.4g} of {name}" for name, share in shares))
     for key, why in list(report.left_out.items())[:_LISTED]:
         click.echo(f"left out: {key}: {why}")
     if len(report.left_out) > _LISTED:
