@@ -179,7 +179,7 @@ def _export(
         files=(*names, *(file.name for file in place.beside if file.name not in names)),
         num_tensors=len(selection.sources),
         size_bytes=size_bytes,
-        notices=tuple(notices),
+        notices=(*notices, *place.notices),
     )
 
 

@@ -120,17 +120,31 @@ class ExportPlace:
     @property
     def beside(self) -> tuple[Path, ...]:
         """The files copied into the export: config, tokenizer and the like. Raises InvalidSource if there are none."""
-        if self.beside_from is None:
-            return ()
-        path = Path(local_path(self.beside_from, "What is to lie beside an export"))
-        with translated("Reading", path):
-            found = [item for item in sorted(path.iterdir()) if item.is_file()] if path.is_dir() else []
-        chosen = tuple(item for item in found if not item.name.endswith(_WEIGHTS) and not item.name.startswith("."))
-        if not chosen:
+        chosen = tuple(item for item, is_file in self._offered.items() if is_file)
+        if self.beside_from is not None and not chosen:
             raise InvalidSource(
-                f"{path} has no files to put beside an export", hint="Give the directory of a model's config"
+                f"{self.beside_from} has no files to put beside an export",
+                hint="Give the directory of a model's config",
             )
         return chosen
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """For people: what is not copied, though it is neither hidden nor weights."""
+        lacking = (item for item, is_file in self._offered.items() if not is_file)
+        return tuple(f"{item} is left out, it is no file" for item in lacking)
+
+    @property
+    def _offered(self) -> dict[Path, bool]:
+        """The items of the directory that may be copied, each with whether it is a file."""
+        if self.beside_from is None:
+            return {}
+        path = Path(local_path(self.beside_from, "What is to lie beside an export"))
+        with translated("Reading", path):
+            found = {item: item.is_file() for item in sorted(path.iterdir())} if path.is_dir() else {}
+        return {
+            item: is_file for item, is_file in found.items() if not item.name.endswith(_WEIGHTS) and item.name[0] != "."
+        }
 
     @property
     def path(self) -> Path | None:

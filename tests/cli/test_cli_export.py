@@ -54,6 +54,7 @@ def test_export_has_the_exit_code_of_its_error(run: Any, run_json: Any, state_st
     run("export", state_store, tmp_path / "out", "--overwrite", "--shard-size", "50B")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
     run("export", state_store, tmp_path / "other", "--shard-size", "much", code=2)
+    run("export", state_store, tmp_path / "other", "--shard-size", "5GB", "--to", "torch", code=2)
     run("export", tmp_path / "nothing", tmp_path / "other", code=10)
 
 
@@ -111,5 +112,10 @@ def test_export_with_what_lies_beside(run: Any, state_store: Path, tmp_path: Pat
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text("{}")
     (tmp_path / "base/pytorch_model.bin").write_text("old weights")
-    assert "config.json" in run("export", state_store, tmp_path / "out", "--with", tmp_path / "base").stdout
+    (tmp_path / "base/templates").mkdir()
+    (tmp_path / "base/tokenizer.json").symlink_to("gone")
+    text = run("export", state_store, tmp_path / "out", "--with", tmp_path / "base").stdout
+    assert "config.json" in text
+    for name in ("templates", "tokenizer.json"):
+        assert f"note: {tmp_path}/base/{name} is left out, it is no file" in text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]

@@ -91,7 +91,7 @@ def write_merged(
         num_tensors=len(selection.sources),
         size_bytes=layout.size_bytes,
         left_out=left_out,
-        notices=tuple(merged.notices(selection.sources.values(), layout.tied)),
+        notices=(*merged.notices(selection.sources.values(), layout.tied), *place.notices),
     )
 
 

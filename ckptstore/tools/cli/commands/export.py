@@ -6,6 +6,7 @@ import re
 from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from ckptstore.errors import InvalidInput
 from ckptstore.runtime.extras import needs
@@ -66,6 +67,9 @@ def command(
     from ckptstore.interchange.exporting import export
 
     shard_size_bytes = parse_size(shard_size)
+    source = click.get_current_context().get_parameter_source("shard_size")
+    if to != "safetensors" and source is not ParameterSource.DEFAULT:
+        raise InvalidInput(f"--shard-size is for safetensors, and not for {to}", hint="Leave it out")
     of_target, of_directory = options_by_place(storage_options, parse_target(target).uri, directory)
     shown = False if as_json else None
     with opened_executor(engine) as executor, opened_checkpoint(target, of_target) as checkpoint:
