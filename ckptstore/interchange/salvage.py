@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, StoreMissing
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, NoUsableCheckpoint, StoreMissing
 from ckptstore.format.changes import Annotate, Commit
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt
@@ -50,8 +50,8 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
     not whole is left out. Pins are kept if the log has them. `left_out` of the report names the checkpoints that
     were not copied, and why. The source is not changed. Run again, it goes on where it broke off.
 
-    Raises StoreMissing if nothing is left, InvalidInput when another store lives at the target, or the target is the
-    source or lies below it.
+    Raises StoreMissing if nothing is left, NoUsableCheckpoint if nothing of it can be copied, InvalidInput when another
+    store lives at the target, or the target is the source or lies below it.
     """
     if _place_of(target.storage).startswith(_place_of(source.storage)):
         raise InvalidInput(
@@ -85,7 +85,13 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
     chosen = _with_bases(chosen, found, left_out)
     above = max((item.entry.epoch for item in found), default=0)
     report = copy_all(sorted(chosen, key=_order), identity, target, executor=executor, above=above, skips=True)
-    return replace(report, left_out={**left_out, **report.left_out})
+    left_out |= report.left_out
+    if not report.steps and not report.present:
+        raise NoUsableCheckpoint(
+            f"No checkpoint below {source.storage.uri} could be copied: "
+            + "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        )
+    return replace(report, left_out=left_out)
 
 
 def _with_bases(

@@ -218,6 +218,15 @@ def test_a_directory_of_hugging_face_is_salvaged_whatever_its_index_says(tmp_pat
     assert (report.steps, report.left_out) == (tuple(range(len(INDEXES))), {})
 
 
+def test_nothing_is_whole(tmp_path: Path) -> None:
+    with ckptstore.open_store(tmp_path / "store", durable=False) as store:
+        (file,) = Path(store.save(1, state_of(1)).uri).glob("*.distcp")
+    file.unlink()
+    done = CliRunner().invoke(main, ["cp", "--salvage", str(tmp_path / "store"), str(tmp_path / "copy")])
+    assert done.exit_code == ckptstore.NoUsableCheckpoint.exit_code
+    assert f"could be copied: {file.parent.name}: {file.name} is missing" in done.stderr
+
+
 def test_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = CliRunner().invoke(main, ["cp", "--salvage", str(tmp_path / "empty"), str(tmp_path / "copy")])
