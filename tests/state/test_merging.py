@@ -225,6 +225,20 @@ def test_tied_weights_stay_tied_if_all_tie_them(tmp_path: Path) -> None:
     assert torch.allclose(found["head"], weights[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64])
+def test_a_sum_beyond_its_dtype_is_refused_and_infinities_stay(tmp_path: Path, dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    tensors = [
+        torch.tensor([inf, 1.0, value], dtype=dtype) for inf, value in ((math.inf, 1.0), (0.0, most), (0.0, -most))
+    ]
+    checkpoints = saved(tmp_path / "s", *({"w": tensor} for tensor in tensors))
+    found, _ = merged(tmp_path / "out", checkpoints[:2])
+    assert found["w"].isfinite().tolist() == [False, True, True]
+    with pytest.raises(InvalidState, match=r"w has values that torch.* cannot hold"):
+        merge(checkpoints[1:], tmp_path / "none", weights=[2, -1])
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_cast_is_of_floats_and_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     states = [
         {"w": torch.tensor([1.0, -2.0]), "n": torch.tensor([3])},

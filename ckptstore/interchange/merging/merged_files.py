@@ -294,11 +294,21 @@ class MergedState:
                 shares = (coefficients[index][number] for number in numbers)
                 terms = [term for term in zip(shares, parts[index :: len(added)], strict=True) if term[0]]
                 add_terms(total, terms, is_first=first == 0)
-        for (key, _, memory), total in zip(added, sums, strict=True):
-            if not narrow_to(total, memory):
-                raise InvalidState(
-                    f"{key} has values that {memory.dtype} cannot hold", hint="Choose a dtype of a wider range"
-                )
+        for (key, box, memory), total in zip(added, sums, strict=True):
+            if not narrow_to(total, memory) and self._is_beyond(key, box, memory):
+                hint = "Choose a dtype of a wider range, or other weights"
+                raise InvalidState(f"{key} has values that {memory.dtype} cannot hold", hint=hint)
+
+    def _is_beyond(self, key: str, box: Box, memory: torch.Tensor) -> bool:
+        """Return True if an element is finite in all checkpoints that count, and not in the sum. Reads them again."""
+        wide = _wide(self._states[-1].entry(key))
+        lost = ~memory.to(wide).isfinite()
+        part = torch.empty(box.sizes, dtype=self._states[-1].entry(key).torch_dtype, device="cpu")
+        for state, share in zip(self._states, self._source.arcs.get(key, self._source.coefficients), strict=True):
+            if share:
+                state.fill_boxes([(key, box, part)])
+                lost &= part.to(wide).isfinite()
+        return bool(lost.any())
 
     def arcs(self, keys: Iterable[str]) -> dict[str, tuple[float, float]]:
         """Return the coefficients of each of these tensors of floats on the arc from the first checkpoint to the

@@ -74,19 +74,16 @@ def add_terms(total: torch.Tensor, terms: Sequence[tuple[float, torch.Tensor]], 
 
 
 def narrow_to(total: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Copy sums into memory of their final dtype. Return False if one of them is finite there no longer."""
+    """Copy sums into memory of their final dtype. Return False if one of them may not be finite there."""
     most = torch.finfo(memory.dtype).max
-    is_narrow = most < torch.finfo(total.dtype).max
     pairs = list(zip(chunks_of(memory), chunks_of(total), strict=True))
-    ends = total.new_zeros((2, len(pairs)))
+    ends = _real(total).new_zeros((2, len(pairs)))
     for (narrow, wide), low, high in zip(pairs, *(row.unbind() for row in ends), strict=True):
         narrow.copy_(wide)
-        if is_narrow:
-            torch.aminmax(wide, out=(low, high))  # both are NaN if one element is
-    if bool((ends.abs() <= most).all()):
-        return True
-    return not any(_is_beyond(narrow, wide) for narrow, wide in pairs)
+        torch.aminmax(_real(wide), out=(low, high))  # both are NaN if one element is
+    return bool((ends.abs() <= most).all())
 
 
-def _is_beyond(narrow: torch.Tensor, wide: torch.Tensor) -> bool:
-    return bool((wide.isfinite() & ~narrow.to(wide.dtype).isfinite()).any())
+def _real(elements: torch.Tensor) -> torch.Tensor:
+    """Return elements as real numbers, two for each complex one."""
+    return torch.view_as_real(elements) if elements.is_complex() else elements
