@@ -206,16 +206,16 @@ class StockState:
         self, builder: PartBuilder, file: str, chunks: Sequence[tuple[_Frame, str, Box, tuple[int, int] | None]]
     ) -> None:
         """Add the chunks of one file."""
-        regions = []
+        regions, places = [], dict[tuple[_Frame, int], int]()
         end = self.sizes_bytes[file]
         for frame, fqn, box, payload in chunks:
             chunk_bytes = box.volume * DTYPES.get(self._dtype(fqn), (0, 1))[1]
-            offset = end if payload is None else payload[0]
-            if payload is None:
+            if payload is None and (frame, chunk_bytes) not in places:
                 # The frame may be smaller or larger than the chunk, as a planner that casts leaves it. So the index
-                # has the chunk in a place behind the end of the file.
-                self._opaque[file, offset] = frame
+                # has the chunk in a place behind the end of the file; tied tensors have one place.
+                self._opaque[file, end], places[frame, chunk_bytes] = frame, end
                 end += chunk_bytes
+            offset = places[frame, chunk_bytes] if payload is None else payload[0]
             regions.append((offset, chunk_bytes, chunk_bytes < BLOCK_BYTES))
         distinct = dict.fromkeys(regions)  # tied tensors may share a payload
         # The index wants digests of regions; these zeros stand for none and are never compared.
