@@ -214,7 +214,7 @@ def _check_verb(pattern: object) -> None:
 
 
 def _checked(error: Exception | None) -> Exception | None:
-    if error is not None and not isinstance(error, Exception):
+    if error is not None and not isinstance(error, BaseException):
         raise InvalidInput(f"error is {error!r}, it is an exception")
     return error
 

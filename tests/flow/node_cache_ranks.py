@@ -237,7 +237,8 @@ def downloads_from(storage_root: Path, root: Path, call: int, when: str) -> int:
     from ckptstore.transfer import Transfer, Wanted
 
     count = CountCalls()
-    storage = wrap(LocalStorage(storage_root), combine(count, KillAt(call, when=when)))  # type: ignore[arg-type]
+    hooks = [count] if call < 0 else [count, KillAt(call, when=when)]  # type: ignore[arg-type]
+    storage = wrap(LocalStorage(storage_root), combine(*hooks))
     wanted = [Wanted(f"file-{index}", FILE_BYTES, Digest.of(content(index))) for index in range(NUM_FILES)]
     transfer = Transfer(storage, config=TransferConfig(num_threads=1), retry=RetryConfig())
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import ckptstore
+from ckptstore.storage.disk import posix
 
 CHANGES = ("rename", "replace", "unlink", "link", "mkdir", "pwrite", "posix_fallocate", "rmdir", "open")
 
@@ -30,8 +30,7 @@ def main(uri: str, model: str, at: int, free_bytes: int) -> int:
         return run
 
     if free_bytes:
-        usage = shutil.disk_usage("/")
-        shutil.disk_usage = lambda _path: usage._replace(free=free_bytes)  # type: ignore[assignment]
+        posix.free_bytes = lambda _path: free_bytes
     with ckptstore.Subscription(uri, model) as subscription:
         for name in CHANGES:
             setattr(os, name, counted(name, getattr(os, name)))

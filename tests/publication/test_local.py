@@ -20,6 +20,7 @@ from weights_made import Weights, bytes_of, changed, read_model, some_weights
 import ckptstore
 from ckptstore.errors import StorageFull
 from ckptstore.publication import local, shard, work
+from ckptstore.storage.disk import posix
 
 HERE = Path(__file__).parent
 MARGIN_BYTES = 16 << 20
@@ -88,8 +89,7 @@ def test_without_room_for_two_files_are_replaced_one_by_one(
     published: tuple[Path, Path, Weights, Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, model, _, other = published
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(local.shutil, "disk_usage", lambda _path: usage._replace(free=MARGIN_BYTES + 12000))
+    monkeypatch.setattr(local.posix, "free_bytes", lambda _path: MARGIN_BYTES + 12000)
     journals = []
     replaced = local.LocalModel._replace
     monkeypatch.setattr(
@@ -108,10 +108,9 @@ def test_a_disk_without_any_room_leaves_the_version_before(
     published: tuple[Path, Path, Weights, Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, model, weights, other = published
-    usage = shutil.disk_usage("/")
     with ckptstore.Subscription(place, model) as subscription:
         with monkeypatch.context() as patch:
-            patch.setattr(local.shutil, "disk_usage", lambda _path: usage._replace(free=0))
+            patch.setattr(local.posix, "free_bytes", lambda _path: 0)
             with pytest.raises(StorageFull, match="Make room"):
                 subscription.apply()
         assert read_model(model) == bytes_of(weights)
@@ -126,8 +125,8 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_version_before(
     monkeypatch.setattr(local, "_MARGIN_BYTES", 0)
     weights = {"a": torch.zeros(300_000), "b": torch.zeros(300_000)}
     other = {name: tensor + 1 for name, tensor in weights.items()}
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(local.shutil, "disk_usage", lambda _path: usage)  # which sees another disk
+    free_bytes = posix.free_bytes("/")
+    monkeypatch.setattr(local.posix, "free_bytes", lambda _path: free_bytes)  # which sees another disk
     with mounted(tmp_path / "disk", "4m") as disk:
         place, model = tmp_path / "published", disk / "model"
         with ckptstore.open_publication(place) as publication, ckptstore.Subscription(place, model) as subscription:
@@ -182,7 +181,7 @@ def test_a_machine_that_fails_while_files_are_replaced_gets_a_whole_version(
 ) -> None:
     """Nothing is synced: files that were renamed may be full of zeros then, and the journal is there."""
     place, model, _, other = published
-    usage, built = shutil.disk_usage("/"), []
+    built: list[Any] = []
 
     def crash(*_: object) -> None:
         raise _Crash
@@ -196,7 +195,7 @@ def test_a_machine_that_fails_while_files_are_replaced_gets_a_whole_version(
         build(self, *args)
 
     with ckptstore.Subscription(place, model) as subscription, monkeypatch.context() as patch:
-        patch.setattr(local.shutil, "disk_usage", lambda _path: usage._replace(free=MARGIN_BYTES + 12000))
+        patch.setattr(local.posix, "free_bytes", lambda _path: MARGIN_BYTES + 12000)
         if lost == "what was built":
             patch.setattr(local.LocalModel, "_finish", crash)
         else:
