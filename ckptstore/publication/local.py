@@ -75,7 +75,7 @@ class LocalModel:
 
     def prepare(self) -> None:
         """Make the folder beside the directory. Raises InvalidInput where a directory cannot be exchanged."""
-        posix.check_replaceable(self.path)
+        posix.check_replaceable(self.path, may_be_current=True)
         if self.path.exists() and not (self.path / STATE_NAME).exists() and any(self.path.iterdir()):
             raise InvalidInput(f"{self.path} holds files, and not of a reader", hint="Give a new or empty directory")
         self.aside.mkdir(parents=True, exist_ok=True)

@@ -20,12 +20,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from ckptstore.errors import StorageError
+from ckptstore.errors import StorageError, StorageUnavailable
 from ckptstore.format.digest import Digest
 
 
 class Unsupported(StorageError):
     """The server or the file system does not know such an operation, create-if-absent for one."""
+
+
+class Shortage(StorageUnavailable):
+    """This process, or the system, has no descriptor or no memory left. That is no fault of a file, and another try of
+    the same process soon is no help."""
+
+    retryable = False
 
 
 class StoredFile(NamedTuple):

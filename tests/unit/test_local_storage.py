@@ -29,7 +29,7 @@ from ckptstore.errors import (
     StorageFull,
     StorageUnavailable,
 )
-from ckptstore.storage.base import Unsupported
+from ckptstore.storage.base import Shortage, Unsupported
 from ckptstore.storage.disk import local_parts, posix
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.probe import has_exclusive_create
@@ -337,8 +337,8 @@ def test_it_travels_as_its_path(storage: LocalStorage, monkeypatch: pytest.Monke
         (errno.ESTALE, StorageUnavailable),
         (errno.ETIMEDOUT, StorageUnavailable),
         (errno.EIO, StorageError),
-        (errno.EMFILE, StorageUnavailable),
-        (errno.ENOMEM, StorageUnavailable),
+        (errno.EMFILE, Shortage),
+        (errno.ENOMEM, Shortage),
     ],
 )
 def test_errors_of_the_system_get_their_class_and_the_key(
@@ -352,6 +352,7 @@ def test_errors_of_the_system_get_their_class_and_the_key(
     with pytest.raises(error) as caught:
         storage.write("a/new", views(b"data"))
     assert type(caught.value) is error
+    assert caught.value.retryable == (error is StorageUnavailable)  # a shortage would not pass by waiting
     assert caught.value.file == "a/new"
     assert "a/new" in str(caught.value)
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import AccessDenied, FileMissing, InvalidInput, StorageError, StorageFull, StorageUnavailable
-from ckptstore.storage.base import Unsupported
+from ckptstore.storage.base import Shortage, Unsupported
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
@@ -65,7 +65,6 @@ _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _PASSING = frozenset(
     {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY, errno.ENETDOWN, errno.ENETUNREACH}
     | {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOLCK}
-    | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # a shortage of this process, and not the fault of a file
     | {getattr(errno, "EREMOTEIO", errno.ESTALE)}  # Linux alone has it
 )
 
@@ -339,13 +338,13 @@ def free_bytes(directory: str) -> int:
     return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
 
 
-def check_replaceable(path: Path) -> None:
+def check_replaceable(path: Path, *, may_be_current: bool = False) -> None:
     """Raise InvalidInput for a path at which a rename cannot put another directory, and for the current directory, in
-    which this process and the shell around it would be lost."""
+    which this process and the shell around it would be lost, unless it `may_be_current`."""
     kinds = {
         "a symbolic link": path.is_symlink(),
         "a mount": os.path.ismount(path),
-        "the current directory": path.exists() and os.path.samefile(path, os.curdir),
+        "the current directory": not may_be_current and path.exists() and os.path.samefile(path, os.curdir),
     }
     for kind, is_so in kinds.items():
         if is_so:
@@ -400,5 +399,7 @@ def translate(error: OSError, *, what: str, file: str, directory: str, needed_by
         return AccessDenied(reason, file=file, hint="Check owner, permissions and mount options")
     if code in (errno.EOPNOTSUPP, errno.ENOTSUP):
         return Unsupported(reason, file=file)
+    if code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        return Shortage(reason, file=file, hint=_HINTS.get(code))
     cls = StorageUnavailable if code in _PASSING else StorageError
     return cls(reason, file=file, hint=_HINTS.get(code or 0))
