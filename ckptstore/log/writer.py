@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from threading import RLock
 from typing import overload
@@ -155,8 +156,6 @@ class Log(LogReader):
         StorageError as `newest` does.
         """
         with self._appending:
-            if not self._single_writer:
-                self.try_creates()
             self.check_safe()
             failures = 0
             while True:
@@ -164,6 +163,10 @@ class Log(LogReader):
                 change = decide(newest)
                 if change is None:
                     return None
+                if not self._single_writer:
+                    with suppress(AccessDenied):  # whoever may write records alone is told of what they lack by these
+                        self.try_creates()
+                    self.check_safe()
                 record = Record.following(newest, change, write_id=uuid.uuid4().hex, created_at=time.time())
                 try:
                     landed = self._remember(self._put(record, newest))
