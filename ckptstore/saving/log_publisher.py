@@ -96,12 +96,10 @@ class LogPublisher:
     def _check_room(self, decision: Decision) -> None:
         storage, needed_bytes = self.job.storage, decision.size_bytes or 0
         free_bytes = storage.free_bytes()
-        if decision.may_be_less:  # `making_room` helps where it was not
-            return
         if free_bytes is not None and needed_bytes > free_bytes:
             empty_trash(self.job.log, storage, epoch=self.job.epoch)
             free_bytes = storage.free_bytes()
-        if free_bytes is not None and needed_bytes > free_bytes:
+        if free_bytes is not None and needed_bytes > free_bytes and not decision.may_be_less:
             raise StorageFull(
                 f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {storage.uri}",
                 hint="Make room, or keep fewer checkpoints",

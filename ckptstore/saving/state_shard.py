@@ -88,9 +88,9 @@ class StateOptions:
         if self.casts:
             found["dtype"] = {pattern: name_of(dtype) for pattern, dtype in self.casts}
         if self.incremental:
-            found["incremental"] = self.incremental
+            found["incremental"] = self.incremental if self.incremental == "reference" else True
         if self.stock_readable != "auto":
-            found["stock_readable"] = self.stock_readable
+            found["stock_readable"] = bool(self.stock_readable)
         return found
 
 
