@@ -73,7 +73,7 @@ def test_a_damaged_manifest_hides_no_other_checkpoint(tmp_path: Path, caplog: py
 
 @pytest.mark.parametrize("name", ["step_1.5", "step_1e5", "step_100000.0"])
 def test_the_end_of_a_number_is_no_step(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InvalidInput, match="has no step at the end"):
+    with pytest.raises(InvalidInput, match="ends in a number that is no step"):
         StoreStorageConfig(str(tmp_path / "store")).create_storage().mkdir(Path(f"tmp_{name}"))
 
 

@@ -400,17 +400,17 @@ class RayStore(CheckpointStore):
         if self._reports and not self._late:  # late reports wait for the store, and no save does
             self._reports.settle()
 
-    def _numbers(
-        self, step: int, metrics: Mapping[str, Any] | None, *, validation: Any, tag: str = "save"
-    ) -> Mapping[str, float]:
+    def _numbers(self, step: int, metrics: Mapping[str, Any] | None, *, validation: Any, tag: str = "save") -> Any:
         """Return the numbers for the store. If metrics or validation are bad, raise the error on all ranks, in the
         meeting `tag` with which the save begins; only then collective."""
+        if not self._reports:  # outside of Ray the save alone judges
+            return metrics
         try:
             plain = plain_metrics({} if metrics is None else metrics)
             safe_metrics(plain, score=self.worker.score if self.worker else None)  # what the report would refuse
             numbers = numbers_of(plain)
             absent = ", ".join(map(repr, sorted(self.retention.required_metrics() - numbers.keys())))
-            if validation and self._reports and absent and self._job.is_leader:  # the metrics of rank 0 count
+            if validation and absent and self._job.is_leader:  # the metrics of rank 0 count
                 raise InvalidInput(
                     f"retention ranks by {absent}, which the metrics lack: what validation measures comes too late, "
                     "and what Ray ranks best would be deleted",

@@ -21,8 +21,9 @@ METADATA_KEY = "torch_checkpointing"
 """The field of this integration in a manifest's metadata: {"name": "step_100"}"""
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-_STEP = re.compile(r"(?<![0-9])(?<![0-9][.,eE])([0-9]+)$")
-"""The digits at the end, unless they end a number such as 1.5 or 1e5."""
+_STEP = re.compile(r"(?<![0-9])([0-9]+)$")
+_FRACTION = re.compile(r"[0-9][.,eE][0-9]+$")
+"""The end of a number such as 1.5 or 1e5, of which the last digits are no step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ class StoredPath:
     def check_writable(self) -> None:
         """Raise InvalidInput, InvalidStep or InvalidName for a path that cannot be stored in any checkpoint."""
         check_step(self.step)
+        if _FRACTION.search(self.name):
+            raise InvalidInput(
+                f"The checkpoint {self.name!r} of {self.path} ends in a number that is no step",
+                hint='Save to paths like "step_100": a store knows its checkpoints by their steps',
+            )
         if self.file == BLOCKS_NAME:
             raise InvalidInput(f"The name {self.file} is reserved by ckptstore", hint="Rename the file")
         if self.file:

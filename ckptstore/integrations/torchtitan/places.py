@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from ckptstore.catalogue import Entry
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput
@@ -12,6 +12,9 @@ from ckptstore.fast.candidates import FastCandidate
 from ckptstore.opening import open_store
 from ckptstore.storage.uri import redact
 from ckptstore.store import CheckpointStore
+
+T = TypeVar("T")
+_MOST_LOOKED_AT = 3
 
 Contents = Literal["all", "model", "hugging_face"]
 """The contents of a checkpoint: all states, the model alone, or the model under Hugging Face's names."""
@@ -45,7 +48,8 @@ def checkpoint_uri(path: str) -> str:
 class ResumeOrder:
     """The checkpoints to resume from, in the order to try them; an `Order` of the store. Called on the leader.
 
-    Without a step: all that hold all states, newest first, since below a damaged one may be some of the model alone.
+    Without a step: those that hold all states, newest first, since below a damaged one may be some of the model alone.
+    What lies below three that hold all is not looked at: a look is two requests, and a store may have thousands.
     """
 
     def __init__(self, store: CheckpointStore, step: int | None = None) -> None:
@@ -55,7 +59,7 @@ class ResumeOrder:
         """Return the numbers of the checkpoints in the store."""
         entries = [entry for entry in reversed(self._store.entries()) if self._is_wanted(entry.checkpoint.step)]
         if self._step is None:
-            entries = [entry for entry in entries if not _is_partial(entry)]
+            entries = _whole_ones(entries, _is_partial)
         return [_number(entry) for entry in entries]
 
     def of_fast(self, candidates: Sequence[FastCandidate]) -> list[FastCandidate]:
@@ -71,10 +75,18 @@ class ResumeOrder:
             assert candidate.number is not None  # the store has it
             return candidate.number in entries and _is_partial(entries[candidate.number])
 
-        return [candidate for candidate in chosen if not is_partial(candidate)]
+        return _whole_ones(chosen, is_partial)
 
     def _is_wanted(self, step: int) -> bool:
         return step > 0 if self._step is None else step == self._step
+
+
+def _whole_ones(items: Sequence[T], is_partial: Callable[[T], bool]) -> list[T]:
+    found: list[T] = []
+    for item in items:
+        if len(found) >= _MOST_LOOKED_AT or not is_partial(item):
+            found.append(item)
+    return found
 
 
 def _number(entry: Entry) -> int:
