@@ -31,7 +31,7 @@ from ckptstore.state.read.stored import read_whole
 from ckptstore.transfer import RangeRead
 
 _REFUSED_CLASS = re.compile(r"GLOBAL (\w[\w.]*)")
-_PART = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\..*)")
+_PART = re.compile(r"(.*-)(\d{4,})(-of-)(\d{4,})(\..*)")
 """Names of the files among which tools divide one state."""
 
 
@@ -129,7 +129,8 @@ def _safetensors_files(path: Path, intake: Intake) -> dict[Path, set[str]]:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise InvalidSource(f"{path} has no safetensors files")
-        _check_parts(path, files)
+        if intake.include is None:
+            _check_parts(path, files)
         return {file: set() for file in files}
     try:
         weights = json.loads(indexes[0].read_bytes())["weight_map"]
@@ -179,7 +180,7 @@ def _check_single(path: Path, intake: Intake) -> None:
     if part and int(part[4]) > 1 and intake.include is None:
         raise InvalidSource(
             f"{path} is one of {int(part[4])} files that make a state",
-            hint='Give the directory of safetensors files, or take what is in this one alone with include "*"',
+            hint='Take what is in this one alone with include "*"; of safetensors, give the directory of all',
         )
 
 

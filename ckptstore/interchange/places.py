@@ -30,7 +30,7 @@ _PARTS_BYTES = 64 << 20
 
 _OWN_NAMES = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|state\.pt"
-    r"|(__0_0|state-rank=\d{5,}-\d{2,})\.distcp|\.metadata"
+    r"|(__0_0|state-rank=\d{5,}-\d{2,}(-[0-9a-f]{8})?)\.distcp|\.metadata"
 )
 """Names of the files that exports make."""
 _FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})

@@ -25,6 +25,7 @@ from saving import bits
 from test_frames import DTYPES, random_tensor
 
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState, open_store
+from ckptstore.dcp import StoreWriter
 from ckptstore.errors import InvalidSource, StorageError
 from ckptstore.interchange.exporting import KINDS, ExportReport, export
 from ckptstore.interchange.safetensors_file import NAMES, SafetensorsEntry, header, read_header
@@ -331,6 +332,13 @@ def test_bad_input_writes_nothing(tmp_path: Path, tensors, keywords, error, word
     with pytest.raises(error, match=words):
         export(checkpoint, tmp_path / "out", **{"to": "safetensors", **keywords})
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_what_a_writer_of_dcp_has_named_is_an_export_too(tmp_path: Path) -> None:
+    """Such files have a random part in their names."""
+    dcp.save({"w": torch.ones(2)}, storage_writer=StoreWriter(tmp_path / "alone"), no_dist=True)
+    for _ in range(2):
+        export(Checkpoint.from_uri(str(tmp_path / "alone")), tmp_path / "out", to="dcp", overwrite=True)
 
 
 def test_targets_that_exist(tmp_path: Path) -> None:

@@ -104,6 +104,9 @@ def test_a_part_is_not_taken_for_the_whole(tmp_path: Path) -> None:
         with pytest.raises(InvalidSource, match=r"one of \d files that make a state.*include"):
             imported(tmp_path, file, kind, exists="replace")
         assert len(imported(tmp_path, file, kind, exists="replace", include="*").tensors) == 1
+    assert len(imported(tmp_path, source, "safetensors", exists="replace", include="*").tensors) == 2  # all but one
+    torch.save({"w": torch.ones(2)}, tmp_path / "epoch-3-of-10.pt")  # which is no part of anything
+    assert len(imported(tmp_path, tmp_path / "epoch-3-of-10.pt", "torch", exists="replace").tensors) == 1
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
