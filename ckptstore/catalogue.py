@@ -361,7 +361,8 @@ class Catalogue:
         which it keeps the weights alone are thinned.
 
         The latest, pinned ones and the resume source stay. No job is fenced: a running one applies its own policy at
-        its next save. A dry run returns the same verdicts and changes nothing.
+        its next save. A dry run returns the same verdicts and changes nothing. Raises InvalidMetric for a metric that
+        no live checkpoint has, though they have others, or that is all the policy goes by.
         """
         from ckptstore.upkeep.retain import retain
 

@@ -10,7 +10,7 @@ from ckptstore.format.order import BEGINNING, SaveOrder, Void
 from ckptstore.format.record import Record
 from ckptstore.job import candidates, record_of_step
 from ckptstore.log import Log
-from ckptstore.retention import Policy, Verdict, check_metric_exists, decide
+from ckptstore.retention import KeepBest, Policy, Verdict, check_metric_exists, decide
 
 _BY_HAND = "removed by hand"
 
@@ -20,13 +20,15 @@ def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
 
     The latest, pinned ones and the resume source stay. The record has no writer epoch: it fences nobody, and a running
     job applies its own policy at its next save. A dry run returns the same verdicts and changes nothing. Raises
-    InvalidMetric for a metric that no live checkpoint has: of those that it ranks none would stay.
+    InvalidMetric for a metric that no live checkpoint has, though they have others, or that is all the policy goes by.
     """
     verdicts: list[Verdict] = []
 
     def change(newest: Record | None) -> Remove | None:
+        found = candidates(log, newest, timed=False)
         for metric in sorted(policy.required_metrics()):
-            check_metric_exists(candidates(log, newest, timed=False), metric)
+            if isinstance(policy, KeepBest) or any(one.metrics for one in found):
+                check_metric_exists(found, metric)
         verdicts[:] = verdicts_on(log, newest, policy)
         drops = tuple(verdict.number for verdict in verdicts if not verdict.keep)
         return Remove(trash=drops, reason="retention by hand") if drops else None

@@ -459,6 +459,13 @@ def test_prune_refuses_a_metric_that_no_checkpoint_has(run: Any, store: Path) ->
         assert [checkpoint.step for checkpoint in opened] == [20, 30]
         with pytest.raises(InvalidMetric, match="lss"):
             opened.retain(KeepLatest(1) | KeepBest(1, "lss", "min"), dry_run=True)
+    with open_store(store.with_name("young")) as opened:  # nothing has been evaluated there yet
+        for step in (1, 2, 3):
+            opened.save(step, {"n": step})
+        verdicts = opened.retain(KeepLatest(2) | KeepBest(1, "loss", "min"))
+        assert [verdict.keep for verdict in verdicts] == [False, True, True]
+        with pytest.raises(InvalidMetric, match="loss"):
+            opened.retain(KeepBest(1, "loss", "min"))
 
 
 def test_prune_applies_a_policy_and_says_why(run: Any, run_json: Any, store: Path) -> None:
