@@ -213,8 +213,9 @@ def _check_verb(pattern: object) -> None:
         )
 
 
-def _checked(error: Exception | None) -> Exception | None:
-    if error is not None and not isinstance(error, BaseException):
+def _checked(error: Any) -> Any:
+    is_class = isinstance(error, type) and issubclass(error, BaseException)
+    if error is not None and not is_class and not isinstance(error, BaseException):
         raise InvalidInput(f"error is {error!r}, it is an exception")
     return error
 

@@ -251,7 +251,7 @@ def test_nothing_is_started_with_bad_input(tmp_path: Path) -> None:
         ((*base, "--nodes", "2", "--", "touch", made), "--node-rank is missing"),
         ((*base, "--pattern", "m{stp}.pt", "--", "touch", made), "'m{stp}.pt' has {stp}"),
         (("run", "--store", out, "--folder", out, "--", "touch", made), "is the store"),
-        (("run", "--store", out, "--folder", out / "x", "--", "touch", made), "lies in it"),
+        (("run", "--store", out, "--folder", out / "checkpoints/x", "--", "touch", made), "of its checkpoints"),
         ((*base, "--interval", "0", "--", "touch", made), "at least"),
         (("run", "--store", "no://x", "--folder", out, "--", "touch", made), "cannot be opened"),
         (

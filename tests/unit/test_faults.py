@@ -224,6 +224,8 @@ def test_which_calls_match(memory: MemoryStorage) -> None:
         return failed
 
     assert failing(wrap(memory, FailAt(2)), "abcd") == "c"
+    with pytest.raises(ZeroDivisionError):
+        put(wrap(memory, FailAt("write", ZeroDivisionError)), "a", b"")  # type: ignore[arg-type]
     assert failing(wrap(memory, FailAt("write", times=2, skip=1)), "abcd") == "bc"
     assert failing(wrap(memory, FailAt("*", times=None)), "abcd") == "abcd"
     assert failing(wrap(memory, FailAt("write [bd]", times=None)), "abcd") == "bd"

@@ -136,7 +136,9 @@ class Encoder:
         if id(value) in self._open:
             raise InvalidState(f"{path} refers to itself")
         if len(self._open) == MAX_DEPTH:
-            raise InvalidState(f"{path} is nested too deeply", hint=f"Values are stored up to {MAX_DEPTH} levels deep")
+            raise InvalidState(
+                f"{shortened(path)} is nested too deeply", hint=f"Values are stored up to {MAX_DEPTH} levels deep"
+            )
         self._open.add(id(value))
         try:
             if kind is dict:

@@ -17,6 +17,7 @@ from typing import Any
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.events import emit
+from ckptstore.format.layout import CHECKPOINT_PREFIX
 from ckptstore.group import StorageGroup
 from ckptstore.opening import open_store
 from ckptstore.retention import Policy
@@ -352,12 +353,15 @@ def _prepared(plan: AgentPlan) -> Iterator[_Prepared]:
 
     with locked(plan.folder, node_rank=plan.nodes.rank, waits=waits) as lock:
         folder, store = Folder(plan.folder, plan.rules), plan.opened()
-        storage = job_of(store).storage
-        if isinstance(storage, Disk) and plan.folder.resolve().is_relative_to(storage.local_path("").resolve()):
-            raise InvalidInput(
-                f"The folder {plan.folder} is the store {store.uri}, or lies in it",
-                hint="Give the store a directory beside it",
-            )
+        storage, real = job_of(store).storage, plan.folder.resolve()
+        if isinstance(storage, Disk):
+            root = storage.local_path("").resolve()
+            if real == root or real.is_relative_to(root / CHECKPOINT_PREFIX):
+                store.close()
+                raise InvalidInput(
+                    f"The folder {real} is the store {root}, or that of its checkpoints",
+                    hint="Give the store a directory beside it",
+                )
         folder.sweep()
         yield _Prepared(lock, store, folder, is_shared(store, folder))
 
