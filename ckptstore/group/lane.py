@@ -41,7 +41,7 @@ from ckptstore.group.meeting import Meeting, unpack
 from ckptstore.group.message import Keys, Message
 
 _FAREWELL_SECONDS = 10.0
-_EVERY_RANK = "The ranks have not met yet: every rank must call save, and resume or load, not one rank alone"
+EVERY_RANK = "The ranks have not met yet: every rank must call save, and resume or load, not one rank alone"
 
 Fault = BaseException | None
 """The error of this rank that makes a meeting fail; None if there is none."""
@@ -226,7 +226,7 @@ class Lane(Seated):
             return RankTimeout(
                 f"{spoken(silent).capitalize()} gave no sign of life for {seconds:g} s in {tag!r}",
                 ranks=silent,
-                hint=hint if self._name or self._call > 1 else f"{_EVERY_RANK}. {hint}",
+                hint=hint if self._name or self._call > 1 else f"{EVERY_RANK}. {hint}",
             )
         return None
 

@@ -11,10 +11,10 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from ckptstore.errors import GroupMissing, InvalidInput, RankTimeout
 from ckptstore.group.base import LEADER, new_start_token
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.caller import Caller
+from ckptstore.group.lane import EVERY_RANK
 from ckptstore.group.life import LEFT, Pace
 from ckptstore.runtime.torch_private import cloned, default_store, uncounted_group
 
@@ -39,9 +40,7 @@ _LAST_SIGN = 1 << 40
 _LEAST_GLOO_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
 """The longest time that a second connection to the store may take."""
-
-_opened: Counter[str] = Counter()
-"""The number of groups that were opened over each process group: the same on all its ranks, and part of every key."""
+_DRAWN_KEY, _ADMITTED_KEY = "drawn", "admitted"
 
 
 class TorchGroup(BoardGroup):
@@ -81,17 +80,26 @@ def open_torch_group(process_group: Any = None, *, rank_timeout_seconds: float, 
             f"torch.distributed with the back-end {dist.get_backend(process_group)!r} has no key-value store",
             hint="Give group=StorageGroup(rank, world_size, start_token)",
         )
-    group = _meet(process_group, store, rank_timeout_seconds=rank_timeout_seconds, node=node)
-    return agree_on_start(group, lambda: _gloo_group(group, process_group))
+    board = _board(process_group, store, timeout_seconds=rank_timeout_seconds)
+    group = TorchGroup(
+        board,
+        rank=dist.get_rank(process_group),
+        world_size=dist.get_world_size(process_group),
+        rank_timeout_seconds=rank_timeout_seconds,
+        node=node,
+    )
+    return agree_on_start(group, board, lambda: _gloo_group(group, process_group))
 
 
-def agree_on_start(group: TorchGroup, make_process_group: Callable[[], Any] = lambda: None) -> TorchGroup:
+def agree_on_start(
+    group: TorchGroup, board: TorchBoard, make_process_group: Callable[[], Any] = lambda: None
+) -> TorchGroup:
     """Return the group once it has the start token of its leader, and a process group. Close it on failure.
 
     Collective.
     """
     try:
-        with group.meeting("open the group") as meeting:
+        with board.admission(leads=group.rank == LEADER), group.meeting("open the group") as meeting:
             group.start_token = meeting.tell(new_start_token)
         group.process_group = make_process_group()
     except BaseException:
@@ -132,7 +140,8 @@ def open_served_group(
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
             notice.announce(f"{host} {store.port}")
         else:
-            host, port = _wait_for_address(notice, rank_timeout_seconds).rsplit(" ", 1)
+            address = _from_leader(notice.look, timeout_seconds=rank_timeout_seconds, hint=notice.hint)
+            host, port = address.rsplit(" ", 1)
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
     except RuntimeError as error:  # torch's errors are RuntimeErrors
         raise GroupMissing(
@@ -156,39 +165,31 @@ def open_served_group(
     return group
 
 
-def _wait_for_address(notice: Notice, timeout_seconds: float) -> str:
+def _from_leader(look: Callable[[], str | None], *, timeout_seconds: float, hint: str) -> str:
+    """Return what the leader posts, once `look` finds it. Raises RankTimeout."""
     pace, until = Pace(shortest_seconds=0.005, longest_seconds=0.25), time.monotonic() + timeout_seconds
-    while (address := notice.look()) is None:
+    while (found := look()) is None:
         if time.monotonic() > until:
             raise RankTimeout(
                 f"Rank {LEADER} gave no sign of life for {timeout_seconds:g} s in 'open the group'",
                 ranks=(LEADER,),
-                hint=notice.hint,
+                hint=hint,
             )
         time.sleep(pace.seconds())
         pace.look()
-    return address
+    return found
 
 
-def _meet(process_group: Any, store: Any, *, rank_timeout_seconds: float, node: str | None) -> TorchGroup:
+def _board(process_group: Any, store: Any, *, timeout_seconds: float) -> TorchBoard:
     over: Any = process_group or dist.group.WORLD
-    name = str(over.group_name)
-    _opened[name] += 1
     has_leader_zero = dist.get_process_group_ranks(process_group)[LEADER] == 0
-    board = TorchBoard(
+    return TorchBoard(
         store,
-        prefix=f"ckptstore/{name}/{_opened[name]}",
+        prefix=f"ckptstore/{over.group_name}",
         world_size=dist.get_world_size(process_group),
-        timeout_seconds=rank_timeout_seconds,
+        timeout_seconds=timeout_seconds,
         server_ranks=(LEADER,) if has_leader_zero else (),
         removes=dist.get_rank(process_group) == LEADER,
-    )
-    return TorchGroup(
-        board,
-        rank=dist.get_rank(process_group),
-        world_size=dist.get_world_size(process_group),
-        rank_timeout_seconds=rank_timeout_seconds,
-        node=node,
     )
 
 
@@ -197,7 +198,7 @@ def _gloo_group(group: TorchGroup, process_group: Any) -> Any:
     with group.meeting("make a gloo group") as meeting:
         number = meeting.tell(lambda: secrets.randbits(60))
         try:
-            with uncounted_group(number) if process_group is not None else nullcontext():
+            with uncounted_group(number):  # a counted one meets at the addresses that dead processes left in the store
                 return dist.new_group(
                     dist.get_process_group_ranks(process_group),
                     timeout=timedelta(seconds=max(group.rank_timeout_seconds, _LEAST_GLOO_SECONDS)),
@@ -210,6 +211,25 @@ def _gloo_group(group: TorchGroup, process_group: Any) -> Any:
                 hint="GLOO_SOCKET_IFNAME names the network interface; or give group=StorageGroup(rank, world_size, "
                 "start_token)",
             ) from error
+
+
+def _admit(lobby: Any, token: str) -> None:
+    """Post the token for each number that was drawn since the last time."""
+    drawn = lobby.add(_DRAWN_KEY, 0)
+    num_new = drawn - lobby.add(_ADMITTED_KEY, 0)
+    for number in range(drawn - num_new, drawn):
+        lobby.set(str(number + 1), token.encode())
+    if num_new:
+        lobby.add(_ADMITTED_KEY, num_new)
+
+
+def _admitted(lobby: Any, number: str) -> str | None:
+    """Return the token that was posted for a number, and remove it; None if there is none yet."""
+    if not lobby.check([number]):
+        return None
+    (token,) = lobby.multi_get([number])
+    lobby.delete_key(number)
+    return str(token.decode())
 
 
 class TorchBoard:
@@ -241,6 +261,32 @@ class TorchBoard:
         self._store: Any = self._request(self._clone)
         self._scanned: dict[str, int] = {}
         self._parts: dict[str, list[str]] = {}
+        self._admit: Callable[[], None] | None = None
+        """Leader: tells the ranks that wait to be admitted the token; None once all are."""
+
+    @contextmanager
+    def admission(self, *, leads: bool) -> Iterator[None]:
+        """Go on below a token that the leader makes, and let the others know it while the context lasts. Collective.
+
+        The store may hold keys of processes that have died: torchrun keeps one store for all attempts. So each of the
+        others draws a number that nobody had before. What the leader posts for that number is for this process.
+        """
+        lobby = self._store
+        if leads:
+            token = new_start_token()
+            self._admit = partial(_admit, lobby, token)
+        else:
+            number = str(self._request(lambda: lobby.add(_DRAWN_KEY, 1)))
+            token = _from_leader(
+                lambda: self._request(lambda: _admitted(lobby, number)),
+                timeout_seconds=self._timeout_seconds,
+                hint=f"{EVERY_RANK}. {self.hint}",
+            )
+        clone = self._clone
+        self._clone = lambda: dist.PrefixStore(token, clone())  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(token, lobby)  # type: ignore[attr-defined]
+        yield
+        self._admit = None
 
     def post(self, key: str, data: bytes) -> bytes | None:
         """See `Board.post`."""
@@ -279,6 +325,8 @@ class TorchBoard:
 
     def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:
         """See `Board.fetch`."""
+        if self._admit is not None:
+            self._request(self._admit)
         there = self._present(list(keys))
         found: dict[str, bytes] = {}
         for start in range(0, len(there), _FETCHED_AT_ONCE):

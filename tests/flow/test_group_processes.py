@@ -193,6 +193,43 @@ def through_torch(root: Path) -> Any:
     return everybody, ends
 
 
+def attempt(port: int, ends: list[str]) -> Any:
+    """Meet as the workers of one attempt of torchrun do, at the store of its agent; a rank may end before or after."""
+    import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the back-end
+
+    from ckptstore.group.torch_board import open_torch_group
+
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=2)  # gloo meets at dead addresses now and then
+    if ends[rank] == "at once":
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group = open_torch_group(rank_timeout_seconds=1 if "at once" in ends else PATIENCE_SECONDS)
+        return exchange(group, "call", lambda: b"%d" % rank, joined), summed(1, over=group.process_group)
+    except RankTimeout as error:
+        return error.ranks
+    finally:
+        if ends[rank] == "without a word":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_meet_again_where_dead_processes_left_their_keys() -> None:
+    import torch.distributed as dist
+
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(*ends: str) -> list[Any]:
+        killed = [rank for rank, end in enumerate(ends) if end != "well"]
+        return forked_ranks.run_ranks(2, attempt, agent.port, list(ends), expect_killed=killed)
+
+    start("without a word", "without a word")
+    assert start("at once", "well")[1] == (0,)
+    assert start("well", "at once")[0] == (1,)
+    assert start("well", "well") == [(b"0,1", 2)] * 2
+
+
 def summed(value: float, over: Any = None) -> float:
     import torch
     import torch.distributed as dist
@@ -205,7 +242,8 @@ def summed(value: float, over: Any = None) -> float:
 def our_keys() -> list[str]:
     from ckptstore.runtime.torch_private import default_store
 
-    return [key for key in default_store().list_keys() if "ckptstore/" in key]
+    keys = [key for key in default_store().list_keys() if "ckptstore/" in key]
+    return [key for key in keys if not key.endswith(("/drawn", "/admitted"))]  # two counters that never go back
 
 
 def beside_training(group: Group) -> list[bytes]:

@@ -108,11 +108,9 @@ class KeyValueGroup:
         if server is None:
             gone = world.plan.chance("machine", self.job) < 0.5
             server = world.servers[self.job] = Server(members[0].process, answers_nobody=gone)
-        member = members[self.rank]
-        member.num_groups += 1
         board = TorchBoard(
             SimStore(world, server),
-            prefix=f"ckptstore/world/{member.num_groups}",
+            prefix="ckptstore/world",
             world_size=self.world_size,
             timeout_seconds=config.rank_timeout_seconds,
             server_ranks=(0,),
@@ -124,7 +122,7 @@ class KeyValueGroup:
             rank_timeout_seconds=config.rank_timeout_seconds,
             node=f"node-{self.rank % 2}",
         )
-        return agree_on_start(group)
+        return agree_on_start(group, board)
 
 
 def _prefix_store(prefix: str, store: Any) -> Any:

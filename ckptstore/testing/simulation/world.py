@@ -56,7 +56,6 @@ class Member:
     is_closed: bool = False
     has_saved: bool = False
     """True if a save to the disks of nodes has succeeded."""
-    num_groups: int = 0
     num_broadcasts: int = 0
     is_done: bool = False
     stopped_seconds: float = 0.0
