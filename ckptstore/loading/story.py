@@ -32,13 +32,15 @@ class NodeCopies:
 
     def __init__(self, files: CheckpointFiles, manifest: Manifest, stack: ExitStack) -> None:
         """The copies are held until `stack` is left."""
+        from ckptstore.node_cache import root_of
+
         self._files = files
         self._manifest = manifest
         self._digest = _content_of(files, manifest, manifest.encode())
         self._stack = stack
         self._paths: dict[str, Path] = {}
         self._lock = threading.Lock()
-        self.root = files.config.cache.cache_dir.absolute()
+        self.root = root_of(files.config.cache.cache_dir)
 
     def path(self, name: str) -> Path:
         """Return the path of the copy of a file on this node, after downloading and checking it if need be."""

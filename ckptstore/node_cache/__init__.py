@@ -16,6 +16,6 @@ the directory, `readers` the leases, `eviction` the removal of copies.
 from __future__ import annotations
 
 from ckptstore.node_cache.cache import NodeCache
-from ckptstore.node_cache.place import copy_key
+from ckptstore.node_cache.place import copy_key, root_of
 
-__all__ = ["NodeCache", "copy_key"]
+__all__ = ["NodeCache", "copy_key", "root_of"]

@@ -97,13 +97,18 @@ _known: dict[Path, CachePlace] = {}
 """The opened places. No mutex guards it: a process that is forked meanwhile would find it locked for ever."""
 
 
+def root_of(cache_dir: Path) -> Path:
+    """Return the path of the cache directory as everybody uses it: absolute, and with no link above it."""
+    return Path(os.path.realpath(cache_dir.parent)) / cache_dir.name
+
+
 def open_place(cache_dir: Path) -> CachePlace:
     """Open the cache directory, created if absent, for this user alone.
 
     Raises CacheError when it is a symbolic link, belongs to another user, lets others in, or cannot be written. On a
     file system that other nodes may share, warns once per process and keeps the copies of each node apart.
     """
-    given = Path(os.path.realpath(cache_dir.parent)) / cache_dir.name
+    given = root_of(cache_dir)
     try:
         is_new = not given.exists()
         _make_private(given)
