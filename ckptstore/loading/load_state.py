@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from ckptstore.errors import (
+    CacheError,
     CheckpointThinned,
     InvalidInput,
+    StorageFull,
     StoreMissing,
 )
 from ckptstore.format.layout import DCP_METADATA_NAME
@@ -257,9 +259,8 @@ class _Reader:
 
     def _read_index(self, ranges: Sequence[RangeRead]) -> None:
         """Read ranges of the index, from this node's copy of its main file if there is one."""
-        if self._copies is not None and ranges and ranges[0].key == f"{self._files.prefix}{INDEX_NAME}":
-            self._read_near(ranges, *self._copies)
-        else:
+        is_main = bool(ranges) and ranges[0].key == f"{self._files.prefix}{INDEX_NAME}"
+        if not (is_main and self._is_read_near(ranges)):
             self._files.read(ranges)
 
     def _checked(self, index: TensorIndex) -> TensorIndex:
@@ -274,19 +275,28 @@ class _Reader:
 
     def read(self, ranges: Sequence[RangeRead]) -> None:
         """See `Transfer.read`."""
-        if self._is_near and self._copies is not None:
-            self._read_near(ranges, *self._copies)
+        if self._is_near and self._is_read_near(ranges):
             return
         if self._elsewhere:
             ranges = [replace(item, key=self._elsewhere.get(item.key, item.key)) for item in ranges]
         self._files.read(ranges)
 
-    def _read_near(self, ranges: Sequence[RangeRead], copies: NodeCopies, local: Transfer) -> None:
-        """Read from the copies on this node."""
-        names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
-        keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
-        with copies.lost_is_told(), counting():  # the download was counted already; a read of the copy is no traffic
-            local.read([replace(item, key=keys[item.key]) for item in ranges])
+    def _is_read_near(self, ranges: Sequence[RangeRead]) -> bool:
+        """Read from the copies on this node. Return False if there are none, or they cannot be used from now on: the
+        storage decides what is damaged."""
+        if self._copies is None:
+            return False
+        copies, local = self._copies
+        try:
+            names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
+            keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
+            with copies.reading(), counting():  # the download was counted already; a read of the copy is no traffic
+                local.read([replace(item, key=keys[item.key]) for item in ranges])
+        except (CacheError, StorageFull) as error:
+            logger.warning("the rest of this load passes the node cache by, and reads the storage: %s", error)
+            self._copies = None
+            return False
+        return True
 
 
 def has_state(manifest: Manifest) -> bool:

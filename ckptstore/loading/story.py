@@ -13,11 +13,11 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from ckptstore.errors import CacheError, InvalidInput, StorageError, StorageFull
+from ckptstore.errors import CacheError, CheckpointDamaged, InvalidInput, StorageError, StorageFull
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -64,15 +64,19 @@ class NodeCopies:
             return self._paths[name]
 
     @contextmanager
-    def lost_is_told(self) -> Iterator[None]:
-        """Raise CacheError if a copy that is read inside has vanished."""
+    def reading(self) -> Iterator[None]:
+        """Raise CacheError if a copy that is read inside is damaged or cannot be read. It is removed, so that the next
+        one who wants it downloads it again."""
         try:
             yield
-        except FileNotFoundError as error:
+        except (CheckpointDamaged, StorageError) as error:
+            if error.file:
+                with suppress(OSError):
+                    (self.root / error.file).unlink()
             raise CacheError(
-                f"A copy of step {self._manifest.step} vanished from the node cache {self.root} while it was read",
+                f"A copy of step {self._manifest.step} in the node cache {self.root} cannot be used: {error.message}",
                 step=self._manifest.step,
-                hint="Set CKPTSTORE_CACHE_DIR to a directory that nothing cleans up",
+                hint="Set CKPTSTORE_CACHE_DIR to a directory on a healthy disk, which nothing cleans up",
             ) from error
 
 

@@ -13,9 +13,8 @@ from missing_worker import load_after_a_loss
 from thread_ranks import run_threads
 
 from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, open_store
-from ckptstore.errors import CacheError, StorageUnavailable
+from ckptstore.errors import StorageUnavailable
 from ckptstore.events import CheckpointSkipped, Event, listening
-from ckptstore.loading.story import NodeCopies
 from ckptstore.testing import FailAt, with_faults
 
 FILES = ["tensors.index", "*.distcp", "ckptstore.json"]
@@ -120,20 +119,3 @@ def test_a_directory_of_the_node_cache_is_whole_again_when_it_is_handed_out(tmp_
                 assert path == reading
                 assert sorted(file.name for file in path.iterdir()) == before == ["a", "b", "ckptstore.json", "empty"]
                 assert (path / "a").read_bytes() == b"a"
-
-
-@pytest.mark.parametrize("pattern", ["tensors.index", "*.distcp"])
-def test_a_copy_that_vanishes_while_it_is_read_is_no_damage(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-    path_of = NodeCopies.path
-
-    def vanishing(copies: NodeCopies, name: str) -> Path:
-        path = path_of(copies, name)
-        if path.match(pattern):
-            path.unlink()
-        return path
-
-    with memory_store() as store:
-        save_two(store)
-        monkeypatch.setattr(NodeCopies, "path", vanishing)
-        with pytest.raises(CacheError, match="vanished from the node cache"):
-            store.load(state(0), read_once="node")
