@@ -246,11 +246,12 @@ class Peers:
         """
         names = sorted(node.name for node in self._nodes)
         own = names.index(self._own_name) if self._own_name in names else 0
+        turns = {name: (number - own) % len(names) for number, name in enumerate(names)}
         window_bytes = max(1, len(names) * self._config.peers_cache_bytes // 2)
         places, seen_bytes = [], 0
         for number, (key, offset, size_bytes) in enumerate(stretches):
             owner = self._owner(self._file(key), offset // EXTENT_BYTES)
-            turn = 0 if owner is None else (names.index(owner.name) - own) % len(names)
+            turn = 0 if owner is None else turns.get(owner.name, 0)  # a node may have joined meanwhile
             places.append((seen_bytes // window_bytes, turn, number))
             seen_bytes += size_bytes
         return [number for *_, number in sorted(places)]
