@@ -136,19 +136,19 @@ class Channel:
         return found.digest()
 
 
-def greet(line: socket.socket, keys: SharedKeys, *, rank: int, server_rank: int, node: str) -> Channel:
-    """Client: prove its identity to the server of a node, which `server_rank` runs, and have the server prove its own.
+def greet(line: socket.socket, keys: SharedKeys, *, rank: int, server_rank: int, node: str, seconds: float) -> Channel:
+    """Client: prove its identity to the server of a node, which `server_rank` runs, and have the server prove its own,
+    in at most so many seconds in all.
 
-    Raises NotProved when the server does not, OSError and ValueError when it sends something else.
+    Raises NotProved when the server does not, OSError and ValueError when it sends something else, or too slowly.
     """
-    key = keys.shared_with(server_rank)
+    key, deadline = keys.shared_with(server_rank), time.monotonic() + seconds
     mine = secrets.token_hex(32)
     _send(line, {"rank": rank, "node": node, "nonce": mine})
-    answer = _parsed(_received(line, _MAX_GREETING_BYTES))
+    answer = _parsed(_received(line, _MAX_GREETING_BYTES, deadline))
     theirs = str(answer.get("nonce"))
     context = f"{rank} {node} {mine} {theirs}"
-    if not hmac.compare_digest(str(answer.get("proof")), _proof(key, "server", context)):
-        raise NotProved("it does not have the key of the job")
+    _check_proof(answer, _proof(key, "server", context))
     _send(line, {"proof": _proof(key, "client", context)})
     return Channel(line, bytes.fromhex(_proof(key, "session", context)), is_client=True)
 
@@ -168,8 +168,7 @@ def welcome(line: socket.socket, keys: SharedKeys, *, node: str, seconds: float)
     context = f"{rank} {node} {theirs} {mine}"
     _send(line, {"nonce": mine, "proof": _proof(key, "server", context)})
     answer = _parsed(_received(line, _MAX_GREETING_BYTES, deadline))
-    if not hmac.compare_digest(str(answer.get("proof")), _proof(key, "client", context)):
-        raise NotProved("it does not have the key of the job")
+    _check_proof(answer, _proof(key, "client", context))
     return Channel(line, bytes.fromhex(_proof(key, "session", context)), is_client=False)
 
 
@@ -186,6 +185,12 @@ def receive_into(line: socket.socket, view: memoryview, deadline: float | None =
 
 def _proof(key: bytes, who: str, context: str) -> str:
     return hmac.new(key, f"{who} {context}".encode(), "sha256").hexdigest()
+
+
+def _check_proof(answer: Mapping[str, Any], proof: str) -> None:
+    """Raise NotProved unless an answer has this proof."""
+    if not hmac.compare_digest(str(answer.get("proof")).encode(), proof.encode()):  # a stranger sends any characters
+        raise NotProved("it does not have the key of the job")
 
 
 def _send(line: socket.socket, header: Mapping[str, Any]) -> None:

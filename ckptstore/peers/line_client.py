@@ -87,9 +87,17 @@ class LineClient:
         failures = []
         for address in list(self._addresses):
             connection: socket.socket | None = None
+            seconds = min(GREETING_SECONDS, self._timeout_seconds)
             try:
-                connection = socket.create_connection(address, timeout=min(GREETING_SECONDS, self._timeout_seconds))
-                channel = greet(connection, self._keys, rank=self._rank, server_rank=self._server_rank, node=self.node)
+                connection = socket.create_connection(address, timeout=seconds)
+                channel = greet(
+                    connection,
+                    self._keys,
+                    rank=self._rank,
+                    server_rank=self._server_rank,
+                    node=self.node,
+                    seconds=seconds,
+                )
                 set_up(connection, self._timeout_seconds)
             except (OSError, ValueError) as error:
                 if connection is not None:

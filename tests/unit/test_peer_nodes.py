@@ -418,18 +418,38 @@ def test_a_node_that_cannot_prove_the_token_gets_nothing(server: S3Server, askin
             assert line.recv(1) == b""
 
 
-def test_a_greeting_that_never_ends_is_no_peer() -> None:
+def never_ends(line: socket.socket) -> None:
+    line.sendall((4000).to_bytes(4, "little") + b"[" * 4000)
+
+
+def trickles(line: socket.socket) -> None:
+    line.sendall((4000).to_bytes(4, "little"))
+    for _ in range(60):
+        line.sendall(b" ")
+        time.sleep(0.05)
+
+
+def has_odd_characters(line: socket.socket) -> None:
+    greeting = '{"nonce": "1", "proof": "é"}'.encode()
+    line.sendall(len(greeting).to_bytes(4, "little") + greeting)
+
+
+@pytest.mark.parametrize(
+    ("speak", "reason"),
+    [(never_ends, "never ends"), (trickles, "timed out"), (has_odd_characters, "does not have the key of the job")],
+)
+def test_whoever_greets_in_another_way_is_no_peer(speak: Callable[[socket.socket], None], reason: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def greet() -> None:
             line, _ = listener.accept()
-            with line:
-                line.sendall((4000).to_bytes(4, "little") + b"[" * 4000)
+            with line, suppress(OSError):
+                speak(line)
                 line.recv(1000)
 
         threading.Thread(target=greet, daemon=True).start()
-        client = LineClient(GROUP, [listener.getsockname()[:2]], TokenKeys(TOKEN), timeout_seconds=5)
-        with pytest.raises(StorageUnavailable, match="never ends"):
+        client = LineClient(GROUP, [listener.getsockname()[:2]], TokenKeys(TOKEN), timeout_seconds=0.5)
+        with pytest.raises(StorageUnavailable, match=reason):
             client.talk("it", lambda channel: {})
 
 
