@@ -22,6 +22,8 @@ LEASE_PREFIX = "leases/"
 CHECKPOINT_PREFIX = "checkpoints/"
 CURSOR_PREFIX = "cursors/"
 GROUP_PREFIX = "group/"
+AGAIN = "~"
+"""Stands below it between a start token and the number of times that its ranks have met, from the second time on."""
 PROBE_PREFIX = "probe/"
 
 MANIFEST_NAME = "ckptstore.json"

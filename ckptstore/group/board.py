@@ -93,8 +93,7 @@ class Seat:
             f"Two processes take part as rank {self.rank} of the job start {self.start_token!r}: "
             f"{message.by} (world size {self.world_size}) and {whose}",
             ranks=(self.rank,),
-            hint="Give a start_token that is new for every start of the job, and each rank to one process; "
-            "close a store before opening it again",
+            hint="Give a start_token that is new for every start of the job, and each rank to one process",
         )
 
     def take(self) -> None:

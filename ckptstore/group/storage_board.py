@@ -14,12 +14,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import count
 from typing import TypeVar
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, FileMissing, StorageError
-from ckptstore.format.layout import GROUP_PREFIX
+from ckptstore.format.layout import AGAIN, GROUP_PREFIX
 from ckptstore.group.life import LEFT
 from ckptstore.runtime.parallel import mapped, started
 from ckptstore.storage.base import Storage, create_if_able
@@ -40,9 +41,19 @@ class StorageBoard:
 
     shortest_poll_seconds = 0.005
 
-    def __init__(self, storage: Storage, *, start_token: str, world_size: int, retry: RetryConfig) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        start_token: str,
+        world_size: int,
+        retry: RetryConfig,
+        number: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """`number` is called once, when this rank meets the others, and returns how often it has done that."""
         self._storage = storage
-        self._prefix = f"{GROUP_PREFIX}{start_token}/"
+        self._start_token = start_token
+        self._number = number
         self._retry = retry
         self._counter = count()
         self._lock = threading.Lock()
@@ -52,6 +63,13 @@ class StorageBoard:
             "Look for its process and its log. If this is the first call of the job, check that every rank "
             f"sees the same {storage.uri} and has the start_token {start_token!r}"
         )
+
+    @cached_property
+    def _prefix(self) -> str:
+        # Not below that of the time before: its leader removes the directory, perhaps after this rank has come back.
+        number = self._number()
+        again = f"{AGAIN}{number}" if number > 1 else ""
+        return f"{GROUP_PREFIX}{self._start_token}{again}/"
 
     def post(self, key: str, data: bytes) -> bytes | None:
         """See `Board.post`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptstore.config import RetryConfig
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 _TOKEN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 MOST_RANKS = 128
 """The most ranks that may meet. The leader reads each answer with a separate request."""
+_met: Counter[tuple[str, str, int]] = Counter()
+"""The number of groups in which this process has met the others, by storage, start token and rank: the same on all
+ranks. A group without a meeting is not counted, for one rank alone may open a store to look something up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,21 @@ class StorageGroup:
         from ckptstore.group.storage_board import StorageBoard
 
         return BoardGroup(
-            StorageBoard(storage, start_token=self.start_token, world_size=self.world_size, retry=retry),
+            StorageBoard(
+                storage,
+                start_token=self.start_token,
+                world_size=self.world_size,
+                retry=retry,
+                number=partial(_counted, (storage.uri, self.start_token, self.rank)),
+            ),
             rank=self.rank,
             world_size=self.world_size,
             rank_timeout_seconds=rank_timeout_seconds,
             start_token=self.start_token,
             node=self.node,
         )
+
+
+def _counted(rank: tuple[str, str, int]) -> int:
+    _met[rank] += 1
+    return _met[rank]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from ckptstore.errors import CkptstoreError, FileMissing, StorageError, StoreMissing
 from ckptstore.format.changes import Claim
 from ckptstore.format.layout import (
+    AGAIN,
     CHECKPOINT_PREFIX,
     CURSOR_PREFIX,
     GROUP_PREFIX,
@@ -255,14 +256,18 @@ def _find_exchanges(
         return
     now_seconds = now()
     old = {prefix for prefix, seconds in last.items() if now_seconds - seconds > ENDED_SECONDS}
-    groups = {prefix.removeprefix(GROUP_PREFIX).rstrip("/") for prefix in old if prefix.startswith(GROUP_PREFIX)}
+    groups = {_token_in(prefix) for prefix in old if prefix.startswith(GROUP_PREFIX)}
     owner, superseded = _claims_of(log, newest, groups)
     for prefix in sorted(old):
-        token = prefix.removeprefix(GROUP_PREFIX).rstrip("/")
+        token = _token_in(prefix)
         if claim or not prefix.startswith(GROUP_PREFIX) or token in superseded:
             found.exchanges.append(prefix)
         elif token != owner:
             found.left[prefix] = "of ranks that never claimed the store, perhaps readers; `gc --claim` takes it"
+
+
+def _token_in(group_prefix: str) -> str:
+    return group_prefix.removeprefix(GROUP_PREFIX).rstrip("/").partition(AGAIN)[0]
 
 
 def _claims_of(log: Log, newest: Record, tokens: AbstractSet[str]) -> tuple[str | None, set[str]]:

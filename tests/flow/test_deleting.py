@@ -411,14 +411,14 @@ def test_messages_go_when_their_job_was_superseded_and_not_by_a_clock(tmp_path: 
             store._job.log.append(lambda _newest, token=token: Claim(token, 2))  # type: ignore[misc]
         save_tree(store, tmp_path, 1)
         store._job.log.append(lambda _newest: Claim("job-3", 2))
-        old, live, reader = marks(root, "job-1"), marks(root, "job-3"), marks(root, "eval-1")
+        old, live, reader = marks(root, "job-1~2"), marks(root, "job-3~2"), marks(root, "eval-1")
         young = make_tree(root / "group/job-10", {"member.00000": b"1"})
         found = store.collect_garbage()
-        assert found.exchanges == ["group/job-1/"]
+        assert found.exchanges == ["group/job-1~2/"]
         assert list(found.left) == ["group/eval-1/"]
         assert (old.exists(), live.exists(), reader.exists(), young.exists()) == (False, True, True, True)
         found = store.collect_garbage(claim=True)
-        assert found.exchanges == ["group/eval-1/", "group/job-3/"]
+        assert found.exchanges == ["group/eval-1/", "group/job-3~2/"]
 
 
 # Retention

@@ -13,6 +13,7 @@ from typing import Any
 
 import forked_ranks
 from exchanging import exchange
+from thread_ranks import in_threads
 
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageFull
@@ -191,6 +192,23 @@ def through_torch(root: Path) -> Any:
     ends = deaths(hasty, root)
     hasty.close()
     return everybody, ends
+
+
+def test_ranks_meet_again_in_one_start_and_one_that_looks_alone_is_not_counted(tmp_path: Path) -> None:
+    def run(rank: int) -> list[Any]:
+        given, seen = StorageGroup(rank, 2, "first-start"), []
+        for number in range(3):
+            storage = LocalStorage(tmp_path)
+            options: dict[str, Any] = {"rank_timeout_seconds": SHORT_SECONDS, "retry": RetryConfig()}
+            if rank == number:
+                given.open(storage, **options).close()
+            group = given.open(storage, **options)
+            seen.append(exchange(group, "call", lambda: b"%d" % rank, joined))
+            group.close()
+        return seen
+
+    assert in_threads(2, run) == [[b"0,1"] * 3] * 2
+    assert list((tmp_path / "group").iterdir()) == []
 
 
 def attempt(port: int, ends: list[str]) -> Any:

@@ -232,7 +232,9 @@ def test_signs_of_life_keep_an_attempt_in_flight(scene: Scene) -> None:
         board.give_sign(f"life.{rank:05d}")
     assert scene.look().attempts[0].status == "writing"
     scene.look(SILENT_SECONDS / 2)
-    board.give_sign("lane.life.00001")
+    again = StorageBoard(scene.storage, start_token="signs", world_size=2, retry=ONCE, number=lambda: 2)
+    again.give_sign("lane.life.00001")
+    StorageBoard(scene.storage, start_token="signs-2", world_size=3, retry=ONCE).give_sign("life.00002")
     look = scene.look(SILENT_SECONDS / 2)
     assert look.signs is not None
     assert (look.signs.num_ranks, look.signs.oldest_rank) == (2, 0)

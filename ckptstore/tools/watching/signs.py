@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 
-from ckptstore.format.layout import GROUP_PREFIX
+from ckptstore.format.layout import AGAIN, GROUP_PREFIX
 from ckptstore.storage.base import Storage, StoredFile
 from ckptstore.tools.watching.look import SeenSigns
-
-_SIGN = re.compile(r"(?:lane\.)?life\.([0-9]{5,9})")
 
 
 class SignsOfLife:
@@ -17,7 +15,8 @@ class SignsOfLife:
 
     def __init__(self, storage: Storage, start_token: str) -> None:
         self._storage = storage
-        self._prefix = f"{GROUP_PREFIX}{start_token}/"
+        self._prefix = f"{GROUP_PREFIX}{start_token}"
+        self._sign = re.compile(rf"{re.escape(self._prefix)}(?:{AGAIN}[0-9]+)?/(?:lane\.)?life\.([0-9]{{5,9}})")
         self._last: dict[int, tuple[Hashable, float]] = {}
 
     def look(self, *, now: float, wall_seconds: float) -> SeenSigns | None:
@@ -27,7 +26,7 @@ class SignsOfLife:
         """
         signs: dict[int, list[StoredFile]] = {}
         for file in self._storage.list(self._prefix):
-            match = _SIGN.fullmatch(file.key.removeprefix(self._prefix))
+            match = self._sign.fullmatch(file.key)
             if match is not None:
                 signs.setdefault(int(match[1]), []).append(file)
         for rank, found in signs.items():
