@@ -74,12 +74,15 @@ class Peers:
         """The troubles in a row of each node."""
         self._lock = threading.Lock()
         self._server: PeerServer | None = None
+        self._is_closed = False
         self._process_id = os.getpid()
         self._own_name = ""
         self._nodes: list[PeerNode] = []
         self._look_up()
         in_forked_child(self, Peers._after_fork)
-        if not self._own_name and self._nodes:
+        if not self._nodes:
+            logger.warning("no node is found behind the peers %s: the name is looked up again", config.peers)
+        elif not self._own_name:
             logger.warning(
                 "none of the peers %s is this node: it asks them, and gives nothing to them",
                 ", ".join(node.name for node in self._nodes),
@@ -93,24 +96,37 @@ class Peers:
             client.close()
 
     def _look_up(self) -> None:
-        """Look the names up, which may lead to other nodes later, and serve if no process of this node does."""
+        """Look the names up, which may lead to other nodes later, and serve."""
         self._looked_seconds = time.monotonic()
         self._nodes = find_nodes(self._entries) or self._nodes
-        if self._server is None:
-            self._serve()
+        self._serve()
 
     def _serve(self) -> None:
         """Serve at the first own address whose port is free. Where all are taken, other processes of this node do."""
-        for node in self._nodes:
-            for address in node.own_addresses:
-                self._own_name = self._own_name or node.name
-                self._server = server_at(address, self._source, self._config, self._num_reads)
-                if self._server is not None:
-                    self._own_name = node.name
-                    return
+        with self._lock:
+            if self._server is not None or self._is_closed:  # a slow look-up may end after `close`
+                return
+            for node in self._nodes:
+                for address in node.own_addresses:
+                    self._own_name = self._own_name or node.name
+                    self._server = server_at(address, self._source, self._config, self._num_reads)
+                    if self._server is not None:
+                        self._own_name = node.name
+                        return
 
     def _owner(self, file: str, index: int, without: Collection[str] = ()) -> PeerNode | None:
         """Return the node that owns an extent if those named are away, None if there are not two nodes that might."""
+        if not self.are_several or not is_shared(file):
+            return None
+        now = time.monotonic()
+        usable = [node for node in self._nodes if node.name not in without and self._until.get(node.name, 0.0) <= now]
+        extent = f" {index} {file}".encode()
+        return min(usable, key=lambda node: hashlib.blake2b(node.name.encode() + extent).digest(), default=None)
+
+    @property
+    def are_several(self) -> bool:
+        """True if there are nodes to share extents with, as far as their names are known: they are looked up again when
+        it is time."""
         now = time.monotonic()
         with self._lock:
             looks = now - self._looked_seconds > _LOOK_SECONDS and self._process_id == os.getpid()
@@ -118,16 +134,6 @@ class Peers:
                 self._looked_seconds = now
         if looks:
             started(self._look_up, name="ckptstore-peer-names")  # a name server may be slow
-        nodes = self._nodes
-        if not self.are_several or not is_shared(file):
-            return None
-        usable = [node for node in nodes if node.name not in without and self._until.get(node.name, 0.0) <= now]
-        extent = f" {index} {file}".encode()
-        return min(usable, key=lambda node: hashlib.blake2b(node.name.encode() + extent).digest(), default=None)
-
-    @property
-    def are_several(self) -> bool:
-        """True if there are nodes to share extents with."""
         return len(self._nodes) > 1
 
     def _file(self, key: str) -> str:
@@ -259,6 +265,7 @@ class Peers:
     def close(self) -> None:
         """Close the connections, and serve no more once no other node asks."""
         with self._lock:
+            self._is_closed = True
             clients, self._clients = self._clients, {}
             server, self._server = self._server, None
         for client in clients.values():

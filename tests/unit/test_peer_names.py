@@ -53,3 +53,37 @@ def test_a_node_that_joins_in_the_middle_of_a_read(hosts: list[str], monkeypatch
     stretches = [(FILE, number * EXTENT_BYTES, EXTENT_BYTES) for number in range(40)]
     assert sorted(peers.order(stretches)) == list(range(40))
     peers.close()
+
+
+@pytest.mark.parametrize("at_first", [["127.0.0.1"], []])
+def test_a_node_that_is_alone_at_first_finds_those_that_come_later(
+    hosts: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_first: list[str]
+) -> None:
+    hosts[:] = at_first
+    peers = peers_at(port := free_port())
+    assert [record.getMessage() for record in caplog.records] == (
+        [] if at_first else [f"no node is found behind the peers all:{port}: the name is looked up again"]
+    )
+    hosts[:] = ["127.0.0.1", "127.0.0.2"]
+    assert not peers.are_several
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
+    assert peers.are_several
+    assert is_taken(port)
+    peers.close()
+
+
+def is_taken(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return True
+    return False
+
+
+def test_a_look_up_that_ends_late_serves_no_closed_store(hosts: list[str]) -> None:
+    hosts[:] = ["127.0.0.1", "127.0.0.2"]
+    peers = peers_at(port := free_port())
+    assert is_taken(port)
+    peers.close()
+    peers._look_up()
+    assert not is_taken(port)
