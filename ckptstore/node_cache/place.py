@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,10 +135,24 @@ def open_place(cache_dir: Path) -> CachePlace:
 _HINT = "Set CKPTSTORE_CACHE_DIR to a directory on a disk of this node that belongs to you alone"
 
 
+_CONTENTS = re.compile(r"[0-9a-f]{64}|\.tmp-.+|locks|leases|node-.+")
+
+
 def _make_private(path: Path) -> None:
     fault = make_private(path)
+    if fault and _is_made_again(path):
+        path.chmod(0o700)
+        fault = make_private(path)
     if fault:
         raise CacheError(f"The node cache {path} {fault}", hint="chmod it to 700" if "mode" in fault else _HINT)
+
+
+def _is_made_again(path: Path) -> bool:
+    """Return True for a directory that a download may have made after somebody removed the cache: it is of this user,
+    nobody else can have put anything into it, and it holds nothing but copies."""
+    status = path.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    return is_own and all(_CONTENTS.fullmatch(name) for name in os.listdir(path))
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:

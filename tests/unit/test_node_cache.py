@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from ckptstore import open_store
 from ckptstore.config import CacheConfig
 from ckptstore.errors import CacheError, InvalidInput, StorageError, StorageFull
 from ckptstore.events import DownloadFinished, DownloadStarted, DownloadWaited, Event, listening
+from ckptstore.loading.story import download_files
 from ckptstore.node_cache import NodeCache, copy_key, place
 from ckptstore.node_cache import cache as cache_module
 from ckptstore.node_cache.place import filesystem_of, is_network, open_place
@@ -376,12 +378,38 @@ def test_a_key_is_a_digest(root: Path) -> None:
     assert not root.exists()
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
-def test_a_directory_that_lets_others_in_is_refused(root: Path, mode: int) -> None:
-    root.mkdir()
+@pytest.mark.parametrize(("mode", "other"), [(0o770, ""), (0o757, ""), (0o755, "thesis.tex"), (0o701, "thesis.tex")])
+def test_a_directory_that_lets_others_in_is_refused(root: Path, mode: int, other: str) -> None:
+    (root / other).mkdir(parents=True)
     root.chmod(mode)
     with pytest.raises(CacheError, match=f"mode {mode:o}"), fetch(NodeCache(config_at(root)), A, Downloads()):
         pass
+
+
+def test_a_cache_that_is_removed_while_a_download_fills_it_can_be_used_again(root: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in "abc":
+        (source / name).write_bytes(name.encode())
+    with open_store(f"memory://{tmp_path.name}") as store:
+        checkpoint = store.save_directory(1, source)
+        files = checkpoint._files
+        manifest, _ = files.read_manifest()
+
+        def download(path: Path) -> None:
+            shutil.rmtree(root)
+            download_files(files, manifest, manifest.files, path, cached=True)
+
+        before = os.umask(0o022)
+        try:
+            with NodeCache(config_at(root)).fetch_once(A, step=1, size_bytes=3, download=download):
+                pass
+            assert root.stat().st_mode & 0o077
+        finally:
+            os.umask(before)
+    with fetch(NodeCache(config_at(root)), B, Downloads()) as path:
+        assert_whole(path)
+    assert root.stat().st_mode & 0o077 == 0
 
 
 def test_a_link_or_a_file_is_refused(root: Path, tmp_path: Path) -> None:

@@ -56,6 +56,18 @@ def test_a_download_is_what_was_stored(storage: Any, tmp_path: Path, durable: bo
     assert beats
 
 
+@pytest.mark.parametrize("size", [4096, 17 * MIB + 3])
+def test_a_directory_that_is_removed_meanwhile_is_no_missing_file(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(os, "makedirs", lambda *_, **__: None)  # removed as soon as it is made
+    transfer = transfer_over(storage)
+    with pytest.raises(StorageError, match="No such file or directory") as caught:
+        transfer.download([(wanted(f"d/{size}", DATA[:size]), tmp_path / "gone/file")])
+    transfer.close()
+    assert not isinstance(caught.value, FileMissing)
+
+
 @pytest.mark.parametrize("read_only", [True, False])
 def test_a_download_may_be_for_reading_alone(storage: Any, tmp_path: Path, read_only: bool) -> None:
     transfer = transfer_over(storage)

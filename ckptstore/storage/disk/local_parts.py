@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ckptstore.errors import StorageError
+from ckptstore.errors import FileMissing, StorageError
 from ckptstore.format.digest import Digest
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.disk import posix
@@ -113,13 +113,15 @@ class NewFile:
             os.close(descriptor)
 
     def _error(self, error: OSError) -> StorageError:
-        return posix.translate(
-            error,
-            what=f"Writing {self._path}",
-            file=self._key,
-            needed_bytes=self._size_bytes,
-            directory=os.path.dirname(self._path),
-        )
+        return _failed(error, self._key, self._path, self._size_bytes)
+
+
+def _failed(error: OSError, key: str, path: str, size_bytes: int) -> StorageError:
+    failed = posix.translate(
+        error, what=f"Writing {path}", file=key, needed_bytes=size_bytes, directory=os.path.dirname(path)
+    )
+    # Somebody has removed the directory: FileMissing would say that what is read is not there.
+    return StorageError(failed.message, file=key) if isinstance(failed, FileMissing) else failed
 
 
 def _open_new(path: str, mode: int, flags: int = 0) -> int:
@@ -147,10 +149,7 @@ def write_new(key: str, path: str, view: memoryview, *, mode: int) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        directory = os.path.dirname(path)
-        raise posix.translate(
-            error, what=f"Writing {path}", file=key, needed_bytes=len(view), directory=directory
-        ) from error
+        raise _failed(error, key, path, len(view)) from error
 
 
 def flush_files(paths: Sequence[str]) -> None:
