@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ckptstore.errors import InvalidInput
 from ckptstore.group import Group
+from ckptstore.runtime.beat import beat
 from ckptstore.state.read.read_plan import Step, run_steps
 from ckptstore.transfer import RangeRead
 
@@ -70,19 +71,19 @@ class SharedSteps:
     ) -> None:
         """Read this rank's share of a wave. When all ranks have read theirs, broadcast everything to all."""
         owners = _owners(wave, self._group.world_size)
-        held = [by_place[place][0].range_read() for place in wave]
-        mine = [item for (item, _), owner in zip(held, owners, strict=True) if owner == self._group.rank]
-
         with self._group.meeting("read shares"):
-            read(mine)
-        for place, (item, buffer), owner in zip(wave, held, owners, strict=True):
-            self._broadcast(item.views, owner)
-            first, *others = by_place[place]
-            for other in others:  # several tensors of this rank have the same bytes
-                copied, memory = other.range_read()
-                _fill(copied.views, item.views)
-                other.finish(memory)
-            first.finish(buffer)
+            held = [by_place[place][0].range_read() for place in wave]
+            read([item for (item, _), owner in zip(held, owners, strict=True) if owner == self._group.rank])
+        failure: Exception | None = None
+        with self._group.meeting("share"):  # so that a rank that dies is named
+            for place, (item, buffer), owner in zip(wave, held, owners, strict=True):
+                self._broadcast(item.views, owner)
+                try:
+                    _finish(by_place[place], item, buffer)
+                except Exception as error:  # after the last broadcast, for which all others wait
+                    failure = failure or error
+            if failure is not None:
+                raise failure
 
     def _broadcast(self, views: Sequence[memoryview], owner: int) -> None:
         """Send what lies in these views of the owner to those of all others, whose borders may be other ones."""
@@ -91,8 +92,19 @@ class SharedSteps:
             parts = _between(views, start, start + _PIECE_BYTES)
             piece = parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
             dist.broadcast(torch.frombuffer(piece, dtype=torch.uint8), source, group=self._process_group)
+            beat()
             if len(parts) > 1 and owner != self._group.rank:
                 _fill(parts, [piece])
+
+
+def _finish(steps: Sequence[Step], item: RangeRead, buffer: Any) -> None:
+    """Finish the first step with what was read for it, and the others, which want the same bytes, with copies."""
+    first, *others = steps
+    for other in others:
+        copied, memory = other.range_read()
+        _fill(copied.views, item.views)
+        other.finish(memory)
+    first.finish(buffer)
 
 
 def _between(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
