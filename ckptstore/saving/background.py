@@ -168,7 +168,7 @@ class Background:
             except BaseException as error:  # nothing may be lost with the thread
                 failure = RankFailed(f"{type(error).__name__}: {error}", step=pending.step, committed=None)
                 failure.__cause__ = error
-                self._fail(pending, failure)
+                self._fail(pending, failure, is_told=isinstance(error, Exception))
             finally:
                 pending._ended.set()
 
@@ -191,12 +191,12 @@ class Background:
         self.raise_failure(max_failures=max_failures)
         return pending
 
-    def _fail(self, pending: PendingSave, error: CkptstoreError) -> None:
+    def _fail(self, pending: PendingSave, error: CkptstoreError, *, is_told: bool = True) -> None:
         self._failures += 1
         pending._error = self._unseen = error
         if is_ending():
             self._tell_unseen()
-        elif not self._tells_at_exit:
+        elif is_told and not self._tells_at_exit:
             self._tells_at_exit = True
             atexit.register(self._tell_unseen)  # also where nobody holds the store any more
 
