@@ -199,7 +199,7 @@ def test_bad_metrics_of_one_rank_are_refused_on_all(source: Path, tmp_path: Path
     def run(rank: int) -> None:
         with ckptstore.ray.store(tmp_path / "store", group=StorageGroup(rank, 2, "start")) as store:
             for step, save in enumerate(saves_of(store, source)):
-                with pytest.raises(InvalidMetric, match="'loss' is a object"):
+                with pytest.raises(InvalidMetric, match="'loss' is "):
                     save(step, metrics={"loss": object() if rank else 0.5})
             assert not store.exists()
             store.save(4, {"epoch": 0}, metrics={"loss": 0.5})

@@ -65,6 +65,7 @@ def safe_metrics(metrics: Mapping[str, Any], *, score: Score | None) -> dict[str
             holder[name], replaced = score.worst, fault
     if not places:
         safe[score.name] = score.worst
+    safe.pop(REPLACED, None)  # that of a report whose metrics are reported again
     if replaced is not None:
         safe[REPLACED] = {score.name: replaced}
     return safe
