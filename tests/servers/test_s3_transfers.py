@@ -23,7 +23,7 @@ from ckptstore.transfer.sources import FileSource, MemorySource
 MIB = 1 << 20
 SIZES = (34 * MIB + 17, 8 * MIB, MIB, 1000, 0)
 QUICK = RetryConfig(
-    retry_attempts=10, retry_deadline_seconds=60, retry_wait_initial_seconds=0.01, retry_wait_max_seconds=0.5
+    retry_attempts=40, retry_deadline_seconds=60, retry_wait_initial_seconds=0.01, retry_wait_max_seconds=0.5
 )
 numbers = itertools.count()
 
