@@ -179,9 +179,9 @@ class Job:
                 made[:] = self._claims_of_start(newest)
                 return None if made else Claim(start_token=self.group.start_token, world_size=self.group.world_size)
 
-            newest = self.log.append(change) or self.log.newest()
-            claim = made[0] if made else newest
-            assert claim is not None  # it was appended
+            appended = self.log.append(change)
+            newest = appended or self.log.newest()
+            claim = made[0] if made else cast(Record, appended)
             self.epoch, self.resume_from = claim.state.epoch, claim.state.resume_from
             self._claim = claim.number, claim.sha256
         if newest is None or newest.state.epoch != self.epoch:

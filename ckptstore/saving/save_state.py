@@ -159,8 +159,8 @@ class StateSaver:
 
         def finished() -> SaveResult:
             files = finish()
-            assert files.record is not None  # it was committed
-            self._last_record = files.record, time.monotonic()
+            if files.record is not None:
+                self._last_record = files.record, time.monotonic()
             return SaveResult(files)
 
         return transaction, finished

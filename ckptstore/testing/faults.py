@@ -124,7 +124,7 @@ class _AtMatch:
             _check_verb(match.partition(" ")[0])
         elif not callable(match) and (type(match) is not int or match < 0):
             raise InvalidInput(f"{match!r} matches no call", hint='Give an index, "verb key-pattern" or a function')
-        if type(skip) is not int or skip < 0 or (times is not None and (type(times) is not int or times < 1)):
+        if type(skip) not in (int, bool) or skip < 0 or (times is not None and (type(times) is not int or times < 1)):
             raise InvalidInput(f"skip is {skip!r} and times {times!r}: a number from 0, and one from 1 or None")
         self.match, self._phase, self._skip, self._times = match, phase, skip, times
         self._lock = threading.Lock()
