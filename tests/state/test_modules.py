@@ -435,3 +435,29 @@ def test_an_object_of_which_a_part_is_skipped_is_left_alone() -> None:
     state = {"mixed": {}}
     assert saved.load(state) == Mismatch()
     assert state == {"mixed": {}}
+
+
+@pytest.mark.parametrize("kind", ["scripted", "traced", "inside"])
+def test_modules_of_torchscript_come_back(tmp_path: Path, kind: str) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated, and still met
+            found: Any = torch.jit.trace(inner, torch.ones(2, 4)) if kind == "traced" else torch.jit.script(inner)
+        module = nn.Sequential(found) if kind == "inside" else found
+        optimizer = torch.optim.AdamW(module.parameters())
+        module(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+        return module, optimizer
+
+    (module, optimizer), (other, other_optimizer) = made(), made()
+    with open_store(tmp_path) as store:
+        store.save(1, {"model": module, "optimizer": optimizer})
+        store.save_async(2, {"model": module, "optimizer": optimizer}).result()
+        for step in (1, 2):
+            shaken(other)
+            store[step].load({"model": other, "optimizer": other_optimizer})
+            assert {name: bits(item) for name, item in other.state_dict().items()} == {
+                name: bits(item) for name, item in module.state_dict().items()
+            }
+            ours, theirs = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
+            assert all(torch.equal(theirs[number]["exp_avg"], ours[number]["exp_avg"]) for number in ours)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -192,11 +191,6 @@ def _quantised() -> nn.Module:
     return changed
 
 
-def _scripted() -> Any:
-    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated, and still met
-        return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
-
-
 def _compiled(module: nn.Module) -> Any:
     # The class and the names of torch.compile, eighty times faster: nothing is ever compiled.
     return torch.compiler.disable(module)  # type: ignore[no-untyped-call]
@@ -244,7 +238,6 @@ MODULES: Mapping[str, Callable[[], nn.Module]] = {
     "pruned": _pruned,
     "lazy": lambda: nn.LazyLinear(WIDTH),
     "quantised": _quantised,
-    "scripted": _scripted,
     "extra state dict": lambda: _ExtraState("dict"),
     "extra state tensor": lambda: _ExtraState("tensor"),
     "extra state growing": lambda: _ExtraState("growing"),
