@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -12,6 +13,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout, lock_descriptor
 
 _POLL_SECONDS = 0.05
+
+
+NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
+"""Errors of a file system that has no locks."""
 
 
 class Exclusive:

@@ -25,8 +25,9 @@ def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
     verdicts: list[Verdict] = []
 
     def change(newest: Record | None) -> Remove | None:
-        found = candidates(log, newest, timed=False)
-        for metric in sorted(policy.required_metrics()):
+        metrics = sorted(policy.required_metrics())
+        found = candidates(log, newest, timed=False) if metrics else []
+        for metric in metrics:
             if isinstance(policy, KeepBest) or any(one.metrics for one in found):
                 check_metric_exists(found, metric)
         verdicts[:] = verdicts_on(log, newest, policy)

@@ -11,7 +11,6 @@ The directory below the id of the store is laid out like the root of the store, 
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import re
@@ -32,7 +31,7 @@ from ckptstore.errors import (
 from ckptstore.fast.candidates import NodeSighting
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
-from ckptstore.runtime.file_locks import Exclusive, lock_open_file
+from ckptstore.runtime.file_locks import NO_LOCKS, Exclusive, lock_open_file
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.disk.posix import make_private
@@ -42,8 +41,6 @@ STORE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _EPOCH_KEY = "epoch"
 _LOCK_NAME = "lock"
-_NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
-"""Errors of a file system without locks. A job works there too: then a deletion may meet a reader, whose read fails."""
 LOCK_SECONDS = 60.0
 """The longest wait for another process to end a deletion."""
 
@@ -347,7 +344,7 @@ def locked(path: str) -> Iterator[None]:
                 hint="A job that was stopped while it deleted holds it: end that job",
             )
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:  # a job works there too: then a deletion may meet a reader, whose read fails
             raise posix.translate(error, what="Locking", file=path, directory=path) from error
     try:
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import socket
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptstore.errors import InvalidInput
-from ckptstore.runtime.file_locks import lock_open_file
+from ckptstore.runtime.file_locks import NO_LOCKS, lock_open_file
 from ckptstore.tools.run.folders.own_directory import own_directory
 from ckptstore.tools.run.trainer import ORPHAN_SECONDS
 
@@ -49,7 +48,7 @@ def _acquire(descriptor: int, folder: Path, waits: Callable[[str], object]) -> N
             if lock_open_file(descriptor, shared=False):
                 return
         except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            if error.errno in NO_LOCKS:
                 return
             raise
         holder = os.pread(descriptor, 20, 0).decode(errors="replace")
