@@ -7,7 +7,7 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
@@ -29,13 +29,14 @@ from ckptstore.format.record import Record
 from ckptstore.group import Group, check_shared, find_group
 from ckptstore.group.base import GroupOfParent, new_start_token
 from ckptstore.log import SALVAGE_HINT, Log
-from ckptstore.log.identity import read_or_create_identity
+from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_or_create_identity, read_store_json
 from ckptstore.log.reader import LogReader
 from ckptstore.retention import Candidate, Missing, Policy
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.fork import in_forked_child
-from ckptstore.runtime.parallel import started
+from ckptstore.runtime.parallel import mapped, started
 from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.probe import is_server
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer import Transfer
@@ -164,7 +165,7 @@ class Job:
                 from ckptstore.program import provenance
 
                 provenance()  # begins to look for the commit, so that it is known when a manifest is written
-            self.log.try_creates()
+            self._try_creates()
             self.log.check_safe()  # before anything is written
             beat()  # on a storage that fails often, the other ranks may wait long
             self.store_id()
@@ -192,6 +193,22 @@ class Job:
                 hint="Stop this job, or start it again to take the store over",
             )
         return newest
+
+    def _try_creates(self) -> None:
+        """Test if the storage honours create-if-absent, and read meanwhile what a claim needs: a request to a server is
+        a round trip, and the test takes three of them."""
+
+        def read_id() -> None:
+            with suppress(CkptstoreError):  # the claim reads again what was not found, and raises what is wrong
+                found = read_store_json(self.storage, retry=self.config.retry)
+                self._store_id = found.store_id if found and found.kept_by == KEPT_BY_CKPTSTORE else ""
+
+        def read_log() -> None:
+            with suppress(CkptstoreError):
+                self.log.checked_newest()
+
+        ahead = [read_id, read_log] if is_server(self.storage) else []
+        mapped(lambda call: call(), [self.log.try_creates, *ahead], num_threads=3, name="ckptstore-claim")
 
     def _claims_of_start(self, newest: Record | None) -> list[Record]:
         """Return the claims that other processes have made for this job."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from threading import RLock
-from typing import overload
+from typing import Any, overload
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import (
@@ -27,6 +27,7 @@ from ckptstore.format.changes import Change, Noop
 from ckptstore.format.layout import HINT_KEY, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Hint, LogReader, Probed, link_problem, record_problem
+from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage, Unsupported
 from ckptstore.storage.probe import has_exclusive_create, is_server
 from ckptstore.storage.second_look import looked_twice, tell
@@ -68,12 +69,11 @@ class Log(LogReader):
         If it does not, records are written as `single_writer` allows. Costs about ten small requests, once; disks are
         not tested.
         """
-        with self._appending:
-            if self._exclusive is None or self._is_tried:
-                return
-            if not self._retrying("try to create", lambda: has_exclusive_create(self._storage)):
-                self._exclusive = None
-            self._is_tried = True
+        if self._exclusive is None or self._is_tried:
+            return
+        if not self._retrying("try to create", lambda: has_exclusive_create(self._storage)):
+            self._exclusive = None
+        self._is_tried = True
 
     def check_safe(self) -> None:
         """Raise InvalidInput if the storage cannot create-if-absent and the log was not opened with `single_writer`."""
@@ -204,14 +204,17 @@ class Log(LogReader):
 
     def _newest_checked(self) -> Record | None:
         """Read the newest record from the log itself, whatever a hint says, and check the links that lead to it."""
-        if not self._linked:
-            hint = self._read_hint()
-            if hint is not None:
-                self._probe(hint.newest.number)  # if it exists, the search begins at this record
         known = self._own
-        self._tip = newest = self._gallop(known)
-        if known is not None and newest is known:  # no read so far has shown that the log still exists
-            self.check_there()
+        if known is None:
+            newest = self._hinted() or self._gallop(self._own)
+        elif is_server(self._storage):  # both in one round trip
+            looks: list[Callable[[], Any]] = [lambda: self._gallop(known), self.check_there]
+            newest, _ = mapped(lambda look: look(), looks, num_threads=2, name="ckptstore-log")
+        else:
+            newest = self._gallop(known)
+            if newest is known:  # no read so far has shown that the log still exists
+                self.check_there()
+        self._tip = newest
         if newest is not None and newest.number != self._linked:
             self._tip = newest = self._linked_to(newest)
         if self._fork is not None:
@@ -220,6 +223,16 @@ class Log(LogReader):
                 hint="It can still be read: copy it with `ckptstore cp`, or, where that fails, with `--salvage`",
             )
         return newest
+
+    def _hinted(self) -> Record | None:
+        """Return the newest record if the hint names it, else None; read the records before it in the same round trip,
+        for the links between them are checked next."""
+        hint = self._read_hint()
+        if hint is None:
+            return None
+        number = hint.newest.number
+        *_, found, after = self.found(range(max(1, number - _CHECKED_LINKS), number + 2))
+        return found if isinstance(found, Record) and after is None else None
 
     def _linked_to(self, newest: Record) -> Record:
         """Check the chain, with a second look if it does not hold, and return the newest record. Sets `_fork` to the
