@@ -271,7 +271,6 @@ def _sweeps(job: Job, place: FastPlace, seen: LeaderView, newest: Record, source
         claims=seen.claims,
         store_id=job.store_id(),
         epoch=job.claimed_epoch,
-        has_resumed=True,
         kept=frozenset(usable[-keep:]),
     )
     told: dict[str, Any] = {}
@@ -282,9 +281,8 @@ def _sweeps(job: Job, place: FastPlace, seen: LeaderView, newest: Record, source
             if sighting.node == node and (attempt := Attempt.parse(sighting.attempt)) is not None
         }
         deletions = sweep(found, view, keep=keep)
-        gone = {str(deletion.attempt) for deletion in deletions}
         told[node] = {
-            "kept": [name for name in (*damaged, *usable) if name not in gone],
-            "deleted": [[str(deletion.attempt), deletion.reason] for deletion in deletions],
+            "kept": [name for name in (*damaged, *usable) if name not in deletions],
+            "deleted": [*deletions.items()],
         }
     return told

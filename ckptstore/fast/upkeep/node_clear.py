@@ -130,10 +130,8 @@ def sweepable(found: Sequence[HeldAttempt], view: LogView, *, keep: int) -> dict
         claims=view.claims,
         store_id=view.store_id,
         epoch=view.newest.state.epoch,
-        has_resumed=True,
     )
-    here = {each.attempt: each.certificate for each in found}
-    return {str(deletion.attempt): deletion.reason for deletion in sweep(here, sight, keep=keep)}
+    return sweep({each.attempt: each.certificate for each in found}, sight, keep=keep)
 
 
 def clear(

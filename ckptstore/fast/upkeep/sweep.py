@@ -14,7 +14,7 @@ from ckptstore.format.record import Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepView:
-    """The knowledge of the leader of a job from which it decides."""
+    """The knowledge of the leader of a job from which it decides, once its `resumed` record is in the log."""
 
     newest: Record
     """The newest record, as read from the log itself: a hint is not enough."""
@@ -25,27 +25,17 @@ class SweepView:
     store_id: str
     epoch: int
     """The writer epoch of the job."""
-    has_resumed: bool
-    """True if its `resumed` record is in the log."""
     kept: Collection[str] = ()
     """Attempts to keep: those that are being saved, drained or loaded, and certified ones that other nodes keep."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deletion:
-    """An attempt directory on the node that may go."""
-
-    attempt: Attempt
-    reason: str
-
-
-def sweep(found: Mapping[Attempt, Certificate | None], view: SweepView, *, keep: int) -> list[Deletion]:
-    """Return the directories on one node that may be deleted, with the reasons; all others must stay.
+def sweep(found: Mapping[Attempt, Certificate | None], view: SweepView, *, keep: int) -> dict[str, str]:
+    """Return the attempts whose directories on one node may be deleted, with the reasons; all others must stay.
 
     `found` has every attempt directory of the store on this node with its certificate, None if it has none. The `keep`
     newest that can be resumed from stay, durable or not. Of the others, a certified one goes when it is durable or a
     newer one is certified on this node, and at once when it is void. One without a certificate goes when its epoch is
-    lower than that of a job that has resumed: even if another node certified it, it would be superseded or void.
+    lower than that of the job: even if another node certified it, it would be superseded or void.
 
     Nothing goes when the job was fenced. A directory of this epoch without a certificate belongs to a save in progress,
     or is left to the next start. Raises InvalidInput when `keep` is below 1.
@@ -54,26 +44,25 @@ def sweep(found: Mapping[Attempt, Certificate | None], view: SweepView, *, keep:
         raise InvalidInput(f"keep is {keep}, and the newest fast checkpoint always stays")
     state = view.newest.state
     if state.epoch != view.epoch:
-        return []
+        return {}
     live = {record.entry.attempt for record in view.committed if record.number in state.live}
     trashed = {record.entry.attempt: record for record in view.committed if record.number in state.trash}
-    deletions: list[Deletion] = []
+    deletions: dict[str, str] = {}
     usable: list[Certificate] = []
     for attempt, certificate in sorted(found.items()):
         if certificate is None:
-            if attempt.epoch < view.epoch and view.has_resumed and str(attempt) not in view.kept:
-                deletions.append(Deletion(attempt, "a save that did not end has left it"))
+            if attempt.epoch < view.epoch and str(attempt) not in view.kept:
+                deletions[str(attempt)] = "a save that did not end has left it"
         elif foreign(certificate, view.claims, store_id=view.store_id):
             continue
         elif str(attempt) not in live and (void := void_reason(certificate, state, trashed)):
             if str(attempt) not in view.kept:
-                deletions.append(Deletion(attempt, void))
+                deletions[str(attempt)] = void
         else:
             usable.append(certificate)
     usable.sort(key=lambda certificate: certificate.order, reverse=True)
     for certificate in usable[keep:]:
         name = str(certificate.attempt)
         if name not in view.kept:
-            reason = "it is in the store" if name in live else f"{usable[0].order} is newer"
-            deletions.append(Deletion(certificate.attempt, reason))
+            deletions[name] = "it is in the store" if name in live else f"{usable[0].order} is newer"
     return deletions
