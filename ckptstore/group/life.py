@@ -18,14 +18,8 @@ logger = logging.getLogger("ckptstore.group")
 Clock = Callable[[], float]
 
 
-class Left:
-    """The last sign of a rank, which has closed its store and will not answer any more."""
-
-    def __repr__(self) -> str:
-        return "LEFT"
-
-
-LEFT = Left()
+LEFT: Hashable = "left"
+"""The last sign of a rank, which has closed its store and will not answer any more."""
 
 
 def beat_interval_seconds(rank_timeout_seconds: float) -> float:
