@@ -52,6 +52,7 @@ class Seat:
         start_token: str | None = None,
         node: str | None = None,
     ) -> None:
+        """`rank_timeout_seconds` is the longest time that a rank may give no sign of life."""
         self.board = board
         self.rank = rank
         self.world_size = world_size
@@ -113,36 +114,18 @@ class Seat:
 
 
 class Seated:
-    """The properties of a group, taken from its seat."""
+    """The properties of a group, taken from its seat. See `Group`."""
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
-
-    @property
-    def rank(self) -> int:
-        """See `Group.rank`."""
-        return self._seat.rank
-
-    @property
-    def world_size(self) -> int:
-        """See `Group.world_size`."""
-        return self._seat.world_size
-
-    @property
-    def node(self) -> str:
-        """See `Group.node`."""
-        return self._seat.node
+        self.rank, self.world_size, self.node = seat.rank, seat.world_size, seat.node
+        self.rank_timeout_seconds = seat.rank_timeout_seconds
 
     @property
     def start_token(self) -> str:
-        """See `Group.start_token`."""
+        """See `Group.start_token`. A rank of torch.distributed hears it from its leader when the group is open."""
         return self._seat.start_token
 
     @start_token.setter
     def start_token(self, token: str) -> None:
         self._seat.start_token = token
-
-    @property
-    def rank_timeout_seconds(self) -> float:
-        """The longest time that a rank may give no sign of life."""
-        return self._seat.rank_timeout_seconds

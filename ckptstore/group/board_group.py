@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.group.base import LEADER, Group
-from ckptstore.group.board import Board, Seat, Seated
+from ckptstore.group.board import Seat, Seated
 from ckptstore.group.follower import FollowerLane
 from ckptstore.group.lane import Lane
 from ckptstore.group.leader import LeaderLane
@@ -21,26 +21,8 @@ logger = logging.getLogger("ckptstore.group")
 class BoardGroup(Seated):
     """See `Group` for what is guaranteed."""
 
-    def __init__(
-        self,
-        board: Board,
-        *,
-        rank: int,
-        world_size: int,
-        rank_timeout_seconds: float,
-        start_token: str | None = None,
-        node: str | None = None,
-    ) -> None:
-        super().__init__(
-            Seat(
-                board,
-                rank=rank,
-                world_size=world_size,
-                rank_timeout_seconds=rank_timeout_seconds,
-                start_token=start_token,
-                node=node,
-            )
-        )
+    def __init__(self, seat: Seat) -> None:
+        super().__init__(seat)
         self._lanes: dict[str, Lane] = {}
         """The open lanes by name, without the main one. A name means the same lane until it is closed."""
         self._closed: dict[str, Lane] = {}

@@ -55,23 +55,26 @@ class StorageGroup:
 
     def open(self, storage: Storage, *, rank_timeout_seconds: float, retry: RetryConfig) -> BoardGroup:
         """Return the group, open in this storage. It reads and writes nothing before its first meeting."""
+        from ckptstore.group.board import Seat
         from ckptstore.group.board_group import BoardGroup
         from ckptstore.group.storage_board import StorageBoard
 
-        return BoardGroup(
-            StorageBoard(
-                storage,
-                start_token=self.start_token,
-                world_size=self.world_size,
-                retry=retry,
-                number=partial(_counted, (storage.uri, self.start_token, self.rank)),
-            ),
+        board = StorageBoard(
+            storage,
+            start_token=self.start_token,
+            world_size=self.world_size,
+            retry=retry,
+            number=partial(_counted, (storage.uri, self.start_token, self.rank)),
+        )
+        seat = Seat(
+            board,
             rank=self.rank,
             world_size=self.world_size,
             rank_timeout_seconds=rank_timeout_seconds,
             start_token=self.start_token,
             node=self.node,
         )
+        return BoardGroup(seat)
 
 
 def _counted(rank: tuple[str, str, int]) -> int:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ckptstore.errors import GroupMissing, InvalidInput, RankTimeout
 from ckptstore.group.base import LEADER, new_start_token
+from ckptstore.group.board import Seat
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.caller import Caller
 from ckptstore.group.lane import EVERY_RANK
@@ -81,13 +82,14 @@ def open_torch_group(process_group: Any = None, *, rank_timeout_seconds: float, 
             hint="Give group=StorageGroup(rank, world_size, start_token)",
         )
     board = _board(process_group, store, timeout_seconds=rank_timeout_seconds)
-    group = TorchGroup(
+    seat = Seat(
         board,
         rank=dist.get_rank(process_group),
         world_size=dist.get_world_size(process_group),
         rank_timeout_seconds=rank_timeout_seconds,
         node=node,
     )
+    group = TorchGroup(seat)
     return agree_on_start(group, board, lambda: _gloo_group(group, process_group))
 
 
@@ -153,7 +155,7 @@ def open_served_group(
         store, prefix="ckptstore", world_size=world_size, timeout_seconds=rank_timeout_seconds, server_ranks=(LEADER,)
     )
     board.hint = notice.hint
-    group = TorchGroup(
+    seat = Seat(
         board,
         rank=rank,
         world_size=world_size,
@@ -161,6 +163,7 @@ def open_served_group(
         start_token=start_token,
         node=node,
     )
+    group = TorchGroup(seat)
     group.notice = notice if rank == LEADER else None
     return group
 

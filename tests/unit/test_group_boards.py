@@ -18,7 +18,7 @@ from thread_ranks import in_threads
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, GroupMissing, RankTimeout
-from ckptstore.group.board import Board
+from ckptstore.group.board import Board, Seat
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.caller import Caller
 from ckptstore.group.life import LEFT
@@ -171,7 +171,7 @@ def test_a_store_that_answers_nothing_is_waited_for_until_the_deadline(monkeypat
     store = HangingStore(dist.HashStore())
     board = torch_board(dist.HashStore(), timeout_seconds=0.5)
     board._store = store
-    group = BoardGroup(board, rank=1, world_size=2, rank_timeout_seconds=0.5)
+    group = BoardGroup(Seat(board, rank=1, world_size=2, rank_timeout_seconds=0.5))
 
     def work() -> bytes:
         store.hangs.set()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ckptstore.config import StoreConfig
 from ckptstore.group import Group
+from ckptstore.group.board import Seat
 from ckptstore.group.torch_board import TorchBoard, TorchGroup, agree_on_start
 from ckptstore.runtime import torch_private
 from ckptstore.storage.base import Storage
@@ -115,14 +116,14 @@ class KeyValueGroup:
             timeout_seconds=config.rank_timeout_seconds,
             server_ranks=(0,),
         )
-        group = TorchGroup(
+        seat = Seat(
             board,
             rank=self.rank,
             world_size=self.world_size,
             rank_timeout_seconds=config.rank_timeout_seconds,
             node=f"node-{self.rank % 2}",
         )
-        return agree_on_start(group, board)
+        return agree_on_start(TorchGroup(seat), board)
 
 
 def _prefix_store(prefix: str, store: Any) -> Any:

@@ -26,6 +26,7 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, ranked_name
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import Offer
 from ckptstore.format.timings import RankTimings
+from ckptstore.group.board import Seat
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.meeting import pack
 from ckptstore.group.message import Keys, Message
@@ -118,7 +119,9 @@ def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[s
     board = TorchBoard(
         server, prefix=_TOKEN, world_size=world_size, timeout_seconds=_TIMEOUT_SECONDS, server_ranks=(0,)
     )
-    group = BoardGroup(board, rank=0, world_size=world_size, rank_timeout_seconds=_TIMEOUT_SECONDS, start_token=_TOKEN)
+    group = BoardGroup(
+        Seat(board, rank=0, world_size=world_size, rank_timeout_seconds=_TIMEOUT_SECONDS, start_token=_TOKEN)
+    )
     followers = Followers(root, world_size, board)
     followers.leave_first()
     counted = Counter[str]()
