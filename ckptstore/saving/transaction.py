@@ -6,8 +6,8 @@ each rank describes → the leader decides → each rank stores → the leader p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -127,11 +127,8 @@ class Transaction(Generic[Published]):
         Collective, on any thread."""
         request = self.request
         lane = self.lane.lane(f"{self.attempt} elsewhere")
-        try:
-            with lane.meeting("save", step=request.step) as meeting:
-                begun = meeting.tell(lambda: publisher.begin(request, Decision(None, 0)))
-        finally:
-            lane.close()
+        with closing(lane), lane.meeting("save", step=request.step) as meeting:
+            begun = meeting.tell(lambda: publisher.begin(request, Decision(None, 0)))
         attempt = publisher.join(request, begun)
         return Transaction(publisher, request, attempt, lane.lane(attempt.lane), self.clock)
 
@@ -141,8 +138,9 @@ class Transaction(Generic[Published]):
         An error on any rank before the commit is raised on all ranks, and the written files are removed, by the leader
         alone and only after its own verdict. A rank that does not learn the outcome looks for the checkpoint once.
         """
-        clock, timing = self.clock, dict[str, Any]()
-        with self._ending():
+        clock, destination, timing = self.clock, self.publisher.destination, dict[str, Any]()
+        ending = clock.part(destination.store_uri, is_fast=destination.is_fast, is_last=True)
+        with ending, closing(self.lane):
             try:
                 with self.lane.meeting("receipts") as meeting:
                     with counted_twice() as traffic:
@@ -198,15 +196,6 @@ class Transaction(Generic[Published]):
             with hurried():
                 remove_files(destination.storage, self.attempt)
         raise error
-
-    @contextmanager
-    def _ending(self) -> Iterator[None]:
-        destination = self.publisher.destination
-        with self.clock.part(destination.store_uri, is_fast=destination.is_fast, is_last=True):
-            try:
-                yield
-            finally:
-                self.lane.close()
 
     def close(self) -> None:
         """Give up without `finish`."""
