@@ -19,6 +19,8 @@ from ckptstore.errors import InvalidState
 from ckptstore.runtime.free_memory import tightest_room
 from ckptstore.runtime.new_memory import new_memory, populate
 from ckptstore.runtime.parallel import mapped, started
+from ckptstore.state.tensors.device import LaunchedWork
+from ckptstore.state.tensors.segments import SegmentSource
 from ckptstore.transfer.sources import MemorySource
 
 _COPY_BYTES = 8 << 20
@@ -53,31 +55,6 @@ class Device(Protocol):
 
     def entrance(self) -> Callable[[], None]:
         """Return a function that another thread calls before it pins memory for the devices of this thread."""
-
-
-class Staged(Protocol):
-    """A file to stage, which several threads can copy in stretches at once."""
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of the file."""
-
-    @property
-    def payloads(self) -> Sequence[tuple[int, int]]:
-        """See `Source.payloads`."""
-
-    def fill(self, offset: int, target: memoryview) -> None:
-        """Fill all of `target`, and nothing else, with the bytes from `offset` on."""
-
-
-class Launched(Protocol):
-    """Work on devices that must finish before the copies; see `ckptstore.state.tensors.device`."""
-
-    def enter_thread(self) -> None:
-        """Make further copies of this new thread wait for the work, and run beside everything launched later."""
-
-    def finish_copies(self) -> None:
-        """Wait for the copies of those threads."""
 
 
 class Buffer:
@@ -180,7 +157,7 @@ class Staging:
         for buffer in fresh:
             buffer.is_new = False
 
-    def stage(self, files: Sequence[Staged], launched: Launched) -> list[MemorySource]:
+    def stage(self, files: Sequence[SegmentSource], launched: LaunchedWork) -> list[MemorySource]:
         """Copy all files into buffers, and return the copies in the same order. They have the bytes that the files have
         once `launched` is finished.
 
@@ -240,7 +217,7 @@ class Staging:
         return fresh
 
 
-def _copy(file: Staged, buffer: Buffer, start: int) -> None:
+def _copy(file: SegmentSource, buffer: Buffer, start: int) -> None:
     """Copy one stretch of a file to its place in the buffer."""
     stop = min(start + _COPY_BYTES, file.size_bytes)
     if buffer.is_new:  # faster than page by page
