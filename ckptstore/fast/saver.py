@@ -25,9 +25,9 @@ from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.log_publisher import LogPublisher, making_room
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
-from ckptstore.saving.save_state import Movable, SaveResult, SaveTarget, StateSaver
+from ckptstore.saving.save_state import SaveResult, SaveTarget, StateSaver
 from ckptstore.saving.shard import Shard
-from ckptstore.saving.state_shard import StateOptions
+from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.saving.transaction import Transaction
 
 
@@ -70,7 +70,7 @@ class FastSaver(StateSaver):
         doubled = upload if place.tier.copies == 1 else DoubledUpload(place, upload)
         return SaveTarget(place.disk.storage, doubled, FastPublisher(self.job, place))
 
-    def _finish(self, transaction: Transaction[Any], shard: Movable) -> SaveResult:
+    def _finish(self, transaction: Transaction[Any], shard: StateShard | DirectoryShard) -> SaveResult:
         """See `StateSaver._finish`. If the disk of a node is full or a node cannot be reached, save to the store."""
         job, place = self.job, self.open_place(None)
         place.settle()  # a disk has room for what is being saved beside what stays, and for no more

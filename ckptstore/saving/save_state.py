@@ -21,13 +21,14 @@ from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.saving.background import Background, PendingSave
+from ckptstore.saving.directory_shard import DirectoryShard
 from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.log_publisher import LogPublisher, begin_in_store, making_room
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.staging import Staging
-from ckptstore.saving.state_shard import Before, StateOptions, StatePlan, StateShard
+from ckptstore.saving.state_shard import Before, StateOptions, StateShard
 from ckptstore.saving.transaction import Publisher, Transaction, meet
 from ckptstore.state.live.apply import collect
 from ckptstore.state.tensors import device
@@ -64,13 +65,6 @@ class SaveResult(NamedTuple):
     """The drain that follows; None if the save went to the store."""
     want: Callable[[], None] = lambda: None
     """Asks for that drain, though it may not be due, before somebody waits for it. Collective unless it is due."""
-
-
-class Movable(Shard, Protocol):
-    """A shard that can go to another storage if the first one cannot take it."""
-
-    def move(self, storage: Storage, upload: Upload) -> None:
-        """Use another storage from now on."""
 
 
 class SaveTarget(NamedTuple):
@@ -131,17 +125,16 @@ class StateSaver:
                 raise
             pending = PendingSave(request.step, stalled_seconds=clock.released())
             return self.background.failed(pending, error, max_failures=max_failures)
-        staged = _Staged(shard, check_all=self.job.config.transfer.check_copies == "all")
 
         def finish() -> Any:
-            saved = self._finish(transaction, staged)
+            saved = self._finish(transaction, shard)
             self.watch(pending, saved, done)
             return done(saved)
 
         try:
-            staged.stage(self._staging_memory)
+            check_all = self.job.config.transfer.check_copies == "all"
+            size_bytes = shard.stage(lambda *files: self._staging_memory().stage(*files), check_all=check_all)
             clock.ended("stage")
-            size_bytes = staged.size_bytes
             pending = PendingSave(request.step, stalled_seconds=clock.released())
             rank = self.job.group.rank
             emit(StateStaged(step=pending.step, rank=rank, size_bytes=size_bytes, seconds=pending.stalled_seconds))
@@ -170,7 +163,7 @@ class StateSaver:
         job = self.job
         return SaveTarget(job.storage, job.transfer.upload, LogPublisher(job))
 
-    def _finish(self, transaction: Transaction[Any], shard: Movable) -> SaveResult:
+    def _finish(self, transaction: Transaction[Any], shard: StateShard | DirectoryShard) -> SaveResult:
         """Finish the save after the agreement, on any thread."""
         self._next_kept = None
         with making_room(self.job):
@@ -298,37 +291,3 @@ class StateSaver:
             num_threads = min(self.job.config.transfer.num_threads, os.cpu_count() or 1)
             self._staging = Staging(num_threads=num_threads, device=device)
         return self._staging
-
-
-class _Staged:
-    """A shard whose files are copies. An error of copying is raised by `plan`, in the meeting of all ranks."""
-
-    def __init__(self, shard: StateShard, *, check_all: bool) -> None:
-        self._shard, self._check_all = shard, check_all
-        self._plan: StatePlan | Exception = InvalidInput("Nothing was copied")
-        self.describe, self.decide, self.hear = shard.describe, shard.decide, shard.hear
-
-    def stage(self, staging: Callable[[], Staging]) -> None:
-        """Copy all files of this rank."""
-        try:
-            plan = self._shard.plan()
-            plan.stage(staging().stage, check_all=self._check_all)
-            self._plan = plan
-        except Exception as error:  # no memory, for instance
-            self._plan = error
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of the copies."""
-        return 0 if isinstance(self._plan, Exception) else sum(one.size_bytes for _, one in self._plan.sources)
-
-    def plan(self) -> StatePlan:
-        """See `Shard.plan`."""
-        if isinstance(self._plan, Exception):
-            raise self._plan
-        return self._plan
-
-    def move(self, storage: Storage, upload: Upload) -> None:
-        """Use another storage from now on."""
-        if not isinstance(self._plan, Exception):
-            self._plan.move(storage, upload)

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<I")
 
+Copy = Callable[[Sequence[SegmentSource], LaunchedWork], Sequence[MemorySource]]
+"""`Staging.stage`."""
 Incremental = bool | Literal["reference"]
 StockReadable = bool | Literal["auto"]
 
@@ -140,10 +142,14 @@ class StateShard:
         self._before = before or Before()
         self._has_begun = False
         self._agreement: Agreement | None = None
+        self._staged: StatePlan | Exception | None = None
+        """The plan with the copies of all files, or the error of copying; None without copies."""
 
     def move(self, storage: Storage, upload: Upload) -> None:
         """Use another storage from now on, because the first one cannot take the files."""
         self._storage, self._upload = storage, upload
+        if isinstance(self._staged, StatePlan):
+            self._staged.storage, self._staged.upload = storage, upload
 
     @cached_property
     def _looked(self) -> Looked:
@@ -195,7 +201,11 @@ class StateShard:
             self._agreement = self._negotiator.hear(told)
 
     def plan(self) -> StatePlan:
-        """See `Shard.plan`."""
+        """See `Shard.plan`. Raises the error of copying: in the meeting of all ranks."""
+        if isinstance(self._staged, Exception):
+            raise self._staged
+        if self._staged is not None:
+            return self._staged
         assert self._agreement is not None  # the ranks have met
         return StatePlan(
             looked=self._looked,
@@ -207,6 +217,17 @@ class StateShard:
             options=self._options,
             keep=self._before.keep,
         )
+
+    def stage(self, copy: Copy, *, check_all: bool) -> int:
+        """Copy all files of this rank, and return the bytes of the copies: 0 after an error, which `plan` raises."""
+        try:
+            plan = self.plan()
+            plan.stage(copy, check_all=check_all)
+        except Exception as error:  # no memory, for instance
+            self._staged = error
+            return 0
+        self._staged = plan
+        return sum(source.size_bytes for _, source in plan.sources)
 
 
 @dataclass(kw_only=True)
@@ -273,14 +294,8 @@ class StatePlan:
         _ = self._stock  # adds frames to the files
         return [*self.files.sources()]
 
-    def move(self, storage: Storage, upload: Upload) -> None:
-        """Use another storage from now on, because the first one cannot take the files."""
-        self.storage, self.upload = storage, upload
-
-    def stage(
-        self, copy: Callable[[Sequence[SegmentSource], LaunchedWork], Sequence[MemorySource]], *, check_all: bool
-    ) -> None:
-        """Copy the bytes of all files, as `Staging.stage` does, and compare the copies.
+    def stage(self, copy: Copy, *, check_all: bool) -> None:
+        """Copy the bytes of all files, and compare the copies.
 
         `sources` are the copies afterwards. Raises CkptstoreError, with the key, for a copy that differs from its
         tensor.
