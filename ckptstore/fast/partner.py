@@ -21,35 +21,26 @@ _NUM_STREAMS = 2
 _BEAT_SECONDS = 0.5
 
 
-class DoubledUpload:
-    """An upload to the disk of this node that returns when the partner has equal, durable copies of the files.
+def doubled_upload(place: FastPlace, own: Upload, files: Sequence[PlannedFile]) -> list[Stored]:
+    """Do an upload to the disk of this node, and return when the partner has equal, durable copies of the files.
 
-    It takes two blocks of memory in addition to those of the upload. Raises the errors of the upload, StorageError and
-    its subclasses for the errors of the partner, CheckpointDamaged when a copy differs.
+    The tier has `copies=2`, so there is a partner. It takes two blocks of memory in addition to those of the upload.
+    Raises the errors of the upload, StorageError and its subclasses for the errors of the partner, CheckpointDamaged
+    when a copy differs.
     """
-
-    def __init__(self, place: FastPlace, own: Upload) -> None:
-        """The tier has `copies=2`, so there are at least two nodes."""
-        self._own = own
-        self._partner = place.partner()
-        self._algorithm = place.transfer.algorithm
-
-    def __call__(self, files: Sequence[PlannedFile]) -> list[Stored]:
-        sending = _Sending(self._partner, files, algorithm=self._algorithm)
-        try:
-            stored = self._own(files)
-            copies = sending.result()
-        except BaseException:
-            sending.give_up()
-            raise
-        for file, copied in zip(stored, copies, strict=True):
-            if copied != file.digest:
-                raise CheckpointDamaged(
-                    f"The copy of {file.key} on {self._partner.node} has {copied.shown}, the file has"
-                    f" {file.digest.hex}",
-                    file=file.key,
-                )
-        return stored
+    partner = place.partner()
+    sending = _Sending(partner, files, algorithm=place.transfer.algorithm)
+    try:
+        stored = own(files)
+        copies = sending.result()
+    except BaseException:
+        sending.give_up()
+        raise
+    for file, copied in zip(stored, copies, strict=True):
+        if copied != file.digest:
+            text = f"The copy of {file.key} on {partner.node} has {copied.shown}, the file has {file.digest.hex}"
+            raise CheckpointDamaged(text, file=file.key)
+    return stored
 
 
 def copy_to_partner(place: FastPlace, attempt: Attempt, digests: dict[str, Digest]) -> None:
@@ -65,7 +56,7 @@ def copy_to_partner(place: FastPlace, attempt: Attempt, digests: dict[str, Diges
         found = zip(files, digests.values(), strict=True)
         return [Stored(file.key, file.source.size_bytes, digest) for file, digest in found]
 
-    DoubledUpload(place, stored)(files)
+    doubled_upload(place, stored, files)
 
 
 class _Sending:

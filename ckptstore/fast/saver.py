@@ -15,7 +15,7 @@ from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain import Drain, Drainer
 from ckptstore.fast.fast_files import fast_files_of
 from ckptstore.fast.nodes.fast_place import FastPlace
-from ckptstore.fast.partner import DoubledUpload
+from ckptstore.fast.partner import doubled_upload
 from ckptstore.fast.publisher import FastPublisher
 from ckptstore.format.record import Record
 from ckptstore.loading.checkpoint_files import files_of
@@ -67,7 +67,7 @@ class FastSaver(StateSaver):
             )
         place = self.open_place(request.step)
         upload = place.transfer.upload
-        doubled = upload if place.tier.copies == 1 else DoubledUpload(place, upload)
+        doubled = upload if place.tier.copies == 1 else partial(doubled_upload, place, upload)
         return SaveTarget(place.disk.storage, doubled, FastPublisher(self.job, place))
 
     def _finish(self, transaction: Transaction[Any], shard: StateShard | DirectoryShard) -> SaveResult:

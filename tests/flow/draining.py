@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain import Drain, Drainer
 from ckptstore.fast.guest import guest_of
-from ckptstore.fast.partner import DoubledUpload
+from ckptstore.fast.partner import doubled_upload
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
@@ -58,7 +59,7 @@ class Rank:
         own = {name: data for name, (rank, data) in contents.items() if rank == place.members.rank}
         upload: Upload = place.transfer.upload
         if place.tier.copies == 2:
-            upload = DoubledUpload(place, upload)
+            upload = partial(doubled_upload, place, upload)
         upload(
             [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in own.items()],
         )
