@@ -12,7 +12,7 @@ from typing import Any
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, FileMissing, InvalidInput, StorageError
 from ckptstore.events import CheckpointCommitted, emit
-from ckptstore.format.changes import Commit, StoreState
+from ckptstore.format.changes import Commit
 from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import MANIFEST_NAME, PART_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
@@ -85,20 +85,15 @@ def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: i
     def change(newest: Record | None) -> Commit | None:
         beat()
         state = job.claim(newest).state
-        refuse_void(state, SaveOrder(manifest.epoch, save_number), step=manifest.step)
+        if (void := void_of(state.void, order)) is not None:
+            raise CheckpointGone(f"{order} is void: the store was rolled back to {void.after}", step=manifest.step)
         return _change(job, newest, entry, manifest.references) if state.save_number < save_number else None
 
-    entry = replace(entry_of(manifest, data), save_number=save_number)
+    entry, order = replace(entry_of(manifest, data), save_number=save_number), SaveOrder(manifest.epoch, save_number)
     try:
         return job.log.append(change) or covering(job, save_number, step=manifest.step)
     except CkptstoreError as error:
         return _found_all_the_same(job, attempt, error)
-
-
-def refuse_void(state: StoreState, order: SaveOrder, *, step: int) -> None:
-    """Raise CheckpointGone for a save that a roll back has voided."""
-    if (void := void_of(state.void, order)) is not None:
-        raise CheckpointGone(f"{order} is void: the store was rolled back to {void.after}", step=step)
 
 
 def covering(job: Job, save_number: int, *, step: int) -> Record:
