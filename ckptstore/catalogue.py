@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint, files_behind
@@ -30,38 +30,27 @@ class Entry:
     """One checkpoint in a listing: a live one or, if requested, a fast one."""
 
     checkpoint: Checkpoint
-    is_pinned: bool
-    is_latest: bool
+    is_pinned: bool = False
+    is_latest: bool = False
     """True if it is the latest of the store."""
-    is_resume_source: bool
+    is_resume_source: bool = False
     is_durable: bool = True
     """True if it is in the store."""
     is_fast: bool = False
     """True if it is on the disk of this node and the listing includes fast checkpoints."""
 
 
-class Near(Protocol):
-    """A checkpoint that this process may read before it is in the store."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """A fast checkpoint that this process may read before it is in the store."""
 
-    @property
-    def order(self) -> SaveOrder:
-        """Its place among all saves."""
-
-    @property
-    def attempt(self) -> str:
-        """The name of its directory."""
-
-    @property
-    def is_durable(self) -> bool:
-        """True if the log has it as live."""
-
-    @property
-    def is_superseded(self) -> bool:
-        """True if the log has a newer one."""
-
-    @property
-    def files(self) -> CheckpointFiles:
-        """Its files."""
+    order: SaveOrder
+    attempt: str
+    is_durable: bool
+    """True if the log has it as live."""
+    is_superseded: bool
+    """True if the log has a newer one."""
+    files: CheckpointFiles
 
 
 @bounded
@@ -180,7 +169,10 @@ class Catalogue:
         if not near:
             return entries
         ordered = [(record.entry.order, entry) for record, entry in zip(records, entries, strict=True)]
-        ordered += [(one.order, _fast_entry(Checkpoint(one.files))) for one in near.values()]
+        ordered += [
+            (one.order, Entry(checkpoint=Checkpoint(one.files), is_durable=False, is_fast=True))
+            for one in near.values()
+        ]
         return [entry for _, entry in sorted(ordered, key=lambda pair: pair[0])]
 
     def follow(
@@ -416,17 +408,6 @@ class Catalogue:
         from ckptstore.loading.checkpoint_files import files_of
 
         return Checkpoint(files_of(self._job, record))
-
-
-def _fast_entry(checkpoint: Checkpoint) -> Entry:
-    return Entry(
-        checkpoint=checkpoint,
-        is_pinned=False,
-        is_latest=False,
-        is_resume_source=False,
-        is_durable=False,
-        is_fast=True,
-    )
 
 
 def job_of(catalogue: Catalogue) -> Job:

@@ -6,9 +6,10 @@ import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.catalogue import Near
 from ckptstore.errors import InvalidInput
 from ckptstore.fast import finding
-from ckptstore.fast.near_node import NearCheckpoint, NearNode
+from ckptstore.fast.near_node import NearNode
 from ckptstore.fast.nodes import arrival
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.members import Members
@@ -97,7 +98,7 @@ class Guest:
 
         return FastSaver(job=job, background=background, open_place=partial(self.open, job))
 
-    def near(self, job: Job) -> list[NearCheckpoint]:
+    def near(self, job: Job) -> list[Near]:
         """See `Tier.near`."""
         if self._near is None:
             self._near = NearNode(job, self.tier)

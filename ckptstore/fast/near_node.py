@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from ckptstore.catalogue import Near
 from ckptstore.errors import StorageError
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.fast.certificate import Certificate
@@ -24,29 +24,14 @@ from ckptstore.fast.nodes.node_server import NodeClient
 from ckptstore.fast.tier import FastTier
 from ckptstore.fast.upkeep.node_clear import judge, read_log
 from ckptstore.fast.upkeep.node_inventory import HeldAttempt, held_store
-from ckptstore.format.order import SaveOrder
 from ckptstore.format.timings import clean_node
 from ckptstore.group.base import this_node
 from ckptstore.job import Job
-from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log.identity import read_identity
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NearCheckpoint:
-    """A fast checkpoint that this process may read."""
-
-    order: SaveOrder
-    attempt: str
-    is_durable: bool
-    """True if it is live in the log."""
-    is_superseded: bool
-    """True if the log has a newer one."""
-    files: CheckpointFiles
 
 
 class NearNode:
@@ -61,7 +46,7 @@ class NearNode:
         for transfer in list(self._transfers):
             transfer.close()
 
-    def look(self, place: FastPlace | None) -> list[NearCheckpoint]:
+    def look(self, place: FastPlace | None) -> list[Near]:
         """Return the checkpoints that can be used, oldest first.
 
         A `CheckpointSkipped` event names each of the rest, except void ones.
@@ -92,7 +77,7 @@ class NearNode:
                 emit(CheckpointSkipped(step=each.attempt.step, number=number, reason=f"{name} on {node}: {why}"))
             elif certificate is not None:
                 found.append(
-                    NearCheckpoint(
+                    Near(
                         order=certificate.order,
                         attempt=name,
                         is_durable=judged.standing == "durable",
