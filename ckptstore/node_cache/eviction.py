@@ -8,7 +8,6 @@ import os
 import re
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 from ckptstore.config import CacheConfig
 from ckptstore.errors import CacheError, StorageFull
@@ -28,20 +27,13 @@ _OTHERS_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Copy:
-    used_seconds: float
-    size_bytes: int
-    key: str
-
-
 def make_room(place: CachePlace, *, size_bytes: int, step: int) -> None:
     """Evict copies until a download of that size fits. Raises StorageFull naming the bytes."""
     needed_bytes = int(size_bytes * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
     deadline = time.monotonic() + _OTHERS_SECONDS
     while (free_bytes := place.free_bytes()) < needed_bytes:
         with place.using(), _one_at_a_time(place) as ours:
-            removed = ours and any(remove(place, copy.key) for copy in _unread(place))
+            removed = ours and any(remove(place, key) for _, _, key in _unread(place))
         if (ours and not removed) or time.monotonic() > deadline:
             raise StorageFull(
                 f"The node cache {place.root} needs {needed_bytes:,} bytes for a copy of {size_bytes:,} bytes, "
@@ -71,12 +63,12 @@ def evict(place: CachePlace, config: CacheConfig) -> None:
 
 def _evict_now(place: CachePlace, config: CacheConfig) -> None:
     copies, now = _unread(place), time.time()
-    total_bytes = sum(copy.size_bytes for copy in copies)
+    total_bytes = sum(size_bytes for _, size_bytes, _ in copies)
     budget_bytes = config.cache_budget_bytes or (place.free_bytes() + total_bytes) // 2
-    for copy in copies:
-        idle = now - copy.used_seconds > config.cache_idle_seconds
-        if (idle or total_bytes > budget_bytes) and remove(place, copy.key):
-            total_bytes -= copy.size_bytes
+    for used_seconds, size_bytes, key in copies:
+        idle = now - used_seconds > config.cache_idle_seconds
+        if (idle or total_bytes > budget_bytes) and remove(place, key):
+            total_bytes -= size_bytes
     _forget_lost(place)
 
 
@@ -102,8 +94,8 @@ def _forget_lost(place: CachePlace) -> None:
                     readers.forget(place, key)
 
 
-def _unread(place: CachePlace) -> list[_Copy]:
-    """List the copies that nobody reads, the least recently used first."""
+def _unread(place: CachePlace) -> list[tuple[float, int, str]]:
+    """List the last use, the size and the key of the copies that nobody reads, the least recently used first."""
     found = []
     for path in place.root.iterdir():
         if not KEY.fullmatch(path.name):
@@ -112,7 +104,7 @@ def _unread(place: CachePlace) -> list[_Copy]:
             with readers.excluding_readers(place, path.name) as unread:
                 if not unread:
                     continue
-            found.append(_Copy(*readers.last_use(place, path.name), path.name))
+            found.append((*readers.last_use(place, path.name), path.name))
     return sorted(found)
 
 
