@@ -132,7 +132,7 @@ class FastPublisher:
             is_written = os.path.lexists(disk.storage.local_path(attempt.key(CERTIFICATE_NAME)))
             return f"{self._place.members.node}: {error.message}", isinstance(error, StorageFull) and not is_written
         finally:
-            self._place.has_saved(attempt)
+            self._place.saved.append(str(attempt))
         return None
 
     def _found(self, attempt: Attempt) -> Certificate | None:

@@ -37,11 +37,11 @@ class Drainer:
         self._book.end_in_child(given_up("this process is a fork, and its parent brings it there"))
         self._rounds, self._thread = Rounds(self._job, self._place, self._book), None
 
-    def offer(self, certificate: Certificate, *, is_due: bool = True, wanted: bool = False) -> Drain:
+    def offer(self, certificate: Certificate, *, is_due: bool = True) -> Drain:
         """Offer a fast checkpoint of this job that is whole on the nodes; return at once. All ranks offer the same.
 
-        One that is due, or `wanted` by a caller, is drained; older ones that wait give way to it. Others are drained
-        on request. Raises InvalidInput for one of another job, and for one that is not newer than the last.
+        One that is due is drained; older ones that wait give way to it. Others are drained on request. Raises
+        InvalidInput for one of another job, and for one that is not newer than the last.
         """
         place = self._place
         if (certificate.order.epoch, certificate.claim_number) != (place.epoch, place.claim_number):
@@ -50,7 +50,7 @@ class Drainer:
                 " from is not its own to drain",
                 step=certificate.manifest.step,
             )
-        drain = self._book.offer(certificate, is_active=is_due or wanted)
+        drain = self._book.offer(certificate, is_active=is_due)
         self._start()
         return drain
 

@@ -144,10 +144,6 @@ class FastPlace:
             ]
         return tuple(sorted(set(ranks)))
 
-    def has_saved(self, attempt: Attempt) -> None:
-        """Reporter: note an attempt that is certified, or perhaps is."""
-        self.saved.append(str(attempt))
-
     def delete_old(self) -> None:
         """Reporter: delete superseded attempts, and the remains of failed saves of this job, on a thread of its own.
 
