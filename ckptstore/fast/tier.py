@@ -39,7 +39,9 @@ class FastTier:
     """The name of this node; None for its name in the job's group."""
 
     def __post_init__(self) -> None:
-        path, drain, rate = _given(self.path), _given(self.drain), _given(self.drain_bytes_per_second)
+        path: object = self.path  # a caller may have passed any type
+        drain: object = self.drain
+        rate: object = self.drain_bytes_per_second
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise InvalidInput(f"The path of a fast tier is {path!r}, it must be that of a directory")
         object.__setattr__(self, "path", local_path(path, "The path of a fast tier"))
@@ -63,8 +65,3 @@ class FastTier:
         if self.drain is None or last is None:
             return True
         return candidate.number in self.drain.kept([last, candidate])
-
-
-def _given(value: object) -> object:
-    """Return the value as an object: a caller may have passed any type."""
-    return value
