@@ -37,7 +37,6 @@ class FastFiles(CheckpointFiles):
 
     @property
     def step(self) -> int:
-        """See `CheckpointFiles.step`."""
         return self.record.entry.step if self.record is not None else self.certificate.manifest.step
 
     @property
@@ -47,15 +46,12 @@ class FastFiles(CheckpointFiles):
 
     @property
     def is_on_nodes(self) -> bool:
-        """See `CheckpointFiles.is_on_nodes`."""
         return True
 
     def read_manifest(self) -> tuple[Manifest, bytes]:
-        """See `CheckpointFiles.read_manifest`."""
         return self.certificate.manifest, self.certificate.manifest_data
 
     def alone(self) -> FastFiles:
-        """See `CheckpointFiles.alone`."""
         return replace(self, job=None, place=None, given_group=None)
 
     @contextmanager
@@ -84,7 +80,6 @@ class FastFiles(CheckpointFiles):
         return super(FastFiles, self)._missing(receipt, step)
 
     def check_here(self, manifest: Manifest) -> None:
-        """See `CheckpointFiles.check_here`."""
         self.check_complete(manifest)
 
     def is_broken_by(self, error: StorageError) -> bool:
@@ -92,7 +87,6 @@ class FastFiles(CheckpointFiles):
         return type(error) is StorageError
 
     def receipts_here(self, manifest: Manifest) -> tuple[Receipt, ...]:
-        """See `CheckpointFiles.receipts_here`."""
         if isinstance(self.storage, HeldStorage):
             return self.storage.receipts_here()
         if self.place is None or not isinstance(self.storage, Disk):
@@ -107,14 +101,12 @@ class FastFiles(CheckpointFiles):
         return sizes
 
     def write_user_metadata(self, data: bytes) -> None:
-        """See `CheckpointFiles.write_user_metadata`."""
         raise InvalidMetadata(
             f"Step {self.step} is a fast checkpoint, whose metadata is what its save was given",
             hint="Set it on what `durable()` of its save returns",
         )
 
     def check_can_be_sent(self) -> None:
-        """See `CheckpointFiles.check_can_be_sent`."""
         raise InvalidInput(
             f"Step {self.step} lies on the disk of this node alone, and cannot be sent to another process",
             hint="Send what `durable()` of its save returns",

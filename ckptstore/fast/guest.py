@@ -34,7 +34,6 @@ class Guest:
 
     @property
     def is_open(self) -> bool:
-        """See `Tier.is_open`."""
         return self.place is not None
 
     def open(self, job: Job, step: int | None = None) -> FastPlace:
@@ -93,13 +92,11 @@ class Guest:
         return None
 
     def saver(self, job: Job, background: Background) -> FastSaver:
-        """See `Tier.saver`."""
         from ckptstore.fast.saver import FastSaver  # loads torch
 
         return FastSaver(job=job, background=background, open_place=partial(self.open, job))
 
     def near(self, job: Job) -> list[Near]:
-        """See `Tier.near`."""
         if self._near is None:
             self._near = NearNode(job, self.tier)
         return self._near.look(self.place)

@@ -62,7 +62,6 @@ class FastPublisher:
         return {**job.claimed(), "attempt": str(job.new_attempt(request.step)), "save_number": job.next_save_number()}
 
     def join(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
-        """See `Publisher.join`."""
         self._save_number = self._job.highest_save_number = begun["save_number"]
         return Attempt.of(begun["attempt"])
 

@@ -113,7 +113,6 @@ class FastSaver(StateSaver):
         return None if self._last_record and self._last_record[1] > self._last_fast[1] else newest
 
     def health(self, resumed: ResumedFrom | None) -> StoreHealth:
-        """See `StateSaver.health`."""
         drains = self._drainer.health() if self._drainer else None
         return health_of(self._last_fast, self._last_record, drains, resumed)
 

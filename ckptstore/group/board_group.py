@@ -37,7 +37,6 @@ class BoardGroup(Seated):
         return self._main.meeting(tag, step=step)
 
     def lane(self, name: str) -> Group:
-        """See `Group.lane`."""
         with self._lock:
             if name not in self._lanes:
                 self._lanes[name] = self._new_lane(name)

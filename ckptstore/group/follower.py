@@ -130,7 +130,6 @@ class _Followed(Attended):
         return self._follow(self._lane.message(self._tag, self._payload), None)
 
     def fail(self, error: BaseException) -> None:
-        """See `Attended.fail`."""
         self._follow(self._lane.failure(self._tag, error), error)
 
     def _follow(self, answer: Message, fault: Fault) -> Any:

@@ -101,7 +101,6 @@ class Lane(Seated):
         )
 
     def meeting(self, tag: str, *, step: int | None = None) -> AbstractContextManager[Meeting, None]:
-        """See `Group.meeting`."""
         return cast("AbstractContextManager[Meeting, None]", self._meeting(tag, step))  # it swallows no exception
 
     @contextmanager

@@ -178,7 +178,6 @@ class LeaderLane(Lane):
         return self._keys.of_call(call, self._refused.get(call, {}))
 
     def call_keys(self) -> list[str]:
-        """See `Lane.call_keys`."""
         return [key for call in self._posted_calls for key in self._keys_of(call)]
 
 
@@ -205,7 +204,6 @@ class _Led(Attended):
         return self._lane.tell_value(self._tag, payload)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """See `Attended.fail`."""
         if self._has_gathered or not isinstance(error, Exception):
             self.has_ended = True
             self._lane.tell_error(self._tag, error)

@@ -72,7 +72,6 @@ class StorageBoard:
         return f"{GROUP_PREFIX}{self._start_token}{again}/"
 
     def post(self, key: str, data: bytes) -> bytes | None:
-        """See `Board.post`."""
         return self._request(f"post {key}", lambda: self._post_once(self._prefix + key, data))
 
     def _post_once(self, key: str, data: bytes) -> bytes | None:
@@ -115,7 +114,6 @@ class StorageBoard:
             return None
 
     def give_sign(self, key: str, *, last: bool = False) -> None:
-        """See `Board.give_sign`."""
         size_bytes = _LAST_SIGN_BYTES if last else 1 + next(self._counter) % _SIGN_SIZES
         view = memoryview(b"." * size_bytes)
         self._request(f"write {key}", lambda: self._storage.write(self._prefix + key, [view]))
@@ -126,7 +124,6 @@ class StorageBoard:
         return {key: signs[self._prefix + key] for key in keys if self._prefix + key in signs}
 
     def remove(self, keys: Sequence[str]) -> None:
-        """See `Board.remove`."""
         if keys:
             full = [self._prefix + key for key in keys]
             thread = started(lambda: self._remove_now(full), name="ckptstore-group")

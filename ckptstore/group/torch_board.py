@@ -292,7 +292,6 @@ class TorchBoard:
         self._admit = None
 
     def post(self, key: str, data: bytes) -> bytes | None:
-        """See `Board.post`."""
         value = self._cut(key, data)
         there = self._request(lambda: self._store.compare_set(key, "", value))
         if there != value:
@@ -327,7 +326,6 @@ class TorchBoard:
         return self._request(lambda: self._store.multi_get(list(keys)))
 
     def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """See `Board.fetch`."""
         if self._admit is not None:
             self._request(self._admit)
         there = self._present(list(keys))
@@ -352,16 +350,13 @@ class TorchBoard:
         return there
 
     def give_sign(self, key: str, *, last: bool = False) -> None:
-        """See `Board.give_sign`."""
         self._request(lambda: self._store.add(key, _LAST_SIGN if last else 1))
 
     def signs(self, keys: Sequence[str]) -> Mapping[str, Hashable]:
-        """See `Board.signs`."""
         counts = self._request(lambda: {key: self._store.add(key, 0) for key in keys})
         return {key: LEFT if count >= _LAST_SIGN else count for key, count in counts.items() if count}
 
     def remove(self, keys: Sequence[str]) -> None:
-        """See `Board.remove`."""
         doomed = [name for key in keys for name in (key, *self._parts.pop(key, ()))]
 
         def delete() -> None:
@@ -371,7 +366,6 @@ class TorchBoard:
         self._caller.later(delete)
 
     def close(self, *, emptied: bool) -> None:
-        """See `Board.close`."""
         self._is_closed = True
         if emptied:
             self._caller.later(lambda: self._store.delete_key(_POSTS_KEY))

@@ -220,7 +220,6 @@ class CommittedFiles(CheckpointFiles):
 
     @property
     def step(self) -> int:
-        """See `CheckpointFiles.step`."""
         return self.record.entry.step
 
     def _manifest_bytes(self, key: str) -> bytes:
@@ -235,7 +234,6 @@ class CommittedFiles(CheckpointFiles):
         return data
 
     def alone(self) -> CommittedFiles:
-        """See `CheckpointFiles.alone`."""
         return replace(self, job=None, given_group=None)
 
     @contextmanager
@@ -264,7 +262,6 @@ class CommittedFiles(CheckpointFiles):
             raise CheckpointGone(f"Step {self.step} was removed while it was read", step=self.step) from error
 
     def key_of(self, receipt: Receipt) -> str:
-        """See `CheckpointFiles.key_of`."""
         if receipt.attempt is None:
             return self.prefix + receipt.name
         return f"{CHECKPOINT_PREFIX}{receipt.attempt}/{receipt.name}"

@@ -68,7 +68,6 @@ class PeerServer(LineServer):
             line.close()
 
     def answer(self, channel: Channel, request: Mapping[str, Any]) -> None:
-        """See `LineServer.answer`."""
         self._requested_seconds = time.monotonic()
         file, offset, size_bytes = str(request["file"]), int(request["offset"]), int(request["size_bytes"])
         piece = self.piece(file, offset, size_bytes, inline=False)

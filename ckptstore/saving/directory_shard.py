@@ -39,7 +39,6 @@ class DirectoryPlan:
     link: bool
 
     def store(self, attempt: Attempt) -> list[dict[str, Any]]:
-        """See `Plan.store`."""
         names = self.naming.stored(self.found.files, self.rank)
         receipts = self._link_files(attempt, names) if self.link else []
         for receipt in receipts:
@@ -48,7 +47,6 @@ class DirectoryPlan:
         return [receipt.to_json() for receipt in receipts]
 
     def join(self, attempt: Attempt, stored: Sequence[Any]) -> Contents:
-        """See `Plan.join`."""
         receipts = [Receipt.from_json(entry) for entries in stored for entry in entries]
         beat()
         _tell_surprises(self.storage.uri, attempt.step, receipts)
@@ -111,7 +109,6 @@ class DirectoryShard:
         self._storage, self._upload = storage, upload
 
     def describe(self) -> list[Any]:
-        """See `Shard.describe`."""
         if self._link and not isinstance(self._storage, Disk):
             raise InvalidInput(f"link=True makes hard links, and {self._storage.uri} is no disk", hint="Leave link out")
         if isinstance(self._shared, str):
@@ -122,7 +119,6 @@ class DirectoryShard:
         return Offer(self._suffix, list(found.files), found.empty, digests, size_bytes).to_json()
 
     def decide(self, descriptions: Sequence[Any]) -> Decision:
-        """See `Shard.decide`."""
         offers = [Offer.from_json(offer) for offer in descriptions]
         naming = agree(offers)
         for name in sorted(set(self._shared).difference(*(offer.shared for offer in offers))):
@@ -131,11 +127,9 @@ class DirectoryShard:
         return Decision(naming.to_json(), naming.size_bytes)
 
     def hear(self, told: Any) -> None:
-        """See `Shard.hear`."""
         self._naming = Naming.from_json(told)
 
     def plan(self) -> DirectoryPlan:
-        """See `Shard.plan`."""
         return DirectoryPlan(self._found, self._naming, self._rank, self._storage, self._upload, self._link)
 
 

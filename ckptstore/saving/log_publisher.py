@@ -36,7 +36,6 @@ class LogPublisher:
 
     @property
     def destination(self) -> Destination:
-        """See `Publisher.destination`."""
         job = self.job
         return Destination(job.storage, job.storage.uri, job.group.rank, removes=job.is_leader)
 
@@ -61,7 +60,6 @@ class LogPublisher:
         return {**self.job.claimed(), "attempt": str(self.job.new_attempt(request.step))}
 
     def join(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
-        """See `Publisher.join`."""
         self.job.join_claim(begun)
         return Attempt.of(begun["attempt"])
 

@@ -156,7 +156,6 @@ class HeldStorage(Storage):
         logger.warning("%s is read from %s, for where it was read first: %s", key, place or "the store", why)
 
     def read(self, key: str) -> bytes:
-        """See `Storage.read`."""
         data = bytearray(self._receipt(key).size_bytes)
         self.read_into(key, 0, [memoryview(data)])
         return bytes(data)

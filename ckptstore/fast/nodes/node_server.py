@@ -76,7 +76,6 @@ class NodeServer(LineServer):
         super().__init__(listener, keys, node=disk.node, timeout_seconds=timeout_seconds)
 
     def answer(self, channel: Channel, request: Mapping[str, Any]) -> None:
-        """See `LineServer.answer`."""
         if request.get("is_written"):
             self._take(channel, request)
         else:
