@@ -31,7 +31,7 @@ from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.log import Log
-from ckptstore.log.identity import read_identity, write_identity
+from ckptstore.log.identity import read_identity, read_or_create_store_json
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CopiesFrom, CopiesInside, Doubts, Storage
 from ckptstore.storage.second_look import looked_twice, tell
@@ -228,7 +228,7 @@ def copy_all(
     if newest is None:
         own.try_creates()
         own.check_safe()  # before anything is written
-    if write_identity(target.storage, store_id) != store_id:
+    if read_or_create_store_json(target.storage, store_id=store_id).store_id != store_id:
         raise InvalidInput(f"Another store lives at {target.storage.uri}", hint="Copy to an empty place")
     present = {*newest.state.live, *newest.state.bases} if newest else ()  # those that its deltas need, too
     copies = own.annotated(own.records(sorted(present)), newest)

@@ -124,11 +124,6 @@ def read_identity(storage: Storage) -> str | None:
     return found.store_id if found else None
 
 
-def write_identity(storage: Storage, store_id: str) -> str:
-    """Give the root this id unless it has one, and return its id."""
-    return read_or_create_store_json(storage, store_id=store_id).store_id
-
-
 def read_or_create_identity(storage: Storage) -> str:
     """Return the id of the store; create it if there is none.
 

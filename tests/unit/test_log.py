@@ -34,7 +34,6 @@ from ckptstore.log.identity import (
     read_or_create_identity,
     read_or_create_store_json,
     read_store_json,
-    write_identity,
 )
 from ckptstore.log.reader import Hint
 from ckptstore.storage.base import Storage
@@ -797,8 +796,8 @@ def test_an_identity_is_created_once() -> None:
     store_id = read_or_create_identity(storage)
     assert len(store_id) == 32
     assert read_or_create_identity(storage) == read_identity(storage) == store_id
-    assert write_identity(storage, "ff" * 16) == store_id
-    assert write_identity(new_storage(), "ff" * 16) == "ff" * 16
+    assert read_or_create_store_json(storage, store_id="ff" * 16).store_id == store_id
+    assert read_or_create_store_json(new_storage(), store_id="ff" * 16).store_id == "ff" * 16
 
 
 @pytest.mark.parametrize("bare", [False, True])
