@@ -205,11 +205,10 @@ class Catalogue:
 
         Raises InvalidInput for a cursor of another log, CheckpointGone for a step that is gone.
         """
-        from ckptstore.upkeep.follow import follower
+        from ckptstore.upkeep.follow import Follower
 
         start = (files_behind(after).uri, files_behind(after).record) if isinstance(after, Checkpoint) else after
-        options: dict[str, Any] = {"latest_only": latest_only, "cursor": cursor, "timeout_seconds": timeout_seconds}
-        return follower(self._job, start, **options).follow(self._checkpoint)
+        return Follower(self._job, start, latest_only, cursor, timeout_seconds).follow(self._checkpoint)
 
     def history(self) -> SaveHistory:
         """Return every save that was ever committed, in the order of the commits, also those that are deleted.

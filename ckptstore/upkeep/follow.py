@@ -49,14 +49,15 @@ _AWAY_SECONDS = 30.0
 
 @dataclass
 class Follower:
-    """Follows one store for one process."""
+    """Follows one store for one process, with the arguments of `Catalogue.follow`."""
 
     job: Job
-    start: Start = None
-    latest_only: bool = False
-    cursor: CursorFile | None = None
-    timeout_seconds: float | None = None
+    start: Start
+    latest_only: bool
+    cursor: str | os.PathLike[str] | None
+    timeout_seconds: float | None
     _log: LogReader = field(init=False)
+    _cursor: CursorFile | None = field(init=False)
     _store_id: str = ""
     """Empty until the store was seen."""
     _was_missing: bool = False
@@ -70,6 +71,14 @@ class Follower:
     """The places of the commits that were found, and are not dealt with."""
 
     def __post_init__(self) -> None:
+        """Check the arguments. Nothing is read."""
+        if self.timeout_seconds is not None and not self.timeout_seconds >= 0:
+            raise InvalidInput(f"timeout_seconds is {self.timeout_seconds!r}, it must be at least 0")
+        if isinstance(self.start, str) and self.start != "latest":
+            raise InvalidInput(f"after is {self.start!r}, it is a checkpoint, a step or 'latest'")
+        if not isinstance(self.start, tuple | str | None):
+            self.start = check_step(self.start)
+        self._cursor = None if self.cursor is None else CursorFile(self.cursor, self.job.storage)
         self._log = LogReader(self.job.storage, retry=ONCE)
 
     def follow(self, use: Callable[[Record], T]) -> Generator[T, None, None]:
@@ -178,7 +187,7 @@ class Follower:
             )
         newest = self._log.newest()
         top = newest.number if newest else 0
-        kept = self.cursor
+        kept = self._cursor
         cursor = kept.read() if kept is not None else None
         if kept is not None and cursor is not None:
             self._check(kept.place, cursor, identity.store_id, top)
@@ -232,28 +241,9 @@ class Follower:
         self._patiently(self._write_cursor, self._ends_at())
 
     def _write_cursor(self) -> None:
-        if self.cursor is not None:
+        if self._cursor is not None:
             sha256 = self._log.records([self._position])[0].sha256 if self._position else ""
-            self.cursor.write(Cursor(self._store_id, self._position, sha256, self._begun))
-
-
-def follower(
-    job: Job,
-    start: Start,
-    *,
-    latest_only: bool,
-    cursor: str | os.PathLike[str] | None,
-    timeout_seconds: float | None,
-) -> Follower:
-    """Return a follower with the arguments of `Catalogue.follow`, after checking them. Nothing is read."""
-    if timeout_seconds is not None and not timeout_seconds >= 0:
-        raise InvalidInput(f"timeout_seconds is {timeout_seconds!r}, it must be at least 0")
-    if isinstance(start, str) and start != "latest":
-        raise InvalidInput(f"after is {start!r}, it is a checkpoint, a step or 'latest'")
-    if not isinstance(start, tuple | str | None):
-        start = check_step(start)
-    file = None if cursor is None else CursorFile(cursor, job.storage)
-    return Follower(job, start, latest_only, file, timeout_seconds)
+            self._cursor.write(Cursor(self._store_id, self._position, sha256, self._begun))
 
 
 def _left(ends_at: float | None) -> float:
