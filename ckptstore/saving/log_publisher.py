@@ -64,21 +64,14 @@ class LogPublisher:
         return Attempt.of(begun["attempt"])
 
     def publish(self, request: Request, attempt: Attempt, contents: Contents) -> Any:
-        """See `Publisher.publish`."""
-        record = self.commit(request, attempt, contents)
-        return record.number, record.encode()
+        return self.commit(request, attempt, contents).to_wire()
 
     def commit(self, request: Request, attempt: Attempt, contents: Contents) -> Record:
         """Publish the stored files; see `saving.commit.commit`."""
         return commit(self.job, request, attempt, contents, after=self.after)
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Record | None:
-        """See `Publisher.outcome`."""
-        if published is None:
-            record = self.job.log.commit_of(attempt)
-        else:
-            number, data = published
-            record = Record.decode(data, number)
+        record = self.job.log.commit_of(attempt) if published is None else Record.from_wire(published)
         if record is None:
             return None
         job, ended = self.job, end()

@@ -134,15 +134,14 @@ class Rounds:
                 else:
                     manifest, data = certificate.manifest, certificate.manifest_data
                     record = commit_prepared(job, manifest, data, save_number=number)
-            return record.number, record.encode()
+            return record.to_wire()
 
         try:
             with making_room(job), lane.meeting(f"drain {drain.attempt}") as meeting:
                 self._check()
                 if not is_over:
                     files.send(job.storage, self._transfer, pacer=self._pacer, check=self._check)
-                record_number, data = meeting.tell(publish)
-            record = Record.decode(data, record_number)
+                record = Record.from_wire(meeting.tell(publish))
         except CkptstoreError as error:
             drain.may_be_committed |= error.committed is not False
             if isinstance(error, StorageFull) and not drain.has_made_room:
