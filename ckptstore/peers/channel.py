@@ -1,6 +1,6 @@
 """Connections between two processes: each proves its identity, and then they exchange authentic messages.
 
-Processes that were given one token have a key in common: `TokenKeys`. Those of a job need none: `NodeKeys`. There each
+Processes that were given one token have a key in common: `token_keys`. Those of a job need none: `NodeKeys`. There each
 process has a pair of keys (Diffie and Hellman's, in the group of 2,048 bits of RFC 3526), and all learn all public
 keys when the ranks meet. They may meet in a bucket that others read: public keys are no secret. Each side derives the
 same key from its own private key and the other's public one; that key is never sent. First each side proves that it has
@@ -24,8 +24,8 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 AUTHENTICATED_BYTES = 1 << 20
 """Files up to this size are authenticated as a whole: indexes, certificates, plain values."""
@@ -49,22 +49,14 @@ class NotProved(ConnectionError):
     """The other side does not have the key of the job."""
 
 
-class SharedKeys(Protocol):
-    """The keys that a process shares with others."""
-
-    def shared_with(self, rank: int) -> bytes:
-        """Return the key that this process shares with another one. Raises NotProved when there is none."""
+SharedKeys = Callable[[int], bytes]
+"""Returns the key that this process shares with the one of a rank. Raises NotProved when there is none."""
 
 
-class TokenKeys:
-    """The key of all processes that were given the same token."""
-
-    def __init__(self, token: str) -> None:
-        self._key = hmac.digest(token.encode(), b"ckptstore peers", "sha256")
-
-    def shared_with(self, rank: int) -> bytes:
-        """See `SharedKeys.shared_with`. All have the same key."""
-        return self._key
+def token_keys(token: str) -> SharedKeys:
+    """Return the keys of processes that were given the same token: all have one."""
+    key = hmac.digest(token.encode(), b"ckptstore peers", "sha256")
+    return lambda _rank: key
 
 
 class NodeKeys:
@@ -142,7 +134,7 @@ def greet(line: socket.socket, keys: SharedKeys, *, rank: int, server_rank: int,
 
     Raises NotProved when the server does not, OSError and ValueError when it sends something else, or too slowly.
     """
-    key, deadline = keys.shared_with(server_rank), time.monotonic() + seconds
+    key, deadline = keys(server_rank), time.monotonic() + seconds
     mine = secrets.token_hex(32)
     _send(line, {"rank": rank, "node": node, "nonce": mine})
     answer = _parsed(_received(line, _MAX_GREETING_BYTES, deadline))
@@ -163,7 +155,7 @@ def welcome(line: socket.socket, keys: SharedKeys, *, node: str, seconds: float)
     rank, theirs = asked.get("rank"), str(asked.get("nonce"))
     if not isinstance(rank, int) or asked.get("node") != node:
         raise NotProved("another node was meant")
-    key = keys.shared_with(rank)
+    key = keys(rank)
     mine = secrets.token_hex(32)
     context = f"{rank} {node} {theirs} {mine}"
     _send(line, {"nonce": mine, "proof": _proof(key, "server", context)})

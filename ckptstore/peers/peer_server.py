@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 from ckptstore.config import PeerConfig
 from ckptstore.errors import InvalidName
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt, check_name
-from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, TokenKeys
+from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, token_keys
 from ckptstore.peers.extents import EXTENT_BYTES, ExtentRead, Extents
 from ckptstore.peers.line_client import Address
 from ckptstore.peers.line_server import LineServer
@@ -58,7 +58,7 @@ class PeerServer(LineServer):
         self._sources: list[ServedStore] = []
         self._requested_seconds = -_IDLE_SECONDS
         self._config = config
-        super().__init__(listener, TokenKeys(config.peers_token), node=GROUP, timeout_seconds=_SILENCE_SECONDS)
+        super().__init__(listener, token_keys(config.peers_token), node=GROUP, timeout_seconds=_SILENCE_SECONDS)
         in_forked_child(self, PeerServer._after_fork)
 
     def _after_fork(self) -> None:

@@ -21,7 +21,7 @@ from ckptstore.config import PeerConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import PeerLeftOut, emit
 from ckptstore.format.digest import Digest
-from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, TokenKeys, receive_into
+from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, receive_into, token_keys
 from ckptstore.peers.extents import EXTENT_BYTES, ExtentRead
 from ckptstore.peers.line_client import LineClient
 from ckptstore.peers.nodes import PeerNode, find_nodes, parse_peers
@@ -65,8 +65,8 @@ class Peers:
 
         At most `num_reads` extents are read for others at once. Raises InvalidInput for nodes that cannot be meant.
         """
-        self._source, self._config, self._num_reads = ServedStore(storage), config, num_reads
-        self._entries, self._keys = parse_peers(config.peers), TokenKeys(config.peers_token)
+        self.source, self._config, self._num_reads = ServedStore(storage), config, num_reads
+        self._entries, self._keys = parse_peers(config.peers), token_keys(config.peers_token)
         self._clients: dict[str, LineClient] = {}
         self._until: dict[str, float] = {}
         """The time until which a node is left out, by its name."""

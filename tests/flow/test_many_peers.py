@@ -19,7 +19,7 @@ from test_peer_processes import URI, Node, free_ports, running
 from ckptstore import open_store
 from ckptstore.config import PeerConfig
 from ckptstore.format.digest import Digest
-from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, TokenKeys
+from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, token_keys
 from ckptstore.peers.extents import EXTENT_BYTES
 from ckptstore.peers.line_server import LineServer
 from ckptstore.peers.peer_server import GROUP
@@ -138,7 +138,7 @@ class Liar(LineServer):
     def __init__(self, port: int) -> None:
         self.num_lies = 0
         listener = socket.create_server(("127.0.0.1", port), backlog=256)
-        super().__init__(listener, TokenKeys(TOKEN), node=GROUP, timeout_seconds=5)
+        super().__init__(listener, token_keys(TOKEN), node=GROUP, timeout_seconds=5)
 
     def answer(self, channel: Channel, request: Mapping[str, Any]) -> None:
         self.num_lies += 1

@@ -375,7 +375,7 @@ def test_who_falls_silent_is_given_up(disk: NodeDisk) -> None:
             write(client, "a", b"data")
         client.close()
     with served(disk, timeout_seconds=0.3) as server, socket.create_connection(server.addresses[0]) as sender:
-        channel = greet(sender, KEYS[0], rank=0, server_rank=1, node="b", seconds=10)
+        channel = greet(sender, KEYS[0].shared_with, rank=0, server_rank=1, node="b", seconds=10)
         asked = {"node": "b", "attempt": str(ATTEMPT), "name": "a", "size_bytes": 99 << 20}
         channel.send({**asked, "is_written": True})
         sender.sendall(b"some")

@@ -22,7 +22,7 @@ from ckptstore.format.digest import Digest
 from ckptstore.node_cache.place import open_place
 from ckptstore.node_cache.readers import excluding_readers
 from ckptstore.peers import nodes
-from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, TokenKeys
+from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, token_keys
 from ckptstore.peers.extents import EXTENT_BYTES, Extents
 from ckptstore.peers.line_client import LineClient
 from ckptstore.peers.line_server import LineServer
@@ -99,7 +99,7 @@ class Strange(LineServer):
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.replies, self.num_requests = answer, 0
-        super().__init__(listener, TokenKeys(token), node=GROUP, timeout_seconds=5)
+        super().__init__(listener, token_keys(token), node=GROUP, timeout_seconds=5)
 
     def answer(self, channel: Channel, request: Mapping[str, Any]) -> None:
         self.num_requests += 1
@@ -351,7 +351,7 @@ def asking(server: S3Server) -> Iterator[tuple[Checkpoint, Callable[..., dict[st
     """A checkpoint of a node, and what it answers."""
     port = free_port()
     with opened(server, f"127.0.0.1:{port},127.0.0.1:{free_port()}") as store:
-        client = LineClient(GROUP, [("127.0.0.1", port)], TokenKeys(TOKEN), timeout_seconds=20)
+        client = LineClient(GROUP, [("127.0.0.1", port)], token_keys(TOKEN), timeout_seconds=20)
 
         def ask(file: Any, offset: Any = 0, size_bytes: Any = 100) -> dict[str, Any]:
             def talk(channel: Channel) -> dict[str, Any]:
@@ -407,10 +407,10 @@ def test_a_node_gives_files_of_attempts_below_its_own_stores_alone(server: S3Ser
 def test_a_node_that_cannot_prove_the_token_gets_nothing(server: S3Server, asking: Any) -> None:
     port = free_port()
     with opened(server, f"127.0.0.1:{port},127.0.0.1:{free_port()}"):
-        stranger = LineClient(GROUP, [("127.0.0.1", port)], TokenKeys("another"), timeout_seconds=5)
+        stranger = LineClient(GROUP, [("127.0.0.1", port)], token_keys("another"), timeout_seconds=5)
         with pytest.raises(StorageUnavailable, match="cannot be reached"):
             stranger.talk("it", lambda channel: {})
-        older = LineClient("peer/0", [("127.0.0.1", port)], TokenKeys(TOKEN), timeout_seconds=5)
+        older = LineClient("peer/0", [("127.0.0.1", port)], token_keys(TOKEN), timeout_seconds=5)
         with pytest.raises(StorageUnavailable, match="cannot be reached"):
             older.talk("it", lambda channel: {})
         with socket.create_connection(("127.0.0.1", port), timeout=20) as line:
@@ -448,7 +448,7 @@ def test_whoever_greets_in_another_way_is_no_peer(speak: Callable[[socket.socket
                 line.recv(1000)
 
         threading.Thread(target=greet, daemon=True).start()
-        client = LineClient(GROUP, [listener.getsockname()[:2]], TokenKeys(TOKEN), timeout_seconds=0.5)
+        client = LineClient(GROUP, [listener.getsockname()[:2]], token_keys(TOKEN), timeout_seconds=0.5)
         with pytest.raises(StorageUnavailable, match=reason):
             client.talk("it", lambda channel: {})
 
@@ -505,7 +505,7 @@ def test_stores_of_a_process_share_a_port_and_the_last_one_closes_it(server: S3S
 def test_a_store_that_is_closed_serves_as_long_as_others_ask(server: S3Server) -> None:
     port, done = free_port(), threading.Event()
     store = opened(server, f"127.0.0.1:{port},127.0.0.1:{free_port()}")
-    client = LineClient(GROUP, [("127.0.0.1", port)], TokenKeys(TOKEN), timeout_seconds=20)
+    client = LineClient(GROUP, [("127.0.0.1", port)], token_keys(TOKEN), timeout_seconds=20)
     file = f"{store.latest().uri}/big.bin"
 
     def ask(channel: Channel) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class NodeServer(LineServer):
         port = listener.getsockname()[1]
         self.addresses: list[Address] = [(name, port) for name in hosts]
         """The addresses of the server, best first."""
-        super().__init__(listener, keys, node=disk.node, timeout_seconds=timeout_seconds)
+        super().__init__(listener, keys.shared_with, node=disk.node, timeout_seconds=timeout_seconds)
 
     def answer(self, channel: Channel, request: Mapping[str, Any]) -> None:
         if request.get("is_written"):
@@ -185,7 +185,14 @@ class NodeClient(LineClient):
         timeout_seconds: float,
     ) -> None:
         """Take the rank of this process, and that of the process that serves the files of the node."""
-        super().__init__(node, addresses, keys, rank=rank, server_rank=server_rank, timeout_seconds=timeout_seconds)
+        super().__init__(
+            node,
+            addresses,
+            keys.shared_with,
+            rank=rank,
+            server_rank=server_rank,
+            timeout_seconds=timeout_seconds,
+        )
         self._writing: set[socket.socket] = set()
         self._writing_lock = threading.Lock()
 
