@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ckptstore.peers.extents import EXTENT_BYTES, ExtentRead
 from ckptstore.peers.line_client import LineClient
 from ckptstore.peers.nodes import PeerNode, find_nodes, parse_peers
 from ckptstore.peers.peer_server import GROUP, PeerServer, is_shared, server_at
-from ckptstore.peers.served_store import FinishedCopy, ServedStore
+from ckptstore.peers.served_store import ServedStore
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.runtime.parallel import started
 from ckptstore.storage.base import Storage
@@ -109,7 +109,7 @@ class Peers:
             for node in self._nodes:
                 for address in node.own_addresses:
                     self._own_name = self._own_name or node.name
-                    self._server = server_at(address, self._source, self._config, self._num_reads)
+                    self._server = server_at(address, self.source, self._config, self._num_reads)
                     if self._server is not None:
                         self._own_name = node.name
                         return
@@ -137,11 +137,7 @@ class Peers:
         return len(self._nodes) > 1
 
     def _file(self, key: str) -> str:
-        return f"{self._source.uri}/{key}"
-
-    def offer(self, copy_key: str, names: Iterable[tuple[str, str]], finished: FinishedCopy) -> None:
-        """Serve files from a finished copy on this node too; see `ServedStore.offer`."""
-        self._source.offer(copy_key, names, finished)
+        return f"{self.source.uri}/{key}"
 
     def fill(
         self,
@@ -271,7 +267,7 @@ class Peers:
         for client in clients.values():
             client.close()
         if server is not None:
-            server.remove(self._source)
+            server.remove(self.source)
 
 
 def _copied(

@@ -123,7 +123,7 @@ class Transfer:
     def offer(self, copy_key: str, names: Iterable[tuple[str, str]], finished: FinishedCopy) -> None:
         """Serve files from a finished copy on this node to peers, where there are any; see `ServedStore.offer`."""
         if self._engine.peers is not None:
-            self._engine.peers.offer(copy_key, names, finished)
+            self._engine.peers.source.offer(copy_key, names, finished)
 
     def close(self) -> None:
         """End the threads and give the buffers back. Other nodes that still ask this one are served for a while."""
