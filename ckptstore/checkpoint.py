@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from ckptstore.errors import (
     InvalidMetadata,
 )
 from ckptstore.format.encoding import dump_json, load_json
-from ckptstore.format.entry import Thinning
+from ckptstore.format.entry import CheckpointEntry, Thinning
 from ckptstore.format.layout import STORE_KEY, USER_METADATA_NAME
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
@@ -53,8 +52,8 @@ class Checkpoint:
     alone if there are none.
     """
 
-    _elsewhere: _Place | None = None
-    """The place of a checkpoint that came from another process, to open it on first use."""
+    _elsewhere: tuple[str, str, list[Any] | None] | None = None
+    """The URI, prefix and record of a checkpoint that came from another process, to open it on first use."""
     _load_report: LoadReport | None = None
 
     def __init__(self, files: CheckpointFiles, *, load_report: LoadReport | None = None) -> None:
@@ -94,7 +93,11 @@ class Checkpoint:
     @cached_property
     def _files(self) -> CheckpointFiles:
         assert self._elsewhere is not None  # otherwise `__init__` has set the files
-        return self._elsewhere.opened()
+        from ckptstore.loading.checkpoint_files import CheckpointFiles
+
+        uri, prefix, wire = self._elsewhere
+        record = None if wire is None else Record.from_wire(wire)
+        return CheckpointFiles.at(open_place(uri), prefix=prefix, record=record)
 
     def __reduce__(self) -> tuple[Any, ...]:
         files = self._files
@@ -102,17 +105,22 @@ class Checkpoint:
         if files.storage.uri.startswith("memory://"):
             raise InvalidInput(f"{self.uri} lives in the memory of this process, and cannot be sent to another one")
         record = None if files.record is None else files.record.to_wire()
-        return _arrived, (_Place(files.storage.uri, files.prefix, record),)
+        return _arrived, (files.storage.uri, files.prefix, record)
 
     @cached_property
     def _manifest(self) -> Manifest:
         return self._files.read_manifest()[0]
 
     @property
+    def _facts(self) -> CheckpointEntry | Manifest:
+        """Those of the record, so that no manifest is read; without a record, those of the manifest."""
+        record = self._files.record
+        return record.entry if record else self._manifest
+
+    @property
     def step(self) -> int:
         """The step that was saved."""
-        record = self._files.record
-        return record.entry.step if record else self._manifest.step
+        return self._facts.step
 
     @property
     def number(self) -> int | None:
@@ -128,38 +136,32 @@ class Checkpoint:
     def metrics(self) -> dict[str, float]:
         """The metrics of the save, and those that `CheckpointStore.annotate` had added when the checkpoint was looked
         up; including NaN and infinities."""
-        record = self._files.record
-        return dict(record.entry.metrics if record else self._manifest.metrics)
+        return dict(self._facts.metrics)
 
     @property
     def created_at(self) -> float:
         """The time of the commit, in seconds since the epoch by the leader's clock."""
-        record = self._files.record
-        return record.entry.created_at if record else self._manifest.created_at
+        return self._facts.created_at
 
     @property
     def world_size(self) -> int:
         """The number of ranks that saved the checkpoint."""
-        record = self._files.record
-        return record.entry.world_size if record else self._manifest.world_size
+        return self._facts.world_size
 
     @property
     def size_bytes(self) -> int:
         """The bytes of all its files."""
-        record = self._files.record
-        return record.entry.size_bytes if record else self._manifest.size_bytes
+        return self._facts.size_bytes
 
     @property
     def kind(self) -> str:
         """ "directory" for files of the caller's own, "state" for tensor state."""
-        record = self._files.record
-        return record.entry.kind if record else self._manifest.kind
+        return self._facts.kind
 
     @property
     def thinned(self) -> Thinning | None:
         """The keys that were dropped from it after its save, the time, and its size before; None if it is whole."""
-        record = self._files.record
-        return record.entry.thinned if record else self._manifest.thinned
+        return self._facts.thinned
 
     @property
     def timings(self) -> Timings | None:
@@ -389,24 +391,10 @@ def files_behind(checkpoint: Checkpoint) -> CheckpointFiles:
     return checkpoint._files
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The part of a checkpoint that travels to another process: no credentials, and nothing open."""
-
-    uri: str
-    prefix: str
-    record: list[Any] | None
-
-    def opened(self) -> CheckpointFiles:
-        record = None if self.record is None else Record.from_wire(self.record)
-        from ckptstore.loading.checkpoint_files import CheckpointFiles
-
-        return CheckpointFiles.at(open_place(self.uri), prefix=self.prefix, record=record)
-
-
-def _arrived(place: _Place) -> Checkpoint:
+def _arrived(uri: str, prefix: str, record: list[Any] | None) -> Checkpoint:
+    """Return a checkpoint of another process, of which neither credentials nor anything open have travelled."""
     checkpoint = Checkpoint.__new__(Checkpoint)
-    checkpoint._elsewhere = place
+    checkpoint._elsewhere = uri, prefix, record
     return checkpoint
 
 
