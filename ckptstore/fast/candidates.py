@@ -127,8 +127,8 @@ def merge(
         attempt = str(certificate.attempt)
         holders = _holders(certificate, sha256, seen)
         record = live.get(attempt)
-        reason = foreign(certificate, claims, store_id=store_id) or _contradicts(certificate, record)
-        void = "" if record else void_reason(certificate, newest.state, trashed)
+        reason = foreign(certificate, claims, store_id=store_id) or contradicts(certificate, record)
+        void = "" if record else void_reason(certificate.order, attempt, newest.state, trashed)
         lost = "" if record else _lost(certificate, holders)
         if why := reason or void or lost:
             nodes = tuple(sorted(sighting.node for sighting in seen if sighting.sha256 == sha256))
@@ -145,7 +145,18 @@ def merge(
                 holders=holders,
             )
         )
-    candidates += [_without_nodes(record) for attempt, record in live.items() if attempt not in found]
+    candidates += [
+        FastCandidate(
+            attempt=attempt,
+            step=record.entry.step,
+            order=record.entry.order,
+            number=record.number,
+            certificate=None,
+            holders={},
+        )
+        for attempt, record in live.items()
+        if attempt not in found
+    ]
     candidates.sort(key=lambda candidate: (candidate.order, candidate.number or 0), reverse=True)
     return Merged(tuple(candidates), tuple(refused))
 
@@ -169,16 +180,18 @@ def foreign(certificate: Certificate, claims: Mapping[int, Record], *, store_id:
     return ""
 
 
-def void_reason(certificate: Certificate, state: StoreState, trashed: Mapping[str, Record]) -> str:
-    """Say why nobody may resume from a checkpoint that is whole and not live; "" if anybody may."""
-    void = void_of(state.void, certificate.order)
+def void_reason(order: SaveOrder | None, attempt: str, state: StoreState, trashed: Mapping[str, Record]) -> str:
+    """Say why nobody may resume from an attempt that is not live; "" if anybody may. Its `order` is in its
+    certificate."""
+    void = None if order is None else void_of(state.void, order)
     if void is not None:
-        return f"it is {certificate.order}, and what came of {void.after} takes its place"
-    removed = trashed.get(str(certificate.attempt))
+        return f"it is {order}, and what came of {void.after} takes its place"
+    removed = trashed.get(attempt)
     return "" if removed is None else f"it was removed by record {state.trash[removed.number]}"
 
 
-def _contradicts(certificate: Certificate, record: Record | None) -> str:
+def contradicts(certificate: Certificate, record: Record | None) -> str:
+    """Say that a certificate has another manifest than the record of its attempt; "" if it has the same."""
     if record is None or record.entry.manifest_sha256 == sha256_of(certificate.manifest_data):
         return ""
     return f"its manifest is not the one that record {record.number} names"
@@ -203,15 +216,3 @@ def _lost(certificate: Certificate, holders: Mapping[int, tuple[str, ...]]) -> s
     had = sorted({node for node, ranks in certificate.holders.items() if lost[0] in ranks})
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     return f"no node that is here has the files of rank {lost[0]}{more}, which were on {', '.join(had)}"
-
-
-def _without_nodes(record: Record) -> FastCandidate:
-    entry = record.entry
-    return FastCandidate(
-        attempt=entry.attempt,
-        step=entry.step,
-        order=entry.order,
-        number=record.number,
-        certificate=None,
-        holders={},
-    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.fast.candidates import foreign, void_reason
+from ckptstore.fast.candidates import contradicts, foreign, void_reason
 from ckptstore.fast.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory
 from ckptstore.fast.upkeep.sweep import SweepView, sweep
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
@@ -87,34 +87,23 @@ def judge(found: HeldAttempt, view: LogView | None) -> Judged:
     if view is None:
         return Judged("unknown", "its store was not asked")
     name, certificate = str(found.attempt), found.certificate
-    own = view.live.get(name)
-    if certificate is not None and (why := foreign(certificate, view.claims, store_id=view.store_id)):
-        return Judged("foreign", why)
-    if own and certificate and own.entry.manifest_sha256 != sha256_of(certificate.manifest_data):
-        return Judged("foreign", f"its manifest is not the one that record {own.number} names")
+    own, order = view.live.get(name), None if certificate is None else certificate.order
+    if certificate is not None:
+        why = foreign(certificate, view.claims, store_id=view.store_id) or contradicts(certificate, own)
+        if why:
+            return Judged("foreign", why)
     if own is not None:
         return Judged("durable", f"record {own.number} has it", own)
-    if why := _void(found, view):
+    if view.newest is not None and (why := void_reason(order, name, view.newest.state, view.trashed)):
         return Judged("void", why)
     newest = max(view.live.values(), key=lambda record: record.entry.order, default=None)
-    order = certificate.order if certificate else SaveOrder(found.attempt.epoch + 1, 0)
-    if newest is not None and order < newest.entry.order:
+    if newest is not None and (order or SaveOrder(found.attempt.epoch + 1, 0)) < newest.entry.order:
         return Judged("superseded", f"record {newest.number} has step {newest.entry.step}, which is newer", newest)
     if found.fault:
         return Judged("damaged", f"its certificate cannot be read: {found.fault}")
     if certificate is None:
         return Judged("unfinished", "it has no certificate here; another node may have one")
     return Judged("only-here", "the store does not have it")
-
-
-def _void(found: HeldAttempt, view: LogView) -> str:
-    """Say why nobody may resume from an attempt that is not live; "" if anybody may."""
-    if view.newest is None:
-        return ""
-    if found.certificate is not None:
-        return void_reason(found.certificate, view.newest.state, view.trashed)
-    removed = view.trashed.get(str(found.attempt))
-    return "" if removed is None else f"it was removed by record {view.newest.state.trash[removed.number]}"
 
 
 def sweepable(found: Sequence[HeldAttempt], view: LogView, *, keep: int) -> dict[str, str]:

@@ -55,7 +55,7 @@ def sweep(found: Mapping[Attempt, Certificate | None], view: SweepView, *, keep:
                 deletions[str(attempt)] = "a save that did not end has left it"
         elif foreign(certificate, view.claims, store_id=view.store_id):
             continue
-        elif str(attempt) not in live and (void := void_reason(certificate, state, trashed)):
+        elif str(attempt) not in live and (void := void_reason(certificate.order, str(attempt), state, trashed)):
             if str(attempt) not in view.kept:
                 deletions[str(attempt)] = void
         else:
