@@ -25,6 +25,7 @@ from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
+from ckptstore.loading.newest import Candidates
 from ckptstore.runtime.beat import beat
 from ckptstore.transfer import Transfer
 
@@ -50,29 +51,6 @@ class LeaderView:
         return {"tried": packed, "refused": list(self.refused)}
 
 
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """The candidates of a resume with a fast tier; see `loading.newest.Candidates`."""
-
-    job: Job
-    place: FastPlace
-    files: list[CheckpointFiles]
-    """The candidates, in the order in which they are tried."""
-    passed_over: tuple[str, ...]
-    """The newer checkpoints on nodes that cannot be used, each with the reason."""
-    on_leader: LeaderView | None
-    is_ordered: bool
-    """True if a caller chose the candidates: the checkpoints that it left out are not given up."""
-
-    def resumed(self, files: CheckpointFiles | None) -> None:
-        """See `Candidates.resumed`. Then delete superfluous attempts on every node.
-
-        An error of the deletion is only logged: the next resume tries again.
-        """
-        if files is not None or not self.is_ordered:
-            _resumed(self, files)
-
-
 @runtime_checkable
 class FastOrder(Protocol):
     """An order of candidates that covers fast checkpoints too: see `loading.newest.Order`."""
@@ -90,7 +68,7 @@ def look(
     order: Callable[[Sequence[FastCandidate]], Sequence[FastCandidate]] | None = None,
     *,
     is_loaded: bool = True,
-) -> Findings:
+) -> Candidates:
     """Claim the store, and find all checkpoints that this job can go on from, newest first. Collective.
 
     The leader calls `order` with them, to choose which are tried, and in which order. Without `is_loaded` the
@@ -114,7 +92,12 @@ def look(
         candidates = [
             files for one in answer["tried"] for files in _opened(job, place, one, known, is_loaded=is_loaded)
         ]
-    return Findings(job, place, candidates, tuple(answer["refused"]), on_leader, is_ordered=order is not None)
+
+    def resumed(files: CheckpointFiles | None) -> None:
+        if files is not None or order is None:  # what a caller's order has left out is not given up
+            _resumed(job, place, on_leader, files)
+
+    return Candidates(candidates, answer["refused"], resumed)
 
 
 def _leader_view(
@@ -137,8 +120,11 @@ def _leader_view(
     return LeaderView(sightings, certificates, claims, committed, merged, refused)
 
 
-def _resumed(seen: Findings, files: CheckpointFiles | None) -> None:
-    job, place = seen.job, seen.place
+def _resumed(job: Job, place: FastPlace, on_leader: LeaderView | None, files: CheckpointFiles | None) -> None:
+    """See `Candidates.resumed`. Then delete superfluous attempts on every node.
+
+    An error of the deletion is only logged: the next resume tries again.
+    """
     certificate = files.certificate if isinstance(files, FastFiles) else None
     record = None if files is None else files.record
 
@@ -157,7 +143,7 @@ def _resumed(seen: Findings, files: CheckpointFiles | None) -> None:
         return _sweeps(job, place, view, newest, source)
 
     with job.group.meeting("resumed") as meeting:
-        told = meeting.tell(lambda: seen.on_leader and decide(seen.on_leader))
+        told = meeting.tell(lambda: on_leader and decide(on_leader))
     if not place.members.is_reporter:
         return
     mine = told[place.members.node]

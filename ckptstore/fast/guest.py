@@ -15,7 +15,7 @@ from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.members import Members
 from ckptstore.fast.tier import FastTier
 from ckptstore.job import Job
-from ckptstore.loading.newest import newest_first
+from ckptstore.loading.newest import Candidates, newest_first
 from ckptstore.peers.channel import NodeKeys
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Guest:
         job.at_close(self.place.close)
         return self.place
 
-    def candidates(self, job: Job, order: object, *, is_loaded: bool) -> finding.Findings | None:
+    def candidates(self, job: Job, order: object, *, is_loaded: bool) -> Candidates | None:
         """See `Tier.candidates`. Without `is_loaded` the caller loads nothing yet, and each comes once."""
         if order is newest_first:
             return finding.look(job, self.open(job), is_loaded=is_loaded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ckptstore.errors import (
     CheckpointDamaged,
@@ -31,20 +31,16 @@ _DEFAULTS = {"strict": True, "dtype": "same", "read_once": "rank", "per_rank": "
 """The defaults of those keywords of a load for which it is not None."""
 
 
-class Candidates(Protocol):
+class Candidates(NamedTuple):
     """The checkpoints from which a job with a fast tier can resume."""
 
-    @property
-    def files(self) -> Sequence[CheckpointFiles]:
-        """The checkpoints, in the order to try them."""
-
-    @property
-    def passed_over(self) -> Sequence[str]:
-        """The newer checkpoints that cannot be used, each with the reason."""
-
-    def resumed(self, files: CheckpointFiles | None) -> None:
-        """Record in the log the checkpoint from which the job resumes. Collective. An error of the log is raised on all
-        ranks."""
+    files: Sequence[CheckpointFiles]
+    """The checkpoints, in the order to try them."""
+    passed_over: Sequence[str]
+    """The newer checkpoints that cannot be used, each with the reason."""
+    resumed: Callable[[CheckpointFiles | None], None]
+    """Records in the log the checkpoint from which the job resumes. Collective. An error of the log is raised on all
+    ranks."""
 
 
 def newest_first(numbers: Sequence[int]) -> Iterable[int]:
