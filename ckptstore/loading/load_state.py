@@ -428,12 +428,8 @@ def _loaders_in(state: Mapping[str, Any], included: Callable[[str], bool]) -> di
 
 def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
     """Return the plain value of every rank that had one of its own; see `Checkpoint.per_rank`."""
-    with ExitStack() as stack:
-        reader = _Reader(files, LoadOptions(), stack)
-        reader.hold()
-        index = reader.open(files.read_manifest()[0], share=False)
-        stored = StoredState(index, reader.read, files.prefix, rank=0, world_size=index.world_size, more=reader.more)
-        return stored.value_of_each_rank(key)
+    with files.held():
+        return open_alone(files).value_of_each_rank(key)
 
 
 def open_alone(

@@ -62,13 +62,19 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
     if job.tier is not None and order is newest_first:
         return _resume_first(job, job.tier)
 
+    def check(files: CheckpointFiles) -> None:
+        with files.held():
+            _check_whole(files)
+
     with watched(job.group.rank, job.storage.uri) as load:
 
         def find() -> Any:
             newest = job.claim(job.log.newest() if job.epoch is not None else None)
-            record = first_whole(job, order(newest.state.in_order()))
-            found = None if record is None else job.log.annotated([record], newest)[0].to_wire()
-            return {**job.claimed(), "record": found, **load.told()}
+            numbers = order(newest.state.in_order())
+            found = first_usable((files_of(job, job.log.records([number])[0]) for number in numbers), check, [])
+            record = None if found is None else found[0].record
+            wire = None if record is None else job.log.annotated([record], newest)[0].to_wire()
+            return {**job.claimed(), "record": wire, **load.told()}
 
         with job.group.meeting("resume") as meeting:
             told = meeting.tell(find)
@@ -116,20 +122,6 @@ def told_resumed(job: Job, files: CheckpointFiles) -> None:
             created_at=record.entry.created_at if record else files.read_manifest()[0].created_at,
         )
     )
-
-
-def first_whole(job: Job, numbers: Iterable[int]) -> Record | None:
-    """Return the first checkpoint that has the committed manifest and all files with their sizes; None without numbers.
-
-    Raises NoUsableCheckpoint as `first_usable` does.
-    """
-
-    def check(files: CheckpointFiles) -> None:
-        with files.held():
-            _check_whole(files)
-
-    found = first_usable((files_of(job, job.log.records([number])[0]) for number in numbers), check, [])
-    return found[0].record if found else None
 
 
 def _check_whole(files: CheckpointFiles) -> None:
