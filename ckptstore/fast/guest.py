@@ -17,6 +17,7 @@ from ckptstore.fast.tier import FastTier
 from ckptstore.job import Job
 from ckptstore.loading.newest import Candidates, newest_first
 from ckptstore.peers.channel import NodeKeys
+from ckptstore.transfer import Transfer
 
 if TYPE_CHECKING:
     from ckptstore.fast.saver import FastSaver
@@ -63,23 +64,29 @@ class Guest:
             offers = meeting.gather(arrival.offer(tier, job.group, keys))
             agreed = meeting.tell(agree)
         job.join_claim(agreed)
-        coming = arrival.Arrival(
-            tier=tier,
-            members=Members(tuple(agreed["nodes"]), job.group.rank),
-            config=job.config,
-            epoch=agreed["epoch"],
-            claim=tuple(agreed["claim"]),
-            told=agreed,
-            keys=keys,
-        )
+        members, config, server = Members(tuple(agreed["nodes"]), job.group.rank), job.config, None
         try:
             with job.group.meeting("node disks") as meeting:
-                arrivals = meeting.gather(coming.come())
-                addresses = meeting.tell(lambda: arrival.join_arrivals(arrivals, coming.members, copies=tier.copies))
+                disk, server = arrival.come(tier, members, config, agreed, keys)
+                served = server.addresses if server else []
+                arrivals = meeting.gather({"identity": disk.identity(), "addresses": served})
+                addresses = meeting.tell(lambda: arrival.join_arrivals(arrivals, members, copies=tier.copies))
         except BaseException:
-            coming.leave()
+            if server is not None:
+                server.close()
             raise
-        self.place = coming.enter(addresses)
+        claim_number, claim_sha256 = agreed["claim"]
+        self.place = FastPlace(
+            tier=tier,
+            disk=disk,
+            transfer=Transfer(disk.storage, config=config.transfer, retry=config.retry, rank=members.rank),
+            members=members,
+            claim_number=claim_number,
+            claim_sha256=claim_sha256,
+            epoch=agreed["epoch"],
+            server=server,
+            clients=arrival.clients_of(addresses, members, config, keys),
+        )
         job.at_close(self.place.close)
         return self.place
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput
-from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.members import Members
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.fast.nodes.node_server import NodeClient, NodeServer
@@ -16,7 +14,6 @@ from ckptstore.fast.tier import FastTier
 from ckptstore.format.timings import clean_node
 from ckptstore.group import Group
 from ckptstore.peers.channel import NodeKeys
-from ckptstore.transfer import Transfer
 
 
 def offer(tier: FastTier, group: Group, keys: NodeKeys) -> dict[str, Any]:
@@ -47,85 +44,58 @@ def agree(parts: Sequence[Mapping[str, Any]]) -> list[str]:
     return nodes
 
 
-@dataclass(kw_only=True)
-class Arrival:
-    """A process that opens the disk of its node, before it knows the addresses of the other nodes."""
+def come(
+    tier: FastTier, members: Members, config: StoreConfig, agreed: Mapping[str, Any], keys: NodeKeys
+) -> tuple[NodeDisk, NodeServer | None]:
+    """Open the disk of this node, before the addresses of the other nodes are known.
 
-    tier: FastTier
-    members: Members
-    config: StoreConfig
-    epoch: int
-    claim: tuple[int, str]
-    told: Mapping[str, Any]
-    """The reply of the leader: "store_id", "is_one_machine", "job" and the public "keys" of all ranks."""
-    keys: NodeKeys
-    _server: NodeServer | None = None
-    _disk: NodeDisk = field(init=False)
-    """Set by `come`."""
+    `agreed` is the reply of the leader: "store_id", "epoch", "is_one_machine", "job" and the public "keys" of all
+    ranks. The reporter of a node also marks the epoch of the job on the disk, and serves its files if there are other
+    nodes. Raises the errors of `NodeDisk` and `NodeServer`.
+    """
+    keys.of_ranks, keys.job = agreed["keys"], agreed["job"]
+    disk = NodeDisk.open(
+        tier.path,
+        agreed["store_id"],
+        node=members.node,
+        durable=config.transfer.durable,
+        direct_io=config.transfer.direct_io,
+    )
+    if members.is_reporter:
+        disk.mark_epoch(agreed["epoch"])
+    if not members.is_reporter or len(members.all_nodes) == 1:
+        return disk, None
+    server = NodeServer(
+        disk,
+        keys,
+        interface=tier.interface,
+        is_one_machine=agreed["is_one_machine"],
+        timeout_seconds=_patience_seconds(config),
+    )
+    return disk, server
 
-    def come(self) -> dict[str, Any]:
-        """Open the disk, and return its identity and the addresses of this node, as JSON for the leader.
 
-        The reporter of a node also marks the epoch of the job on the disk, and serves its files if there are other
-        nodes. Raises the errors of `NodeDisk` and `NodeServer`.
-        """
-        transfer, tier, told = self.config.transfer, self.tier, self.told
-        self.keys.of_ranks, self.keys.job = told["keys"], told["job"]
-        self._disk = disk = NodeDisk.open(
-            tier.path,
-            told["store_id"],
-            node=self.members.node,
-            durable=transfer.durable,
-            direct_io=transfer.direct_io,
+def clients_of(
+    addresses: Mapping[str, Sequence[Sequence[Any]]], members: Members, config: StoreConfig, keys: NodeKeys
+) -> dict[str, NodeClient]:
+    """Return the clients of the other nodes, which reach them at these addresses."""
+    return {
+        node: NodeClient(
+            node,
+            [(host, port) for host, port in found],
+            keys,
+            rank=members.rank,
+            server_rank=members.reporter_of(node),
+            timeout_seconds=_patience_seconds(config),
         )
-        if self.members.is_reporter:
-            disk.mark_epoch(self.epoch)
-            if len(self.members.all_nodes) > 1:
-                self._server = NodeServer(
-                    disk,
-                    self.keys,
-                    interface=tier.interface,
-                    is_one_machine=told["is_one_machine"],
-                    timeout_seconds=self._patience_seconds,
-                )
-        return {"identity": disk.identity(), "addresses": self._server.addresses if self._server else []}
+        for node, found in addresses.items()
+        if node != members.node
+    }
 
-    @property
-    def _patience_seconds(self) -> float:
-        """The longest silence of a node: less than the time for which a rank waits for another one."""
-        return self.config.rank_timeout_seconds / 4
 
-    def enter(self, addresses: Mapping[str, Sequence[Sequence[Any]]]) -> FastPlace:
-        """Return the fast tier of this process, which reaches the other nodes at these addresses."""
-        config = self.config
-        clients = {
-            node: NodeClient(
-                node,
-                [(host, port) for host, port in found],
-                self.keys,
-                rank=self.members.rank,
-                server_rank=self.members.reporter_of(node),
-                timeout_seconds=self._patience_seconds,
-            )
-            for node, found in addresses.items()
-            if node != self.members.node
-        }
-        return FastPlace(
-            tier=self.tier,
-            disk=self._disk,
-            transfer=Transfer(self._disk.storage, config=config.transfer, retry=config.retry, rank=self.members.rank),
-            members=self.members,
-            claim_number=self.claim[0],
-            claim_sha256=self.claim[1],
-            epoch=self.epoch,
-            server=self._server,
-            clients=clients,
-        )
-
-    def leave(self) -> None:
-        """Stop to serve: some rank could not open its disk."""
-        if self._server is not None:
-            self._server.close()
+def _patience_seconds(config: StoreConfig) -> float:
+    """Return the longest silence of a node: less than the time for which a rank waits for another one."""
+    return config.rank_timeout_seconds / 4
 
 
 def join_arrivals(parts: Sequence[Mapping[str, Any]], members: Members, *, copies: int) -> dict[str, Any]:
