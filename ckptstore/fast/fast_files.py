@@ -19,6 +19,7 @@ from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.storage.base import Disk
 from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,4 +125,21 @@ def fast_files_of(job: Job, place: FastPlace, certificate: Certificate, record: 
         job=job,
         place=place,
         certificate=certificate,
+
+
+def held_files_of(
+    job: Job, place: FastPlace | None, certificate: Certificate, storage: HeldStorage, record: Record | None = None
+) -> FastFiles:
+    """Return the files of a fast checkpoint on several nodes, with a transfer that the caller closes."""
+    config = job.config
+    return FastFiles(
+        storage=storage,
+        transfer=Transfer(storage, config=config.transfer, retry=config.retry, rank=job.transfer.rank),
+        config=config,
+        prefix=certificate.attempt.prefix,
+        record=record,
+        job=job,
+        place=place,
+        certificate=certificate,
+    )
     )

@@ -15,7 +15,7 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.fast.candidates import CertificatePlace, FastCandidate, Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.fast_files import FastFiles, fast_files_of
+from ckptstore.fast.fast_files import FastFiles, fast_files_of, held_files_of
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.held_storage import HeldStorage
 from ckptstore.fast.upkeep.sweep import SweepView, sweep
@@ -27,7 +27,6 @@ from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.newest import Candidates
 from ckptstore.runtime.beat import beat
-from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore")
 
@@ -200,13 +199,16 @@ def _opened(
 
     The ways are: the disk of this node, if it has all; all nodes, with the store if it is durable; the store alone.
     """
-    found = []
+    found: list[CheckpointFiles] = []
     record = Record.from_wire(told["record"]) if told["record"] else None
     places = [CertificatePlace(*one) for one in told["certificates"]]
     if places:
         certificate = known.get(places[0].sha256) or place.certificate_of(*places)
         holders = {rank: tuple(nodes) for rank, nodes in told["holders"]}
-        everywhere = _held(job, place, certificate, holders, record)
+        store = None if record is None else job.storage
+        held = HeldStorage(place.disk, certificate, holders, place.clients, store=store)
+        everywhere = held_files_of(job, place, certificate, held, record)
+        job.at_close(everywhere.transfer.close)
         has_all = all(place.members.node in holders.get(rank, ()) for rank in certificate.by_rank)
         is_alone = len(place.members.all_nodes) == 1 and record is None
         if is_loaded or is_alone:
@@ -216,30 +218,6 @@ def _opened(
     if record is not None:
         found.append(files_of(job, record))
     return found
-
-
-def _held(
-    job: Job,
-    place: FastPlace,
-    certificate: Certificate,
-    holders: Mapping[int, tuple[str, ...]],
-    record: Record | None,
-) -> CheckpointFiles:
-    store = None if record is None else job.storage
-    storage = HeldStorage(place.disk, certificate, holders, place.clients, store=store)
-    config = job.config
-    transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=place.members.rank)
-    job.at_close(transfer.close)
-    return FastFiles(
-        storage=storage,
-        transfer=transfer,
-        config=config,
-        prefix=certificate.attempt.prefix,
-        record=record,
-        job=job,
-        place=place,
-        certificate=certificate,
-    )
 
 
 def _sweeps(job: Job, place: FastPlace, seen: LeaderView, newest: Record, source: SaveOrder | None) -> dict[str, Any]:

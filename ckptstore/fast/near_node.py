@@ -16,7 +16,7 @@ from ckptstore.catalogue import Near
 from ckptstore.errors import StorageError
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.fast_files import FastFiles
+from ckptstore.fast.fast_files import FastFiles, held_files_of
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.held_storage import HeldStorage
 from ckptstore.fast.nodes.node_disk import NodeDisk
@@ -100,17 +100,9 @@ class NearNode:
             return job.storage if job.log.commit_of(certificate.attempt) else None
 
         storage = HeldStorage(disk, certificate, holders, clients, store=None, later=later)
-        transfer = Transfer(storage, config=job.config.transfer, retry=job.config.retry, rank=job.transfer.rank)
-        self._transfers.add(transfer)
-        return FastFiles(
-            storage=storage,
-            transfer=transfer,
-            config=job.config,
-            prefix=certificate.attempt.prefix,
-            job=job,
-            place=place,
-            certificate=certificate,
-        )
+        files = held_files_of(job, place, certificate, storage)
+        self._transfers.add(files.transfer)
+        return files
 
 
 def _others(certificate: Certificate, rank: int, clients: Mapping[str, NodeClient]) -> Iterator[str]:
