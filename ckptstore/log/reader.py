@@ -36,6 +36,7 @@ Probed = Record | CheckpointDamaged | StorageArchived | UnsupportedVersion | Non
 """The finding at a number: a record, an error if it cannot be read as one, or None."""
 
 _MAX_CACHED = 100_000
+_NUM_THREADS = 32
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,10 @@ class LogReader:
     for threads.
     """
 
-    def __init__(self, storage: Storage, *, retry: RetryConfig, num_threads: int = 32) -> None:
+    def __init__(self, storage: Storage, *, retry: RetryConfig) -> None:
         self._storage = storage
         self._exclusive = storage if isinstance(storage, CreatesExclusively) else None
         self._retry = retry
-        self._num_threads = num_threads
         self._lock = threading.Lock()
         new_lock_in_child(self, "_lock")
         self._cache: dict[int, Record] = {}
@@ -324,7 +324,7 @@ class LogReader:
         return [found[number] if number in found else read(number) for number in wanted]
 
     def _in_parallel(self, read: Callable[[int], T], numbers: list[int]) -> list[T]:
-        return mapped(read, numbers, num_threads=self._num_threads, name="ckptstore-log")
+        return mapped(read, numbers, num_threads=_NUM_THREADS, name="ckptstore-log")
 
     def _retrying(self, what: str, request: Callable[[], T]) -> T:
         return retrying(self._retry, what, request)

@@ -43,15 +43,13 @@ Decide = Callable[[Record | None], Change | None]
 class Log(LogReader):
     """The log of one store, for one process and all its threads."""
 
-    def __init__(
-        self, storage: Storage, *, retry: RetryConfig, single_writer: bool = False, num_threads: int = 32
-    ) -> None:
+    def __init__(self, storage: Storage, *, retry: RetryConfig, single_writer: bool = False) -> None:
         """`single_writer` promises, for a storage that cannot create-if-absent, that no second process ever writes.
 
         Such a storage may still lose records if the promise is broken, or if a write of a dead process arrives late;
         the chain of digests shows it, and writing ends with StoreForked.
         """
-        super().__init__(storage, retry=retry, num_threads=num_threads)
+        super().__init__(storage, retry=retry)
         self._single_writer = single_writer
         self._appending = RLock()  # a decision may append something of its own first
         self._is_tried = not is_server(storage)
