@@ -192,13 +192,7 @@ def _commit(job: Job, record: Record, entry: CheckpointEntry, *, force: bool) ->
         _refuse(job, newest, found, force=force)
         return Commit(entry, thins=record.number)
 
-    try:
-        return job.log.append(change)
-    except CkptstoreError as error:
-        found = job.log.commit_of(Attempt.of(entry.attempt)) if error.committed is None else None
-        if found is None:
-            raise
-        return found
+    return job.log.append(change, commits=Attempt.of(entry.attempt))
 
 
 class _FilePlan:

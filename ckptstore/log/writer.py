@@ -24,7 +24,7 @@ from ckptstore.errors import (
     StoreMissing,
 )
 from ckptstore.format.changes import Change, Noop
-from ckptstore.format.layout import HINT_KEY, record_key
+from ckptstore.format.layout import HINT_KEY, Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Hint, LogReader, Probed, link_problem, record_problem
 from ckptstore.runtime.parallel import mapped
@@ -131,12 +131,12 @@ class Log(LogReader):
             ) from None
 
     @overload
-    def append(self, decide: Callable[[Record | None], Change]) -> Record: ...
+    def append(self, decide: Callable[[Record | None], Change], *, commits: Attempt | None = None) -> Record: ...
 
     @overload
-    def append(self, decide: Decide) -> Record | None: ...
+    def append(self, decide: Decide, *, commits: Attempt | None = None) -> Record | None: ...
 
-    def append(self, decide: Decide) -> Record | None:
+    def append(self, decide: Decide, *, commits: Attempt | None = None) -> Record | None:
         """Write the change that `decide` returns for the newest record as the next record, and return that.
 
         `decide` gets the newest record, None in an empty log, and is called again each time another writer was faster.
@@ -146,13 +146,23 @@ class Log(LogReader):
         If `committed` of an error is False, the change is not in the log and never will be. If it is None, that is
         unknown, because the storage failed and could not be read afterwards: read the log before trying again, and
         remove nothing that the change names. If it is True, the change is in the log, but the disk does not confirm it.
-        An exception that is no CkptstoreError (KeyboardInterrupt) leaves it unknown too.
+        An exception that is no CkptstoreError (KeyboardInterrupt) leaves it unknown too. Where the change commits the
+        attempt `commits`, the log is read after an unknown outcome, and the record is returned if it is there.
 
         Raises the errors of `decide` and `apply`; StoreForked if the chain of the newest 64 records does not hold;
         StoreMissing if the newest record that this process knows is gone; InvalidInput if the storage cannot
         create-if-absent and the log was not opened with `single_writer`; CheckpointDamaged, UnsupportedVersion and
         StorageError as `newest` does.
         """
+        try:
+            return self._append(decide)
+        except CkptstoreError as error:
+            record = self.commit_of(commits) if commits is not None and error.committed is None else None
+            if record is None:
+                raise
+            return record
+
+    def _append(self, decide: Decide) -> Record | None:
         with self._appending:
             self.check_safe()
             failures = 0

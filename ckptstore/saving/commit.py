@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CheckpointGone, CkptstoreError, FileMissing, InvalidInput, StorageError
+from ckptstore.errors import CheckpointGone, FileMissing, InvalidInput, StorageError
 from ckptstore.events import CheckpointCommitted, emit
 from ckptstore.format.changes import Commit
 from ckptstore.format.entry import CheckpointEntry
@@ -63,10 +63,7 @@ def commit(
         return _change(job, newest, entry, bases)
 
     entry, bases = entry_of(manifest, data), manifest.references.union(contents.bases)
-    try:
-        return job.log.append(change)
-    except CkptstoreError as error:
-        return _found_all_the_same(job, attempt, error)
+    return job.log.append(change, commits=attempt)
 
 
 def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: int) -> Record:
@@ -90,10 +87,7 @@ def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: i
         return _change(job, newest, entry, manifest.references) if state.save_number < save_number else None
 
     entry, order = replace(entry_of(manifest, data), save_number=save_number), SaveOrder(manifest.epoch, save_number)
-    try:
-        return job.log.append(change) or covering(job, save_number, step=manifest.step)
-    except CkptstoreError as error:
-        return _found_all_the_same(job, attempt, error)
+    return job.log.append(change, commits=attempt) or covering(job, save_number, step=manifest.step)
 
 
 def covering(job: Job, save_number: int, *, step: int) -> Record:
@@ -108,14 +102,6 @@ def covering(job: Job, save_number: int, *, step: int) -> Record:
         raise CheckpointGone(f"Save {save_number} of this job, or a later one, was committed and is removed", step=step)
     own = [record for record in later if record.entry.save_number == save_number]
     return own[0] if own else max(later, key=lambda record: record.entry.order)
-
-
-def _found_all_the_same(job: Job, attempt: Attempt, error: CkptstoreError) -> Record:
-    """Return the commit of the attempt if its append failed with an unknown outcome, and the log has it; else raise."""
-    record = job.log.commit_of(attempt) if error.committed is None else None
-    if record is None:
-        raise error
-    return record
 
 
 def entry_of(manifest: Manifest, data: bytes) -> CheckpointEntry:
