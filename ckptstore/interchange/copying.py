@@ -36,7 +36,7 @@ from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CopiesFrom, CopiesInside, Doubts, Storage
 from ckptstore.storage.second_look import looked_twice, tell
 from ckptstore.transfer.executor import Executor, InProcess
-from ckptstore.transfer.moves import PlannedFile
+from ckptstore.transfer.moves import PlannedFile, Wanted
 from ckptstore.transfer.opened import OpenedPlace
 from ckptstore.transfer.sources import Read
 from ckptstore.upkeep.annotate import annotation
@@ -394,7 +394,7 @@ class _Share:
 
     def _intact(self, receipts: Sequence[Receipt]) -> set[str]:
         """Return the names of the files that are whole at the target."""
-        wanted = [CheckpointFiles.wanted_at(self.prefix, receipt) for receipt in receipts if receipt.digest is not None]
+        wanted = [Wanted(self.prefix + it.name, it.size_bytes, it.digest) for it in receipts if it.digest is not None]
         checked = self.target.transfer.check(wanted)
         good = {item.wanted.key for item in checked if item.digest == item.wanted.digest}
         return {receipt.name for receipt in receipts if self.prefix + receipt.name in good}

@@ -189,11 +189,6 @@ class CheckpointFiles:
         """Return the request to the transfer to fetch or check the file of a receipt."""
         return Wanted(self.key_of(receipt), receipt.size_bytes, receipt.digest)
 
-    @staticmethod
-    def wanted_at(prefix: str, receipt: Receipt) -> Wanted:
-        """Return the request of `wanted` for a copy whose keys begin with `prefix`."""
-        return Wanted(prefix + receipt.name, receipt.size_bytes, receipt.digest)
-
     def read_file(self, receipt: Receipt) -> bytes:
         """Return the checked bytes of a small file."""
         data = bytearray(receipt.size_bytes)
