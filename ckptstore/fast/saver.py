@@ -25,7 +25,7 @@ from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.log_publisher import LogPublisher, making_room
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
-from ckptstore.saving.save_state import SaveResult, SaveTarget, StateSaver
+from ckptstore.saving.save_state import SaveResult, StateSaver, Target
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.saving.transaction import Transaction
@@ -54,12 +54,12 @@ class FastSaver(StateSaver):
                 "A hard link is not read, and a fast checkpoint has the digests of all its files",
                 hint="Save without link, or open the store without a fast tier",
             )
-        target = self._target(request, StateOptions())
-        shard.move(target.storage, target.upload)
-        transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
+        storage, upload, publisher = self._target(request, StateOptions())
+        shard.move(storage, upload)
+        transaction = Transaction.begin(self.job.group, publisher, shard, request, clock=clock)
         return transaction, lambda: self._finish(transaction, shard)
 
-    def _target(self, request: Request, options: StateOptions) -> SaveTarget:
+    def _target(self, request: Request, options: StateOptions) -> Target:
         if options.incremental:
             raise InvalidInput(
                 "An incremental save takes over files of the checkpoint before, and a fast checkpoint has all its own",
@@ -68,7 +68,7 @@ class FastSaver(StateSaver):
         place = self.open_place(request.step)
         upload = place.transfer.upload
         doubled = upload if place.tier.copies == 1 else partial(doubled_upload, place, upload)
-        return SaveTarget(place.disk.storage, doubled, FastPublisher(self.job, place))
+        return place.disk.storage, doubled, FastPublisher(self.job, place)
 
     def _finish(self, transaction: Transaction[Any], shard: StateShard | DirectoryShard) -> SaveResult:
         """See `StateSaver._finish`. If the disk of a node is full or a node cannot be reached, save to the store."""

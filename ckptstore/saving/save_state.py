@@ -67,12 +67,8 @@ class SaveResult(NamedTuple):
     """Asks for that drain, though it may not be due, before somebody waits for it. Collective unless it is due."""
 
 
-class SaveTarget(NamedTuple):
-    """The place to which a state is saved first."""
-
-    storage: Storage
-    upload: Upload
-    publisher: Publisher[Any]
+Target = tuple[Storage, Upload, Publisher[Any]]
+"""The place to which a state is saved first."""
 
 
 @dataclass(kw_only=True)
@@ -94,10 +90,11 @@ class StateSaver:
         self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock
     ) -> SaveResult:
         """Save a state, and return once it is committed or, with a fast tier, complete on the nodes. Collective."""
-        self._give_back()
-        target = self._target(request, options)
-        shard = self._shard(state, options, target)
-        transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
+        if self._staging is not None and self._staging.is_unused:  # memory that a resume has prepared
+            self._staging.close()
+        storage, upload, publisher = self._target(request, options)
+        shard = self._shard(state, options, storage, upload)
+        transaction = Transaction.begin(self.job.group, publisher, shard, request, clock=clock)
         return self._finish(transaction, shard)
 
     def save_async(
@@ -116,10 +113,10 @@ class StateSaver:
         was started by the call. A missing store counts as a failed save, of which `max_failures` in a row are
         tolerated: a network mount may come back.
         """
-        target = self._target(request, options)
-        shard = self._shard(state, options, target)
+        storage, upload, publisher = self._target(request, options)
+        shard = self._shard(state, options, storage, upload)
         try:
-            transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
+            transaction = Transaction.begin(self.job.group, publisher, shard, request, clock=clock)
         except StoreMissing as error:
             if self.job.epoch is None:
                 raise
@@ -158,10 +155,10 @@ class StateSaver:
 
         return transaction, finished
 
-    def _target(self, request: Request, options: StateOptions) -> SaveTarget:
+    def _target(self, request: Request, options: StateOptions) -> Target:
         """Return the place to save to first. Collective if it has to be opened."""
         job = self.job
-        return SaveTarget(job.storage, job.transfer.upload, LogPublisher(job))
+        return job.storage, job.transfer.upload, LogPublisher(job)
 
     def _finish(self, transaction: Transaction[Any], shard: StateShard | DirectoryShard) -> SaveResult:
         """Finish the save after the agreement, on any thread."""
@@ -194,8 +191,7 @@ class StateSaver:
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions) -> None:
         """Do the one-time work of a first asynchronous save now. Collective; nothing is written."""
         job = self.job
-        target = SaveTarget(job.storage, job.transfer.upload, LogPublisher(job))
-        shard = self._shard(state, options, target, compares_replicas=False)
+        shard = self._shard(state, options, job.storage, job.transfer.upload, compares_replicas=False)
         request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace", **options.agreed)
         meet(job.group, "warm up", shard, request, lambda _decision: {})
         self._staging_memory().reserve([source.size_bytes for _, source in shard.plan().sources])
@@ -203,11 +199,6 @@ class StateSaver:
     def prepare(self, sizes_bytes: Sequence[int]) -> None:
         """Allocate memory in the background for a save of files of these sizes."""
         self._staging_memory().prepare(sizes_bytes)
-
-    def _give_back(self) -> None:
-        """Free staging buffers that were prepared but never used."""
-        if self._staging is not None and self._staging.is_unused:
-            self._staging.close()
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Free the staging memory. No save may be in flight."""
@@ -218,7 +209,8 @@ class StateSaver:
         self,
         state: Mapping[str, Any],
         options: StateOptions,
-        target: SaveTarget,
+        storage: Storage,
+        upload: Upload,
         *,
         compares_replicas: bool = True,
     ) -> StateShard:
@@ -246,8 +238,8 @@ class StateSaver:
             rank=job.group.rank,
             world_size=job.group.world_size,
             memo=self._memo,
-            storage=target.storage,
-            upload=target.upload,
+            storage=storage,
+            upload=upload,
             options=options,
             before=Before(lambda: self._before(live_only=options.incremental == "reference"), self._set_next),
         )
