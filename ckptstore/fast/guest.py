@@ -113,10 +113,3 @@ def check_tier(tier: object) -> None:
     """Raise InvalidInput unless it is a FastTier."""
     if not isinstance(tier, FastTier):
         raise InvalidInput(f"fast is {tier!r}, it is a FastTier", hint='Write fast=FastTier("/a/directory")')
-
-
-def guest_of(job: Job) -> Guest:
-    """Return the fast tier of a job. Raises InvalidInput if it has none."""
-    if not isinstance(job.tier, Guest):
-        raise InvalidInput("The store was opened without a fast tier", hint='Write fast=FastTier("/a/directory")')
-    return job.tier

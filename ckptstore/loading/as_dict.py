@@ -17,8 +17,6 @@ from ckptstore.state.live.patterns import check_used, patterns_of
 from ckptstore.state.read.stored import PerRank, check_per_rank, read_whole
 from ckptstore.state.tensors.wrapped import Wrapped
 
-_LEAVE_OUT = "Name the keys to read with include=, or load it into a state that has one"
-
 
 def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None, per_rank: PerRank) -> dict[str, Any]:
     """Return the nested state of a checkpoint; see `Checkpoint.to_dict`."""

@@ -14,7 +14,6 @@ from ckptstore.catalogue import job_of
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain import Drain, Drainer
-from ckptstore.fast.guest import guest_of
 from ckptstore.fast.partner import doubled_upload
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
@@ -48,7 +47,7 @@ class Rank:
 
     def fast(self, step: int, save_number: int, *, size_bytes: int = 1000) -> Certificate:
         """Save a fast checkpoint as this rank: its files on the disk of the node, and the certificate."""
-        job, place = self.job, guest_of(self.job).place
+        job, place = self.job, self.job.tier.place
         assert place is not None
         attempt, ranks = Attempt(step, place.epoch, f"{save_number:08x}"), range(len(place.members.nodes))
         contents = {
@@ -110,7 +109,7 @@ def opened(
     storage = job.storage if hook is None else wrap(job.storage, hook)
     transfer = Transfer(storage, config=config.transfer, retry=config.retry)
     job = replace(job, storage=storage, config=config, log=Log(storage, retry=config.retry), transfer=transfer)
-    drainer = Drainer(job, guest_of(job).open(job))
+    drainer = Drainer(job, job.tier.open(job))
     try:
         yield Rank(job, drainer)
     finally:

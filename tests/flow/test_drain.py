@@ -39,7 +39,6 @@ from ckptstore.events import (
 )
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain import drain_rounds, own_files
-from ckptstore.fast.guest import guest_of
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import sha256_of
 from ckptstore.saving import transaction
@@ -137,7 +136,7 @@ def test_one_drains_one_waits_and_a_newer_one_takes_its_place(tmp_path: Path) ->
         drains = [rank.offer(1, 1)]
         assert gate.reached.wait(SECONDS)
         drains += [rank.offer(2, 2), rank.offer(3, 3, is_due=False), rank.offer(4, 4)]
-        place = guest_of(rank.job).place
+        place = rank.job.tier.place
         assert place is not None
         held = sorted(place.in_use)
         meeting.wait(SECONDS)
@@ -200,7 +199,7 @@ def test_a_store_that_is_away_is_tried_again_and_sent_nothing_twice(
 
 def flip(rank: Rank, certificate: Certificate, name: str, damage: str = "flip") -> None:
     """Damage a file on the disk of this rank's node."""
-    place = guest_of(rank.job).place
+    place = rank.job.tier.place
     assert place is not None
     path = place.disk.storage.local_path(certificate.attempt.key(name))
     data = bytearray(path.read_bytes())
@@ -214,7 +213,7 @@ def flip(rank: Rank, certificate: Certificate, name: str, damage: str = "flip") 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_file_fails_its_own_checkpoint_and_no_other(tmp_path: Path, damage: str) -> None:
     def script(rank: Rank) -> Any:
-        certificate, place = rank.fast(1, 1), guest_of(rank.job).place
+        certificate, place = rank.fast(1, 1), rank.job.tier.place
         assert place is not None
         if place.members.rank == 1:
             flip(rank, certificate, "part-1-rank=00001.bin", damage)
@@ -237,7 +236,7 @@ def test_with_two_copies_the_partner_has_what_is_damaged_here(
     stored, damaged = threading.Barrier(2), threading.Barrier(2)
 
     def script(rank: Rank) -> Any:
-        certificates, place = [rank.fast(1, 1), rank.fast(2, 2)], guest_of(rank.job).place
+        certificates, place = [rank.fast(1, 1), rank.fast(2, 2)], rank.job.tier.place
         assert place is not None
         stored.wait(SECONDS)
         if place.members.rank == 1:
@@ -277,7 +276,7 @@ def test_a_later_save_that_went_to_the_store_directly_supersedes(tmp_path: Path)
     (tmp_path / "tree/a").write_bytes(b"a")
 
     def script(rank: Rank) -> Any:
-        older, place = rank.fast(1, 1), guest_of(rank.job).place
+        older, place = rank.fast(1, 1), rank.job.tier.place
         assert place is not None
         rank.job.next_save_number()
         request, shard = directory_of(rank.job, 2, tmp_path / "tree")
@@ -425,7 +424,7 @@ def test_ranks_that_ask_at_different_moments_agree(tmp_path: Path) -> None:
     """Rank 0 waits for one that is not due before the next is there, rank 1 after it."""
 
     def script(rank: Rank) -> Any:
-        drain, place = rank.offer(1, 1, is_due=False), guest_of(rank.job).place
+        drain, place = rank.offer(1, 1, is_due=False), rank.job.tier.place
         assert place is not None
         if place.members.rank == 0:
             rank.drainer.want(drain)
@@ -457,7 +456,7 @@ def test_any_order_of_saves_wishes_and_faults_ends_alike_on_all_ranks(tmp_path: 
             raise StorageUnavailable(f"{call.verb} {call.key} fails {call.phase} it is done")
 
     def script(rank: Rank) -> Any:
-        place = guest_of(rank.job).place
+        place = rank.job.tier.place
         assert place is not None
         pace = random.Random(100 * seed + place.members.rank)
         drains = []

@@ -26,7 +26,6 @@ from ckptstore import CheckpointStore, FastTier, KeepEvery, StorageGroup, open_s
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import CheckpointSkipped, FastBypassed, listening
-from ckptstore.fast.guest import guest_of
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
@@ -103,7 +102,7 @@ def act(store: CheckpointStore, root: Path, rank: int, line: str) -> Any:
         (root / "hangs").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     elif verb == "deaf" and rank == 1:  # nobody reaches the node any more, though all its processes live
-        guest_of(store._job).place.server.close()
+        store._job.tier.place.server.close()
     elif verb == "passed":
         report = store.resume(state_of(0, rank)).load_report
         return report.passed_over

@@ -26,7 +26,6 @@ from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput, StateMismatch, StorageUnavailable, StoreFenced
 from ckptstore.events import LoadEnded, listening
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.guest import guest_of
 from ckptstore.fast.nodes.node_server import NodeClient
 from ckptstore.format.changes import Noop
 from ckptstore.format.layout import record_key
@@ -129,7 +128,7 @@ def test_a_disk_that_cannot_read_is_as_good_as_damage(jobs: Jobs, skipped: list[
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         job = job_of(store)
-        place = guest_of(job).open(job)
+        place = job.tier.open(job)
         if rank == 0:
             storage = wrap(place.disk.storage, FailAt(broken, StorageError("Input/output error"), times=None))
             place.disk.storage = storage

@@ -42,7 +42,6 @@ from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import files_behind
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import CheckpointResumed, FastBypassed, FastCommitted, SavePhase, listening
-from ckptstore.fast.guest import guest_of
 from ckptstore.fast.publisher import FastPublisher
 from ckptstore.testing.s3_server import s3_server
 
@@ -108,7 +107,7 @@ def save(*steps: int) -> Flow:
 
 def settle(store: CheckpointStore) -> None:
     """What is superseded is deleted in the background."""
-    place = guest_of(job_of(store)).place
+    place = job_of(store).tier.place
     assert place is not None
     place.settle()
 
@@ -403,7 +402,7 @@ def test_where_a_certificate_alone_does_not_fit_the_save_goes_to_the_store(
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         save(1)(store, rank)
-        disk = guest_of(job_of(store)).open(job_of(store)).disk
+        disk = job_of(store).tier.open(job_of(store)).disk
         create = disk.storage.create
 
         def fails(key: str, data: bytes) -> bool:
@@ -439,7 +438,7 @@ def test_a_save_that_found_a_disk_full_makes_room_for_the_next(jobs: Jobs) -> No
         with files_behind(save(2)(store, rank)).held():
             save(3)(store, rank)
             before = steps()
-        place = guest_of(job_of(store)).place
+        place = job_of(store).tier.place
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(place.transfer, "upload", full)
             assert save(4)(store, rank).is_durable
@@ -458,7 +457,7 @@ def test_where_a_disk_is_full_and_another_rank_has_no_copy_both_are_told(jobs: J
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         save(1)(store, rank)
-        place = guest_of(job_of(store)).place
+        place = job_of(store).tier.place
         assert place is not None
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:

@@ -48,8 +48,6 @@ class FastOnNode:
     """The attempts in the order of the saves; those without a certificate come first in their epoch."""
     fault: str = ""
     """The reason why the directory cannot be listed, "" if it can."""
-    num_bytes: int = 0
-    """The bytes of all files on this node."""
 
     @property
     def newest(self) -> Certificate | None:
@@ -79,7 +77,7 @@ def view_node(
         return FastOnNode()
     view = read_log(log, storage, store_id, here.attempts, newest=newest)
     fast = sorted((NodeFast(each, judge(each, view)) for each in here.attempts), key=_order)
-    return FastOnNode(tuple(fast), here.fault, sum(each.size_bytes for each in here.attempts))
+    return FastOnNode(tuple(fast), here.fault)
 
 
 def _order(one: NodeFast) -> tuple[int, int]:
