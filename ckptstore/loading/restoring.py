@@ -18,13 +18,9 @@ from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 
 
 def restore(job: Job, step: int, *, number: int | None = None, pin: bool = True) -> Record:
-    """Make the checkpoint of `step` live again, and return the record that committed it.
+    """Make the checkpoint of `step` live again, and return the record that committed it; see `Catalogue.restore`.
 
-    Every file must exist with its size; no data is read. If the trash has several checkpoints of the step, the one that
-    was committed last is restored, or that with `number`. With `pin` the same record pins it.
-
-    Raises CheckpointGone if it is not in the trash or a prune was faster; CheckpointDamaged if a file is missing or has
-    another size; InvalidInput if the step is live or Ray keeps the checkpoints; StoreMissing; StoreFenced.
+    With `pin` the same record pins it. Raises CheckpointGone also if a prune was faster; StoreMissing; StoreFenced.
     """
     step = check_step(step)
     check_has_trash(job)

@@ -88,11 +88,8 @@ def _content_of(files: CheckpointFiles, manifest: Manifest, data: bytes) -> str:
 
 @contextmanager
 def open_directory(files: CheckpointFiles) -> Iterator[Path]:
-    """Provide the checkpoint as a read-only directory on this node while the context lasts.
-
-    On a disk it is the real directory, under a lease. Otherwise, or if it refers to files of other checkpoints, it is a
-    copy that all processes of this node share: downloaded once, every byte checked.
-    """
+    """Provide the checkpoint as a read-only directory on this node while the context lasts; see
+    `Checkpoint.as_directory`. One that refers to files of other checkpoints is a copy on a disk too."""
     with ExitStack() as stack:
         with watched(files.transfer.rank, files.storage.uri) as load:
             path = _opened_directory(files, load, stack)

@@ -16,12 +16,8 @@ _BY_HAND = "removed by hand"
 
 
 def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
-    """Put every live checkpoint that `policy` does not keep in the trash, and return the verdict on each.
-
-    The latest, pinned ones and the resume source stay. The record has no writer epoch: it fences nobody, and a running
-    job applies its own policy at its next save. A dry run returns the same verdicts and changes nothing. Raises
-    InvalidMetric for a metric that no live checkpoint has, though they have others, or that is all the policy goes by.
-    """
+    """Put every live checkpoint that `policy` does not keep in the trash, and return the verdict on each; see
+    `Catalogue.retain`. The record has no writer epoch: it fences nobody."""
     verdicts: list[Verdict] = []
 
     def change(newest: Record | None) -> Remove | None:
