@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint, files_behind
-from ckptstore.errors import InvalidInput, StoreMissing
+from ckptstore.errors import InvalidInput, InvalidMetric, StoreMissing
 from ckptstore.format.changes import Change, Pin, Unpin
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
 from ckptstore.log.identity import read_identity
-from ckptstore.retention import Mode, Policy, Verdict, check_metric_exists, ranked
+from ckptstore.retention import Mode, Policy, Verdict, as_metrics, check_metric_exists, ranked
 
 if TYPE_CHECKING:
     from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -252,9 +252,11 @@ class Catalogue:
         Raises CheckpointGone if it was deleted, InvalidMetric for a value that is no number and without any,
         InvalidInput for a checkpoint that is not in this store, StoreFenced in a job that was fenced.
         """
-        from ckptstore.upkeep.annotate import annotation, checked_metrics, place_of, place_of_step
+        from ckptstore.upkeep.annotate import annotation, place_of, place_of_step
 
-        job, found = self._job, checked_metrics(metrics)
+        job, found = self._job, as_metrics(metrics)
+        if not found:
+            raise InvalidMetric("There is no metric to annotate the checkpoint with")
 
         def change(newest: Record | None) -> Change:
             if isinstance(checkpoint, Checkpoint):

@@ -224,8 +224,10 @@ class Checkpoint:
         if not isinstance(metadata, Mapping):
             raise InvalidMetadata(f"metadata is a {type(metadata).__name__}, not a mapping")
         data = dump_json(dict(metadata))
-        self._require_there()
-        self._files.write_user_metadata(data)
+        files = self._files
+        if files.record is not None and not any(True for _ in files.storage.list(files.prefix)):
+            raise CheckpointGone(f"Step {self.step} was removed", step=self.step)
+        files.write_user_metadata(data)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Set some fields of the user's metadata and keep the others."""
@@ -364,10 +366,6 @@ class Checkpoint:
         from ckptstore.loading.verify import verify
 
         return verify(self._files, sample=sample, executor=executor)
-
-    def _require_there(self) -> None:
-        if self._files.record is not None and not any(True for _ in self._files.storage.list(self._files.prefix)):
-            raise CheckpointGone(f"Step {self.step} was removed", step=self.step)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Checkpoint) and (self.uri, self.number) == (other.uri, other.number)

@@ -321,13 +321,9 @@ class Job:
 
     def raise_on_all(self, error: CkptstoreError) -> NoReturn:
         """Raise the error on this rank and, by failing the meeting of their present call, on all ranks."""
-
-        try:
-            with self.group.meeting("fail"):
-                raise error
-        except CkptstoreError:
-            """The error itself says more than that of the meeting."""
-        raise error
+        with suppress(CkptstoreError), self.group.meeting("fail"):
+            raise error
+        raise error  # it says more than the error of the meeting
 
     def new_attempt(self, step: int) -> Attempt:
         """Leader, after `claim`: return a new attempt, with a unique name."""
@@ -392,16 +388,13 @@ def candidates(log: Log, newest: Record | None, *, timed: bool, unthinned: Colle
             metrics=record.entry.metrics,
             holds={record.number: record.entry.held_bytes, **{base: held[base] for base in record.entry.bases}},
             whole=state.thinned.get(record.number),
-            dropped=record.entry.thinned.dropped if record.entry.thinned else (),
-            left_share=_left_share(record.entry),
+            dropped=thinned.dropped if thinned else (),
+            left_share=record.entry.size_bytes / max(1, thinned.size_bytes) if thinned else None,
             can_thin=record.entry.kind == "state" and record.number not in stay_whole,
         )
         for record in records
+        for thinned in [record.entry.thinned]
     ]
-
-
-def _left_share(entry: CheckpointEntry) -> float | None:
-    return None if entry.thinned is None else entry.size_bytes / max(1, entry.thinned.size_bytes)
 
 
 def held_by_bases(log: Log, entries: Iterable[CheckpointEntry]) -> dict[int, int]:

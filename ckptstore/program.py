@@ -37,8 +37,10 @@ def provenance(*, num_hosts: int | None = None) -> Provenance:
     The first call in a process begins the search for the commit, in the background. Until it has ended, and where there
     is no git or no repository, the commit is left out.
     """
-    found = _commit(os.getpid())
-    return Provenance(**found, argv=masked(_argv()), versions=_versions(), num_hosts=num_hosts)
+    found, argv = _commit(os.getpid()), tuple(map(str, getattr(sys, "argv", ())))
+    if argv and os.path.basename(argv[0]) == "default_worker.py":
+        argv = ()  # the command line of a worker of Ray is about the cluster
+    return Provenance(**found, argv=masked(argv), versions=_versions(), num_hosts=num_hosts)
 
 
 @lru_cache(maxsize=8)
@@ -66,12 +68,6 @@ def masked(argv: tuple[str, ...]) -> tuple[str, ...]:
             return (*found, f"... and {len(argv) - len(found)} more")
         found.append(text)
     return tuple(found)
-
-
-def _argv() -> tuple[str, ...]:
-    """Return the command line; nothing in a worker of Ray, whose own one is about the cluster."""
-    argv = tuple(map(str, getattr(sys, "argv", ())))
-    return () if argv and os.path.basename(argv[0]) == "default_worker.py" else argv
 
 
 def _versions() -> dict[str, str]:

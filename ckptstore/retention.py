@@ -224,7 +224,7 @@ class KeepEvery(Policy):
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
             raise InvalidInput("KeepEvery takes either steps or seconds")
-        _check_positive("KeepEvery", interval=self.steps if self.steps is not None else self.seconds)
+        _check_positive("KeepEvery", "interval", self.steps if self.steps is not None else self.seconds)
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
         first: dict[int, int] = {}
@@ -248,7 +248,7 @@ class KeepSince(Policy):
     seconds: float
 
     def __post_init__(self) -> None:
-        _check_positive("KeepSince", seconds=self.seconds)
+        _check_positive("KeepSince", "seconds", self.seconds)
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
         if not candidates:
@@ -275,7 +275,7 @@ class KeepWithin(Policy):
     policy: Policy = field(default_factory=KeepAll)
 
     def __post_init__(self) -> None:
-        _check_positive("KeepWithin", budget=self.budget_bytes)
+        _check_positive("KeepWithin", "budget", self.budget_bytes)
 
     @property
     def budget_bytes(self) -> float:
@@ -447,16 +447,12 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Return metrics as floats. Python, numpy and torch scalars are taken; raises InvalidMetric for anything else."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise InvalidMetric(f"metrics is a {type(metrics).__name__}, not a mapping of names to numbers")
-    return {_metric_name(name): _as_float(name, value) for name, value in (metrics or {}).items()}
+    return {name: _as_float(name, value) for name, value in (metrics or {}).items()}
 
 
-def _metric_name(name: Any) -> str:
+def _as_float(name: object, value: Any) -> float:
     if not isinstance(name, str) or not name:
         raise InvalidMetric(f"the metric name {name!r} is not text")
-    return name
-
-
-def _as_float(name: str, value: Any) -> float:
     item = getattr(value, "item", None)
     if callable(item) and not isinstance(value, numbers.Real):
         try:
@@ -492,7 +488,6 @@ def _check_count(policy: str, n: object) -> None:
         raise InvalidInput(f"{policy} has n={n!r}, it must be an integer of at least 1")
 
 
-def _check_positive(policy: str, **values: float | None) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise InvalidInput(f"{policy} has {name}={value!r}, it must be a number above 0")
+def _check_positive(policy: str, name: str, value: float | None) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise InvalidInput(f"{policy} has {name}={value!r}, it must be a number above 0")

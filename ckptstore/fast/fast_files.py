@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -61,13 +61,12 @@ class FastFiles(CheckpointFiles):
         with ExitStack() as stack:
             if self.place is not None:
                 stack.enter_context(self.place.using(str(self.certificate.attempt)))
-            stack.enter_context(self._read_lock())
+            if isinstance(self.storage, HeldStorage):
+                stack.enter_context(self.storage.held())
+            else:
+                disk = NodeDisk(cast(LocalStorage, self.storage), "")
+                stack.enter_context(disk.reading(self.certificate.attempt))
             yield
-
-    def _read_lock(self) -> AbstractContextManager[None]:
-        if isinstance(self.storage, HeldStorage):
-            return self.storage.held()
-        return NodeDisk(cast(LocalStorage, self.storage), "").reading(self.certificate.attempt)
 
     def _check_there(self, error: FileMissing) -> None:
         if isinstance(self.storage, HeldStorage) and self.storage.is_gone():
@@ -125,6 +124,7 @@ def fast_files_of(job: Job, place: FastPlace, certificate: Certificate, record: 
         job=job,
         place=place,
         certificate=certificate,
+    )
 
 
 def held_files_of(
@@ -141,5 +141,4 @@ def held_files_of(
         job=job,
         place=place,
         certificate=certificate,
-    )
     )

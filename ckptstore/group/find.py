@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 import time
+from contextlib import suppress
 from typing import Any, cast
 
 from ckptstore.config import StoreConfig
@@ -113,7 +114,8 @@ def check_shared(group: Group, storage: Storage, *, config: StoreConfig | None =
             meeting.tell(lambda: _judge(nodes, group, storage))
     finally:
         if group.rank == LEADER:
-            _forget(key, storage)
+            with suppress(CkptstoreError):  # one small object stays below probe/; nothing reads it
+                storage.delete([key])
 
 
 def _sees(key: str, storage: Storage, *, config: Any) -> bool:
@@ -138,10 +140,3 @@ def _judge(answers: list[str | None], group: Group, storage: Storage) -> None:
         ranks=tuple(blind),
         hint="Use a directory on a file system that all nodes mount, or an object store",
     )
-
-
-def _forget(key: str, storage: Storage) -> None:
-    try:
-        storage.delete([key])
-    except CkptstoreError:
-        """One small object stays below probe/; nothing reads it."""

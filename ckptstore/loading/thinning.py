@@ -354,7 +354,11 @@ class _Thinning:
         if contents:
             storage.write(attempt.key(USER_METADATA_NAME), [memoryview(contents)])
             storage.persist([attempt.key(USER_METADATA_NAME)])
-        self._write_manifest(attempt.key(MANIFEST_NAME), data)
+        key = attempt.key(MANIFEST_NAME)
+        created(storage, key, data, retry=self._job.config.retry)  # whole where it can: gc leaves a torn one alone
+        storage.persist([key])
+        if not has_bytes(storage, key, data):
+            raise StorageError(f"{key} does not hold what {storage.uri} has said is stored", file=key, committed=False)
         times = self._job.log.commit_times([self._files.record])
         return replace(
             self._entry,
@@ -367,14 +371,6 @@ class _Thinning:
             committed_at=times[self._files.record.number],
             thinned=thinned,
         )
-
-    def _write_manifest(self, key: str, data: bytes) -> None:
-        """Create the manifest whole where the storage can: garbage collection leaves one alone that it cannot read."""
-        storage = self._storage
-        created(storage, key, data, retry=self._job.config.retry)
-        storage.persist([key])
-        if not has_bytes(storage, key, data):
-            raise StorageError(f"{key} does not hold what {storage.uri} has said is stored", file=key, committed=False)
 
     def _taken_over(self, attempt: Attempt, receipts: Sequence[Receipt]) -> list[Receipt]:
         """Link files, or copy them inside the storage. No file is read."""

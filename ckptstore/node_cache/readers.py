@@ -158,13 +158,8 @@ def sweep(place: CachePlace) -> None:
     names = {path.name.removeprefix(".tmp-") for path in place.root.glob(".tmp-*")}
     names |= {path.name.removeprefix("tmp-") for path in (place.root / "leases").glob("tmp-*")}
     for name in names:
-        with contextlib.suppress(OSError):
-            _sweep_one(place, name)
-
-
-def _sweep_one(place: CachePlace, name: str) -> None:
-    # Where the lease file is gone, nobody owns the directory either: an owner removes the directory first.
-    with Exclusive(place.private_lease(name)).held() as is_left:
-        if is_left:
-            shutil.rmtree(place.private(name), ignore_errors=True)
-            place.private_lease(name).unlink(missing_ok=True)
+        # Where the lease file is gone, nobody owns the directory either: an owner removes the directory first.
+        with contextlib.suppress(OSError), Exclusive(place.private_lease(name)).held() as is_left:
+            if is_left:
+                shutil.rmtree(place.private(name), ignore_errors=True)
+                place.private_lease(name).unlink(missing_ok=True)

@@ -43,7 +43,8 @@ class LineClient:
     def talk(self, name: str, talk: Callable[[Channel], dict[str, Any]]) -> dict[str, Any]:
         """Call `talk` on an idle connection, or else on a new one, and return the reply. Raises the error in it."""
         while True:
-            idle = self._take_idle()  # the other side may have closed it: then the next one is tried
+            with self._lock:
+                idle = self._idle.pop() if self._idle else None  # if the other side has closed it, the next is tried
             channel = idle or self._connected()
             try:
                 answer = talk(channel)
@@ -71,10 +72,6 @@ class LineClient:
     def is_other(self, addresses: Sequence[Address]) -> bool:
         """Return True if these are not the addresses of the server."""
         return set(addresses) != set(self._addresses)
-
-    def _take_idle(self) -> Channel | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
 
     def close(self) -> None:
         """Close all idle connections."""

@@ -153,22 +153,17 @@ def convert_tensors(module: Any, chosen: Any, convert: Any) -> None:
     of which none is chosen are left alone: tensors in use cannot always be swapped.
     """
     import torch
+    from torch.distributed.fsdp import FSDPModule
 
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         for inner in reversed(list(module.modules())):
             own = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
-            if any(map(chosen, own)) or isinstance(inner, _fsdp2_class()):
+            if any(map(chosen, own)) or isinstance(inner, FSDPModule):
                 inner._apply(lambda tensor: convert(tensor) if chosen(tensor) else tensor, recurse=False)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-def _fsdp2_class() -> type:
-    from torch.distributed.fsdp import FSDPModule
-
-    return FSDPModule
 
 
 def non_persistent_buffers(module: Any) -> list[str]:

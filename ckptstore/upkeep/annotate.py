@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
+from ckptstore.errors import CheckpointGone, InvalidInput
 from ckptstore.format.changes import Annotate
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.job import record_of_step
 from ckptstore.log.reader import LogReader
-from ckptstore.retention import as_metrics
-
-
-def checked_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
-    """Return metrics to annotate with as floats. Raises InvalidMetric for what is none, and for no metric at all."""
-    found = as_metrics(metrics)
-    if not found:
-        raise InvalidMetric("There is no metric to annotate the checkpoint with")
-    return found
 
 
 def place_of_step(log: LogReader, newest: Record | None, step: int) -> int:

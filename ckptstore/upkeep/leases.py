@@ -51,7 +51,9 @@ class _Lease:
         with self.lock:
             if self.is_over:
                 return
-            self.key = self.key or lease_key(self.number, f"{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+            self.key = self.key or lease_key(
+                self.number, f"{platform.node()[:40] or 'host'}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+            )
             body = {"version": FORMAT_VERSION, "host": platform.node(), "pid": os.getpid()}
             try:
                 self.storage.write(self.key, [memoryview(json.dumps(body).encode())])
@@ -121,10 +123,6 @@ def fresh(storage: Storage, *, now_seconds: float) -> dict[int, int]:
     with suppress(CkptstoreError):  # one of another user may be in a directory of his own
         storage.delete(stale)
     return found
-
-
-def _host() -> str:
-    return platform.node()[:40] or "host"
 
 
 def _start_renewer() -> None:

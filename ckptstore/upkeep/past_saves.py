@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -86,7 +86,21 @@ def past_saves(log: Log) -> SaveHistory:
         reasons.setdefault(places.get(number, number), reason)
     thinned = [number for number in standing.values() if number in state.thinned]
     sizes = {record.place: record.entry.size_bytes for record in log.readable(thinned)}
-    return SaveHistory(_past_save(record, standing, in_trash, reasons, sizes) for record in reversed(commits))
+    return SaveHistory(
+        PastSave(
+            number=number,
+            step=entry.step,
+            epoch=entry.epoch,
+            created_at=entry.created_at,
+            world_size=entry.world_size,
+            size_bytes=sizes.get(number, entry.size_bytes),
+            kind=entry.kind,
+            status="live" if number in standing else "trash" if number in in_trash else "deleted",
+            removed_because="" if number in standing else reasons.get(number, ""),
+            metrics=dict(entry.metrics),
+        )
+        for number, entry in ((record.number, record.entry) for record in reversed(commits))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,26 +160,3 @@ def removals(record: Record) -> Iterable[tuple[int, str]]:
     if isinstance(change, Commit):
         yield from ((number, change.reasons.get(number) or "retention dropped it") for number in change.drops)
         yield from ((number, f"step {change.entry.step} was saved again") for number in change.replaces)
-
-
-def _past_save(
-    record: Record,
-    live: Collection[int],
-    in_trash: Collection[int],
-    reasons: Mapping[int, str],
-    sizes: Mapping[int, int],
-) -> PastSave:
-    entry, number = record.entry, record.number
-    is_live = number in live
-    return PastSave(
-        number=number,
-        step=entry.step,
-        epoch=entry.epoch,
-        created_at=entry.created_at,
-        world_size=entry.world_size,
-        size_bytes=sizes.get(number, entry.size_bytes),
-        kind=entry.kind,
-        status="live" if is_live else "trash" if number in in_trash else "deleted",
-        removed_because="" if is_live else reasons.get(number, ""),
-        metrics=dict(entry.metrics),
-    )
