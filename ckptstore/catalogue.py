@@ -11,14 +11,13 @@ from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import InvalidInput, InvalidMetric, StoreMissing
 from ckptstore.format.changes import Change, Pin, Unpin
-from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
 from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, Policy, Verdict, as_metrics, check_metric_exists, ranked
 
 if TYPE_CHECKING:
-    from ckptstore.loading.checkpoint_files import CheckpointFiles
+    from ckptstore.loading.newest import Near
     from ckptstore.loading.thinning import ThinReport
     from ckptstore.upkeep.garbage import Garbage
     from ckptstore.upkeep.past_saves import SaveHistory
@@ -38,19 +37,6 @@ class Entry:
     """True if it is in the store."""
     is_fast: bool = False
     """True if it is on the disk of this node and the listing includes fast checkpoints."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Near:
-    """A fast checkpoint that this process may read before it is in the store."""
-
-    order: SaveOrder
-    attempt: str
-    is_durable: bool
-    """True if the log has it as live."""
-    is_superseded: bool
-    """True if the log has a newer one."""
-    files: CheckpointFiles
 
 
 @bounded

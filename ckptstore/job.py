@@ -63,7 +63,7 @@ class Tier(Protocol):
         """Return the `saving.save_state.StateSaver` of a job."""
 
     def near(self, job: Job) -> Sequence[Any]:
-        """Return the checkpoints that this process can use without the others, oldest first, as `catalogue.Near`."""
+        """Return the checkpoints that this process can use without others, oldest first, as `loading.newest.Near`."""
 
 
 class Start(NamedTuple):

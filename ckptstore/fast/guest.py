@@ -6,7 +6,6 @@ import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.catalogue import Near
 from ckptstore.errors import InvalidInput
 from ckptstore.fast import finding
 from ckptstore.fast.near_node import NearNode
@@ -15,7 +14,7 @@ from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.members import Members
 from ckptstore.fast.tier import FastTier
 from ckptstore.job import Job
-from ckptstore.loading.newest import Candidates, newest_first
+from ckptstore.loading.newest import Candidates, Near, newest_first
 from ckptstore.peers.channel import NodeKeys
 from ckptstore.transfer import Transfer
 

@@ -12,7 +12,6 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 
-from ckptstore.catalogue import Near
 from ckptstore.errors import StorageError
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.fast.certificate import Certificate
@@ -27,6 +26,7 @@ from ckptstore.fast.upkeep.node_inventory import HeldAttempt, held_store
 from ckptstore.format.timings import clean_node
 from ckptstore.group.base import this_node
 from ckptstore.job import Job
+from ckptstore.loading.newest import Near
 from ckptstore.log.identity import read_identity
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer

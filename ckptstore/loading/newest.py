@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ckptstore.errors import (
@@ -15,6 +16,7 @@ from ckptstore.errors import (
     StorageError,
 )
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
+from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.job import Job, Tier
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
@@ -41,6 +43,19 @@ class Candidates(NamedTuple):
     resumed: Callable[[CheckpointFiles | None], None]
     """Records in the log the checkpoint from which the job resumes. Collective. An error of the log is raised on all
     ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """A fast checkpoint that this process may read before it is in the store."""
+
+    order: SaveOrder
+    attempt: str
+    is_durable: bool
+    """True if the log has it as live."""
+    is_superseded: bool
+    """True if the log has a newer one."""
+    files: CheckpointFiles
 
 
 def newest_first(numbers: Sequence[int]) -> Iterable[int]:
