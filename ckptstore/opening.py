@@ -74,9 +74,8 @@ def open_store(
         raise InvalidInput(f"retention is {retention!r}, it is a policy such as KeepLatest(3)")
     tier: Tier | None = None
     if fast is not None:
-        from ckptstore.fast.guest import Guest, check_tier
+        from ckptstore.fast.guest import Guest
 
-        check_tier(fast)
         tier = Guest(fast)
     root = parse_uri(uri).uri
     if (store := store_of(root)) is not None:

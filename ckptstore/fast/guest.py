@@ -27,6 +27,9 @@ class Guest:
     """See `job.Tier`."""
 
     def __init__(self, tier: FastTier) -> None:
+        """Raise InvalidInput unless a caller has given a FastTier."""
+        if not isinstance(tier, FastTier):
+            raise InvalidInput(f"fast is {tier!r}, it is a FastTier", hint='Write fast=FastTier("/a/directory")')
         self.tier = tier
         self.place: FastPlace | None = None
         """The fast tier of this process; None until the ranks have met for it."""
@@ -106,9 +109,3 @@ class Guest:
         if self._near is None:
             self._near = NearNode(job, self.tier)
         return self._near.look(self.place)
-
-
-def check_tier(tier: object) -> None:
-    """Raise InvalidInput unless it is a FastTier."""
-    if not isinstance(tier, FastTier):
-        raise InvalidInput(f"fast is {tier!r}, it is a FastTier", hint='Write fast=FastTier("/a/directory")')
