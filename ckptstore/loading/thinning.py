@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -44,8 +44,7 @@ from ckptstore.state.write.thinned_index import CutFile, PartThinner, dropped_ke
 from ckptstore.storage.base import CopiesInside, Disk
 from ckptstore.storage.second_look import created, has_bytes
 from ckptstore.transfer import RangeRead
-from ckptstore.transfer.moves import PlannedFile
-from ckptstore.transfer.sources import MemorySource
+from ckptstore.transfer.moves import PlannedFile, write_small
 from ckptstore.upkeep import leases
 from ckptstore.upkeep.prune import delete_attempt
 
@@ -321,7 +320,7 @@ class _Thinning:
                 index, lambda place: (place[0], moved.get(place[0], {}).get(place[1], place[1]), place[2])
             )
             written[DCP_METADATA_NAME] = stock, 0
-        receipts += self._upload(attempt, written)
+        receipts += write_small(self._job.transfer.upload, attempt, written, algorithm=self._algorithm)
         return self._publish(attempt, receipts)
 
     def _publish(self, attempt: Attempt, receipts: Sequence[Receipt]) -> CheckpointEntry:
@@ -424,14 +423,3 @@ class _Thinning:
         key = self._files.key_of(self._manifest.by_name[name])
         self._files.read([RangeRead(key, offset, (data,), tuple(checks))])
         return data
-
-    def _upload(self, attempt: Attempt, written: Mapping[str, tuple[bytes, int]]) -> list[Receipt]:
-        """Write small files, each of a rank, and return their receipts."""
-        planned = [
-            PlannedFile(attempt.key(name), MemorySource([memoryview(data)]), self._algorithm)
-            for name, (data, _) in written.items()
-        ]
-        return [
-            Receipt(name, stored.size_bytes, stored.digest, rank)
-            for (name, (_, rank)), stored in zip(written.items(), self._job.transfer.upload(planned), strict=True)
-        ]

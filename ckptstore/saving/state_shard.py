@@ -35,7 +35,7 @@ from ckptstore.state.write.outlining import RankTold
 from ckptstore.state.write.replicas import check_copies, digests_of_copies
 from ckptstore.state.write.shard_files import ShardFiles, Striping
 from ckptstore.storage.base import CopiesInside, Disk, Storage
-from ckptstore.transfer.moves import PlannedFile, Upload
+from ckptstore.transfer.moves import PlannedFile, Upload, write_small
 from ckptstore.transfer.sources import MemorySource, Source
 
 if TYPE_CHECKING:
@@ -418,15 +418,8 @@ class StatePlan:
         return [receipt._replace(attempt=None) for receipt in receipts]
 
     def _add(self, written: Mapping[str, bytes], attempt: Attempt) -> list[Receipt]:
-        """Write some small files, and return their receipts."""
-        files = [
-            PlannedFile(attempt.key(name), MemorySource([memoryview(data)]), self.options.algorithm)
-            for name, data in written.items()
-        ]
-        return [
-            Receipt(name, one.size_bytes, one.digest, self.rank)
-            for name, one in zip(written, self.upload(files), strict=True)
-        ]
+        of_rank = {name: (data, self.rank) for name, data in written.items()}
+        return write_small(self.upload, attempt, of_rank, algorithm=self.options.algorithm)
 
 
 @collector_paused()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, FileMissing
 from ckptstore.format.digest import DEFAULT, Digest
-from ckptstore.transfer.sources import Source
+from ckptstore.format.layout import Attempt
+from ckptstore.format.manifest import Receipt
+from ckptstore.transfer.sources import MemorySource, Source
 
 
 class PlannedFile(NamedTuple):
@@ -35,6 +37,20 @@ class Stored(NamedTuple):
 
 Upload = Callable[[Sequence[PlannedFile]], list[Stored]]
 """`Transfer.upload`, or a function that does the same in another way."""
+
+
+def write_small(
+    upload: Upload, attempt: Attempt, written: Mapping[str, tuple[bytes, int]], *, algorithm: str
+) -> list[Receipt]:
+    """Write small files of an attempt, each of a rank, and return their receipts."""
+    files = [
+        PlannedFile(attempt.key(name), MemorySource([memoryview(data)]), algorithm)
+        for name, (data, _) in written.items()
+    ]
+    return [
+        Receipt(name, one.size_bytes, one.digest, rank)
+        for (name, (_, rank)), one in zip(written.items(), upload(files), strict=True)
+    ]
 
 
 class Wanted(NamedTuple):
