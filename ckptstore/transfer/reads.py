@@ -105,15 +105,6 @@ def _read_from_peers(
     return found
 
 
-def _mistrust_others(
-    engine: Engine, key: str, offset: int, views: Sequence[memoryview], supplied: Sequence[Supplied]
-) -> None:
-    """Leave out the nodes that supplied anything else than what is in the views."""
-    for one, (_, right) in zip(supplied, extents_in(offset, views), strict=False):
-        if engine.peers is not None and one.digest != str(Digest.of(*right)):
-            engine.peers.mistrust(key, one)
-
-
 def extents_in(offset: int, views: Sequence[memoryview]) -> Iterator[tuple[int, tuple[memoryview, ...]]]:
     """Cut a stretch of a file where extents begin: yield the offset and the views of each."""
     end = offset + sum(map(len, views))
@@ -174,6 +165,8 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
             if engine.doubts is not None:
                 engine.doubts.doubt(key, offset, piece.size_bytes)
             engine.read(run, key, request)
-    _mistrust_others(engine, key, offset, views, supplied or [])
+    for one, (_, right) in zip(supplied or (), extents_in(offset, views), strict=False):
+        if engine.peers is not None and one.digest != str(Digest.of(*right)):
+            engine.peers.mistrust(key, one)
     if faults:
         tell(engine.storage, key, faults[0])
