@@ -75,7 +75,7 @@ class Group(Protocol):
 
 
 class SoloGroup:
-    """A process alone: rank 0 of 1. Errors are raised as they are."""
+    """A `Group` of one process: rank 0 of 1. Errors are raised as they are."""
 
     rank = LEADER
     world_size = 1
@@ -85,7 +85,6 @@ class SoloGroup:
         self.node = node or this_node()
 
     def meeting(self, tag: str, *, step: int | None = None) -> AbstractContextManager[Meeting, None]:
-        """See `Group.meeting`."""
         return nullcontext(Alone())
 
     def lane(self, name: str) -> SoloGroup:

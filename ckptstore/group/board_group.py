@@ -19,7 +19,7 @@ logger = logging.getLogger("ckptstore.group")
 
 
 class BoardGroup(Seated):
-    """See `Group` for what is guaranteed."""
+    """See `Group` for what is guaranteed, and `Lanes`."""
 
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
@@ -49,19 +49,16 @@ class BoardGroup(Seated):
         return kind(self._seat, name, self)
 
     def open_names(self) -> list[str]:
-        """See `Lanes.open_names`."""
         with self._lock:
             return sorted(self._lanes)
 
     def close_lane(self, name: str) -> None:
-        """See `Lanes.close_lane`."""
         with self._lock:
             lane = self._lanes.pop(name, None)
             if lane is not None and self.rank == LEADER:
                 self._closed[name] = lane
 
     def clear_lanes(self, open_names: Collection[str]) -> None:
-        """See `Lanes.clear_lanes`."""
         with self._lock:
             done = [self._closed.pop(name) for name in sorted(self._closed.keys() - open_names)]
         self._seat.board.remove([key for lane in done for key in lane.call_keys()])

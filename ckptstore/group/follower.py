@@ -113,7 +113,7 @@ class FollowerLane(Lane):
 
 
 class _Followed(Attended):
-    """A meeting in progress."""
+    """See `Meeting` and `Attended`."""
 
     def __init__(self, lane: FollowerLane, tag: str, at_work: ExitStack) -> None:
         """`at_work` gives signs of life until this rank only waits for the leader's result."""
@@ -126,7 +126,6 @@ class _Followed(Attended):
         return []
 
     def tell(self, work: Callable[[], Any]) -> Any:
-        """See `Meeting.tell`."""
         return self._follow(self._lane.message(self._tag, self._payload), None)
 
     def fail(self, error: BaseException) -> None:

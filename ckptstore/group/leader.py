@@ -182,18 +182,16 @@ class LeaderLane(Lane):
 
 
 class _Led(Attended):
-    """A meeting in progress."""
+    """See `Meeting` and `Attended`."""
 
     def __init__(self, lane: LeaderLane, tag: str) -> None:
         self._lane, self._tag = lane, tag
         self._has_gathered = False
 
     def gather(self, value: Any = None) -> list[Any]:
-        """See `Meeting.gather`."""
         return self._collect(self._lane.message(self._tag, pack(value)), None)
 
     def tell(self, work: Callable[[], Any]) -> Any:
-        """See `Meeting.tell`."""
         if not self._has_gathered:
             self.gather()
         try:

@@ -73,12 +73,10 @@ def unpack(data: bytes) -> Any:
 
 
 class Alone:
-    """A meeting of one process."""
+    """A `Meeting` of one process."""
 
     def gather(self, value: Any = None) -> list[Any]:
-        """See `Meeting.gather`."""
         return [unpack(pack(value))]
 
     def tell(self, work: Callable[[], Any]) -> Any:
-        """See `Meeting.tell`."""
         return unpack(pack(work()))

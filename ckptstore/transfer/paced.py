@@ -37,7 +37,7 @@ class Pacer:
 
 @dataclass(frozen=True, slots=True)
 class PacedSource:
-    """A source that a pacer slows down."""
+    """A `Source` that a pacer slows down."""
 
     source: Source
     wait: Callable[[int], None]
@@ -57,7 +57,6 @@ class PacedSource:
 
     @contextmanager
     def open(self) -> Iterator[Read]:
-        """See `Source.open`."""
         with self.source.open() as read:
 
             def paced(offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
