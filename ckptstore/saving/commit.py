@@ -122,7 +122,7 @@ def entry_of(manifest: Manifest, data: bytes) -> CheckpointEntry:
     )
 
 
-def tell(record: Record, storage: Storage, *, rank: int, seconds: float, slowest: Sequence[Any] = ()) -> None:
+def tell(record: Record, storage: Storage, *, rank: int, seconds: float, slowest: Mapping[str, Any] = {}) -> None:
     """Any rank: emit the event of the commit after a successful save. `slowest` as in `Ended.slowest`."""
     entry = record.entry
     emit(
@@ -133,8 +133,7 @@ def tell(record: Record, storage: Storage, *, rank: int, seconds: float, slowest
             size_bytes=entry.size_bytes,
             seconds=seconds,
             world_size=entry.world_size,
-            slowest_rank=slowest[0] if slowest else None,
-            slowest_by_seconds=slowest[1] if slowest else 0.0,
+            **slowest,
             store=storage.uri,
             attempt=entry.attempt,
             manifest_sha256=entry.manifest_sha256,

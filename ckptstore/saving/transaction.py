@@ -34,9 +34,8 @@ class Ended(NamedTuple):
     """The timing of a save that has succeeded."""
 
     seconds: float
-    slowest: Sequence[Any] = ()
-    """The rank that took longest to store its files, and its seconds above the median rank; empty with one rank, or if
-    unknown."""
+    slowest: Mapping[str, Any] = {}
+    """The fields of an event on the rank that took longest to store its files; empty with one rank, or if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ class Transaction(Generic[Published]):
             raise found
         return found
 
-    def _end(self, slowest: Sequence[Any] = (), longest_seconds: float | None = None) -> Ended:
+    def _end(self, slowest: Mapping[str, Any] = {}, longest_seconds: float | None = None) -> Ended:
         self.clock.met(longest_seconds)
         return Ended(self.clock.elapsed_seconds, slowest)
 
@@ -258,12 +257,12 @@ def _check_same_request(requests: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _slowest(seconds: Sequence[float]) -> list[Any]:
-    """Return the rank that took longest, and its seconds above the median; empty for one rank."""
+def _slowest(seconds: Sequence[float]) -> dict[str, Any]:
+    """Return the fields of an event on the rank that took longest, above the median; none for one rank."""
     if len(seconds) == 1:
-        return []
+        return {}
     rank = max(range(len(seconds)), key=lambda number: seconds[number])
-    return [rank, seconds[rank] - sorted(seconds)[(len(seconds) - 1) // 2]]
+    return {"slowest_rank": rank, "slowest_by_seconds": seconds[rank] - sorted(seconds)[(len(seconds) - 1) // 2]}
 
 
 def remove_files(storage: Storage, attempt: Attempt) -> None:

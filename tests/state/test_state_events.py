@@ -40,9 +40,9 @@ def test_events_say_which_rank_did_what(tmp_path: Path) -> None:
 
 
 def test_the_slowest_rank_is_compared_with_the_one_in_the_middle() -> None:
-    assert _slowest([1.0]) == []
-    assert _slowest([1.0, 1.5]) == [1, 0.5]
-    assert _slowest([1.0, 4.0, 1.5, 2.0]) == [1, 2.5]
+    assert _slowest([1.0]) == {}
+    assert _slowest([1.0, 1.5]) == {"slowest_rank": 1, "slowest_by_seconds": 0.5}
+    assert _slowest([1.0, 4.0, 1.5, 2.0]) == {"slowest_rank": 1, "slowest_by_seconds": 2.5}
 
 
 def test_a_save_by_dcp_says_that_it_is_committed(tmp_path: Path) -> None:
