@@ -91,10 +91,6 @@ class Buffer:
             self.memory.release()
 
 
-class _Enough(Exception):
-    pass
-
-
 class Staging:
     """The buffers of one store in one process, for one save at a time."""
 
@@ -132,11 +128,11 @@ class Staging:
                 for start in range(0, buffer.size_bytes, _COPY_BYTES):
                     room = tightest_room()
                     if self._is_wanted.is_set() or room is None or room.share < _PREPARED_SHARE:
-                        raise _Enough
+                        raise MemoryError("it is enough for now")
                     buffer.populate(start, start + _COPY_BYTES)
                     made_bytes += _COPY_BYTES
                 buffer.is_new = False
-        except (_Enough, OSError, MemoryError, RuntimeError) as error:
+        except (OSError, MemoryError, RuntimeError) as error:
             logger.debug("%d bytes are ready for the next save_async (%r)", made_bytes, error)
         if not self._is_wanted.wait(_UNUSED_SECONDS):
             self._release()
