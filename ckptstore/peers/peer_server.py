@@ -54,7 +54,7 @@ class PeerServer(LineServer):
 
     def __init__(self, listener: socket.socket, config: PeerConfig, num_reads: int) -> None:
         """Begin to serve at a socket that listens."""
-        self._extents = Extents(config.peers_cache_bytes, num_reads)
+        self.extents = Extents(config.peers_cache_bytes, num_reads)
         self._sources: list[ServedStore] = []
         self._requested_seconds = -_IDLE_SECONDS
         self._config = config
@@ -92,11 +92,7 @@ class PeerServer(LineServer):
         if source is None:
             return None
         read = partial(source.read, file[len(source.uri) + 1 :])
-        return self._extents.get(file, offset, size_bytes, read, inline=inline)
-
-    def forget(self, file: str, offset: int) -> None:
-        """Drop an extent whose bytes were not those expected."""
-        self._extents.forget(file, offset)
+        return self.extents.get(file, offset, size_bytes, read, inline=inline)
 
     def _source_of(self, file: str, offset: int, size_bytes: int) -> ServedStore | None:
         """Return the store that has a stretch of one extent of a file, None if this process does not serve that."""

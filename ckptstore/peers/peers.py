@@ -225,7 +225,7 @@ class Peers:
     def mistrust(self, key: str, wrong: Supplied) -> None:
         """Ask the node that supplied this no more for a while: it is not what the storage has."""
         if wrong.node == self._own_name and self._server is not None:
-            self._server.forget(self._file(key), wrong.offset)
+            self._server.extents.forget(self._file(key), wrong.offset)
         else:
             self._leave_out(wrong.node, _MISTRUST_SECONDS, f"it gave bytes of {key} that are not those stored")
 
