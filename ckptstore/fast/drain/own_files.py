@@ -38,19 +38,10 @@ class OwnFiles:
         self._place = place
         self._attempt = certificate.attempt
         self._receipts = certificate.by_rank.get(place.members.rank, ())
+        self.num_files, self.size_bytes = len(self._receipts), sum(receipt.size_bytes for receipt in self._receipts)
         self._sent: set[str] = set()
         """The names of the files that are in the store, with the digests of their receipts."""
         self.sent_bytes = 0
-
-    @property
-    def num_files(self) -> int:
-        """The number of the files."""
-        return len(self._receipts)
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes of all files."""
-        return sum(receipt.size_bytes for receipt in self._receipts)
 
     @property
     def has_sent(self) -> bool:
