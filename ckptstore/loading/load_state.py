@@ -217,20 +217,18 @@ class _Reader:
         self._files = files
         self._stack = stack
         self._is_near = options.read_once == "node" and not isinstance(files.storage, Disk)
-        self._is_held = False
         self._copies: tuple[NodeCopies, Transfer] | None = None
         """The copies on this node, and the transfer that reads them."""
         self._elsewhere: dict[str, str] = {}
         """The keys of files that lie in the directories of other checkpoints, by the key that they would have in this
         one."""
         self._sizes_bytes: Mapping[str, int] = {}
-        self._index: IndexReader | None = None
+        self._index: IndexReader
+        """Set by `open`."""
 
     def hold(self) -> None:
         """Protect the files from deletion until the load is over; see `CheckpointFiles.held`."""
-        if not self._is_held:
-            self._stack.enter_context(self._files.held())
-            self._is_held = True
+        self._stack.enter_context(self._files.held())
 
     def open(self, manifest: Manifest, *, share: bool, rank: int | None = None) -> TensorIndex:
         """Return the index. With `share`, the processes of the node share one download of it.
@@ -267,11 +265,9 @@ class _Reader:
         index.check_files(self._sizes_bytes)
         return index
 
-    @property
-    def more(self) -> Callable[[Iterable[int]], TensorIndex] | None:
+    def more(self, ranks: Iterable[int]) -> TensorIndex:
         """See `StoredState.more`."""
-        index = self._index
-        return None if index is None else lambda ranks: self._checked(index.with_parts(ranks))
+        return self._checked(self._index.with_parts(ranks))
 
     def read(self, ranges: Sequence[RangeRead]) -> None:
         """See `Transfer.read`."""
