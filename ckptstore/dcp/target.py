@@ -25,7 +25,7 @@ from ckptstore.format.timings import Timings
 from ckptstore.group import SoloGroup
 from ckptstore.job import Job, Start
 from ckptstore.log import Log
-from ckptstore.saving.commit import check_receipts, tell
+from ckptstore.saving.commit import check_receipts, commit, tell
 from ckptstore.saving.log_publisher import LogPublisher, prune_behind
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
@@ -202,7 +202,7 @@ class StoreTarget:
             raise InvalidInput("finish without a begin: nothing was stored", hint="Use the target through dcp.save")
         request, attempt, number = self._begun
         job = self._alone(world_size=world_size)
-        record = LogPublisher(job, after=number).commit(request, attempt, Contents(receipts, timings=timings))
+        record = commit(job, request, attempt, Contents(receipts, timings=timings), after=number)
         tell(record, job.storage, rank=0, seconds=time.monotonic() - self._started)
         prune_behind(self.job or job)
         if self.job is None:

@@ -31,8 +31,6 @@ class LogPublisher:
     """See `Publisher`; this one appends records."""
 
     job: Job
-    after: int | None = None
-    """The number of a record: a checkpoint that was committed later is an error."""
 
     @property
     def destination(self) -> Destination:
@@ -64,11 +62,7 @@ class LogPublisher:
         return Attempt.of(begun["attempt"])
 
     def publish(self, request: Request, attempt: Attempt, contents: Contents) -> Any:
-        return self.commit(request, attempt, contents).to_wire()
-
-    def commit(self, request: Request, attempt: Attempt, contents: Contents) -> Record:
-        """Publish the stored files; see `saving.commit.commit`."""
-        return commit(self.job, request, attempt, contents, after=self.after)
+        return commit(self.job, request, attempt, contents).to_wire()
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Record | None:
         record = self.job.log.commit_of(attempt) if published is None else Record.from_wire(published)

@@ -28,8 +28,8 @@ from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, METADA
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
 from ckptstore.job import Job
 from ckptstore.runtime.parallel import mapped
-from ckptstore.saving.commit import tell
-from ckptstore.saving.log_publisher import LogPublisher, prune_behind
+from ckptstore.saving.commit import commit, tell
+from ckptstore.saving.log_publisher import prune_behind
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
 from ckptstore.storage.base import Storage
@@ -187,7 +187,7 @@ def publish(job: Job, start: JobStart, writing: Writing, place: StoredPath) -> N
     occupied = {name[:at] for name in (*names, *directories) for at, char in enumerate(name) if char == "/"}
     empty = sorted(directories - occupied - {""})
     request = Request(step=place.step, kind="directory", metadata={METADATA_KEY: {"name": place.name}})
-    record = LogPublisher(job).commit(request, attempt, Contents(receipts, empty))
+    record = commit(job, request, attempt, Contents(receipts, empty))
     tell(record, job.storage, rank=start.rank, seconds=time.monotonic() - began)
     try:
         draft.remove()
