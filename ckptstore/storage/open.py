@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.errors import CkptstoreError, InvalidInput
@@ -36,6 +36,8 @@ class EngineChoice:
     reason: str
     moved: bool = False
     """True if an option or a variable moved the URI away from the engine that it would have had."""
+    config: ObstoreConfig | None = field(default=None, repr=False)
+    """The configuration of obstore, for that engine."""
 
 
 def open_storage(
@@ -60,7 +62,7 @@ def open_storage(
         raise InvalidInput(f"fs and engine={engine!r} are both given", hint="Leave engine out")
     if fs is not None and location.scheme in ("", "memory"):
         raise InvalidInput(f"fs does not serve {uri!r}", hint="Give a URI with the scheme of the file system")
-    choice, config = _chosen(uri, storage_options, engine if fs is None else "fsspec")
+    choice = choose_engine(uri, storage_options=storage_options, engine=engine if fs is None else "fsspec")
     if choice.engine == "local":
         from ckptstore.storage.disk.local import LocalStorage
 
@@ -73,7 +75,7 @@ def open_storage(
         if choice.engine == "obstore":
             from ckptstore.storage.cloud.obstore import open_fast
 
-            return open_fast(uri, storage_options, config)
+            return open_fast(uri, storage_options, choice.config)
         if choice.engine == "sdk":
             from ckptstore.storage.cloud.sdk import open_sdk
 
@@ -101,13 +103,6 @@ def choose_engine(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, engine: str | None = None
 ) -> EngineChoice:
     """Return the engine that `open_storage` uses for the same arguments. Raises InvalidInput as it does."""
-    return _chosen(uri, storage_options, engine)[0]
-
-
-def _chosen(
-    uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, engine: str | None
-) -> tuple[EngineChoice, ObstoreConfig | None]:
-    """Return the engine, and obstore's configuration if it is obstore."""
     location = parse_uri(uri)
     scheme = location.scheme
     if scheme in ("", "memory"):
@@ -115,18 +110,17 @@ def _chosen(
             raise InvalidInput(f"engine={engine!r} does not serve {location.uri!r}", hint="Leave engine out")
         if storage_options:
             raise InvalidInput(f"storage_options mean nothing for {location.uri!r}", hint="Leave them out")
-        choice = EngineChoice("memory", "memory://") if scheme == "memory" else EngineChoice("local", "a path")
-        return choice, None
+        return EngineChoice("memory", "memory://") if scheme == "memory" else EngineChoice("local", "a path")
     if engine not in (None, "obstore", "sdk", "fsspec"):
         raise InvalidInput(f'engine is {engine!r}, it must be "obstore", "sdk" or "fsspec"')
     if engine == "fsspec":
-        return EngineChoice("fsspec", _REQUESTED), None
+        return EngineChoice("fsspec", _REQUESTED)
     if location.kind is None:
         if engine is not None:
             raise InvalidInput(f"{engine} does not know {scheme}://")
-        return EngineChoice("fsspec", f"no other engine knows {scheme}://"), None
+        return EngineChoice("fsspec", f"no other engine knows {scheme}://")
     if engine == "sdk":
-        return EngineChoice("sdk", _REQUESTED), None
+        return EngineChoice("sdk", _REQUESTED)
     has_obstore = importlib.util.find_spec("obstore") is not None
     found: ObstoreConfig | str = f"obstore is not installed ({install_command('fast')})"
     if has_obstore:
@@ -134,7 +128,7 @@ def _chosen(
 
         found = configured(location.uri, storage_options)
     if not isinstance(found, str):
-        return EngineChoice("obstore", "the faster engine" if engine is None else _REQUESTED), found
+        return EngineChoice("obstore", "the faster engine" if engine is None else _REQUESTED, config=found)
     if engine == "obstore":
         raise InvalidInput(f"obstore cannot serve {location.uri!r}: {found}")
-    return EngineChoice("sdk", found, moved=has_obstore), None
+    return EngineChoice("sdk", found, moved=has_obstore)

@@ -25,7 +25,7 @@ def with_retries(storage: Storage, config: RetryConfig) -> Storage:
     if isinstance(storage, Disk) or config.retry_attempts == 1:
         return storage
     names = methods_of(Storage).union(*(methods_of(power) for power in POWERS if isinstance(storage, power)))
-    methods = {name: _again(name) if name in _AGAIN else _once(name) for name in names - {"list", "uri"}}
+    methods = {name: _passed_on(name) for name in names - {"list", "uri"}}
     retried = type(f"Retried{type(storage).__name__}", (_Retried,), methods)(storage, config)
     return cast(Storage, retried)
 
@@ -50,18 +50,13 @@ class _Retried(Storage):
         return with_retries, (self.inner, self.config)
 
 
-def _again(name: str) -> Callable[..., Any]:
+def _passed_on(name: str) -> Callable[..., Any]:
     def call(self: _Retried, *arguments: Any, **keywords: Any) -> Any:
-        shown = arguments[0] if arguments and isinstance(arguments[0], str) else ""
         arguments = tuple(item.inner if isinstance(item, _Retried) else item for item in arguments)
         request = partial(getattr(self.inner, name), *arguments, **keywords)
+        if name not in _AGAIN:
+            return request()
+        shown = arguments[0] if arguments and isinstance(arguments[0], str) else ""
         return retrying(self.config, f"{name} {shown}".rstrip(), request)
-
-    return call
-
-
-def _once(name: str) -> Callable[..., Any]:
-    def call(self: _Retried, *arguments: Any, **keywords: Any) -> Any:
-        return getattr(self.inner, name)(*arguments, **keywords)
 
     return call

@@ -60,7 +60,9 @@ class AwsSettings:
         self._lock = threading.Lock()
         self._region: str | None = None
         self.signs_payloads = False
-        self._check_given_endpoint()
+        check_endpoint(self.options.get("endpoint_url") or self._inside("client_kwargs").get("endpoint_url"))
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            check_endpoint(os.environ.get(name))
         with foreign.seam(lambda error: _refused(error, self._profile_from)):
             self._session = self._made_session()
             config: Any = self.options.get("config_kwargs") or {}
@@ -182,7 +184,7 @@ class AwsSettings:
     def client(self) -> Any:
         """Return a new client of botocore, which uses only these settings."""
         self.located()
-        return self._made_client(self._session, self.given_keys, self.route)
+        return self._made_client(self.given_keys, self.route)
 
     def _inside(self, name: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.options.get(name) or {}
@@ -210,11 +212,6 @@ class AwsSettings:
         given = self._inside("config_kwargs").get("ignore_configured_endpoint_urls")
         return bool(self._variable("ignore_configured_endpoint_urls") if given is None else given)
 
-    def _check_given_endpoint(self) -> None:
-        check_endpoint(self.options.get("endpoint_url") or self._inside("client_kwargs").get("endpoint_url"))
-        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
-            check_endpoint(os.environ.get(name))
-
     def _made_session(self) -> Any:
         import botocore.session
 
@@ -227,9 +224,7 @@ class AwsSettings:
         """Return the address of a request that is made, signed with invented keys, and not sent."""
         from botocore.awsrequest import AWSResponse
 
-        client = self._made_client(
-            self._session, {"aws_access_key_id": "AKIANOBODY", "aws_secret_access_key": "none"}, DIRECT
-        )
+        client = self._made_client({"aws_access_key_id": "AKIANOBODY", "aws_secret_access_key": "none"}, DIRECT)
         taken: list[Any] = []
 
         def take(request: Any, **_: Any) -> Any:
@@ -260,7 +255,7 @@ class AwsSettings:
         import botocore
         from botocore.exceptions import BotoCoreError, ClientError
 
-        client = self._made_client(self._session, {}, self.route, signature_version=botocore.UNSIGNED)
+        client = self._made_client({}, self.route, signature_version=botocore.UNSIGNED)
         try:
             answer = client.head_bucket(Bucket=self.bucket)
         except ClientError as error:
@@ -272,7 +267,7 @@ class AwsSettings:
         region = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
         return str(region) if region else None
 
-    def _made_client(self, session: Any, keys: Mapping[str, Any], route: Route, **more: Any) -> Any:
+    def _made_client(self, keys: Mapping[str, Any], route: Route, **more: Any) -> Any:
         import botocore
         import botocore.handlers
         from botocore.config import Config
@@ -303,7 +298,7 @@ class AwsSettings:
         config["retries"] = {"total_max_attempts": 1}  # there is one layer of retries, above
         if self.options.get("anon"):
             config["signature_version"], keys = botocore.UNSIGNED, {}
-        client = session.create_client(
+        client = self._session.create_client(
             "s3",
             endpoint_url=endpoint_url,
             config=Config(**config),

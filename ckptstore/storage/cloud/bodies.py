@@ -58,7 +58,7 @@ class ViewsBody(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move to the beginning or the end, to measure the body and to send it again; nothing else is supported."""
         if (offset, whence) == (0, io.SEEK_SET):
-            self._rewind()
+            self._position = self._index = self._offset = 0
         elif (offset, whence) == (0, io.SEEK_END):
             self._position, self._index = self._size_bytes, len(self.views)
         elif whence != io.SEEK_SET or offset != self._position:
@@ -66,30 +66,25 @@ class ViewsBody(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        while self._index < len(self.views):
-            view = self.views[self._index][self._offset : self._offset + PIECE_BYTES]
-            if view:
-                self._offset += len(view)
-                self._position += len(view)
-                return view  # type: ignore[return-value]  # any buffer is sent as it is
-            self._index, self._offset = self._index + 1, 0
-        return b""
+        return self._next(PIECE_BYTES)  # type: ignore[return-value]  # any buffer is sent as it is
 
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer as far as one view goes, for the signer of the AWS Common Runtime."""
         target = memoryview(buffer).cast("B")
+        view = self._next(len(target))
+        target[: len(view)] = view
+        return len(view)
+
+    def _next(self, most_bytes: int) -> memoryview | bytes:
+        """Move past the next bytes of one view, and return them; none at the end."""
         while self._index < len(self.views):
-            view = self.views[self._index][self._offset : self._offset + len(target)]
+            view = self.views[self._index][self._offset : self._offset + most_bytes]
             if view:
-                target[: len(view)] = view
                 self._offset += len(view)
                 self._position += len(view)
-                return len(view)
+                return view
             self._index, self._offset = self._index + 1, 0
-        return 0
-
-    def _rewind(self) -> None:
-        self._position = self._index = self._offset = 0
+        return b""
 
 
 class Filling:

@@ -161,17 +161,13 @@ def google_giver(credentials: Any) -> Giver:
     import google.auth.transport.requests
 
     def give() -> dict[str, Any]:
-        if not credentials.valid or (credentials.expiry and credentials.expiry - _LIFE < _naive_now()):
+        now = datetime.now(UTC).replace(tzinfo=None)  # as google-auth keeps its times
+        if not credentials.valid or (credentials.expiry and credentials.expiry - _LIFE < now):
             credentials.refresh(google.auth.transport.requests.Request())
         expiry = credentials.expiry.replace(tzinfo=UTC) if credentials.expiry else None
         return {"token": credentials.token, "expires_at": expiry}
 
     return give
-
-
-def _naive_now() -> datetime:
-    """Return the time in UTC without a time zone, as google-auth keeps its times."""
-    return datetime.now(UTC).replace(tzinfo=None)
 
 
 def google_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:

@@ -101,8 +101,10 @@ class CloudFiles(ProcessBound):
         except foreign.ConditionFailed as error:
             raise foreign.other_version(key) from error
         except FileMissing as error:
-            if version and self._has_generations and self._exists(key):
-                raise foreign.other_version(key) from error
+            if version and self._has_generations:
+                with suppress(FileMissing):
+                    self.stat(key)
+                    raise foreign.other_version(key) from error
             raise
         filling.end(file_bytes=file_bytes, end_offset=end)
 
@@ -110,18 +112,8 @@ class CloudFiles(ProcessBound):
     def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
         """Read a range, as far as the file goes, and return the size of the file, None if it is not stated."""
 
-    def _exists(self, key: str) -> bool:
-        with suppress(FileMissing):
-            self.stat(key)
-            return True
-        return False
-
     def delete(self, keys: Sequence[str]) -> None:
-        unique = list(dict.fromkeys(keys))
-        if len(unique) == 1:
-            self._delete_one(unique[0])
-        elif unique:
-            mapped(self._delete_one, unique, num_threads=_DELETE_THREADS, name="ckptstore-delete")
+        mapped(self._delete_one, list(dict.fromkeys(keys)), num_threads=_DELETE_THREADS, name="ckptstore-delete")
 
     def _delete_one(self, key: str) -> None:
         raise NotImplementedError

@@ -174,7 +174,9 @@ def _named(name: str) -> tuple[str, str]:
 
 def _is_excluded(host: str, port: int) -> bool:
     host = host.lower().rstrip(".")
-    address = _address(host)
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address | None = None
+    with suppress(ValueError):
+        address = ipaddress.ip_address(host.strip("[]"))
     for entry, entry_port in _excluded():
         if entry_port is not None and entry_port != port:
             continue
@@ -196,9 +198,3 @@ def _excluded() -> Iterator[tuple[str, int | None]]:
             yield (match[1] or match[3]).removeprefix("*."), int(match[2] or match[4]) if match[2] or match[4] else None
         else:
             yield entry.removeprefix("*.").rstrip("."), None
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]"))
-    return None

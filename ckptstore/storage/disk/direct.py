@@ -41,7 +41,9 @@ class DirectFile:
         whole_bytes = size_bytes - size_bytes % self._offset_align_bytes
         if self._is_direct and offset % self._offset_align_bytes == 0:
             try:
-                self._write_blocks(views, offset, whole_bytes)
+                if whole_bytes:
+                    blocks = views if all(map(self._is_aligned, views)) else [_gathered(views, whole_bytes)]
+                    posix.write_whole(self._descriptor, blocks, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -58,13 +60,6 @@ class DirectFile:
         self._end()
         for offset, data in self._rest:
             posix.write_at(self._descriptor, [memoryview(data)], offset)
-
-    def _write_blocks(self, views: Sequence[memoryview], offset: int, size_bytes: int) -> None:
-        if not size_bytes:
-            return
-        if not all(map(self._is_aligned, views)):
-            views = [_gathered(views, size_bytes)]
-        posix.write_whole(self._descriptor, views, offset)
 
     def _is_aligned(self, view: memoryview) -> bool:
         if view.readonly or len(view) % self._offset_align_bytes:

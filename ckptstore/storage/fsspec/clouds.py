@@ -108,9 +108,7 @@ class CloudStorage(GenericStorage):
                 yield stored(key, item)
 
     def delete(self, keys: Sequence[str]) -> None:
-        unique = list(dict.fromkeys(keys))
-        if unique:
-            mapped(self._delete_one, unique, num_threads=_DELETE_THREADS, name="ckptstore-delete")
+        mapped(self._delete_one, list(dict.fromkeys(keys)), num_threads=_DELETE_THREADS, name="ckptstore-delete")
 
     def _delete_one(self, key: str) -> None:
         with suppress(FileMissing), self.seam("delete", key):

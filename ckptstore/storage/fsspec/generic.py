@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from functools import partial
 from threading import RLock
@@ -26,7 +26,7 @@ from ckptstore.errors import (
 )
 from ckptstore.storage.base import ProcessBound, StoredFile
 from ckptstore.storage.cloud import foreign
-from ckptstore.storage.cloud.bodies import Filling, total_bytes
+from ckptstore.storage.cloud.bodies import Filling
 from ckptstore.storage.uri import Location, parse_uri
 
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
@@ -91,7 +91,7 @@ class GenericStorage(ProcessBound):
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
         """Fill the views; there are no versions, so `version` is always None."""
         filling = Filling(views, key=key)
-        if not total_bytes(views):
+        if not filling.missing_bytes:
             return
         end = offset + filling.missing_bytes
         with self.seam("read", key):
@@ -164,14 +164,12 @@ class GenericStorage(ProcessBound):
             raise InvalidName(f"{key!r} is another name to the file system of {self.uri}", hint="Rename the file")
         return path
 
-    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
-        """Translate foreign errors to those of ckptstore."""
-        translating = foreign.seam(lambda error: self.translated(error, what=f"{what} {self.uri}", key=key))
-        return self._in_turn(translating)
-
     @contextmanager
-    def _in_turn(self, inner: AbstractContextManager[None]) -> Iterator[None]:
-        with self._one_at_a_time, inner:
+    def seam(self, what: str, key: str) -> Iterator[None]:
+        """Translate foreign errors to those of ckptstore, one request at a time where the file system has one
+        connection."""
+        what = f"{what} {self.uri}"
+        with self._one_at_a_time, foreign.seam(lambda error: self.translated(error, what=what, key=key)):
             yield
 
     def translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:

@@ -122,14 +122,14 @@ class HttpClient:
         connected = socket.create_connection((to.hostname, to.port or _PORTS[to.scheme]), self._connect_seconds)
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, self._keepalive)
             if split.scheme == "http":
-                return Line(connected, self._read_seconds, keepalive=self._keepalive)
+                return Line(connected, self._read_seconds)
             if self._proxy is not None:
                 _tunnel(connected, split, self._proxy)
             with self._lock:
                 self._context = self._context or self._trust()
-            host = split.hostname or ""
-            return TlsLine(connected, self._read_seconds, keepalive=self._keepalive, context=self._context, host=host)
+            return TlsLine(connected, self._read_seconds, context=self._context, host=split.hostname or "")
         except BaseException:
             connected.close()
             raise

@@ -49,9 +49,8 @@ def trusting(bundle: str | Literal[False]) -> ssl.SSLContext:
 class Line:
     """A connection whose socket blocks, with timeouts that the kernel keeps."""
 
-    def __init__(self, connected: socket.socket, read_seconds: float | None, *, keepalive: bool = False) -> None:
-        """Take a connected socket. `read_seconds` is the longest time that it may stand still, None for no limit;
-        `keepalive` switches on TCP's."""
+    def __init__(self, connected: socket.socket, read_seconds: float | None) -> None:
+        """Take a connected socket. `read_seconds` is the longest time that it may stand still, None for no limit."""
         self._socket = connected
         # Who drops an answer unread need not close it. A finalizer comes before those of the socket in a cycle.
         self._end = weakref.finalize(self, connected.close)
@@ -61,8 +60,6 @@ class Line:
         wait = struct.pack("@ll", int(seconds), int(fraction * 1e6))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
-        if keepalive:
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def send_all(self, views: Sequence[memoryview]) -> None:
         """Send all bytes of the views. Raises TimeoutError if the server takes none any more."""
@@ -107,13 +104,7 @@ class TlsLine(Line):
     """A connection with TLS. A stream that ends without TLS' own end is an error: somebody may have cut it."""
 
     def __init__(
-        self,
-        connected: socket.socket,
-        read_seconds: float | None,
-        *,
-        keepalive: bool = False,
-        context: ssl.SSLContext,
-        host: str,
+        self, connected: socket.socket, read_seconds: float | None, *, context: ssl.SSLContext, host: str
     ) -> None:
         """Take a connected socket, and agree on keys with `host`, with the timeout that the socket has. Raises
         ssl.SSLError, and SSLCertVerificationError for a certificate that the context does not trust."""
@@ -122,7 +113,7 @@ class TlsLine(Line):
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
         self._arrived = memoryview(bytearray(_STEP_BYTES))
         self._agree()
-        super().__init__(connected, read_seconds, keepalive=keepalive)
+        super().__init__(connected, read_seconds)
 
     def send_all(self, views: Sequence[memoryview]) -> None:
         for view in views:
