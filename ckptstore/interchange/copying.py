@@ -121,10 +121,12 @@ def copy_checkpoint(
 def _copy_checkpoint(
     files: CheckpointFiles, target: OpenedPlace, prefix: str, earlier: Sequence[str], executor: Executor
 ) -> CopyReport:
-    manifest, data = whole_manifest(files)
+    stored, data = files.read_manifest()
+    manifest = stored.made_whole()
+    data = data if manifest is stored else manifest.encode()
     existing = {file.key.removeprefix(prefix): file.size_bytes for file in target.storage.list(prefix)}
     _refuse_other_contents(manifest, data, target, prefix, existing)
-    sources = {receipt.name: files.key_of(receipt) for receipt in files.read_manifest()[0].files}
+    sources = {receipt.name: files.key_of(receipt) for receipt in stored.files}
     tried = {
         file.key.removeprefix(other): (file.key, file.size_bytes)
         for other in earlier
@@ -156,13 +158,6 @@ def _is_delta(files: CheckpointFiles) -> bool:
     """Return True for a version of weights that is applied to another one, which its manifest does not name."""
     bases = () if files.record is None else files.record.entry.bases
     return bool(bases) and not files.read_manifest()[0].references
-
-
-def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
-    """Return the checkpoint's manifest with all files in its own directory, and its bytes."""
-    manifest, data = files.read_manifest()
-    whole = manifest.made_whole()
-    return whole, data if whole is manifest else whole.encode()
 
 
 def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | None = None) -> CopyReport:

@@ -102,7 +102,8 @@ def read_safetensors(path: Path, intake: Intake) -> FlatState:
         missing = names - {entry.name for entry in entries}
         if missing:
             raise CheckpointDamaged(f"{file} has no tensor {min(missing)}, the index says that it has", file=file.name)
-        mapped = _mapped(file)
+        with file.open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         for entry in entries:
             if not names or entry.name in names:
                 if entry.name in tensors:
@@ -157,11 +158,6 @@ def _check_parts(path: Path, files: Sequence[Path]) -> None:
         if missing is not None:
             name = f"{head}{missing:0{len(count)}}{of}{count}{tail}"
             raise FileMissing(f"{path} has {min(names.values())}, and no {name}", file=name)
-
-
-def _mapped(file: Path) -> mmap.mmap:
-    with file.open("rb") as opened:
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _tensor(entry: SafetensorsEntry, mapped: mmap.mmap) -> torch.Tensor:
@@ -228,11 +224,12 @@ def read_dcp(
 
 def _optimizer_paths(paths: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Find the optimizers whose parameters are numbers, or a list of names for each group."""
-    return sorted({path[:-3] for path in paths if len(path) > 2 and _is_members(path[-3:])}, key=join_path)
-
-
-def _is_members(path: tuple[Any, ...]) -> bool:
-    return path[0] == GROUPS and path[2] == "params" and isinstance(path[1], int)
+    found = set()
+    for path in paths:
+        match path:
+            case (*above, groups, int(), "params") if groups == GROUPS:
+                found.add(tuple(above))
+    return sorted(found, key=join_path)
 
 
 def _path_of(stock: StockState, key: str) -> tuple[Any, ...]:

@@ -67,7 +67,22 @@ def import_state(
     intake = Intake(include=include, rename=rename, state=state, allow_pickle=allow_pickle)
     options: dict[str, Any] = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
     with _read(source, kind, intake, storage_options) as flat:
-        return _commit(flat, store, options, allow_pickle=allow_pickle)
+
+        def make(job: Job) -> tuple[Request, StateShard]:
+            if job.group.world_size != 1:
+                raise InvalidInput(f"An import is for one process, and there are {job.group.world_size}")
+            shard = StateShard(
+                lambda: flat,
+                rank=0,
+                world_size=1,
+                memo=SaveMemo(),
+                storage=job.storage,
+                upload=job.transfer.upload,
+                options=StateOptions(allow_pickle=allow_pickle, algorithm=job.transfer.algorithm),
+            )
+            return Request.of(kind="state", **options), shard
+
+        return save_shard(store, make)
 
 
 @contextmanager
@@ -96,21 +111,3 @@ def _read(
             with translated("Reading", path):
                 flat = read_safetensors(path, intake)
             yield flat
-
-
-def _commit(flat: FlatState, store: CheckpointStore, options: Mapping[str, Any], *, allow_pickle: bool) -> Checkpoint:
-    def make(job: Job) -> tuple[Request, StateShard]:
-        if job.group.world_size != 1:
-            raise InvalidInput(f"An import is for one process, and there are {job.group.world_size}")
-        shard = StateShard(
-            lambda: flat,
-            rank=0,
-            world_size=1,
-            memo=SaveMemo(),
-            storage=job.storage,
-            upload=job.transfer.upload,
-            options=StateOptions(allow_pickle=allow_pickle, algorithm=job.transfer.algorithm),
-        )
-        return Request.of(kind="state", **options), shard
-
-    return save_shard(store, make)

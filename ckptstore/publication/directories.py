@@ -18,11 +18,10 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.format.record import Record
 from ckptstore.format.safetensors import ATTEMPT, INDEX_NAME
 from ckptstore.job import Job
-from ckptstore.loading.checkpoint_files import CheckpointFiles
+from ckptstore.loading.checkpoint_files import files_of
 from ckptstore.publication.wire import Index, directory_of, version_of
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CopiesInside, Disk
-from ckptstore.transfer.opened import OpenedPlace
 
 logger = logging.getLogger("ckptstore")
 
@@ -92,7 +91,7 @@ class Directories:
 
     def _add_directory(self, version: int, record: Record) -> None:
         job, directory = self._job, directory_of(version)
-        manifest, _ = CheckpointFiles.at(_place(job), prefix=record.entry.prefix, record=record).read_manifest()
+        manifest, _ = files_of(job, record).read_manifest()
         names = sorted((item.name for item in manifest.files), key=lambda name: name == INDEX_NAME)
         self._remove_directory(version)
         if isinstance(job.storage, Disk):
@@ -123,10 +122,6 @@ def _copy(job: Job, source: str, key: str) -> None:
         job.storage.copy(source, key)
     else:
         job.storage.write(key, [memoryview(job.storage.read(source))])
-
-
-def _place(job: Job) -> OpenedPlace:
-    return OpenedPlace(storage=job.storage, transfer=job.transfer, config=job.config)
 
 
 def _needed(job: Job, newest: Record) -> dict[int, Record]:

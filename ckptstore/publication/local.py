@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from typing import Any
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StorageError, StorageFull
 from ckptstore.format.safetensors import INDEX_NAME, Located
 from ckptstore.publication.codec import num_threads
-from ckptstore.publication.wire import Index
+from ckptstore.publication.wire import Index, full_metadata
 from ckptstore.publication.work import (
     STATE_NAME,
     Spooled,
@@ -161,7 +162,7 @@ class LocalModel:
             if needed_bytes <= free_bytes:
                 return self._exchange(work, local)
             if local is None or work.largest_bytes > free_bytes:  # a full version is never put in file by file
-                raise OSError(28, f"{free_bytes} bytes are free")
+                raise OSError(errno.ENOSPC, f"{free_bytes} bytes are free")
             work.verify()
             journal = {
                 "links": [str(link.path) for link in links],
@@ -188,7 +189,7 @@ class LocalModel:
         except StorageError:
             raise
         except OSError as error:
-            if error.errno not in (28, 122):  # ENOSPC, EDQUOT
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageError(f"{self.path} could not be brought to the version: {error}") from error
             raise StorageFull(
                 f"The next version needs {needed_bytes} bytes beside {self.path}, which are not free",
@@ -287,7 +288,7 @@ class LocalModel:
     def _finish(self, directory: Path, work: Work, boot: str) -> State:
         """Write the state and the index, in this order: without its index the directory is of no version."""
         version = work.target.version
-        index = Index(work.weight_map, {"total_size": work.total_bytes, "version": f"{version:06d}"})
+        index = Index(work.weight_map, full_metadata(version, size_bytes=work.total_bytes))
         names = sorted({*work.weight_map.values()})
         files = dict.fromkeys(names, ())
         state = State(version, work.target.identity, work.target.metadata, work.digests, files, work.config_files, "")

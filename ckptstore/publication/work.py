@@ -16,6 +16,7 @@ from ckptstore.format.safetensors import INDEX_NAME, Header, Located, headed, he
 from ckptstore.publication.codec import Change, Memory, OverwriteChange, XorChange, num_threads, replay
 from ckptstore.publication.wire import OVERWRITE, STRONG, Index
 from ckptstore.runtime.parallel import mapped
+from ckptstore.storage.disk import posix
 
 STATE_NAME = ".ckptstore-pull.json"
 Digests = dict[str, tuple[str, str]]
@@ -123,7 +124,8 @@ class Work:
         """Write a new file to a path. Raises CheckpointDamaged if a tensor does not have its digest."""
         _, head, pieces = self.rewritten[name]
         with opened(self.base / name, os.O_RDONLY) as old, opened(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as new:
-            _reserve(new, _size_of(head, pieces))
+            posix.allocate(new, _size_of(head, pieces))  # a full disk is noticed before the work
+            os.ftruncate(new, _size_of(head, pieces))
             os.pwrite(new, head, 0)
             self._run([(old, new, piece) for piece in pieces])
 
@@ -184,20 +186,6 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Have the disk give all room at once, so that a full one is noticed before the work. Raises OSError."""
-    try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
-    except OSError as error:
-        if error.errno not in _CANNOT_RESERVE:
-            raise
-        os.ftruncate(descriptor, size_bytes)
-
-
-_CANNOT_RESERVE = {22, 95}
-"""EINVAL and EOPNOTSUPP."""
 
 
 def header_of(path: Path) -> Header:

@@ -69,7 +69,9 @@ def write_merged(
     executor: Executor | None,
 ) -> MergeReport:
     """Write the safetensors files of a merge. Collective; see `merge`."""
-    _check_dtype(source.dtype)
+    dtype = None if source.dtype is None else getattr(torch, source.dtype, None)
+    if source.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidInput(f"dtype is {source.dtype!r}, which is no dtype of floats", hint='For example "bfloat16"')
     check_shard_size(shard_size_bytes)
     merged = source.opened()
     saved, left_out = merged.agreed(fitting(include))
@@ -80,7 +82,7 @@ def write_merged(
     layout = lay_out(merged, selection, shard_size_bytes=shard_size_bytes)
     if source.is_arc:
         with group.meeting("angles") as meeting:
-            source = source.along(meeting.tell(lambda: merged.arcs(layout.keys.values())))
+            source = replace(source, arcs=meeting.tell(lambda: merged.arcs(layout.keys.values())))
     identity, executor = source.identity(), executor or InProcess()
     names = write_safetensors(source, layout, place, identity=identity, group=group, executor=executor)
     return MergeReport(
@@ -95,12 +97,6 @@ def write_merged(
     )
 
 
-def _check_dtype(dtype: str | None) -> None:
-    found = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise InvalidInput(f"dtype is {dtype!r}, which is no dtype of floats", hint='For example "bfloat16"')
-
-
 @dataclass(frozen=True, slots=True)
 class MergeSource:
     """Several checkpoints and the way to add them up. It can be pickled; see `to_safetensors.ExportSource`."""
@@ -109,18 +105,13 @@ class MergeSource:
     coefficients: tuple[float, ...]
     dtype: str | None
     is_arc: bool
-    arcs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    arcs: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The coefficients of each tensor, where they are not the same for all."""
 
     @property
     def uri(self) -> str:
         """The names of the checkpoints, for people."""
         return f"{len(self.files)} checkpoints from {self.files[0].uri} to {self.files[-1].uri}"
-
-    def along(self, arcs: Mapping[str, Sequence[float]]) -> MergeSource:
-        """Return this with coefficients for each tensor."""
-        found = {key: (first, second) for key, (first, second) in arcs.items()}
-        return replace(self, arcs=found)
 
     def identity(self) -> bytes:
         """Return bytes that distinguish this merge from every other one."""
@@ -312,9 +303,22 @@ class MergedState:
 
     def arcs(self, keys: Iterable[str]) -> dict[str, tuple[float, float]]:
         """Return the coefficients of each of these tensors of floats on the arc from the first checkpoint to the
-        second. Reads both."""
+        second. Reads both.
+
+        The angle is that of all elements together. Pairs without an angle, of one direction or of zeros, are on a line.
+        """
         floats = [key for key in dict.fromkeys(keys) if self.entry(key).torch_dtype.is_floating_point]
-        return _arcs(self._states, floats, self._source.coefficients[1])
+        products, share = dict.fromkeys(floats, (0.0, 0.0, 0.0)), self._source.coefficients[1]
+        streams = [stream_tensors(opened, floats) for opened in self._states]
+        wide = torch.empty((2, CHUNK_ELEMENTS), dtype=torch.float64, device="cpu")
+        for (key, first), (_, second) in zip(*streams, strict=True):
+            dtype = self._states[-1].entry(key).torch_dtype
+            chunks = (chunks_of(torch.frombuffer(one, dtype=dtype)) if len(one) else () for one in (first, second))
+            for pair in zip(*chunks, strict=True):
+                a, b = (row[: elements.shape[0]].copy_(elements) for row, elements in zip(wide, pair, strict=True))
+                dot, one, other = products[key]
+                products[key] = dot + float(a @ b), one + float(a @ a), other + float(b @ b)
+        return {key: _arc(dot, math.sqrt(one * other), share) for key, (dot, one, other) in products.items()}
 
 
 def _is_added(entry: Tensor) -> bool:
@@ -325,24 +329,6 @@ def _wide(entry: Tensor) -> torch.dtype:
     """Return the dtype in which elements are added up."""
     dtype = entry.torch_dtype
     return dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
-
-
-def _arcs(states: Sequence[_Opened], keys: Sequence[str], share: float) -> dict[str, tuple[float, float]]:
-    """Return the coefficients of each pair of tensors, `share` of the way along the arc from the first to the second.
-
-    The angle is that of all elements together. Pairs without an angle, of one direction or of zeros, are on a line.
-    """
-    products = dict.fromkeys(keys, (0.0, 0.0, 0.0))
-    streams = [stream_tensors(opened, keys) for opened in states]
-    wide = torch.empty((2, CHUNK_ELEMENTS), dtype=torch.float64, device="cpu")
-    for (key, first), (_, second) in zip(*streams, strict=True):
-        dtype = states[-1].entry(key).torch_dtype
-        chunks = (chunks_of(torch.frombuffer(one, dtype=dtype)) if len(one) else () for one in (first, second))
-        for pair in zip(*chunks, strict=True):
-            a, b = (row[: elements.shape[0]].copy_(elements) for row, elements in zip(wide, pair, strict=True))
-            dot, one, other = products[key]
-            products[key] = dot + float(a @ b), one + float(a @ a), other + float(b @ b)
-    return {key: _arc(dot, math.sqrt(one * other), share) for key, (dot, one, other) in products.items()}
 
 
 def _arc(dot: float, length: float, share: float) -> tuple[float, float]:
