@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ckptstore.tools.run.folders.candidate import MarkerReader, Rules, Sight, fingerprint
 from ckptstore.tools.run.folders.finished import Finisher
-from ckptstore.tools.run.folders.job_seen import open_for_writing
+from ckptstore.tools.run.folders.job_seen import open_below
 from ckptstore.tools.run.folders.shapes import candidates_in
 from ckptstore.tools.run.folders.snapshot import FolderSnapshot, take
 
@@ -182,7 +182,7 @@ class Agent:
 
     def look(self, world_size: int, *, job_lives: bool) -> set[str]:
         folder = self.world.folder
-        opened = open_for_writing(folder, frozenset([os.getpid()]))
+        opened = open_below(folder, frozenset([os.getpid()]))
         ranks = frozenset(range(world_size)) if world_size > 1 else frozenset[int]()
         seen = take(folder)  # the clock of its disk is the world's
         files = {name: replace(sign, ctime_ns=sign.mtime_ns) for name, sign in seen.files.items()}

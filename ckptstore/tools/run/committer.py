@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ckptstore.catalogue import job_of
@@ -22,7 +22,7 @@ from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import CheckpointStore, save_shard
 from ckptstore.tools.run.explain import pattern_for, rule_of
 from ckptstore.tools.run.failures import FINAL, Failures
-from ckptstore.tools.run.folders import Folder, Found, Held, JobSeen, Look, Prospect, same, save_found
+from ckptstore.tools.run.folders import Folder, Found, Held, JobSeen, Look, same, save_found
 from ckptstore.tools.run.folders.division import divide
 from ckptstore.tools.run.folders.snapshot import Sign
 from ckptstore.tools.run.notices import (
@@ -167,7 +167,7 @@ class Committer:
         look = self._look()
         passed = {name: it.passed for name, it in self._settled.items() if it.passed}
         left, unfinished = self._open(look), {n: why for n, why in look.unfinished.items() if not self._is_in(n)}
-        newest = max(look.candidates, key=_written_at, default=None)
+        newest = max(look.candidates, key=lambda it: it.written_at_ns, default=None)
         settled = None if newest is None else self._settled.get(newest.name)
         return Outcome(
             committed=self._committed,
@@ -237,11 +237,11 @@ class Committer:
             chosen = None if self._must_wait(views) else choose(views)
             if chosen is not None:
                 chosen = replace(chosen, step=self._steps.choose(chosen))
-            offer = None if chosen is None else NodeView(offers=(chosen,)).to_json()["offers"][0]
+            offer = None if chosen is None else asdict(chosen)
             return {"offer": offer, "is_over": all(it.has_ended for it in views)}
 
         with job_of(self.store).group.meeting("agent") as meeting:
-            brought = meeting.gather(view.to_json())
+            brought = meeting.gather(asdict(view))
             reply = meeting.tell(join)
         return (None if reply["offer"] is None else NodeOffer(**reply["offer"])), bool(reply["is_over"])
 
@@ -477,10 +477,6 @@ class Committer:
             settled = self._settled.get(found.name)
             if settled == _Settled(found.fingerprint) and not found.is_rewritten and self.folder.delete(found):
                 emit(LocalDeleted(step=found.step or 0, name=found.name))
-
-
-def _written_at(candidate: Prospect) -> int:
-    return max((sign.mtime_ns for sign in candidate.files.values()), default=0)
 
 
 def _steps(found: Iterable[Found]) -> tuple[int, ...]:

@@ -68,8 +68,6 @@ def _is_alive(holder: str) -> bool:
         return False
     try:
         os.kill(int(holder), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's
     return True

@@ -10,7 +10,7 @@ checkpoint that is committed last is the latest of the store. When the end is ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 LONELY_SECONDS = 30.0
@@ -50,13 +50,9 @@ class NodeView:
     is_hurried: bool = False
     has_ended: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert it to JSON for the other nodes."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Read what `to_json` returned."""
+        """Return the answer of another node, from its fields."""
         offers = tuple(NodeOffer(**offer) for offer in fields["offers"])
         lists = {name: tuple(fields[name]) for name in ("committed", "unfinished", "uncertain")}
         return cls(**{**fields, **lists, "offers": offers})

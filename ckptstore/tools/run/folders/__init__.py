@@ -6,8 +6,8 @@ It may know checkpoints and stores as their users do. It gives the agent and the
 from ckptstore.tools.run.folders.candidate import Prospect as Prospect
 from ckptstore.tools.run.folders.candidate import Rules as Rules
 from ckptstore.tools.run.folders.folder import Folder as Folder
-from ckptstore.tools.run.folders.folder import FolderLook as FolderLook
 from ckptstore.tools.run.folders.folder import Held as Held
+from ckptstore.tools.run.folders.folder import Look as Look
 from ckptstore.tools.run.folders.folder import candidates_of as candidates_of
 from ckptstore.tools.run.folders.found import Found as Found
 from ckptstore.tools.run.folders.found import Home as Home
@@ -23,6 +23,3 @@ from ckptstore.tools.run.folders.way_back import restore_folder as restore_folde
 from ckptstore.tools.run.folders.way_back import same as same
 from ckptstore.tools.run.folders.way_back import set_aside_unfinished as set_aside_unfinished
 from ckptstore.tools.run.folders.way_back import whole_in as whole_in
-
-Look = FolderLook
-"""The name that users of this room have for it."""

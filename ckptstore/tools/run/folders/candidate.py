@@ -136,8 +136,8 @@ class Prospect:
     """True if the shape shows the end; else it takes a quiet time."""
     tells_all: bool = False
     """True if what shows the end was written after all ranks had written, those on other nodes too."""
-    metrics: str | None = None
-    """The place of its metrics; see `Shape.metrics`."""
+    metrics_place: str | None = None
+    """See `Shape.metrics`."""
 
     @property
     def fault(self) -> str:
@@ -154,6 +154,11 @@ class Prospect:
     def parent(self) -> str:
         """The directory that it lies in, "" for the folder itself."""
         return self.name.rpartition("/")[0]
+
+    @property
+    def written_at_ns(self) -> int:
+        """The time of the last change of its files, since the epoch by the clock of its file system."""
+        return max((sign.mtime_ns for sign in self.files.values()), default=0)
 
     def path_of(self, file: str) -> str:
         """Return the path of a file of it, relative to the folder."""
@@ -179,41 +184,23 @@ class MarkerReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[tuple[str, str], tuple[Sign, Any]] = {}
+        self._known: dict[tuple[Callable[..., Any], str, tuple[str, ...]], tuple[Sign, Any]] = {}
 
-    def text(self, name: str, sign: Sign) -> str | None:
-        """Return the text of a small file; None for one that is not text, or has gone."""
-        return self._once("text", name, sign, _text)
-
-    def data(self, name: str, sign: Sign) -> bytes | None:
-        """Return the bytes of a small file; None for one that has gone."""
-        return self._once("data", name, sign, _data)
-
-    def ends(self, name: str, sign: Sign) -> tuple[str | None, bool]:
-        """See `ckptstore.tools.run.folders.whole.ends`; a file that has gone is torn."""
-        return self._once("ends", name, sign, _ends_or_gone)
-
-    def number(self, name: str, sign: Sign, key: str) -> int | None:
-        """See `ckptstore.tools.run.folders.whole.number_in`."""
-        return self._once(key, name, sign, lambda path: number_in(path, key))
-
-    def checksums(self, name: str, sign: Sign) -> str | None:
-        """See `ckptstore.tools.run.folders.whole.checksums`."""
-        return self._once("checksums", name, sign, checksums)
+    def read(self, name: str, sign: Sign, reader: Callable[..., T], *arguments: str) -> T:
+        """Return what `reader` makes of a file, which it gets as a path, and of further arguments."""
+        known = self._known.get((reader, name, arguments))
+        if known is None or known[0] != sign:
+            known = self._known[reader, name, arguments] = (sign, reader(self._folder / name, *arguments))
+        result: T = known[1]
+        return result
 
     def forget(self, files: Mapping[str, Sign]) -> None:
         """Keep what is known of these files alone."""
         self._known = {key: value for key, value in self._known.items() if key[1] in files}
 
-    def _once(self, what: str, name: str, sign: Sign, read: Callable[[Path], T]) -> T:
-        known = self._known.get((what, name))
-        if known is None or known[0] != sign:
-            known = self._known[what, name] = (sign, read(self._folder / name))
-        result: T = known[1]
-        return result
-
 
 def _data(path: Path) -> bytes | None:
+    """Return the bytes of a small file; None for one that has gone."""
     try:
         return path.read_bytes() if path.stat().st_size <= _MAX_MARKER_BYTES else None
     except OSError as error:
@@ -221,7 +208,8 @@ def _data(path: Path) -> bytes | None:
         return None
 
 
-def _text(path: Path) -> str | None:
+def text_of(path: Path) -> str | None:
+    """Return the text of a small file; None for one that is not text, or has gone."""
     try:
         data = _data(path)
         return None if data is None else data.decode()
@@ -249,18 +237,19 @@ class Sight:
 
     def text(self, name: str) -> str | None:
         """Return the text of a file, None where there is none."""
-        sign = self._readable(name)
-        return None if sign is None else self.contents.text(name, sign)
+        return self._read(name, text_of)
 
     def data(self, name: str) -> bytes | None:
         """Return the bytes of a file, None where there is none."""
-        sign = self._readable(name)
-        return None if sign is None else self.contents.data(name, sign)
+        return self._read(name, _data)
 
     def number(self, name: str, key: str) -> int | None:
         """Return the integer under a key of what torch.save wrote."""
+        return self._read(name, number_in, key)
+
+    def _read(self, name: str, reader: Callable[..., T | None], *arguments: str) -> T | None:
         sign = self._readable(name)
-        return None if sign is None else self.contents.number(name, sign, key)
+        return None if sign is None else self.contents.read(name, sign, reader, *arguments)
 
     def is_copy(self, name: str, other: str) -> bool:
         """Return True if a file is another name of one, or a copy: a zip file with the same checksums."""
@@ -269,8 +258,8 @@ class Sight:
             return False
         if signs[0].inode == signs[1].inode or signs[0].size_bytes == 0:
             return True
-        found = self.contents.checksums(name, signs[0])
-        return found is not None and found == self.contents.checksums(other, signs[1])
+        found = self.contents.read(name, signs[0], checksums)
+        return found is not None and found == self.contents.read(other, signs[1], checksums)
 
     def _readable(self, name: str) -> Sign | None:
         """Return the sign of a regular file; None for anything else, which is never opened."""
@@ -286,15 +275,11 @@ class Sight:
             if sign is None or sign.link is not None:
                 is_evident = False
                 continue
-            why, is_shown = self.contents.ends(name, sign)
+            why, is_shown = self.contents.read(name, sign, _ends_or_gone)
             if why is not None:
                 return f"{shown} {why}", False
             is_evident = is_evident and is_shown
         return None, is_evident
-
-    def torn_among(self, candidate_files: Mapping[str, str]) -> str | None:
-        """Return the first file without its end, in words."""
-        return self.ends_among(candidate_files)[0]
 
     @property
     def has_leader(self) -> bool:

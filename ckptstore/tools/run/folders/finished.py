@@ -129,8 +129,8 @@ class Finisher:
 
 def _is_followed(candidate: Prospect, others: Iterable[Prospect], first_written: Mapping[str, int]) -> bool:
     """Return True if all of it was written before another one of its kind was begun."""
-    last = max((sign.mtime_ns for sign in candidate.files.values()), default=0)
     return any(
-        other.shape == candidate.shape and other.parent == candidate.parent and first_written[other.name] > last
+        (other.shape, other.parent) == (candidate.shape, candidate.parent)
+        and first_written[other.name] > candidate.written_at_ns
         for other in others
     )

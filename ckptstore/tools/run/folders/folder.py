@@ -20,7 +20,7 @@ from ckptstore.saving.directories import Directory
 from ckptstore.tools.run.folders.candidate import MarkerReader, Prospect, Rules, Sight, fingerprint
 from ckptstore.tools.run.folders.finished import Finisher
 from ckptstore.tools.run.folders.found import Found, found_of
-from ckptstore.tools.run.folders.job_seen import JobSeen, open_at_all, open_for_writing
+from ckptstore.tools.run.folders.job_seen import JobSeen, open_below
 from ckptstore.tools.run.folders.own_directory import is_on_one_disk, own_directory
 from ckptstore.tools.run.folders.shapes import candidates_in, left_out
 from ckptstore.tools.run.folders.snapshot import RESTORING_NAME, Sign, take
@@ -33,7 +33,7 @@ _READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class FolderLook:
+class Look:
     """The contents of a folder."""
 
     finished: tuple[Found, ...] = ()
@@ -74,7 +74,7 @@ class Folder:
         self._ranks: frozenset[int] | None = None
         self._recorded_finished: dict[str, str] | None = None
 
-    def look(self, job: JobSeen, *, notes: bool = True) -> FolderLook:
+    def look(self, job: JobSeen, *, notes: bool = True) -> Look:
         """Look at the folder. What is finished must look the same in two looks: call it every few seconds.
 
         If the processes of the job are known, the first look comes before the job begins: what it finds was left by
@@ -85,7 +85,7 @@ class Folder:
             self._ranks = job.ranks
         ranks = None if job.ranks is None else self._ranks or frozenset()
         # What the job began in a session of its own may have outlived it.
-        open_files = open_for_writing(self.path, job.pids if job.is_alive else None)
+        open_files = open_below(self.path, job.pids if job.is_alive else None)
         snapshot = take(self.path, follows=self.rules.follows)
         sight = Sight(snapshot, self._contents, self.rules, ranks)
         candidates, unknown = candidates_in(sight)
@@ -103,7 +103,7 @@ class Folder:
         self._contents.forget(snapshot.files)
         if notes:
             self._record({it.name: it.fingerprint for it in finished})
-        return FolderLook(
+        return Look(
             finished=finished,
             unfinished=verdicts.unfinished,
             unknown=unknown,
@@ -146,7 +146,7 @@ class Folder:
             return False
         if found.is_directory and signs != wanted:
             return False
-        if open_at_all(self.path) & {found.path_of(file) for file in wanted}:
+        if open_below(self.path, readers=True) & {found.path_of(file) for file in wanted}:
             return False
         if self.is_near:
             gone = self.new("removed")

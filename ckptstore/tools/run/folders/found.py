@@ -6,59 +6,32 @@ import json
 import re
 from base64 import b64decode
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.encoding import check_seconds
 from ckptstore.format.layout import check_user_name
-from ckptstore.tools.run.folders.candidate import Beside, MarkerReader, Prospect, fingerprint
-from ckptstore.tools.run.folders.snapshot import Sign
+from ckptstore.tools.run.folders.candidate import Beside, MarkerReader, Prospect, fingerprint, text_of
 
 METADATA_KEY = "folder"
 TRAINER_STATE = "trainer_state.json"
 _NAMED_NUMBER = re.compile(r"([A-Za-z][\w./]*)=(-?\d+(?:\.\d+)?(?:e-?\d+)?)")
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A finished checkpoint of a folder."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found(Prospect):
+    """A finished checkpoint of a folder. One that `tells_all` is finished on the other nodes too."""
 
-    name: str
-    """Relative to the folder, "/" between the parts."""
-    step: int | None
-    """The step; None if nothing says it."""
-    shape: str
-    is_directory: bool
-    files: Mapping[str, Sign]
-    """The files of a directory relative to it, others relative to their parent."""
-    beside: Mapping[str, Beside]
-    """The small files next to it that lead to it, relative to the parent."""
     metrics: Mapping[str, float]
     fingerprint: str
     """The same text for as long as nothing of it changes."""
-    tells_all: bool = False
-    """True if it is finished on the other nodes too, where nothing may show that."""
-    is_exact: bool = True
-    """False if the step is a guess."""
-    is_rewritten: bool = False
-    """True if one name gets one state after the other."""
-
-    @property
-    def parent(self) -> str:
-        """The directory that it lies in, "" for the folder itself."""
-        return self.name.rpartition("/")[0]
 
     @property
     def written_at_seconds(self) -> float:
-        """The time of the last change of its files, since the epoch by the clock of its file system."""
-        return max((sign.mtime_ns for sign in self.files.values()), default=0) / 1e9
-
-    def path_of(self, file: str) -> str:
-        """Return the path of a file of it, relative to the folder."""
-        above = self.name if self.is_directory else self.parent
-        return f"{above}/{file}" if above else file
+        """See `written_at_ns`."""
+        return self.written_at_ns / 1e9
 
     def metadata(self, folder: Path) -> dict[str, Any]:
         """Return the metadata that a restore needs, for `save_directory(metadata=...)`."""
@@ -103,19 +76,10 @@ def folder_of(metadata: Mapping[str, Any]) -> Path | None:
 
 def found_of(candidate: Prospect, contents: MarkerReader, metrics_file: str | None) -> Found:
     """Make a `Found` of a candidate that is finished."""
-    return Found(
-        candidate.name,
-        candidate.step,
-        candidate.shape,
-        candidate.is_directory,
-        candidate.files,
-        candidate.beside,
-        _metrics(candidate, contents, metrics_file),
-        fingerprint(candidate),
-        candidate.tells_all,
-        candidate.is_exact and candidate.step is not None,
-        candidate.is_rewritten,
-    )
+    known: dict[str, Any] = {item.name: getattr(candidate, item.name) for item in fields(candidate)}
+    known["is_exact"] = candidate.is_exact and candidate.step is not None
+    metrics = _metrics(candidate, contents, metrics_file)
+    return Found(**known, metrics=metrics, fingerprint=fingerprint(candidate))
 
 
 def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
@@ -155,9 +119,9 @@ def _metrics(candidate: Prospect, contents: MarkerReader, metrics_file: str | No
     """Return the metrics of the file that the caller names, else what the framework has written down."""
     if metrics_file is not None:
         return _numbers(_loaded(candidate, contents, metrics_file))
-    if candidate.metrics == "trainer_state":
+    if candidate.metrics_place == "trainer_state":
         return _logged(_loaded(candidate, contents, TRAINER_STATE), candidate.step)
-    if candidate.metrics == "name":
+    if candidate.metrics_place == "name":
         named = _NAMED_NUMBER.findall(re.sub(r"\.[A-Za-z]\w*$", "", candidate.name.rpartition("/")[2]))
         return {name: float(number) for name, number in named if name not in ("epoch", "step")}
     return {}
@@ -165,7 +129,7 @@ def _metrics(candidate: Prospect, contents: MarkerReader, metrics_file: str | No
 
 def _loaded(candidate: Prospect, contents: MarkerReader, file: str) -> Any:
     sign = candidate.files.get(file)
-    text = None if sign is None else contents.text(candidate.path_of(file), sign)
+    text = None if sign is None else contents.read(candidate.path_of(file), sign, text_of)
     try:
         return json.loads(text or "null")
     except ValueError:

@@ -34,9 +34,6 @@ class JobSeen:
     """True if it ended with exit code 0: then it has left nothing half-written."""
 
 
-UNKNOWN = JobSeen()
-
-
 class StartedJob:
     """The job that a child of this process began: those below it, and those of its session that outlived their
     parents."""
@@ -125,20 +122,12 @@ def _rank_in(variables: Mapping[bytes, bytes], names: Collection[bytes]) -> int 
     return next((int(variables[name]) for name in names if variables.get(name, b"").isdigit()), None)
 
 
-def open_for_writing(folder: Path, pids: frozenset[int] | None) -> frozenset[str]:
-    """Return the files below a folder that processes have open, or mapped, for writing; relative to it.
+def open_below(folder: Path, pids: frozenset[int] | None = None, *, readers: bool = False) -> frozenset[str]:
+    """Return the files below a folder that processes have open, or mapped, for writing; relative to it. With `readers`
+    also for reading; without `pids` of all processes.
 
     Of other users' processes only root hears. Without /proc (macOS) nothing is known, and nothing returned.
     """
-    return _open_below(folder, pids, readers=False)
-
-
-def open_at_all(directory: Path) -> frozenset[str]:
-    """Return the same of those that any process has open or mapped, for reading too."""
-    return _open_below(directory, None, readers=True)
-
-
-def _open_below(folder: Path, pids: frozenset[int] | None, *, readers: bool) -> frozenset[str]:
     root = os.fsencode(os.path.realpath(folder)) + b"/"
     found: set[str] = set()
     for pid in _pids() if pids is None else pids:

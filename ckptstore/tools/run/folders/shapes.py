@@ -143,10 +143,10 @@ def _directory(shape: Shape, sight: Sight, name: str, files: Mapping[str, Sign],
         is_directory=True,
         files=files,
         beside={**beside, **_small(shape, sight, name, step)},
-        lacks=lacks or sight.torn_among({file: f"{name}/{file}" for file in files}),
+        lacks=lacks or sight.ends_among({file: f"{name}/{file}" for file in files})[0],
         is_certain=says_exactly and _is_certain(shape, sight, files),
         tells_all=shape.tells_all and says_exactly,
-        metrics=shape.metrics,
+        metrics_place=shape.metrics,
         is_rewritten=shape.is_rewritten,
     )
 
@@ -245,11 +245,8 @@ def _links_to(sight: Sight, name: str) -> dict[str, Beside]:
     """Return the links beside a name that lead to it."""
     own = name.rpartition("/")[2]
     others = sight.snapshot.beside(name).items()
-    return {file: Beside(link=own) for file, sign in others if sign.link is not None and _leads_to(sign.link, own)}
-
-
-def _leads_to(link: str, own: str) -> bool:
-    return link.rstrip("/").rpartition("/")[2] == own
+    links = {file: sign.link.rstrip("/").rpartition("/")[2] for file, sign in others if sign.link is not None}
+    return {file: Beside(link=own) for file, target in links.items() if target == own}
 
 
 def _small(shape: Shape, sight: Sight, name: str, step: int | None) -> dict[str, Beside]:
@@ -343,7 +340,9 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
     for name, step in sorted(steps.items()):
         if name in taken or (name in copies and step in named):
             continue
-        second_names = _copies_of(shape, sight, name)
+        own = name.rpartition("/")[2]
+        same = [file for file in shape.same if file != own and sight.is_copy(name, _next_to(name, file))]
+        second_names = {file: Beside(copy=own) for file in same}
         members = {name} | {copy for copy in copies if steps[copy] == step is not None}
         members -= {_next_to(name, other) for other in second_names}
         if shape.together is not None:
@@ -371,7 +370,7 @@ def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int |
                 **_small(shape, sight, name, step),
             },
             is_certain=is_evident and not (copy_is_behind and step == newest),
-            metrics=shape.metrics,
+            metrics_place=shape.metrics,
             is_rewritten=shape.is_rewritten or step is None,
         )
 
@@ -381,13 +380,6 @@ def _is_together(pattern: str, file: str, step: int | None) -> bool:
     if match is None or "step" not in match.groupdict():
         return match is not None
     return step is not None and match["step"].isdecimal() and int(match["step"]) == step
-
-
-def _copies_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
-    """Return the files beside a checkpoint that are other names or copies of it."""
-    own = name.rpartition("/")[2]
-    copies = [file for file in shape.same if file != own and sight.is_copy(name, _next_to(name, file))]
-    return {file: Beside(copy=own) for file in copies}
 
 
 def _tracker_of(shape: Shape, sight: Sight, name: str) -> dict[str, Beside]:
@@ -409,8 +401,8 @@ def _patterns(sight: Sight, claimed: set[str]) -> Iterator[Prospect]:
         is_directory, marker = name in sight.snapshot.directories, rules.marker
         if not is_directory and marker is not None and name.endswith(marker):
             continue
-        if not is_directory and sight.snapshot.files[name].link is not None and _leads_inside(sight, name):
-            continue
+        if not is_directory and sight.snapshot.files[name].link is not None and not sight.snapshot.files[name].fault:
+            continue  # a second name of something else in the folder
         files = sight.snapshot.below(name) if is_directory else {own: sight.snapshot.files[name]}
         beside = _links_to(sight, name)
         lacks = None if files else "it is empty"
@@ -441,19 +433,9 @@ def _patterns(sight: Sight, claimed: set[str]) -> Iterator[Prospect]:
         )
 
 
-def _ends_like(name: str, glob: str) -> bool:
-    """Return True if the last parts of a path fit."""
-    return _fits("/".join(name.split("/")[-glob.count("/") - 1 :]), glob)
-
-
 _OWN = Shape(name="pattern", project="")
 _STEP_KEYS = ("global_step", "iter_num", "step", "epoch")
 """The keys of a file of torch.save that may have its step."""
-
-
-def _leads_inside(sight: Sight, name: str) -> bool:
-    """Return True if a link leads to something else in the folder, so that it is a second name."""
-    return not sight.snapshot.files[name].fault
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -466,7 +448,8 @@ def _of_no_shape(sight: Sight, claimed: set[str]) -> tuple[str, ...]:
     found = set()
     for name, sign in sight.snapshot.files.items():
         own = name.rpartition("/")[2]
-        if any(_ends_like(name, glob) for glob in sight.rules.beside if "{step}" in glob):
+        waited_for = [glob for glob in sight.rules.beside if "{step}" in glob]
+        if any(_fits("/".join(name.split("/")[-glob.count("/") - 1 :]), glob) for glob in waited_for):
             continue
         if sign.link is None and _WEIGHTS.fullmatch(own) and not own.startswith(".") and not _within(name, claimed):
             parts = name.split("/")

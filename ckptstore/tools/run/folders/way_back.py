@@ -7,10 +7,9 @@ import os
 import re
 import shutil
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint, files_behind
@@ -89,13 +88,13 @@ def restore_folder(
     """
     folder.sweep("restoring")  # of a restore that was killed
     try:
-        return _restore_first(folder, checkpoints, keeps_newer, only_newer)
+        return _restore_first(folder, checkpoints, lambda name: keeps_newer and only_newer in (None, name))
     finally:
         folder.sweep("restoring")
 
 
 def _restore_first(
-    folder: Folder, checkpoints: Sequence[Checkpoint], keeps_newer: bool, only_newer: str | None
+    folder: Folder, checkpoints: Sequence[Checkpoint], may_stay: Callable[[str], bool]
 ) -> RestoreReport | None:
     skipped: list[str] = []
     for number, checkpoint in enumerate(checkpoints, 1):
@@ -104,11 +103,9 @@ def _restore_first(
             if home is None:
                 skipped.append(f"step {checkpoint.step} did not come from a folder")
                 continue
-            report = _restore(folder, checkpoint, home, (keeps_newer, only_newer), tuple(skipped))
+            report = _restore(folder, checkpoint, home, may_stay, tuple(skipped))
             if home.step is None:
-                report = _with_numbered(
-                    folder, checkpoints[number : number + _NEAR], home, (keeps_newer, only_newer), report
-                )
+                report = _with_numbered(folder, checkpoints[number : number + _NEAR], home, may_stay, report)
             return _with_best(folder, checkpoints, home, report) if report.is_restored else report
         except CkptstoreError as error:
             if not isinstance(error, CheckpointDamaged | CheckpointGone | FileMissing):
@@ -175,15 +172,12 @@ def _home(checkpoint: Checkpoint) -> Home | None:
 
 
 def _restore(
-    folder: Folder, checkpoint: Checkpoint, home: Home, keeps: tuple[bool, str | None], skipped: tuple[str, ...]
+    folder: Folder, checkpoint: Checkpoint, home: Home, may_stay: Callable[[str], bool], skipped: tuple[str, ...]
 ) -> RestoreReport:
     refuse_links(folder.path, home.parent)
-    fields: dict[str, Any] = {"step": checkpoint.step, "name": home.name, "uri": checkpoint.uri, "skipped": skipped}
     done = _Fetched()
     local = candidates_of(folder, _ranks_of(checkpoint))
-    keeps_newer, only_newer = keeps
-    may_stay = [it for it in local if keeps_newer and only_newer in (None, it.name)]
-    stays, why_not = _staying(folder, may_stay, checkpoint, home)
+    stays, why_not = _staying(folder, [it for it in local if may_stay(it.name)], checkpoint, home)
     if stays is None:
         if (folder.path / home.name).is_symlink():  # to a directory elsewhere, in which nothing is written
             aside = folder.new("aside")
@@ -201,12 +195,15 @@ def _restore(
             (folder.path / at).mkdir(parents=True, exist_ok=True)
         _point(folder, folder.path / parent / other, it if stays else _moved(it, home.folder, folder.path))
     return RestoreReport(
+        step=checkpoint.step,
+        name=home.name,
+        uri=checkpoint.uri,
+        skipped=skipped,
         is_restored=stays is None,
         why_not=why_not,
         fetched_bytes=done.fetched_bytes,
         kept_bytes=done.kept_bytes,
         moved_aside=tuple(done.moved_aside),
-        **fields,
     )
 
 
@@ -214,7 +211,7 @@ def _with_numbered(
     folder: Folder,
     checkpoints: Sequence[Checkpoint],
     home: Home,
-    keeps: tuple[bool, str | None],
+    may_stay: Callable[[str], bool],
     report: RestoreReport,
 ) -> RestoreReport:
     """Bring the newest one near that says its step too: beside `best.keras`, which says none, the framework goes on
@@ -225,7 +222,7 @@ def _with_numbered(
             lay = _home(checkpoint)
             if lay is None or lay.step is None or lay.parent != home.parent:
                 continue
-            numbered = _restore(folder, checkpoint, lay, keeps, skipped)
+            numbered = _restore(folder, checkpoint, lay, may_stay, skipped)
         except (CheckpointDamaged, CheckpointGone, FileMissing) as error:
             skipped = (*skipped, f"step {checkpoint.step}: {error}")
             continue
