@@ -42,10 +42,13 @@ def test_a_second_transfer_does_not_run_over_the_end() -> None:
     assert bar.told[-1] == (105, 105)
 
 
-def test_the_bar_listens_only_while_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress("copy", shown=False):
+def test_the_bar_listens_only_while_it_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "is_terminal", lambda _stream: True)
+    with progress("copy", quiet=True):
         assert listeners._listeners == []
-    with progress("copy", shown=True):
+    with progress("copy", quiet=False):
         assert len(listeners._listeners) == 1
         emit(BytesMoved(key="a", size_bytes=10, total_bytes=100))
     assert listeners._listeners == []
@@ -62,13 +65,13 @@ def test_a_known_total_is_that_of_all_transfers() -> None:
 def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with progress("copy", total_bytes=300):
+    with progress("copy", quiet=False, total_bytes=300):
         emit(BytesMoved(key="a", size_bytes=100, total_bytes=100))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(terminal, "_LINE_SECONDS", 0.0)
-    with progress("copy", total_bytes=300):
+    with progress("copy", quiet=False, total_bytes=300):
         emit(BytesMoved(key="a", size_bytes=100, total_bytes=100))
-    with progress("copy", shown=False):
+    with progress("copy", quiet=True):
         emit(BytesMoved(key="a", size_bytes=100, total_bytes=100))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("copy: 100 B of 300 B, ")

@@ -18,46 +18,51 @@ from ckptstore.storage.uri import parse_uri
 from ckptstore.transfer.executor import Executor, InProcess
 
 F = TypeVar("F", bound=Callable[..., Any])
-KEEP_HELP = f"Keep what any of these rules keeps, such as {RULES}."
-
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; an error too.")
 dry_run = click.option("--dry-run", is_flag=True, help="Print what would be done; change nothing.")
 
 
-def storage_option(function: F) -> F:
-    """Add `--storage-option KEY=VALUE`, any number of times, as the dict `storage_options`."""
-    return click.option(
-        "--storage-option",
-        "storage_options",
-        multiple=True,
-        metavar="KEY=VALUE",
-        callback=lambda _ctx, _param, values: parse_storage_options(values),
-        help="Option for the storage's client, by its fsspec name; never shown. Repeatable.",
-    )(function)
-
-
-def keep_option(function: F) -> F:
-    """Add `--keep RULE`, any number of times, as the policy `keep`; None without it."""
-    return click.option(
-        "--keep",
-        multiple=True,
-        metavar="RULE",
-        callback=lambda _ctx, _param, rules: parse_policy(rules),
-        show_default="all",
-        help=KEEP_HELP,
-    )(function)
-
-
-def fast_option(function: F) -> F:
-    """Add `--fast DIR`, as `fast_path`: the directory of fast checkpoints on this node."""
-    return click.option(
-        "--fast",
-        "fast_path",
-        type=click.Path(),
-        metavar="DIR",
-        help="Include fast checkpoints on this node; DIR is the path of the job's FastTier.",
-    )(function)
+storage_option = click.option(
+    "--storage-option",
+    "storage_options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=lambda _ctx, _param, values: parse_storage_options(values),
+    help="Option for the storage's client, by its fsspec name; never shown. Repeatable.",
+)
+keep_option = click.option(
+    "--keep",
+    multiple=True,
+    metavar="RULE",
+    callback=lambda _ctx, _param, rules: parse_policy(rules),
+    show_default="all",
+    help=f"Keep what any of these rules keeps, such as {RULES}.",
+)
+"""The policy; None without a rule."""
+fast_option = click.option(
+    "--fast",
+    "fast_path",
+    type=click.Path(),
+    metavar="DIR",
+    help="Include fast checkpoints on this node; DIR is the path of the job's FastTier.",
+)
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="Move bytes in this process, or in a task on each node of a Ray cluster.",
+)
+price_option = click.option(
+    "--price",
+    "prices",
+    multiple=True,
+    callback=lambda _ctx, parameter, texts: _parse_prices(parameter, texts),
+    metavar="[PLACE=]N",
+    help="Price of a TB for a month, for the sum. PLACE=N is for URIs that begin like that. Repeatable.",
+)
+"""The prices by the beginnings of the URIs that they are for."""
 
 
 def tier_at(path: str | None) -> FastTier | None:
@@ -105,17 +110,6 @@ def files_options(function: F) -> F:
     return function
 
 
-def engine_option(function: F) -> F:
-    """Add `--engine local|ray`, where the files are worked on."""
-    return click.option(
-        "--engine",
-        type=click.Choice(["local", "ray"]),
-        default="local",
-        show_default=True,
-        help="Move bytes in this process, or in a task on each node of a Ray cluster.",
-    )(function)
-
-
 @contextmanager
 def opened_executor(engine: str) -> Iterator[Executor]:
     """Yield the executor that `--engine` names."""
@@ -128,20 +122,7 @@ def opened_executor(engine: str) -> Iterator[Executor]:
         yield executor
 
 
-def price_option(function: F) -> F:
-    """Add the prices of a TB for a month as `prices`, by the beginnings of the URIs that they are for."""
-    option = click.option(
-        "--price",
-        "prices",
-        multiple=True,
-        callback=_parse_prices,
-        metavar="[PLACE=]N",
-        help="Price of a TB for a month, for the sum. PLACE=N is for URIs that begin like that. Repeatable.",
-    )
-    return option(function)
-
-
-def _parse_prices(_context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, float]:
+def _parse_prices(parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, float]:
     found: dict[str, float] = {}
     for text in texts:
         place, _, number = text.rpartition("=")

@@ -1,5 +1,4 @@
-"""Draw on a terminal: progress bars, pictures that are drawn again in their place. The
-only importer of rich."""
+"""Draw on a terminal: progress bars, pictures that are drawn again in their place. The only importer of rich."""
 
 from __future__ import annotations
 
@@ -24,16 +23,16 @@ _LINE_SECONDS = 10.0
 
 
 @contextmanager
-def progress(description: str, *, total_bytes: int | None = None, shown: bool | None = None) -> Iterator[None]:
+def progress(description: str, *, quiet: bool, total_bytes: int | None = None) -> Iterator[None]:
     """Show the bytes that this process moves on stderr, while the context lasts: as a bar with the time left on a
-    terminal, else as a line now and then. Nothing is shown with `shown` False, and a bar anywhere with True.
+    terminal, else as a line now and then; nothing if it is to be `quiet`.
 
     `total_bytes` is what will be moved, where that is known.
     """
-    if shown is False:
+    if quiet:
         yield
         return
-    if not (is_terminal(sys.stderr) or shown):
+    if not is_terminal(sys.stderr):
         with listening(_Lines(description, total_bytes)):
             yield
         return
@@ -55,12 +54,10 @@ def progress(description: str, *, total_bytes: int | None = None, shown: bool | 
 
 
 @contextmanager
-def counting(*, shown: bool | None = None) -> Iterator[Callable[[str, int, int], None]]:
+def counting() -> Iterator[Callable[[str, int, int], None]]:
     """Show a bar on stderr while the context lasts, moved by calls with a description, how much is done, of how much.
-
-    It is shown on a terminal only, unless `shown` says otherwise.
-    """
-    if not (is_terminal(sys.stderr) if shown is None else shown):
+    It is shown on a terminal only."""
+    if not is_terminal(sys.stderr):
         yield lambda _description, _completed, _total: None
         return
     from rich import progress as bars

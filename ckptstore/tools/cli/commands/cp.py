@@ -66,11 +66,10 @@ def command(
     else:
         is_whole = find_target(source, of_source).step is None and not is_checkpoint(source, of_source)
         copy = _copy_store if is_whole else _copy_checkpoint
-    shown = False if as_json else None
     with (
         opened_executor(engine) as executor,
         closing(open_place(destination, storage_options=of_destination)) as target,
-        progress("copy", shown=shown),
+        progress("copy", quiet=as_json),
     ):
         report = copy(source, target, of_source, executor)
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -68,15 +68,12 @@ def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_js
                 a=checkpoint_json(first),
                 b=checkpoint_json(second),
                 num_equal_files=num_equal,
-                files=[
-                    {"name": item.name, "change": item.change, "a_bytes": item.a_bytes, "b_bytes": item.b_bytes}
-                    for item in files
-                ],
+                files=[asdict(item) for item in files],
                 tensors=None if not_compared else [_tensor_json(item) for item in tensors],
                 num_equal_tensors=num_equal_tensors,
-                metrics=[{"name": item.name, "a": item.a, "b": item.b} for item in metrics],
-                metadata=[{"name": item.name, "a": item.a, "b": item.b} for item in metadata],
-                provenance=[{"name": item.name, "a": item.a, "b": item.b} for item in provenance],
+                metrics=[asdict(item) for item in metrics],
+                metadata=[asdict(item) for item in metadata],
+                provenance=[asdict(item) for item in provenance],
             )
             return
         _echo_header(first, second)
@@ -166,13 +163,12 @@ def _echo_header(first: Checkpoint, second: Checkpoint) -> None:
 
 def _echo_values(what: str, found: Sequence[Difference]) -> None:
     if found:
-        rows = [(item.name, _text(item.a), _text(item.b), _delta(item.a, item.b)) for item in found]
+        rows = []
+        for item in found:
+            delta = _text(item.b - item.a) if _is_number(item.a) and _is_number(item.b) else ""
+            rows.append((item.name, _text(item.a), _text(item.b), delta))
         echo_table((what, "a", "b", "b - a"), rows)
         click.echo()
-
-
-def _delta(a: Any, b: Any) -> str:
-    return _text(b - a) if _is_number(a) and _is_number(b) else ""
 
 
 def _is_number(value: Any) -> bool:

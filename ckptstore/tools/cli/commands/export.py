@@ -71,10 +71,9 @@ def command(
     if to != "safetensors" and source is not ParameterSource.DEFAULT:
         raise InvalidInput(f"--shard-size is for safetensors, and not for {to}", hint="Leave it out")
     of_target, of_directory = options_by_place(storage_options, parse_target(target).uri, directory)
-    shown = False if as_json else None
     with opened_executor(engine) as executor, opened_checkpoint(target, of_target) as checkpoint:
         total_bytes = None if include else 2 * checkpoint.size_bytes  # read and written
-        with progress("export", total_bytes=total_bytes, shown=shown):
+        with progress("export", total_bytes=total_bytes, quiet=as_json):
             report = export(
                 checkpoint,
                 directory,

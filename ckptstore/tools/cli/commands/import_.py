@@ -63,7 +63,7 @@ def command(
 
     of_source, of_store = options_by_place(storage_options, source, store)
     with open_store(store, storage_options=of_store) as opened:
-        with progress("import", shown=False if as_json else None):
+        with progress("import", quiet=as_json):
             checkpoint = import_state(
                 source,
                 opened,

@@ -132,7 +132,10 @@ def _list_store(
             Entry(checkpoint=it, is_pinned=False, is_latest=it is of_ray[-1], is_resume_source=False) for it in of_ray
         ]
         grace_seconds = job_of(opened).config.grace_seconds
-        used = usage_json(job_of(opened).log, *prices_of(prices, opened.uri)) if is_long else {}
+        used: dict[str, Any] = {}
+        if is_long:
+            found, (price,) = usage(job_of(opened).log), prices_of(prices, opened.uri)
+            used = {"usage": {**asdict(found), "price_per_month": found.price_per_month(price)}}
         entries = chosen(every, **choice)
         trash_bytes = sum(record.entry.size_bytes for record, _ in trashed)
         if as_json:
@@ -158,12 +161,6 @@ def _list_store(
         _echo_trash(trashed, grace_seconds=grace_seconds, is_listed=with_trash)
     if used:
         _echo_usage(**used["usage"])
-
-
-def usage_json(log: Log, price: float | None) -> dict[str, Any]:
-    """Return the bytes that a store takes, for JSON; `price` is that of a TB for a month."""
-    found = usage(log)
-    return {"usage": {**asdict(found), "price_per_month": found.price_per_month(price)}}
 
 
 def _echo_usage(

@@ -102,7 +102,7 @@ def command(
             directory = str(
                 Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-merge-"))) / "merged"
             )
-        with progress("merge", shown=False if as_json else None):
+        with progress("merge", quiet=as_json):
             report = merge(
                 checkpoints,
                 directory,

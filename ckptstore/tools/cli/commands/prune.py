@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -53,16 +54,7 @@ def command(
             print_json(
                 uri=opened.uri,
                 dry_run=dry_run,
-                verdicts=[
-                    {
-                        "number": item.number,
-                        "step": item.step,
-                        "keep": item.keep,
-                        "reason": item.reason,
-                        "drops": list(item.drops),
-                    }
-                    for item in verdicts
-                ],
+                verdicts=[asdict(item) for item in verdicts],
                 removed=[_to_json(item) for item in removed],
                 left=[_to_json(item) for item in left],
                 removed_bytes=sum(item.size_bytes for item in removed),

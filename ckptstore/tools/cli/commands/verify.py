@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -41,7 +42,7 @@ def command(
     with opened_executor(engine) as executor, _chosen(target, every, storage_options) as (checkpoints, log_problems):
         for checkpoint in checkpoints:
             total = checkpoint.size_bytes if sample is None else None
-            with progress(f"step {checkpoint.step}", total_bytes=total, shown=False if as_json else None):
+            with progress(f"step {checkpoint.step}", total_bytes=total, quiet=as_json):
                 report = checkpoint.verify(sample=sample, executor=executor)
             reports.append((checkpoint, report))
             if not as_json:
@@ -78,22 +79,4 @@ def _echo(checkpoint: Checkpoint, report: VerifyReport) -> None:
 
 
 def _to_json(checkpoint: Checkpoint, report: VerifyReport) -> dict[str, Any]:
-    return {
-        "step": report.step,
-        "uri": checkpoint.uri,
-        "ok": report.ok,
-        "num_files": report.num_files,
-        "num_read": report.num_read,
-        "read_bytes": report.read_bytes,
-        "num_without_digest": report.num_without_digest,
-        "problems": [
-            {
-                "file": problem.file,
-                "fault": problem.fault,
-                "rank": problem.rank,
-                "expected": problem.expected,
-                "found": problem.found,
-            }
-            for problem in report.problems
-        ],
-    }
+    return {"uri": checkpoint.uri, "ok": report.ok, **asdict(report)}
