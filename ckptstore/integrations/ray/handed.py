@@ -48,7 +48,7 @@ def look(
         return _look_at_files(ray_checkpoint, job, live, prefers_ray, storage_options)
     except (CheckpointDamaged, FileMissing) as error:
         return _lost(ray_checkpoint, job, live, str(error))
-    place = pointed_place(ray_checkpoint, pointer, storage_options={})  # its URI alone: nothing is opened
+    place = pointed_place(ray_checkpoint, pointer, {})  # its URI alone: nothing is opened
     root = parse_uri(place.uri).uri
     if pointer.number is None:
         logger.warning("what Ray hands back is passed over: the save of step %d failed", pointer.step)
@@ -81,7 +81,7 @@ def unknown_to_ray(ray_checkpoint: Any, job: Job, taken: int, *, is_of_run: bool
         pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
     except (InvalidInput, CheckpointDamaged, FileMissing):
         return _readable(job, [taken])
-    if parse_uri(pointed_place(ray_checkpoint, pointer, storage_options={}).uri).uri != job.storage.uri:
+    if parse_uri(pointed_place(ray_checkpoint, pointer, {}).uri).uri != job.storage.uri:
         return _readable(job, [taken])
     if pointer.number is None:
         return [record for record in _readable(job, [taken]) if record.entry.step > pointer.step]

@@ -126,9 +126,7 @@ def _translated(doing: str) -> Iterator[None]:
         raise cls(f"{doing} failed: {error}", file=POINTER_NAME) from error
 
 
-def pointed_place(
-    ray_checkpoint: Any, pointer: Pointer, *, storage_options: Mapping[str, Any] | None = None
-) -> StoragePlace:
+def pointed_place(ray_checkpoint: Any, pointer: Pointer, storage_options: Mapping[str, Any] | None) -> StoragePlace:
     """Return the place of the store that a pointer names; in the run's directory as Ray's file system reaches it."""
     if pointer.root != ROOT_NAME:
         return StoragePlace(pointer.root, storage_options)

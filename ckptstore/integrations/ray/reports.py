@@ -22,6 +22,7 @@ from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.format.record import Record
 from ckptstore.integrations.ray.context import Worker, report_to_ray
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import default_directory
 from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
 from ckptstore.integrations.ray.metrics import rank_last, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
@@ -94,7 +95,7 @@ class Reports:
         """
         import ray.train
 
-        name = _directory_name(checkpoint.step, mark or checkpoint.uri.rpartition("-")[2])
+        name = f"{default_directory(checkpoint.step)}-{mark or checkpoint.uri.rpartition('-')[2]}"
         try:
             with self.job.group.meeting("pointer", step=checkpoint.step):  # ranks would wait at Ray's barrier for ever
                 pointing = self._pointing(name, lambda: Pointer.to(checkpoint, root=self.root))
@@ -123,7 +124,7 @@ class Reports:
         Returns at once, unless `max_in_flight` reports before it are still waiting.
         """
         self._wait_until_at_most(self.max_in_flight - 1)
-        name = _directory_name(pending.step, secrets.token_hex(4))  # that of rank 0 counts
+        name = f"{default_directory(pending.step)}-{secrets.token_hex(4)}"  # that of rank 0 counts
         ranked = self.ranked(pending.step, metrics)
         judge = cache(partial(self._judge, pending, ranked, max_failures, started))
         self._report_later(name, ranked, judge, validation)
@@ -134,7 +135,7 @@ class Reports:
         The pointer to it is written in the background.
         """
         self._wait_until_at_most(self.max_in_flight - 1)
-        name = _directory_name(checkpoint.step, checkpoint.uri.rpartition("-")[2])
+        name = f"{default_directory(checkpoint.step)}-{checkpoint.uri.rpartition('-')[2]}"
         pointer = Pointer.to(checkpoint, root=self.root)
         self._report_later(name, metrics, lambda: pointer, validation)
 
@@ -326,8 +327,3 @@ class LateReports:
 
 def _record_fields(record: Record) -> dict[str, Any]:
     return {"record": [record.number, record.encode().decode()]}
-
-
-def _directory_name(step: int, mark: str) -> str:
-    """Name Ray's directory for a checkpoint, different for all attempts, whatever the step."""
-    return f"checkpoint_step-{step:010d}-{mark}"

@@ -90,5 +90,5 @@ def resolve(
         pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
     except FileMissing as error:
         raise CheckpointGone(f"Ray's directory of the checkpoint was removed: {ray_checkpoint.path}") from error
-    place = pointed_place(ray_checkpoint, pointer, storage_options=storage_options)
+    place = pointed_place(ray_checkpoint, pointer, storage_options)
     return RayStore(job_of(open_store(place.uri, storage_options=place.storage_options, group=group))).at(pointer)

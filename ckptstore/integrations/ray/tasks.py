@@ -71,7 +71,10 @@ class RayExecutor:
             for node, share in zip(nodes, deal(items, size_bytes, len(nodes)), strict=False)
         ]
         try:
-            _wait(references)
+            pending = references
+            while pending:
+                _, pending = ray.wait(pending, num_returns=len(pending), timeout=_TICK_SECONDS)
+                beat()
         except BaseException:
             for reference in references:
                 ray.cancel(reference)
@@ -81,15 +84,6 @@ class RayExecutor:
 
 def _work(task: Task[Item, Result], share: Sequence[Item]) -> Result:
     return task(share)
-
-
-def _wait(references: Sequence[Any]) -> None:
-    import ray
-
-    pending = list(references)
-    while pending:
-        _, pending = ray.wait(pending, num_returns=len(pending), timeout=_TICK_SECONDS)
-        beat()
 
 
 def _result(reference: Any) -> Any:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ckptstore.config import StoreConfig
@@ -74,7 +75,6 @@ class Run:
     config: StoreConfig
     storage: Storage
     transfer: Transfer
-    _identity: list[str] = field(default_factory=list)
 
     @staticmethod
     def open(
@@ -99,17 +99,16 @@ class Run:
         transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=worker.rank)
         return Run(worker=worker, config=config, storage=storage, transfer=transfer)
 
+    @cached_property
     def store_id(self) -> str:
-        """Return the directory's id (leader only). Raises InvalidInput if a log keeps the checkpoints."""
-        if not self._identity:
-            found = read_or_create_store_json(self.storage, kept_by=KEPT_BY_RAY, retry=self.config.retry)
-            if found.kept_by != KEPT_BY_RAY:
-                raise InvalidInput(
-                    f"The checkpoints at {self.storage.uri} are kept by {found.kept_by}, not by Ray",
-                    hint="Give the run another name, or ckptstore.ray.store() another root",
-                )
-            self._identity.append(found.store_id)
-        return self._identity[0]
+        """The directory's id (leader only). Raises InvalidInput if a log keeps the checkpoints."""
+        found = read_or_create_store_json(self.storage, kept_by=KEPT_BY_RAY, retry=self.config.retry)
+        if found.kept_by != KEPT_BY_RAY:
+            raise InvalidInput(
+                f"The checkpoints at {self.storage.uri} are kept by {found.kept_by}, not by Ray",
+                hint="Give the run another name, or ckptstore.ray.store() another root",
+            )
+        return found.store_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +132,14 @@ class RayPublisher:
 
     def begin(self, request: Request, decision: Decision) -> Mapping[str, Any]:
         """See `Publisher.begin`. Raises InvalidName, InvalidInput where a log keeps the checkpoints, StorageFull."""
-        self.run.store_id()
-        _check_room(self.run.storage, decision)
+        _ = self.run.store_id
+        storage, needed_bytes = self.run.storage, decision.size_bytes or 0
+        free_bytes = storage.free_bytes()
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise StorageFull(
+                f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {storage.uri}",
+                hint="Make room, or give CheckpointConfig a smaller num_to_keep",
+            )
         # Even a free name needs a mark: a failed attempt may write into it later, and no log would refuse that.
         return {"directory": check_name(f"{self.directory}-{secrets.token_hex(8)}")}
 
@@ -149,7 +154,7 @@ class RayPublisher:
         beat()
         for name, data in self.beside().items():
             run.storage.write(attempt.key(name), [memoryview(data)])
-        store_id, world_size = run.store_id(), run.worker.world_size
+        store_id, world_size = run.store_id, run.worker.world_size
         manifest = manifest_of(request, attempt, contents, run.config, store_id=store_id, world_size=world_size)
         try:
             write_manifest(run.storage, run.config, attempt, contents, manifest.encode())
@@ -177,15 +182,6 @@ class RayPublisher:
             return None
         is_it = found.attempt == str(attempt) and found.step == attempt.step
         return RayAttempt(attempt.step, 0, "", found.attempt) if is_it else None
-
-
-def _check_room(storage: Storage, decision: Decision) -> None:
-    needed_bytes, free_bytes = decision.size_bytes or 0, storage.free_bytes()
-    if free_bytes is not None and needed_bytes > free_bytes:
-        raise StorageFull(
-            f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {storage.uri}",
-            hint="Make room, or give CheckpointConfig a smaller num_to_keep",
-        )
 
 
 def default_directory(step: int) -> str:

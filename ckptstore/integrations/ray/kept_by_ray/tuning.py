@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptstore.errors import InvalidInput
 from ckptstore.integrations.ray.context import Worker
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RAY_MARKER
 
 
 def tune_session() -> Any:
@@ -45,7 +46,7 @@ def staging() -> Iterator[Worker]:
     from pyarrow.fs import LocalFileSystem
 
     with tempfile.TemporaryDirectory(prefix="ckptstore-tune-") as path:
-        Path(path, ".validate_storage_marker").touch()  # as the driver of a run does
+        Path(path, RAY_MARKER).touch()  # as the driver of a run does
         node = ray.get_runtime_context().get_node_id()
         yield Worker(rank=0, world_size=1, node_id=node, run_path=path, filesystem=LocalFileSystem())
 
