@@ -8,7 +8,6 @@ replaced, by a journal, and the index is away meanwhile, so that no program take
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import logging
@@ -50,10 +49,8 @@ LOCK_NAME, CONFIRMED_NAME = "lock", "confirmed"
 _MARGIN_BYTES = 16 << 20
 _FREED_SECONDS = 5.0
 """The time in which a disk frees what a file held whose name is gone already."""
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _WEIGHTS = re.compile(r"model(-.+)?\.safetensors")
 """The names of files of weights: beside a full version, those of an earlier one are of no use."""
-_libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 class LocalModel:
@@ -242,7 +239,9 @@ class LocalModel:
             os.rename(self._next, self.path)
             return
         old = self._new("old")
-        if _libc.renameat2(_AT_FDCWD, os.fsencode(self._next), _AT_FDCWD, os.fsencode(self.path), _RENAME_EXCHANGE):
+        try:
+            posix.exchange(self._next, self.path)
+        except OSError:
             os.rename(self.path, old)
             os.rename(self._next, self.path)
         else:

@@ -204,21 +204,16 @@ class Subscription:
             before = self._state()
             self._local.recover()
             state = self._local.state()
-            previous = before.version if before is not None else None
             if state is not None and state.identity == target.identity:
                 applied = Applied(
-                    version=state.version,
-                    identity=state.identity,
-                    previous=previous,
-                    metadata=state.metadata,
-                    path=self.path,
-                    seconds=time.monotonic() - began,
+                    version=state.version, identity=state.identity, metadata=state.metadata, path=self.path
                 )
             else:
                 (self._local.aside / CONFIRMED_NAME).unlink(missing_ok=True)  # for it may come back to this version
-                applied = replace(
-                    self._bring(source, target, state), previous=previous, seconds=time.monotonic() - began
-                )
+                applied = self._bring(source, target, state)
+            applied = replace(
+                applied, previous=None if before is None else before.version, seconds=time.monotonic() - began
+            )
             self._local.remove_old()
             self._tell(applied, then)
             return applied

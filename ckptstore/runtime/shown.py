@@ -57,8 +57,8 @@ def read_duration(text: str) -> float:
 
 
 def read_size(text: str, *, is_speed: bool = False) -> float:
-    """Return the bytes of a size with its unit, decimal or binary: "80GB", "1.5TiB"; of a speed: "3GB/s". Raises
-    InvalidInput."""
+    """Return the bytes of a size with its unit, decimal or binary: "80GB", "1.5TiB"; of a speed: "3GB/s" or
+    "400Gbit/s". Raises InvalidInput, for "Gb" too: it means bits to some and bytes to others."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[5] or "") != ("/s" if is_speed else ""):
         like = "3GB/s, 2.5GiB/s or 400Gbit/s" if is_speed else "80GB, 1.5TB or 1.5TiB"

@@ -37,7 +37,7 @@ _SET_FLAGS = 1 << 30 | struct.calcsize("l") << 16 | ord("f") << 8 | 2
 """The requests of ioctl_iflags(2); the numbers name a long, but an int is exchanged."""
 _TOP_DIRECTORY = 0x00020000
 _AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _SYNC_FILE_RANGE_WRITE = 2
 _FICLONE = 0x40049409
 _REFUSED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM})
@@ -289,6 +289,11 @@ def _rename_new(temporary: str, path: str) -> bool:
             raise
         raise OSError(errno.EOPNOTSUPP, "neither hard links nor renames without replacement") from error
     return True
+
+
+def exchange(path: os.PathLike[str], other: os.PathLike[str]) -> None:
+    """Give two directories each other's names, atomically. Raises OSError where the file system cannot."""
+    _call("renameat2", _AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
 
 
 def clone(source: int, target: int) -> bool:

@@ -6,10 +6,10 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import click
 
@@ -18,20 +18,18 @@ from ckptstore.events import RequestRetried, ResumeForgotten
 from ckptstore.format.encoding import dump_json
 from ckptstore.runtime.shown import printable
 from ckptstore.tools.cli.kinds import DURATION
-from ckptstore.tools.cli.options import keep_option, storage_option
+from ckptstore.tools.cli.options import keep_option, storage_option, together
 from ckptstore.tools.cli.output import print_json
 from ckptstore.tools.run.explain import explained, pattern_for
 from ckptstore.tools.run.folders import Folder, JobSeen, Rules, read_shapes
 from ckptstore.tools.run.nodes import find_nodes
 from ckptstore.tools.run.story import NOTHING_FOUND, AgentPlan
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _SHORTEST_SECONDS = 0.1
 _QUIET_SECONDS = 60.0
 """The pause between two lines about requests that are tried again: a storage that is away fails many."""
 
-_OPTIONS = (
+agent_options = together(
     keep_option,
     click.option(
         "--pattern",
@@ -120,13 +118,6 @@ _OPTIONS = (
     click.option("--json", "as_json", is_flag=True, help="Print events as lines of JSON on stderr."),
     click.option("--events", "events_file", metavar="FILE", help="Append events as lines of JSON to FILE, too."),
 )
-
-
-def agent_options(function: F) -> F:
-    """Return the options of both commands."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
 
 
 def rules_of(options: Mapping[str, Any]) -> Rules:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,57 +21,33 @@ else:  # the releases of click that we take have no types in it
     _Kind = click.ParamType
 
 
-class Duration(_Kind):
-    """A number of seconds, or a number with a unit: "90", "15m", "1h", "2d"."""
+class Quantity(_Kind):
+    """A number, or text of which a function makes one, such as "15m" or "1.5TiB"."""
 
-    name = "duration"
+    def __init__(self, name: str, read: Callable[[str], float]) -> None:
+        """`read` raises InvalidInput."""
+        self.name = name
+        self._read = read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds."""
+        """Return the number."""
         if isinstance(value, int | float):
             return float(value)
         try:
-            return read_duration(str(value))
+            return self._read(str(value))
         except InvalidInput as error:
             self.fail(error.message, param, ctx)
 
 
-class Size(_Kind):
-    """A number of bytes with its unit, decimal or binary: "80GB", "1.5TiB"; a speed is "3GB/s" or "400Gbit/s".
-
-    "Gb" is refused: it means bits to some and bytes to others.
-    """
-
-    name = "size"
-
-    def __init__(self, *, is_speed: bool = False) -> None:
-        self.is_speed = is_speed
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the bytes."""
-        if isinstance(value, int | float):
-            return float(value)
-        try:
-            return read_size(str(value), is_speed=self.is_speed)
-        except InvalidInput as error:
-            self.fail(error.message, param, ctx)
-
-
-class Share(_Kind):
-    """A part of the whole: "0.25" or "25%"."""
-
-    name = "share"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the share, from 0 to 1."""
-        text = str(value).strip()
-        try:
-            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share <= 1:
-            self.fail(f"{value!r} is no share like 25% or 0.25", param, ctx)
-        return share
+def _read_share(text: str) -> float:
+    """Return a part of the whole, from 0 to 1: "0.25" or "25%"."""
+    try:
+        share = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise InvalidInput(f"{text!r} is no share like 25% or 0.25")
+    return share
 
 
 class StoreName(_Kind):
@@ -121,5 +98,6 @@ def _opened(uri: str) -> Iterator[CheckpointStore | None]:
         yield None
 
 
-STORE, TARGET, METRIC, DURATION = StoreName(), TargetName(), MetricName(), Duration()
-SIZE, SPEED, SHARE = Size(), Size(is_speed=True), Share()
+STORE, TARGET, METRIC = StoreName(), TargetName(), MetricName()
+DURATION, SHARE = Quantity("duration", read_duration), Quantity("share", _read_share)
+SIZE, SPEED = Quantity("size", read_size), Quantity("size", partial(read_size, is_speed=True))

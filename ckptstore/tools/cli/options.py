@@ -19,6 +19,18 @@ from ckptstore.transfer.executor import Executor, InProcess
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+def together(*parameters: Callable[[F], F]) -> Callable[[F], F]:
+    """Return a decorator that adds some parameters to a command, in this order."""
+
+    def decorate(function: F) -> F:
+        for parameter in reversed(parameters):
+            function = parameter(function)
+        return function
+
+    return decorate
+
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; an error too.")
 dry_run = click.option("--dry-run", is_flag=True, help="Print what would be done; change nothing.")
 
@@ -63,6 +75,21 @@ price_option = click.option(
     help="Price of a TB for a month, for the sum. PLACE=N is for URIs that begin like that. Repeatable.",
 )
 """The prices by the beginnings of the URIs that they are for."""
+names_options = together(
+    click.option(
+        "--include", multiple=True, metavar="PATTERN", help='Take only keys that match, such as "model.*"; repeatable.'
+    ),
+    click.option("--strip-prefix", default="", metavar="PREFIX", help='Remove this from keys, such as "model.".'),
+)
+files_options = together(
+    click.option(
+        "--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest size of one safetensors file."
+    ),
+    click.option(
+        "--with", "beside", metavar="DIR", help="Copy the other files in DIR too: a model's config and tokenizer."
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace an earlier export there."),
+)
 
 
 def tier_at(path: str | None) -> FastTier | None:
@@ -73,41 +100,6 @@ def tier_at(path: str | None) -> FastTier | None:
     if os.path.islink(path) or not os.path.isdir(path):
         raise InvalidInput(f"{path} is no directory, or a symbolic link", hint="Give the directory itself")
     return FastTier(path)
-
-
-def names_options(function: F) -> F:
-    """Add `--include PATTERN`, repeatable, and `--strip-prefix PREFIX`: which keys of a checkpoint go out, and how they
-    are called."""
-    for option in (
-        click.option("--strip-prefix", default="", metavar="PREFIX", help='Remove this from keys, such as "model.".'),
-        click.option(
-            "--include",
-            multiple=True,
-            metavar="PATTERN",
-            help='Take only keys that match, such as "model.*"; repeatable.',
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-def files_options(function: F) -> F:
-    """Add the options on files of safetensors: `--shard-size`, `--with DIR` as `beside`, and `--overwrite`."""
-    for option in (
-        click.option("--overwrite", is_flag=True, help="Replace an earlier export there."),
-        click.option(
-            "--with", "beside", metavar="DIR", help="Copy the other files in DIR too: a model's config and tokenizer."
-        ),
-        click.option(
-            "--shard-size",
-            default="5GB",
-            show_default=True,
-            metavar="SIZE",
-            help="Largest size of one safetensors file.",
-        ),
-    ):
-        function = option(function)
-    return function
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import store_of
 from ckptstore.tools.cli.kinds import METRIC, STORE, TARGET
-from ckptstore.tools.cli.options import as_json, storage_option
+from ckptstore.tools.cli.options import as_json, storage_option, together
 from ckptstore.tools.cli.output import checkpoint_json, print_json, show_metrics
 from ckptstore.tools.cli.targets import LATEST, Best, checkpoint_in, find_target, opened_step, opened_store
 
@@ -32,10 +32,7 @@ def _command(*parameters: Callable[[Any], Any]) -> Callable[[Callable[..., Answe
             else:
                 click.echo(lines)
 
-        decorated: Any = command
-        for decorator in reversed((*parameters, storage_option, as_json)):
-            decorated = decorator(decorated)
-        return click.command()(decorated)
+        return click.command()(together(*parameters, storage_option, as_json)(command))
 
     return decorate
 
