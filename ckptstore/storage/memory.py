@@ -32,17 +32,16 @@ class _File:
 
 @dataclass(slots=True)
 class _Space:
-    """All files of one name, and their clock."""
+    """All files of one name."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     files: dict[str, _File] = field(default_factory=dict)
     writes: int = 0
-    ahead_seconds: float = 0.0
 
     def put(self, path: str, data: bytes) -> None:
         """Set a file; the caller holds the lock."""
         self.writes += 1
-        self.files[path] = _File(data, time.time() + self.ahead_seconds, str(self.writes))
+        self.files[path] = _File(data, time.time(), str(self.writes))
 
 
 _spaces: dict[str, _Space] = {}
@@ -136,11 +135,6 @@ class MemoryStorage(ProcessBound):
 
     def copy(self, source_key: str, key: str) -> None:
         self._put(key, self._file(source_key).data)
-
-    def advance_clock(self, seconds: float) -> None:
-        """Let the clock of the whole space run ahead, so that a test need not wait for a grace period."""
-        with self._space.lock:
-            self._space.ahead_seconds += seconds
 
     def _put(self, key: str, data: bytes) -> None:
         self.check_process()

@@ -44,12 +44,6 @@ class TestMemory(StorageContract):
         with pytest.raises(StorageError, match="already"):
             writer.finish()
 
-    def test_the_clock_can_run_ahead(self, storage: MemoryStorage) -> None:
-        storage.write("a", [])
-        storage.advance_clock(3600)
-        storage.write("b", [])
-        assert 3600 <= storage.stat("b").modified_seconds - storage.stat("a").modified_seconds < 5400
-
 
 class TestWrappedMemory(TestMemory):
     """Everything holds with hooks around, but what the wrapper does not have."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from bare_storage import BareStorage
@@ -36,6 +38,7 @@ from ckptstore.log.identity import (
     read_store_json,
 )
 from ckptstore.log.reader import Hint
+from ckptstore.storage import memory
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
@@ -337,19 +340,24 @@ def test_reads_are_tried_again() -> None:
 # The storage's clock
 
 
-def test_the_clock_is_the_storages() -> None:
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock of storages in memory run ahead."""
+    monkeypatch.setattr(memory, "time", SimpleNamespace(time=lambda: time.time() + 5000.0))
+
+
+def test_the_clock_is_the_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = new_storage()
     log = fill(storage, 2)
     written = log.record_time(2)
     assert written == storage.stat(record_key(2)).modified_seconds
-    storage.advance_clock(5000.0)
+    later(monkeypatch)
     assert log.store_now_seconds() - written >= 5000.0
     assert [file.key for file in storage.list("probe/")] == []
 
 
-def test_the_clock_of_a_reader_is_never_ahead() -> None:
+def test_the_clock_of_a_reader_is_never_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = filled(2)
-    storage.advance_clock(5000.0)
+    later(monkeypatch)
     reading = Log(wrap(storage, FailAt("write *", AccessDenied("read only"), times=None)), retry=ONCE)
     assert reading.store_now_seconds() == reading.record_time(2)
 

@@ -231,10 +231,9 @@ def _options(what: str, settings: Mapping[str, Any]) -> Options:
 
 def _echo(report: Report) -> None:
     from ckptstore.tools.bench.figures import text
-    from ckptstore.tools.bench.figures.text import markdown
 
     if report.asked.get("device"):
-        click.echo(markdown(report), nl=False)
+        click.echo(text.markdown(report), nl=False)
         return
     for line in text.report_lines(report):
         click.echo(line)

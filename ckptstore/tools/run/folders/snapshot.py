@@ -112,7 +112,8 @@ def take(folder: Path, *, follows: bool = True) -> FolderSnapshot:
                 status = entry.stat(follow_symlinks=False)
                 link = os.readlink(entry.path) if stat.S_ISLNK(status.st_mode) else None
                 real = os.path.realpath(entry.path) if link is not None else ""
-                is_followed = follows and link is not None and above == root and _is_directory_outside(real, root)
+                is_outside = os.path.isdir(real) and os.path.commonpath([real, root]) not in (real, root)
+                is_followed = follows and link is not None and above == root and is_outside
             except OSError:  # it has gone, or is another thing by now: the next look sees it
                 continue
             if stat.S_ISDIR(status.st_mode) or is_followed:
@@ -121,10 +122,6 @@ def take(folder: Path, *, follows: bool = True) -> FolderSnapshot:
             else:
                 files[name] = Sign.of(status, link, fault=_fault(entry.path, status, real, above))
     return FolderSnapshot(files, frozenset(directories))
-
-
-def _is_directory_outside(real: str, root: str) -> bool:
-    return os.path.isdir(real) and os.path.commonpath([real, root]) not in (real, root)
 
 
 def _fault(path: str, status: os.stat_result, real: str, above: str) -> str:
