@@ -174,15 +174,11 @@ def _fault_of(value: Any, name: str) -> str | None:
             f"the metric {name!r} is {value!r}, and Ray is to rank checkpoints by it",
             hint="Give a number, or leave it out",
         )
-    number = _float(value)
-    return None if math.isfinite(number) else float_name(number)
-
-
-def _float(value: float) -> float:
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        number = math.inf if value > 0 else -math.inf
+    return None if math.isfinite(number) else float_name(number)
 
 
 def _flat(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

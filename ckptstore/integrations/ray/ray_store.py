@@ -26,7 +26,7 @@ from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
 from ckptstore.integrations.ray.reports import LateReports, Reports
 from ckptstore.integrations.ray.worker_group import RayWorkers
-from ckptstore.loading.newest import Order, newest_first, refuse_load_options, resume
+from ckptstore.loading.newest import newest_first, refuse_load_options, resume
 from ckptstore.opening import open_store
 from ckptstore.saving.background import OnBusy, PendingSave
 from ckptstore.saving.phases import SaveClock
@@ -288,8 +288,11 @@ class RayStore(CheckpointStore):
             return self._resume_from_ray(path, state, prefers_ray=prefer == "ray", **options)
         if prefer == "newest" or number is None:
             checkpoint = super().resume(state, **options)
+        elif state is not None:
+            checkpoint = self._load(state, claim=True, order=RaysOrder(number), **options)
         else:
-            checkpoint = self._resume_in_order(RaysOrder(number), state, **options)
+            files = resume(self._in_turn(), order=RaysOrder(number))
+            checkpoint = Checkpoint(files) if files else None
         if checkpoint is not None and checkpoint.number not in (None, number):
             self._report_lost(self._reports, handed, checkpoint.number)
         return checkpoint
@@ -335,13 +338,6 @@ class RayStore(CheckpointStore):
             return False
         found = job.tier.candidates(job, newest_first, is_loaded=False).files
         return bool(found) and found[0].step > step
-
-    def _resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
-        """`resume`, but try the live checkpoints in the given order. Collective; the leader calls `order`."""
-        if state is not None:
-            return self._load(state, claim=True, order=order, **options)
-        files = resume(self._in_turn(), order=order)
-        return Checkpoint(files) if files else None
 
     def at(self, pointer: Pointer) -> Checkpoint:
         """Return the checkpoint of a pointer of this store, from the trash too; if it was thinned since, what is left.

@@ -106,12 +106,16 @@ class AwsSettings:
         """The setting that names the endpoint, "" if none does and it is that of AWS."""
         if self.options.get("endpoint_url") or self._inside("client_kwargs").get("endpoint_url"):
             return "endpoint_url"
-        if self._ignores_configured():
+        given = self._inside("config_kwargs").get("ignore_configured_endpoint_urls")
+        if self._variable("ignore_configured_endpoint_urls") if given is None else given:
             return ""
         for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             if os.environ.get(name):
                 return name
-        return self._in_files("endpoint_url") if self._configured_endpoint() else ""
+        scoped = self._session.get_scoped_config()
+        services = self._session.full_config.get("services", {}).get(scoped.get("services"), {})
+        is_configured = services.get("s3", {}).get("endpoint_url") or scoped.get("endpoint_url")
+        return self._in_files("endpoint_url") if is_configured else ""
 
     @property
     def credentials_from(self) -> str:
@@ -202,15 +206,6 @@ class AwsSettings:
         path = os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"
         profile = f"of {self._profile_from}" if self.profile else "default"
         return f"{what} of the profile {profile} in {path}"
-
-    def _configured_endpoint(self) -> Any:
-        scoped = self._session.get_scoped_config()
-        services = self._session.full_config.get("services", {}).get(scoped.get("services"), {})
-        return services.get("s3", {}).get("endpoint_url") or scoped.get("endpoint_url")
-
-    def _ignores_configured(self) -> bool:
-        given = self._inside("config_kwargs").get("ignore_configured_endpoint_urls")
-        return bool(self._variable("ignore_configured_endpoint_urls") if given is None else given)
 
     def _made_session(self) -> Any:
         import botocore.session

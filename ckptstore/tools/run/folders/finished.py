@@ -80,14 +80,11 @@ class Finisher:
             seen[candidate.name] = now
             is_settling = bool(why) and not candidate.lacks
             why = self._open(candidate, open_files) or candidate.lacks or why
-            if not why and not self._is_sure(candidate, now, ended_well):
+            is_left_whole = ended_well and not now.is_left_over
+            if not (why or candidate.is_certain or now.was_finished or is_left_whole or self._is_known(candidate)):
+                may_be_followed = is_one_process and not now.is_left_over
                 why = self._uncertain(now, now_seconds, job_lives)
-                if (
-                    why
-                    and is_one_process
-                    and not now.is_left_over
-                    and _is_followed(candidate, candidates, first_written)
-                ):
+                if why and may_be_followed and _is_followed(candidate, candidates, first_written):
                     why = ""
                 if why:
                     verdicts.uncertain.append(candidate)
@@ -110,11 +107,6 @@ class Finisher:
     def _open(candidate: Prospect, open_files: Collection[str]) -> str:
         opened = sorted(file for file in candidate.files if candidate.path_of(file) in open_files)
         return f"{opened[0]} is open for writing" if opened else ""
-
-    def _is_sure(self, candidate: Prospect, seen: _Seen, ended_well: bool) -> bool:
-        if candidate.is_certain or seen.was_finished or self._is_known(candidate):
-            return True
-        return ended_well and not seen.is_left_over
 
     def _uncertain(self, seen: _Seen, now_seconds: float, job_lives: bool) -> str:
         if seen.is_left_over:

@@ -339,7 +339,10 @@ def _fill(partial: Path, above: Path, checkpoint: Checkpoint, done: _Fetched) ->
         present, target = above / receipt.name, partial / receipt.name
         target.parent.mkdir(parents=True, exist_ok=True)
         if os.path.realpath(present) == str(present) and _has(present, receipt):
-            _copied_or_linked(present, target)
+            try:
+                os.link(present, target)
+            except OSError:  # a disk without hard links
+                shutil.copyfile(present, target)
             done.kept_bytes += receipt.size_bytes
         else:
             missing.append(receipt)
@@ -349,13 +352,6 @@ def _fill(partial: Path, above: Path, checkpoint: Checkpoint, done: _Fetched) ->
         raise StorageFull(f"{partial} needs {done.fetched_bytes:,} bytes, and {free_bytes:,} bytes are free")
     with files.held():
         download_files(files, manifest, missing, partial)
-
-
-def _copied_or_linked(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a disk without hard links
-        shutil.copyfile(source, target)
 
 
 def _has(path: Path, receipt: Receipt) -> bool:
