@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,14 +70,11 @@ class Link:
         names = sorted({*self.index.files.values()})
         return {name: remote_header(self.place.storage, self.files[name]) for name in names}
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[object]:
         """Protect the files from a prune while the context lasts. Raises CheckpointGone."""
         if self.record is None:
-            yield
-            return
-        with CheckpointFiles.at(self.place, prefix=self.record.entry.prefix, record=self.record).held():
-            yield
+            return nullcontext()
+        return CheckpointFiles.at(self.place, prefix=self.record.entry.prefix, record=self.record).held()
 
 
 def remote_header(storage: Storage, file: Wanted) -> Header:
@@ -303,15 +300,6 @@ def source_at(place: OpenedPlace, base: OpenedPlace | None) -> VersionSource:
     if log.newest() is not None:
         return PublishedVersions(place, log)
     return ForeignVersions(place, base)
-
-
-@contextmanager
-def all_held(links: Sequence[Link]) -> Iterator[None]:
-    """Protect all of some versions while the context lasts."""
-    with ExitStack() as stack:
-        for link in links:
-            stack.enter_context(link.held())
-        yield
 
 
 Stored = dict[str, tuple[Located, str]]

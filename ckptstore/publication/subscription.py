@@ -298,11 +298,12 @@ class Subscription:
         return sorted(ways, key=lambda way: sum(link.size_bytes for link in way[0])), notices
 
     def _go(self, links: Sequence[Link], local: State | None) -> State:
-        from ckptstore.publication.source import all_held
         from ckptstore.publication.work import Spooled
 
         spooled = []
-        with all_held(links):
+        with ExitStack() as held:
+            for link in links:
+                held.enter_context(link.held())
             for link in links:
                 one = Spooled(self._local.spool / link.identity, link.version, link.identity, link.index, link.metadata)
                 one.path.mkdir(exist_ok=True)

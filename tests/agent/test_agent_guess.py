@@ -83,7 +83,7 @@ def test_a_storage_that_is_away_when_the_folder_is_found(
 def test_a_folder_that_another_agent_has_ends_no_training(start: Start, tmp_path: Path, required: bool) -> None:
     (tmp_path / "work/made").mkdir(parents=True)
     flags = ["--require-commit"] if required else []
-    with locked(tmp_path / "work/made", node_rank=0, waits=print):
+    with locked(tmp_path / "work/made", node_rank=0):
         agent = start(tmp_path / "store", None, *flags, trainer=small("made", 2), cwd=tmp_path / "work")
         assert agent.code() == (InvalidInput.exit_code if required else 0), agent.output
     assert "is through" in agent.output

@@ -6,13 +6,15 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ckptstore.errors import InvalidInput
+from ckptstore.events import emit
 from ckptstore.runtime.file_locks import NO_LOCKS, lock_open_file
 from ckptstore.tools.run.folders.own_directory import own_directory
+from ckptstore.tools.run.notices import FolderNotice
 from ckptstore.tools.run.trainer import ORPHAN_SECONDS
 
 _PATIENCE_SECONDS = ORPHAN_SECONDS + 10
@@ -20,11 +22,11 @@ _LOOK_SECONDS = 0.2
 
 
 @contextmanager
-def locked(folder: Path, *, node_rank: int, waits: Callable[[str], object]) -> Iterator[int]:
+def locked(folder: Path, *, node_rank: int) -> Iterator[int]:
     """Lock the folder against other agents of this node; yield the descriptor that holds the lock.
 
     The lock has the names of the host and of the node: the agents of several nodes may share a folder. The trainer of
-    an agent that was killed is waited for, after a call of `waits`. A file system without locks is taken as it is.
+    an agent that was killed is waited for. A file system without locks is taken as it is.
 
     Raises InvalidInput when another agent is at work in the folder.
     """
@@ -33,7 +35,7 @@ def locked(folder: Path, *, node_rank: int, waits: Callable[[str], object]) -> I
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        _acquire(descriptor, folder, waits)
+        _acquire(descriptor, folder)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield descriptor
@@ -41,7 +43,7 @@ def locked(folder: Path, *, node_rank: int, waits: Callable[[str], object]) -> I
         os.close(descriptor)
 
 
-def _acquire(descriptor: int, folder: Path, waits: Callable[[str], object]) -> None:
+def _acquire(descriptor: int, folder: Path) -> None:
     until, has_warned = time.monotonic() + _PATIENCE_SECONDS, False
     while True:
         try:
@@ -58,7 +60,8 @@ def _acquire(descriptor: int, folder: Path, waits: Callable[[str], object]) -> N
                 hint="One agent a folder: end that one, or give another --folder",
             )
         if not has_warned:
-            waits(f"the trainer of an agent that was killed still runs; waiting up to {_PATIENCE_SECONDS:.0f} s for it")
+            text = "the trainer of an agent that was killed still runs; waiting up to"
+            emit(FolderNotice(text=f"{text} {_PATIENCE_SECONDS:.0f} s for it"))
             has_warned = True
         time.sleep(_LOOK_SECONDS)
 

@@ -347,11 +347,7 @@ def _prepared(plan: AgentPlan) -> Iterator[_Prepared]:
     """Yield the folder and the store. Collective. Raises what is wrong with either."""
     assert plan.folder is not None  # it was located
     _check_folder(plan.folder, makes_it=plan.makes_folder)
-
-    def waits(text: str) -> None:
-        emit(FolderNotice(text=text))
-
-    with locked(plan.folder, node_rank=plan.nodes.rank, waits=waits) as lock:
+    with locked(plan.folder, node_rank=plan.nodes.rank) as lock:
         folder, store = Folder(plan.folder, plan.rules), plan.opened()
         storage, real = job_of(store).storage, plan.folder.resolve()
         if isinstance(storage, Disk):

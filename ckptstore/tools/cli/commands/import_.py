@@ -85,13 +85,11 @@ def command(
 def _parse_metrics(texts: tuple[str, ...]) -> dict[str, float]:
     found = {}
     for text in texts:
-        name, equals, value = text.partition("=")
+        name, _, value = text.partition("=")
         try:
-            found[name] = float(value)
+            found[name] = float(value if name else "")
         except ValueError:
             raise InvalidInput(f"--metric takes NAME=NUMBER, not {text!r}") from None
-        if not name or not equals:
-            raise InvalidInput(f"--metric takes NAME=NUMBER, not {text!r}")
     return found
 
 
