@@ -25,7 +25,7 @@ from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.answers import check_head
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes, total_bytes
-from ckptstore.storage.cloud.client_options import azure_key, azure_names, azure_route, azure_url
+from ckptstore.storage.cloud.client_options import azure_key, azure_names, azure_url, requests_route
 from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
 from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS
 from ckptstore.storage.uri import Location
@@ -41,7 +41,7 @@ class AzureFiles(CloudFiles):
     def __init__(self, location: Location, settings: Mapping[str, Any], opened_as: OpenedAs) -> None:
         super().__init__(location, settings, opened_as)
         self._names = azure_names(location, settings)
-        self._route = azure_route(self._names)
+        self._route = requests_route(azure_url(self._names))
 
     def blob(self, key: str) -> Any:
         """Return the SDK's client of one blob."""

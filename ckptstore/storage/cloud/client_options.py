@@ -86,8 +86,6 @@ _OF_OBSTORE_ALONE: Mapping[Kind, tuple[str, ...]] = {
 }
 """Variables that obstore reads, that no configuration overrides, and that the SDK does not know."""
 _NO_PROXY = {"proxy_excludes": "*,0.0.0.0/0,::/0"}
-_BUNDLE_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-"""The variables of requests, which the SDKs of GCS and Azure use."""
 
 Options = dict[str, Any]
 
@@ -271,7 +269,7 @@ def _gcs(location: Location, options: _Remaining) -> ObstoreConfig:
     read_seconds = options.take("timeout")
     for name in OF_GCS:
         options.take(name)
-    route = gcs_route(url)
+    route = requests_route(url)
     client = _client(url, route, read_seconds=read_seconds)
     options.end()
     return ObstoreConfig(location, config, client, token != "anon", route)
@@ -324,14 +322,9 @@ def azure_names(location: Location, options: Mapping[str, Any]) -> Options:
 GOOGLE = "https://storage.googleapis.com"
 
 
-def gcs_route(url: str) -> Route:
-    """Return the route to GCS. Raises InvalidInput as `route_to` does."""
-    return route_to(url, variables(*_BUNDLE_VARIABLES))
-
-
-def azure_route(names: Mapping[str, Any]) -> Route:
-    """Return the route to an account, from the result of `azure_names`. Raises InvalidInput as `route_to` does."""
-    return route_to(azure_url(names), variables(*_BUNDLE_VARIABLES))
+def requests_route(url: str) -> Route:
+    """Return the route to GCS or Azure, whose SDKs use requests. Raises InvalidInput as `route_to` does."""
+    return route_to(url, variables("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"))
 
 
 def gcs_endpoint(options: Mapping[str, Any]) -> str | None:
@@ -350,7 +343,7 @@ def _azure(location: Location, options: _Remaining) -> ObstoreConfig:
     account = connected.get("account_name") or names.get("account_name")
     is_anonymous = bool(names.get("anon")) and not azure_key(names)
     config = {"endpoint": azure_url(names), "account_name": account, "skip_signature": is_anonymous}
-    route = azure_route(names)
+    route = requests_route(azure_url(names))
     client = _client(
         azure_url(names),
         route,

@@ -35,7 +35,7 @@ from ckptstore.storage.cloud.bodies import (
     checksum_text,
     total_bytes,
 )
-from ckptstore.storage.cloud.client_options import GOOGLE, gcs_endpoint, gcs_route, seconds_of
+from ckptstore.storage.cloud.client_options import GOOGLE, gcs_endpoint, requests_route, seconds_of
 from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
 from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS
 from ckptstore.storage.uri import Location
@@ -61,7 +61,7 @@ class GcsFiles(CloudFiles):
         self._is_googles = endpoint is None
         self._endpoint = (endpoint or GOOGLE).rstrip("/")
         self._token = settings.get("token") or ("anon" if endpoint else None)
-        self._route = gcs_route(self._endpoint)
+        self._route = requests_route(self._endpoint)
         read_seconds = seconds_of(settings.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout")
         self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
 
