@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptstore.errors import CheckpointDamaged, InvalidInput, InvalidState
 from ckptstore.format.safetensors import METADATA, SINGLE_NAME, Located, headed, header_bytes, parse_header
 from ckptstore.interchange.selection import Selection
-from ckptstore.interchange.streaming import ReadableState
+from ckptstore.interchange.streaming import ReadableState, grouped
 from ckptstore.state.index.part import DTYPES, total_bytes
 
 NAMES: Mapping[str, str] = {
@@ -173,24 +173,11 @@ def lay_out(stored: ReadableState, selection: Selection, *, shard_size_bytes: in
         for name, source in sorted(keys.items())
     ]
     check_storable(entries)
-    dealt = list(_dealt(entries, shard_size_bytes))
+    # Large elements first, so that every tensor begins at a multiple of its element size.
+    dealt = [
+        tuple(sorted(group, key=lambda entry: (-DTYPES[entry.dtype][1], entry.name)))
+        for group in grouped(entries, lambda entry: entry.size_bytes, shard_size_bytes)
+    ]
     count = len(dealt)
     names_of_files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     return Layout(tuple(zip([SINGLE_NAME] if count == 1 else names_of_files, dealt, strict=True)), keys, tied)
-
-
-def _dealt(entries: Sequence[SafetensorsEntry], shard_size_bytes: int) -> Iterator[tuple[SafetensorsEntry, ...]]:
-    group: list[SafetensorsEntry] = []
-    held_bytes = 0
-    for entry in entries:
-        if group and held_bytes + entry.size_bytes > shard_size_bytes:
-            yield _aligned(group)
-            group, held_bytes = [], 0
-        group.append(entry)
-        held_bytes += entry.size_bytes
-    yield _aligned(group)
-
-
-def _aligned(group: list[SafetensorsEntry]) -> tuple[SafetensorsEntry, ...]:
-    """Sort large elements first, so that every tensor begins at a multiple of its element size."""
-    return tuple(sorted(group, key=lambda entry: (-DTYPES[entry.dtype][1], entry.name)))

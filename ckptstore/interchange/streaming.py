@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeVar
 
 import torch
 
@@ -20,8 +20,7 @@ BATCH_BYTES = 64 << 20
 _LEAST_BYTES = 4 << 20
 _ALIGN_BYTES = 64
 
-_Stretch = tuple[str, int, int]
-"""A tensor's key, and the first byte and size of a stretch of its elements."""
+T = TypeVar("T")
 
 
 class ReadableState(Protocol):
@@ -49,12 +48,17 @@ def stream_tensors(stored: ReadableState, keys: Iterable[str]) -> Iterator[tuple
     batch_bytes = min(BATCH_BYTES, max(_LEAST_BYTES, largest))
     stored.buffer_bytes = batch_bytes
     buffer = torch.empty(batch_bytes, dtype=torch.uint8, device="cpu")
-    for batch in _batches(stored, wanted, batch_bytes):
+    stretches = (
+        (key, start, min(batch_bytes, size_bytes - start))
+        for key, size_bytes in zip(wanted, sizes, strict=True)
+        for start in range(0, max(size_bytes, 1), batch_bytes)
+    )
+    for batch in grouped(stretches, lambda stretch: _aligned(stretch[2]), batch_bytes):
         parts = []
         at = 0
         for key, start, size_bytes in batch:
             parts.append((key, start, buffer[at : at + size_bytes]))
-            at += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            at += _aligned(size_bytes)
         pieces = (
             (key, piece) for key, start, memory in parts for piece in boxes_of_stretch(stored, key, start, memory)
         )
@@ -65,20 +69,23 @@ def stream_tensors(stored: ReadableState, keys: Iterable[str]) -> Iterator[tuple
                 emit(BytesMoved(key=key, size_bytes=len(memory), total_bytes=total_bytes))
 
 
-def _batches(stored: ReadableState, keys: Iterable[str], batch_bytes: int) -> Iterator[list[_Stretch]]:
-    batch: list[_Stretch] = []
-    used = 0
-    for key in keys:
-        size_bytes = stored.entry(key).size_bytes
-        for start in range(0, max(size_bytes, 1), batch_bytes):
-            count = min(batch_bytes, size_bytes - start)
-            if batch and used + count > batch_bytes:
-                yield batch
-                batch, used = [], 0
-            batch.append((key, start, count))
-            used += -(-count // _ALIGN_BYTES) * _ALIGN_BYTES
-    if batch:
-        yield batch
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def grouped(items: Iterable[T], size_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Yield items in their order, in groups of at most so many bytes; a larger item has a group of its own."""
+    group: list[T] = []
+    used_bytes = 0
+    for item in items:
+        size_bytes = size_of(item)
+        if group and used_bytes + size_bytes > most_bytes:
+            yield group
+            group, used_bytes = [], 0
+        group.append(item)
+        used_bytes += size_bytes
+    if group:
+        yield group
 
 
 def boxes_of_stretch(stored: ReadableState, key: str, start: int, memory: torch.Tensor) -> list[Piece]:

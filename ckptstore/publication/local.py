@@ -34,7 +34,6 @@ from ckptstore.publication.work import (
     Work,
     files_of_work,
     header_of,
-    opened,
     plan_work,
     rewrite_tensor,
     write_bytes,
@@ -136,7 +135,7 @@ class LocalModel:
             path, place, name = item
             if name not in state.digests:
                 return False
-            with opened(path, os.O_RDONLY) as descriptor:
+            with posix.opened(path, os.O_RDONLY) as descriptor:
                 try:
                     rewrite_tensor(descriptor, None, TensorMove(name, place, place, (), state.digests[name]))
                 except CheckpointDamaged:

@@ -16,6 +16,7 @@ from ckptstore.format.manifest import Receipt
 from ckptstore.format.record import Record
 from ckptstore.format.safetensors import ATTEMPT, INDEX_NAME, Located, headed
 from ckptstore.interchange.safetensors_file import NAMES
+from ckptstore.interchange.streaming import grouped
 from ckptstore.job import Job
 from ckptstore.publication.codec import encode, num_threads
 from ckptstore.publication.source import PublishedVersions, stored_digests
@@ -316,7 +317,9 @@ class WeightsPlan:
         tensors: Mapping[str, Located] = self.tensors
         if changed is not None:
             tensors = {name: Located("U8", (len(delta),), 0, len(delta)) for name, delta in changed.items()}
-        for number, names in enumerate(_dealt(tensors), 1):
+        # Large elements first, so that each tensor begins at a multiple of its element's size.
+        ordered = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
+        for number, names in enumerate(grouped(ordered, lambda name: tensors[name].size_bytes, SHARD_BYTES), 1):
             metadata = {"format": "pt"} if changed is None else {}
             head, _ = headed(
                 {name: tensors[name] for name in names}, metadata | {name: digests[name] for name in names}
@@ -338,17 +341,3 @@ class WeightsPlan:
         (index,) = self.job.transfer.upload([PlannedFile(attempt.key(INDEX_NAME), MemorySource([memoryview(data)]))])
         receipts.append(Receipt(INDEX_NAME, index.size_bytes, index.digest, 0))
         return Contents(receipts, bases=[self.agreed["base"]] if self.is_delta else [])
-
-
-def _dealt(tensors: Mapping[str, Located]) -> Iterator[list[str]]:
-    """Deal tensors to files, large elements first, so that each begins at a multiple of its element's size."""
-    group: list[str] = []
-    held_bytes = 0
-    for name in sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name)):
-        if group and held_bytes + tensors[name].size_bytes > SHARD_BYTES:
-            yield group
-            group, held_bytes = [], 0
-        group.append(name)
-        held_bytes += tensors[name].size_bytes
-    if group:
-        yield group

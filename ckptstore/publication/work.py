@@ -6,7 +6,7 @@ import contextlib
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,10 @@ class Work:
     def build(self, name: str, target: Path) -> None:
         """Write a new file to a path. Raises CheckpointDamaged if a tensor does not have its digest."""
         _, head, pieces = self.rewritten[name]
-        with opened(self.base / name, os.O_RDONLY) as old, opened(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as new:
+        with (
+            posix.opened(self.base / name, os.O_RDONLY) as old,
+            posix.opened(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as new,
+        ):
             posix.allocate(new, _size_of(head, pieces))  # a full disk is noticed before the work
             os.ftruncate(new, _size_of(head, pieces))
             os.pwrite(new, head, 0)
@@ -133,7 +136,7 @@ class Work:
         """Compute all changed tensors, and compare them with their digests, without writing. Raises
         CheckpointDamaged."""
         for name, (_, _, pieces) in self.rewritten.items():
-            with opened(self.base / name, os.O_RDONLY) as old:
+            with posix.opened(self.base / name, os.O_RDONLY) as old:
                 self._run([(old, None, piece) for piece in pieces if piece.deltas])
 
     def _run(self, items: Sequence[tuple[int, int | None, TensorMove]]) -> None:
@@ -171,21 +174,12 @@ def rewrite_tensor(old: int, new: int | None, piece: TensorMove) -> None:
 def _change(stack: contextlib.ExitStack, piece: TensorMove, spooled: Spooled, path: Path, place: Located) -> Change:
     data: Any = b""
     if place.size_bytes:
-        descriptor = stack.enter_context(opened(path, os.O_RDONLY))
+        descriptor = stack.enter_context(posix.opened(path, os.O_RDONLY))
         mapping = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         data = memoryview(mapping)[place.offset : place.offset + place.size_bytes]
     if spooled.index.encoding == OVERWRITE:
         return OverwriteChange(data, piece.name, size_bytes=piece.old.size_bytes)
     return XorChange(data, piece.name)
-
-
-@contextlib.contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def header_of(path: Path) -> Header:

@@ -15,7 +15,7 @@ from ckptstore.interchange.merging.sums import CHUNK_ELEMENTS, SumMemories, SumM
 from ckptstore.interchange.places import ExportPlace
 from ckptstore.interchange.safetensors_file import check_shard_size, lay_out
 from ckptstore.interchange.selection import fitting, select
-from ckptstore.interchange.streaming import stream_tensors
+from ckptstore.interchange.streaming import grouped, stream_tensors
 from ckptstore.interchange.to_safetensors import write_safetensors
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
@@ -250,20 +250,17 @@ class MergedState:
                 self._add(some, *scratch)
 
     def _passes(self, added: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
-        """Yield the boxes, large ones in parts, in groups whose sums fit into the memory for them."""
-        group: list[_Wanted] = []
-        used_bytes = 0
-        for key, box, memory in added:
-            element_bytes = _wide(self._states[-1].entry(key)).itemsize
-            for part in halves(whole(box.sizes), box.sizes, _PASS_BYTES // element_bytes):
-                size_bytes = part.volume * element_bytes
-                if group and used_bytes + size_bytes > _PASS_BYTES:
-                    yield group
-                    group, used_bytes = [], 0
-                group.append((key, within(part, box), narrowed(memory, part)))
-                used_bytes += size_bytes
-        if group:
-            yield group
+        """Return the boxes, large ones in parts, in groups whose sums fit into the memory for them."""
+
+        def element_bytes(key: str) -> int:
+            return _wide(self._states[-1].entry(key)).itemsize
+
+        parts = (
+            (key, within(part, box), narrowed(memory, part))
+            for key, box, memory in added
+            for part in halves(whole(box.sizes), box.sizes, _PASS_BYTES // element_bytes(key))
+        )
+        return grouped(parts, lambda part: part[1].volume * element_bytes(part[0]), _PASS_BYTES)
 
     def _add(self, added: Sequence[_Wanted], sums_memory: SumMemory, parts_memory: SumMemory) -> None:
         """Fill memory with boxes of sums, with scratch memory for the sums and for elements of some checkpoints."""

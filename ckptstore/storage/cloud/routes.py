@@ -51,17 +51,17 @@ class Route:
 
     @property
     def proxy(self) -> str:
-        """The host and port of the proxy, for messages; "" without one."""
-        return server_of(self.proxy_url)
+        """The host and port of the proxy, and the variable that names it, for messages; "" without one."""
+        return f"{server_of(self.proxy_url)} ({self.proxy_from})" if self.proxy_url else ""
 
     @property
     def through(self) -> str:
         """The words about the proxy for a message, "" without one."""
-        return f" through the proxy {self.proxy} ({self.proxy_from})" if self.proxy_url else ""
+        return self.proxy and f" through the proxy {self.proxy}"
 
     def told(self, url: str) -> dict[str, str]:
         """Return the route to a URL, in words."""
-        found = {"proxy": f"{self.proxy} ({self.proxy_from})" if self.proxy_url else "none"}
+        found = {"proxy": self.proxy or "none"}
         if urlsplit(url).scheme == "https":
             if self.verify is False:
                 found["trusted certificates"] = f"all ({self.verify_from})"

@@ -80,6 +80,16 @@ def _call(name: str, *arguments: Any) -> None:
             raise OSError(code, os.strerror(code))
 
 
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
+    """Yield the descriptor of a file, which is open while the context lasts. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def write_at(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
     """Write all bytes of the views, one after another, from `offset` on, to the page cache. Raises OSError."""
     for pending in _shared_out(views, _WRITE_BYTES):
@@ -166,14 +176,10 @@ def spread_directories(path: str) -> None:
     """
     # For a new file ext4 looks near its directory, and passes over every place there from which a file was deleted in
     # the last minutes, one by one: thousands of files beside thousands of just deleted ones take three times as long.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            (flags,) = _FLAGS.unpack(fcntl.ioctl(descriptor, _GET_FLAGS, bytes(_FLAGS.size)))
-            if not flags & _TOP_DIRECTORY:
-                fcntl.ioctl(descriptor, _SET_FLAGS, _FLAGS.pack(flags | _TOP_DIRECTORY))
-        finally:
-            os.close(descriptor)
+    with contextlib.suppress(OSError), opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        (flags,) = _FLAGS.unpack(fcntl.ioctl(descriptor, _GET_FLAGS, bytes(_FLAGS.size)))
+        if not flags & _TOP_DIRECTORY:
+            fcntl.ioctl(descriptor, _SET_FLAGS, _FLAGS.pack(flags | _TOP_DIRECTORY))
 
 
 def start_writing_back(descriptor: int, offset: int, size_bytes: int) -> None:
@@ -207,11 +213,8 @@ def direct_alignment(descriptor: int) -> tuple[int, int]:
 
 def flush(path: str) -> None:
     """Call fsync for a file. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def flush_directory(path: str) -> None:
@@ -254,11 +257,8 @@ def flush_filesystem(path: str) -> bool:
     """
     if not _syncfs_reports() or not is_on_disk(path):
         return False
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY) as descriptor:
         _call("syncfs", descriptor)
-    finally:
-        os.close(descriptor)
     return True
 
 
