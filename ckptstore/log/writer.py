@@ -52,7 +52,8 @@ class Log(LogReader):
         super().__init__(storage, retry=retry)
         self._single_writer = single_writer
         self._appending = RLock()  # a decision may append something of its own first
-        self._is_tried = not is_server(storage)
+        self._on_server = is_server(storage)
+        self._is_tried = not self._on_server
         self._linked = 0
         """The number of the record up to which the chain has been checked."""
 
@@ -215,7 +216,7 @@ class Log(LogReader):
         known = self._own
         if known is None:
             newest = self._hinted() or self._gallop(self._own)
-        elif is_server(self._storage):  # both in one round trip
+        elif self._on_server:  # both in one round trip
             looks: list[Callable[[], Any]] = [lambda: self._gallop(known), self.check_there]
             newest, _ = mapped(lambda look: look(), looks, num_threads=2, name="ckptstore-log")
         else:

@@ -32,6 +32,7 @@ class Renewals:
         """The number of renewals so far. Read it before a request is sent: at worst it goes by a newer client."""
         self._proven = 0
         """The highest number at which a request has succeeded."""
+        self._was_worth_a_try = True
         self._lock = threading.Lock()
 
     def prove(self, number: int) -> None:
@@ -44,11 +45,11 @@ class Renewals:
         so. Return False if no request has succeeded since the renewal before."""
         with self._lock:
             if number != self.number:
-                return True
-            is_worth_a_try = self._proven == number
+                return self._was_worth_a_try or self._proven == self.number
+            self._was_worth_a_try = self._proven == number
             forget()  # in both cases: a later request may find what is right
             self.number += 1
-            return is_worth_a_try
+            return self._was_worth_a_try
 
 
 class CloudFiles(ProcessBound):
