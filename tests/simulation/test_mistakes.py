@@ -42,7 +42,7 @@ def any_plan(**given: Any) -> Make:
 
 
 def the_log_does_not_answer(seed: int) -> Plan:
-    trouble = Trouble("outage", "job1.0", at_call=31, seconds=30.0, what="answers log/")
+    trouble = Trouble("outage", "job1.0", at_call=35, seconds=30.0, what="answers log/")
     return Plan(seed, rank_timeout_seconds=12.0, actors=(Actor("job1", SAVES, ranks=2),), troubles=(trouble,))
 
 
