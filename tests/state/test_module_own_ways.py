@@ -14,6 +14,7 @@ from carrier import Carried, bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -135,6 +136,40 @@ def test_hooks_may_rename_and_what_nobody_takes_back_is_an_error(tmp_path: Path,
     else:
         with pytest.raises(StateMismatch, match=r"'m' has w\.new in its state_dict.*does not take it back"):
             checkpoint.load({"m": other})
+
+
+class Sharded(nn.Module):
+    """Shows its rows as a ShardedTensor with a shard for each, as the tables of torchrec."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(rows)
+        self.register_state_dict_post_hook(self.show)
+        self.register_load_state_dict_pre_hook(self.take)
+
+    @staticmethod
+    def show(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
+        found[f"{prefix}rows"] = in_shards(module.rows.detach())
+
+    @staticmethod
+    def take(module: Any, found: dict[str, Any], prefix: str, *_: Any) -> None:
+        found[f"{prefix}rows"] = torch.cat([shard.tensor for shard in found[f"{prefix}rows"].local_shards()])
+
+
+def in_shards(rows: torch.Tensor) -> ShardedTensor:
+    """A ShardedTensor of which this rank has several shards, or none, in the memory of these rows."""
+    shards = [Shard.from_tensor_and_offsets(rows[at : at + 1], [at, 0], rank=0) for at in range(len(rows))]
+    return init_from_local_shards(shards, rows.shape)
+
+
+@pytest.mark.usefixtures("alone")
+def test_sharded_tensors_come_back_whatever_number_of_shards_a_rank_has(tmp_path: Path) -> None:
+    first, again = torch.arange(6.0).reshape(3, 2), torch.zeros(3, 2)
+    module = Sharded(torch.zeros(3, 2))
+    checkpoint = saved(tmp_path, {"m": Sharded(first.clone()), "plain": {"rows": in_shards(first)}})
+    checkpoint.load({"m": module, "plain": {"rows": in_shards(again)}})
+    assert torch.equal(module.rows, first)
+    assert torch.equal(again, first)
 
 
 class Refusing(nn.Linear):

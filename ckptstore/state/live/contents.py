@@ -35,7 +35,7 @@ from ckptstore.state.live.flatten import (
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import blaming
 from ckptstore.state.tensors.overlap import local_memory, overlaps_itself
-from ckptstore.state.tensors.placement import is_dtensor
+from ckptstore.state.tensors.placement import is_dtensor, is_on_meta
 from ckptstore.state.tensors.tensor_memory import obstacle_of
 
 
@@ -112,7 +112,7 @@ class StoredContents:
     def _match_tensor(self, key: str, leaf: Any) -> None:
         """Fill the tensor at a place if it fits, else a new one."""
         if leaf is None or not self._fits(key, leaf) or not self._take(key, leaf):
-            where = self._device if leaf is None or unmarked(leaf).is_meta else unmarked(leaf).device
+            where = self._device if leaf is None or is_on_meta(unmarked(leaf)) else unmarked(leaf).device
             self._loaded[key] = self._matching.make_tensor(key, where)
 
     def _match_leaves(self, *, tensors: bool = True) -> None:
@@ -141,7 +141,7 @@ class StoredContents:
 
     def _take(self, key: str, leaf: Any) -> bool:
         tensor = unmarked(leaf)
-        if tensor.is_meta:
+        if is_on_meta(tensor):
             tensor = torch.empty_like(tensor, device=self._device or default_device())
             leaf = marked_as(leaf, tensor)
         if not self._matching.take_tensor([key], tensor, may_move=not self._fixed):

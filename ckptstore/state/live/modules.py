@@ -22,7 +22,7 @@ from ckptstore.errors import CkptstoreError, InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import canonical_names, state_dict_like
 from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
 from ckptstore.state.tensors.overlap import identity_of
-from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, is_fsdp1, is_wrapped, wrapped_in
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, is_fsdp1, is_on_meta, is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped
 
 
@@ -65,7 +65,7 @@ def with_new_memory(key: str, module: torch.nn.Module, contents: ModuleContents)
     Calls `state_dict` once more only if hooks have made something else of tensors on the meta device.
     """
     live = _live_tensors(module)
-    stale = [name for name, item in contents.items.items() if isinstance(item, torch.Tensor) and item.is_meta]
+    stale = [name for name, item in contents.items.items() if isinstance(item, torch.Tensor) and is_on_meta(item)]
     if any(name not in live for name in stale):
         return read_module(key, module)
     return replace(contents, items={**contents.items, **{name: live[name].detach() for name in stale}}, live=live)

@@ -145,6 +145,12 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_on_meta(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor has no numbers. A ShardedTensor, which raises where this rank has no one shard of it,
+    always has some."""
+    return (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Return True if ranks have parts of it: a DTensor or FSDP1's ShardedTensor."""
     return type(tensor) not in PLAIN_TYPES and (is_dtensor(tensor) or hasattr(tensor, "local_shards"))

@@ -21,10 +21,10 @@ from ckptstore.state.live.values import Encoder
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.dense import Dense
 from ckptstore.state.tensors.placement import (
-    PLAIN_TYPES,
     dtype_and_shape,
     is_distributed,
     is_dtensor,
+    is_on_meta,
     lowest_shard_rank,
     mesh_share,
     name_of,
@@ -139,7 +139,7 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
         dtype, shape, boxes = dense.form.dtype, dense.form.shape, dense.form.boxes
         memory: tuple[torch.Tensor, ...] = (tensor.detach() if tensor.requires_grad else tensor,)
     else:
-        if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
+        if is_on_meta(tensor):
             raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
         pieces = pieces_of(tensor, key)
         for piece in pieces:
