@@ -181,16 +181,44 @@ class Text(str):
     __slots__ = ()
 
 
+class Zone(datetime.tzinfo):
+    """A time zone that is more than an offset."""
+
+    def utcoffset(self, _):
+        return datetime.timedelta(0)
+
+
 Point = namedtuple("Point", "x y")
 
 
 @pytest.mark.parametrize(
     "value",
-    [object(), Colour.RED, Text("a"), Point(1, 2), defaultdict(lambda: 1), len, numpy.longdouble(1), ValueError()],
+    [
+        *(object(), Colour.RED, Text("a"), Point(1, 2), defaultdict(lambda: 1), len, numpy.longdouble(1), ValueError()),
+        datetime.datetime(2026, 1, 2, tzinfo=Zone()),
+    ],
 )
 def test_what_cannot_be_exact_is_refused_with_its_path(value):
     with pytest.raises(InvalidState, match=r"state\.x\.a\[1\] "):
         through({"a": [0, value]})
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2", "int4"])
+def test_a_dtype_that_numpy_does_not_know_by_its_name_is_refused(name):
+    dtype = getattr(pytest.importorskip("ml_dtypes"), name)
+    for value in (numpy.zeros(2, dtype), numpy.zeros(2, dtype)[0]):
+        with pytest.raises(InvalidState, match="cannot be stored exactly"):
+            through(value)
+
+
+def test_it_says_what_is_wrong_with_a_value_of_a_known_class():
+    for value, reason in (
+        (numpy.zeros(2, "i4,f8"), "its dtype is .*i4"),
+        (datetime.time(1, tzinfo=Zone()), "time zone by name"),
+    ):
+        with pytest.raises(InvalidState, match=rf"state\.x is a .*: .*{reason}"):
+            through(value)
+        assert same(through([value], save_pickles=True, load_pickles=True), [value])
 
 
 def test_cycles_and_depth_are_refused():

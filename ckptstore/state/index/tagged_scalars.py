@@ -7,8 +7,6 @@ import datetime
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptstore.errors import InvalidState
-
 _FLOATS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
@@ -37,7 +35,7 @@ def _torch_size(sizes: list[int]) -> Any:
 def _fields_of_time(value: Any) -> list[Any]:
     zone = value.tzinfo
     if zone is not None and type(zone) is not datetime.timezone:
-        raise InvalidState(f"{value!r} has a time zone by name, which cannot be stored exactly")
+        raise ValueError("it has a time zone by name")
     offset = None if zone is None else zone.utcoffset(None) // datetime.timedelta(microseconds=1)
     return [value.hour, value.minute, value.second, value.microsecond, value.fold, offset]
 
@@ -68,7 +66,8 @@ ENCODED: Mapping[type, Callable[[Any], tuple[str, Any]]] = {
     datetime.datetime: lambda value: ("datetime", [value.year, value.month, value.day, *_fields_of_time(value)]),
     datetime.timedelta: lambda value: ("timedelta", [value.days, value.seconds, value.microseconds]),
 }
-"""The function that returns the tag and the content of a value, for each type."""
+"""The function that returns the tag and the content of a value, for each type. Raises ValueError, with the reason, for
+a value that cannot come back exactly."""
 
 DECODED: Mapping[str, Callable[[Any], Any]] = {
     "int": lambda content: int(content, 16),

@@ -431,7 +431,7 @@ def units_of(state: Any) -> list[Unit]:
             else:
                 units.extend(_walk(item, (key,), state))
     except RecursionError:
-        raise InvalidState("the state is nested too deeply, or contains itself") from None
+        raise InvalidState(f"{key} is nested too deeply, or contains itself") from None
     _refuse_overlap([unit.key for unit in units])
     return units
 

@@ -98,7 +98,10 @@ class Encoder:
             return self._encode_container(kind, value, path)
         simple = ENCODED.get(kind)
         if simple is not None:
-            return _tagged(*simple(value))
+            try:
+                return _tagged(*simple(value))
+            except ValueError as error:
+                return self._pickled(value, path, f": {error}")
         if kind is bytes or kind is bytearray:
             return _tagged(kind.__name__, self._encode_bytes(value))
         if kind is BytesIO and not value.closed and not vars(value):
@@ -221,11 +224,13 @@ class Encoder:
             return _tagged("ndarray", [value.dtype.str, list(value.shape), self._encode_bytes(memoryview(data))])
         return None
 
-    def _pickled(self, value: Any, path: str) -> Any:
+    def _pickled(self, value: Any, path: str, reason: str = "") -> Any:
         if not self._allow_pickle:
             name = f"{type(value).__module__}.{type(value).__qualname__}"
+            if name == "numpy.ndarray":
+                reason = f": its dtype is {value.dtype}"
             raise InvalidState(
-                f"{path} is a {name}, which cannot be stored exactly",
+                f"{path} is a {name}, which cannot be stored exactly{reason}",
                 hint="Store what it is made of, or pass allow_pickle=True to save and again to load",
             )
         if type(value) is Frame:
@@ -442,7 +447,9 @@ def _in_order(members: set[Any] | frozenset[Any]) -> list[Any] | None:
 
 
 def _storable(dtype: Any) -> bool:
-    return dtype.kind in _ARRAY_KINDS and dtype.names is None and dtype.char not in "gG" and dtype.itemsize > 0
+    is_numpys = dtype.isbuiltin != 2  # else another package's, whose name numpy does not know
+    is_exact = dtype.kind in _ARRAY_KINDS and dtype.names is None and dtype.char not in "gG"
+    return is_numpys and is_exact and dtype.itemsize > 0
 
 
 def _numpy_dtype(name: str) -> Any:
