@@ -443,8 +443,8 @@ def _is_own(value: ast.expr) -> bool:
     return ast.unparse(value) in ("self", "cls", "super()")
 
 
-FOREIGN_NAMES = {"_replace", "_threads", "_value"}
-"""Those of classes that are not ours: of a named tuple, a thread pool and a semaphore."""
+FOREIGN_NAMES = {"_load_from_state_dict", "_replace", "_threads", "_value"}
+"""Those of classes that are not ours: of torch's modules, a named tuple, a thread pool and a semaphore."""
 
 
 @of_each(MODULES)

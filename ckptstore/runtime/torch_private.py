@@ -145,6 +145,20 @@ def state_dict_like(given: Any, items: Any) -> Any:
     return made
 
 
+def loads_its_own_way(root: Any, name: str) -> bool:
+    """Return True if the class of the module that has an entry, which `root` calls `name`, has code of its own to load
+    it. That of torch.nn's classes changes no shape, and does not count."""
+    try:
+        owner = root.get_submodule(name.rpartition(".")[0])
+    except AttributeError:  # a name that a hook made up
+        return False
+    kind: Any = type(owner)
+    while (attribute := _wrapper_attribute(kind)) is not None:
+        owner = owner._modules[attribute]
+        kind = type(owner)
+    return not kind._load_from_state_dict.__module__.startswith("torch.nn.")
+
+
 def convert_tensors(module: Any, chosen: Any, convert: Any) -> None:
     """Replace the parameters and buffers of a module that `chosen` picks by the results of `convert`.
 

@@ -105,6 +105,16 @@ def test_a_state_dict_of_any_form_comes_back(tmp_path: Path) -> None:
     assert bits([other.table, other.count]) == bits([first.table, first.count])
 
 
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_a_buffer_of_another_shape_is_refused_where_the_module_takes_none(tmp_path: Path, kind: Any) -> None:
+    checkpoint = saved(tmp_path, {"m": nn.Sequential(nn.Linear(2, 3), kind(3, affine=False, track_running_stats=True))})
+    other = nn.Sequential(nn.Linear(2, 3), kind(4, affine=False, track_running_stats=True))
+    before = bits(dict(other.state_dict()))
+    with pytest.raises(StateMismatch, match=r"m\.1\.running_mean is float32 \[3\] in the checkpoint"):
+        checkpoint.load({"m": other})
+    assert bits(dict(other.state_dict())) == before
+
+
 class Renaming(nn.Linear):
     """Hooks that give the weight another name, and take it back under that."""
 

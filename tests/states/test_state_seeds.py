@@ -11,7 +11,7 @@ from ckptstore.testing.states import REFUSALS, Refusal, draw, refusals, run
 @pytest.mark.parametrize("first", [0, pytest.param(150, marks=pytest.mark.slow)])
 def test_seeds(first: int) -> None:
     """More than half are the same, see `check`; few are no programs, which would find nothing."""
-    assert check(range(first, first + 150)).count("no program") < 8
+    assert check(range(first, first + 150)).count("no program") < 15
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 20), pytest.param(20, 40, marks=pytest.mark.slow)])

@@ -13,13 +13,20 @@ from typing import Any
 import torch
 
 from ckptstore.errors import CkptstoreError, InvalidInput
-from ckptstore.runtime.torch_private import canonical_names, convert_tensors, fsdp1_ties, non_persistent_buffers
+from ckptstore.runtime.torch_private import (
+    canonical_names,
+    convert_tensors,
+    fsdp1_ties,
+    loads_its_own_way,
+    non_persistent_buffers,
+)
 from ckptstore.state.live.contents import StoredContents, default_device, same_random_numbers
 from ckptstore.state.live.flatten import Unit
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import ModuleContents, read_module, shows, uses_fsdp1, with_new_memory, write_module
 from ckptstore.state.tensors.overlap import identity_of
 from ckptstore.state.tensors.placement import is_dtensor
+from ckptstore.state.tensors.tensor_memory import obstacle_of
 
 EXTRA_STATE = "_extra_state"
 """The name that torch uses for the entry of a module's `get_extra_state`."""
@@ -38,11 +45,12 @@ def load_module(
     materialised = materialise(unit.key, unit.item, device, None if before is None else before.items)
     try:
         contents = read_module(unit.key, unit.item) if before is None else with_new_memory(unit.key, unit.item, before)
-        ties = _match_tensors(unit, contents, fsdp1_ties(unit.item) if is_fsdp1 else {}, matching)
+        free = {name for name in contents.items if _is_decided_by_module(unit, name, contents, matching)}
+        ties = _match_tensors(unit, contents, fsdp1_ties(unit.item) if is_fsdp1 else {}, matching, free)
         others = {
             name: StoredContents((*unit.path, name), item, matching, fixed=False, device=device)
             for name, item in contents.items.items()
-            if not _is_tensor(name, item)
+            if name in free
         }
     except BaseException:
         materialised.release()
@@ -58,12 +66,12 @@ def load_module(
 
 
 def _match_tensors(
-    unit: Unit, contents: ModuleContents, named: Mapping[str, str], matching: Matching
+    unit: Unit, contents: ModuleContents, named: Mapping[str, str], matching: Matching, free: Collection[str]
 ) -> list[list[str]]:
-    """Match the tensors of a module, and return the names of each that has several."""
+    """Match the tensors of a module but for those that are `free`, and return the names of each that has several."""
     ties: dict[Any, list[str]] = {}
     for name, item in contents.items.items():
-        if _is_tensor(name, item):
+        if name not in free:
             known = contents.items.get(named.get(name, name), item)
             ties.setdefault(identity_of(contents.live.get(name, known)), []).append(name)
     for names in ties.values():
@@ -74,10 +82,18 @@ def _match_tensors(
     return [names for names in ties.values() if len(names) > 1]
 
 
-def _is_tensor(name: str, item: Any) -> bool:
-    """Return True if an item is a tensor of the module itself. A tensor that is its extra state may have any other
-    shape or kind in the checkpoint, or be missing: the module's own `set_extra_state` decides about it."""
-    return isinstance(item, torch.Tensor) and name.rpartition(".")[2] != EXTRA_STATE
+def _is_decided_by_module(unit: Unit, name: str, contents: ModuleContents, matching: Matching) -> bool:
+    """Return True if code of the module decides what becomes of an item: its `set_extra_state`, or for a buffer of
+    another shape than the saved one the code by which its class loads entries. Observers of torch.ao take any shape."""
+    item, live = contents.items[name], contents.live.get(name)
+    if not isinstance(item, torch.Tensor) or name.rpartition(".")[2] == EXTRA_STATE:
+        return True
+    source = matching.source_of(f"{unit.key}.{name}")
+    if source is None or type(live) is not torch.Tensor or obstacle_of(live) is not None:
+        return False
+    if matching.saved.tensors[source].shape == tuple(live.shape):
+        return False
+    return loads_its_own_way(unit.item, contents.raw[name])
 
 
 def on_meta(build: Callable[[], Any], name: str) -> Mapping[str, Any]:

@@ -101,6 +101,27 @@ class _ExtraState(_Buffers):
         self.history = state
 
 
+class _Observed(nn.Module):
+    """Has a buffer without elements until the first call, as observers of torch.ao do, and takes one of any shape."""
+
+    highest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("highest", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            found = x.amax(0)
+            self.highest = torch.maximum(self.highest, found) if self.highest.numel() else found
+        return self.inner(x)  # type: ignore[no-any-return]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.highest.resize_(state_dict.get(f"{prefix}highest", self.highest).shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
 class _Adapter(nn.Module):
     """Leaves its frozen weights out of its state_dict, as adapters do."""
 
@@ -242,6 +263,7 @@ MODULES: Mapping[str, Callable[[], nn.Module]] = {
     "extra state tensor": lambda: _ExtraState("tensor"),
     "extra state growing": lambda: _ExtraState("growing"),
     "extra state none first": lambda: _ExtraState("none first"),
+    "observed": _Observed,
     "adapter": _Adapter,
     "other argument": _OtherArgument,
     "renaming": _Renaming,
