@@ -370,7 +370,7 @@ def peer_settings() -> str:
     return table(["peer", "`--peers`", "settings that are tried", "what it checks"], [*matrix.settings_rows()])
 
 
-TESTED_SINCE = {"": "2026-11-25", "observed": "2026-11-28"}
+TESTED_SINCE = {"": "2026-11-25", "observed": "2026-11-28", "shared state": "2026-11-28"}
 """Since when the bench of states runs what it has; of a kind that came later by its name."""
 
 

@@ -251,6 +251,17 @@ def test_an_object_with_a_state_dict_gets_a_new_tensor_for_one_that_overlaps_its
     assert torch.equal(holder.tensor, torch.arange(12.0).reshape(3, 4))
 
 
+def test_one_tensor_at_several_places_of_an_object_is_one_again(tmp_path: Path) -> None:
+    tensor = torch.arange(3.0)
+    holder: Any = Holder(torch.zeros(1))
+    stored(tmp_path, {"h": Holder([tensor, {"again": tensor}, tensor.clone()])}).load({"h": holder})  # type: ignore[arg-type]
+    first, inner, other = holder.tensor
+    assert inner["again"] is first
+    assert other is not first
+    assert torch.equal(first, tensor)
+    assert torch.equal(other, tensor)
+
+
 EYE = torch.eye(3)
 UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
     "lazy": lambda: nn.LazyLinear(3).weight,

@@ -57,6 +57,8 @@ class StoredContents:
         self._device = device
         self._own = {join_path(inner): leaf for inner, leaf in find_tensors(current, path)}
         self._loaded: dict[str, Any] = {}
+        self._made: dict[Any, torch.Tensor] = {}
+        """New tensors by what fills them: one that was at several places is one again."""
         self._is_whole = False
         self.is_skipped = self._skips()
         is_wanted = matching.includes(self._key) and self._key not in matching.saved.skipped
@@ -113,7 +115,11 @@ class StoredContents:
         """Fill the tensor at a place if it fits, else a new one."""
         if leaf is None or not self._fits(key, leaf) or not self._take(key, leaf):
             where = self._device if leaf is None or is_on_meta(unmarked(leaf)) else unmarked(leaf).device
-            self._loaded[key] = self._matching.make_tensor(key, where)
+            place = self._matching.source_of(key), where
+            if place not in self._made:
+                self._made[place] = self._matching.make_tensor(key, where)
+            self._matching.placed(key)
+            self._loaded[key] = self._made[place]
 
     def _match_leaves(self, *, tensors: bool = True) -> None:
         """Fill everything that has a counterpart under its own key, as in checkpoints of stock DCP, and leave the

@@ -59,6 +59,7 @@ class OptimizerLoad:
         self._names = {id(item): scope.of(item)[0] for item in parameters_of(self._optimizer)}
         owned = {self._names[id(item)] for item in parameters_of(self._part)}
         self._saved = self._saved_items(owned)
+        self._shared: dict[Any, torch.Tensor] = {}
         self._state = {number: self._match_state(parameter) for number, parameter in numbered(self._part).items()}
         self._of_all = None if self._had_none_of_all() else self._contents_of(STATE_OF_ALL, self._global_state())
         self._more = self._contents_of(MORE, None) if self._takes_more() else None
@@ -177,6 +178,8 @@ class OptimizerLoad:
                 if matching.may_cast and saved.torch_dtype.is_floating_point and parameter.is_floating_point():
                     saved = saved._replace(dtype=saved.dtype if item == "step" else name_of(parameter.dtype))
                 made = _made(parameter, item, saved, self._steps_on_device(parameter))
+                if type(made) is torch.Tensor:  # one tensor of several parameters is one again
+                    made = self._shared.setdefault((source, made.dtype, made.device), made)
             else:
                 try:
                     made = _made_wrapper(matching, key, parameter, type(self._part))

@@ -66,6 +66,16 @@ class _GlobalItem(_Plain):
         group["d"] = float(group.get("d", 1.0)) * 0.5
 
 
+class _SharedState(_Plain):
+    """Counts all steps of all parameters in one tensor, which is in the state of each."""
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        first = self.state[self.param_groups[0]["params"][0]]
+        step = self.state[parameter].setdefault("step", first.get("step", torch.zeros((), device="cpu")))
+        step += 1
+        group["lr"] = 0.1 / float(step)
+
+
 class _ExtraEntry(_Plain):
     """Adds an entry besides `state` and `param_groups`, and needs it to load."""
 
@@ -134,6 +144,7 @@ OPTIMIZERS: Mapping[str, _Make] = {
     "late state": _LateState,
     "lists in state": _ListsInState,
     "global item": _GlobalItem,
+    "shared state": _SharedState,
     "extra entry": _ExtraEntry,
     "counting steps": _CountingSteps,
 }

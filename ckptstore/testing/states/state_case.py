@@ -130,8 +130,9 @@ def draw(seed: int, *, num_ranks: int = 1, device: str = "") -> StateCase:
         strict=not change or random.random() < 0.3,
         context="" if random.random() < 0.8 else random.choice(CONTEXTS),
     )
-    if case.optimizer in ("zero redundancy", "sparse adam") and (wrapper in DIVIDING or device):
-        case = replace(case, optimizer="adamw")  # sharded parameters need no optimizer that shards, nor sparse parts
+    if case.optimizer in ("zero redundancy", "sparse adam", "shared state") and (wrapper in DIVIDING or device):
+        # Sharded parameters need no optimizer that shards, nor sparse parts; FSDP1 copies what parameters share.
+        case = replace(case, optimizer="adamw")
     if several and wrapper in DIVIDING:  # torch raises of quantised modules, on the ranks that have a part of them
         case = replace(case, modules=tuple("linear" if name == "quantised" else name for name in modules))
     if save.startswith("incremental"):
