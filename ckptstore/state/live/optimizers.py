@@ -243,7 +243,8 @@ def _not_owned(key: str, optimizer: torch.optim.Optimizer, missing: set[int], mo
     more = f" and {len(places) - 10} more" if len(places) > 10 else ""
     return InvalidState(
         f"the optimizer at {key!r} has parameters that no module of the state owns: {', '.join(places[:10])}{more}",
-        hint="Make the optimizer after the module is wrapped or sharded"
+        hint="Make the optimizer after the module is wrapped or sharded, and put parameters that are in no module into "
+        "an nn.ParameterDict of the state"
         if module_count
         else "Put the module into the state as well: it names the parameters",
     )
