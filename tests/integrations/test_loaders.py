@@ -167,6 +167,20 @@ def test_epochs_have_other_orders_and_a_pass_goes_on_after_a_break() -> None:
     assert len(loader) == 7
 
 
+def test_who_counts_the_batches_gets_every_epoch() -> None:
+    """And never asks for one batch more, which would have ended the epoch."""
+    (loader,) = map_loaders(20, 1, 3)
+    streams = StreamLoader(["e", "f"], read_stream, 4, rank=0, world_size=1, collate_fn=list)
+    for each, num_batches, size in ((loader, len(loader), 20), (streams, 4, 14)):
+        for epoch in range(3):
+            assert len({str(sample) for batch in islice(each, num_batches) for sample in batch}) == size
+            assert each.epoch == epoch
+    (other,) = map_loaders(20, 1, 3)
+    other.load_state_dict(loader.state_dict())
+    assert list(other) == [], "the rest of the epoch that was saved"
+    assert other.epoch == 3
+
+
 def test_a_pass_that_was_replaced_says_so() -> None:
     for loader in (map_loaders(20, 1, 2)[0], stream_loaders(1, 2)[0]):
         for replace in (

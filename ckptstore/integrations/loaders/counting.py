@@ -31,26 +31,30 @@ class CountingLoader(ABC):
         self.batch_size, self.seed, self.epoch = batch_size, seed, 0
         self.rank, self.world_size = _own_place(rank, world_size)
         self._pass = object()
+        self._is_complete = False
         self._generator = torch.Generator()
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless that epoch is under way already: then the position stays."""
         _check_number("epoch", epoch, 0)
         if epoch != self.epoch:
-            self._pass = object()
-            self._begin(epoch)
+            self._go_to(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the epoch that are left. Raises InvalidState in a pass that another one, a load or
-        `set_epoch` has replaced."""
+        """Yield the batches of the epoch that are left; those of the next epoch if this process was given all of it.
+        Raises InvalidState in a pass that another one, a load or `set_epoch` has replaced."""
+        if self._is_complete:  # who counts the batches never asks for one more, which would have ended the epoch
+            self._go_to(self.epoch + 1)
         own = self._pass = object()
         # A seed of its own: torch's loader would draw one from the random numbers of the training at each start.
         self._generator.manual_seed(hash((self.seed, self.epoch, self._place(), self.rank)) & (1 << 62) - 1)
         for batch in self._batches():
             self._check_own(own)
-            yield self._counted(batch)
+            counted = self._counted(batch)
+            self._is_complete = not self._has_more()
+            yield counted
         self._check_own(own)
-        self._begin(self.epoch + 1)
+        self._go_to(self.epoch + 1)
 
     def _check_own(self, own: object) -> None:
         if self._pass is not own:
@@ -62,8 +66,11 @@ class CountingLoader(ABC):
 
     def _loaded(self, state: Mapping[str, Any]) -> None:
         """Take over the epoch of a state that was checked; a pass that is under way ends."""
-        self._pass = object()
-        self._begin(state["epoch"])
+        self._go_to(state["epoch"])
+
+    def _go_to(self, epoch: int) -> None:
+        self._pass, self._is_complete = object(), False
+        self._begin(epoch)
 
     def _check_state(self, state: Any) -> None:
         """Raise StateMismatch unless a state is one of this kind of loader, over the same data in the same order."""
@@ -89,6 +96,10 @@ class CountingLoader(ABC):
     @abstractmethod
     def _place(self) -> int:
         """Return a number that says how far the epoch is."""
+
+    @abstractmethod
+    def _has_more(self) -> bool:
+        """Return True if this rank has batches left in the epoch."""
 
     @abstractmethod
     def _begin(self, epoch: int) -> None:

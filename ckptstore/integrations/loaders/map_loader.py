@@ -91,8 +91,16 @@ class MapLoader(CountingLoader):
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch on this number of ranks."""
-        step = self.batch_size * self.world_size
-        return self._size // step if self.drop_last else -(-self._size // step)
+        return self._batches_of(self._size)
+
+    def batches_left(self) -> int:
+        """Return the number of batches that each rank has left in the epoch."""
+        return self._batches_of(self._size - self._consumed)
+
+    @property
+    def sampler(self) -> _Epochs:
+        """Return what trainers tell the number of the epoch, as they tell torch's DistributedSampler."""
+        return _Epochs(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the samples of it that all ranks together were given, and what decides their order."""
@@ -119,11 +127,18 @@ class MapLoader(CountingLoader):
             )
         self.load_state_dict(states[0])
 
+    def _batches_of(self, samples: int) -> int:
+        step = self.batch_size * self.world_size
+        return samples // step if self.drop_last else -(-samples // step)
+
     def _fixed(self) -> tuple[str, ...]:
         return ("dataset_size", "shuffle", "seed")
 
     def _place(self) -> int:
         return self._consumed
+
+    def _has_more(self) -> bool:
+        return self.batches_left() > 0
 
     def _begin(self, epoch: int) -> None:
         self.epoch, self._consumed = epoch, 0
@@ -144,6 +159,18 @@ class MapLoader(CountingLoader):
         for batch in rank_batches(self._size, self._consumed, self.batch_size, place, drop_last=self.drop_last):
             positions = [position % self._size for position in batch]
             yield positions if order is None else order[positions].tolist()
+
+
+class _Epochs:
+    """Takes a loader on to the epoch of a trainer, and never back: a position that was resumed is the loader's own."""
+
+    def __init__(self, loader: MapLoader) -> None:
+        self._loader = loader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of a later epoch."""
+        if epoch > self._loader.epoch:
+            self._loader.set_epoch(epoch)
 
 
 class _Batches:

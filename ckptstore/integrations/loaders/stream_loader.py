@@ -150,6 +150,9 @@ class StreamLoader(CountingLoader):
     def _place(self) -> int:
         return sum(position for position in self._positions.values() if isinstance(position, int))
 
+    def _has_more(self) -> bool:
+        return any(position != FINISHED for position in self._positions.values())
+
     def _begin(self, epoch: int) -> None:
         self.epoch = epoch
         self._deal(dict.fromkeys(self._streams, 0))
