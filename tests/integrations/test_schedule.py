@@ -96,6 +96,18 @@ def test_a_step_that_is_stored_is_not_saved_again() -> None:
     assert schedule.at_batch_end(step=6, is_last_batch=False, metrics=())
 
 
+def test_a_batch_that_steps_several_optimizers_passes_no_save_by() -> None:
+    schedule = Schedule(every_n_train_steps=4, every_n_epochs=None, monitor=None)
+    schedule.restart(step=3)
+    assert [
+        step for step in (5, 6, 7, 7, 9, 13) if schedule.at_batch_end(step=step, is_last_batch=False, metrics=())
+    ] == [
+        5,
+        9,
+        13,
+    ]
+
+
 @pytest.mark.parametrize("name", ["every_n_train_steps", "every_n_epochs"])
 def test_a_period_below_one_is_refused(name: str) -> None:
     asked: dict[str, int | None] = {"every_n_train_steps": None, "every_n_epochs": None, name: 0}

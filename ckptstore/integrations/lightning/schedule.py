@@ -41,7 +41,7 @@ class Schedule:
 
     def restart(self, *, step: int) -> None:
         """Begin at a step that is stored already, or for which nothing has been trained."""
-        self.saved_step = step
+        self.saved_step = self._seen_step = step
         self.due_step: int | None = None
         """The step of the save that waits for its metric."""
         self._validated_step: int | None = None
@@ -55,8 +55,10 @@ class Schedule:
         self.due_step = None
 
     def at_batch_end(self, *, step: int, is_last_batch: bool, metrics: Collection[str], is_time: bool = False) -> bool:
-        """True to save after a batch. The step does not move while gradients are accumulated."""
-        is_due = is_time or (self._steps is not None and step % self._steps == 0)
+        """True to save after a batch. The step does not move while gradients are accumulated, and moves by several
+        where a batch steps several optimizers."""
+        is_due = is_time or (self._steps is not None and step // self._steps > self._seen_step // self._steps)
+        self._seen_step = step
         return self._now(is_due, step, metrics, wait=is_last_batch)
 
     def at_epoch_end(self, *, epoch: int, step: int, metrics: Collection[str], validates: bool = True) -> bool:
