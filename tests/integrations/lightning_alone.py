@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -11,9 +13,11 @@ import pytorch_lightning
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckptstore import KeepBest, KeepLatest, open_store
+from ckptstore import KeepAll, KeepBest, KeepLatest, open_store
 from ckptstore.integrations.lightning import CheckpointStoreCallback
+from ckptstore.integrations.loaders import MapLoader, StreamLoader
 
 
 class Small(pytorch_lightning.LightningModule):
@@ -217,3 +221,95 @@ def requeued_by_slurm(root: str) -> list[int | None]:
             trainer.save_checkpoint(f"{root}/hpc_ckpt_1.ckpt")
         found += [callback.resumed.step if callback.resumed else None, len(module.batches)]
     return found
+
+
+class Rows(Small):
+    """Trains on the rows that a loader gives, and notes with the step whether a validation has followed it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches.append((self.trainer.current_epoch, self.trainer.global_step, batch.sum().item()))
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches.append((self.trainer.current_epoch, self.trainer.global_step, 0.0))
+
+    def on_train_epoch_end(self) -> None:
+        self.batches.append((self.trainer.current_epoch, self.trainer.global_step, -1.0))
+
+
+def with_a_loader_that_has_a_position(root: str, kind: str, limit: dict[str, int]) -> list[int]:
+    """Fit two epochs of four batches, saving every second; return the steps from which a fit does not go on so."""
+    data = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(12, 4) / 48)
+    held_out = DataLoader(torch.ones(1, 4))
+
+    def fit(store: str) -> list[Any]:
+        torch.manual_seed(1)
+        collate: Any = {"collate_fn": lambda rows: torch.stack([row for (row,) in rows])}
+        kinds = {
+            "map": lambda: MapLoader(data, 3, seed=3, **collate),
+            "torchdata": lambda: StatefulDataLoader(data, 3, **collate),
+        }
+        module = Rows()
+        quiet_trainer(
+            CheckpointStoreCallback(store, every_n_train_steps=2, retention=KeepAll()), **limit, num_sanity_val_steps=0
+        ).fit(module, kinds[kind](), held_out)
+        return module.batches
+
+    whole = fit(f"{root}/whole")
+    assert len({batch for batch in whole if batch[2] > 0}) == 8
+    different = []
+    for step in (2, 4):
+        copy = shutil.copytree(f"{root}/whole", f"{root}/{step}")
+        with open_store(copy) as store:
+            store.roll_back(step)
+        if fit(copy) != [batch for batch in whole if batch[1] >= step and (batch[1] > step or batch[2] > 0)]:
+            different.append(step)
+    return different
+
+
+def on_other_numbers_of_ranks(root: str) -> list[list[Any]]:
+    """The steps of an epoch of 24 samples that begins with two batches of 3 on two ranks, and goes on with one, and
+    the other way round; this is rank 0 of each."""
+    found = []
+    for first, second in ((2, 1), (1, 2)):
+        for world_size, stop_at in ((first, 3), (second, -1)):
+            loader = MapLoader(torch.arange(96.0).reshape(24, 4), 3, rank=0, world_size=world_size)
+            module = Rows()
+            callback = CheckpointStoreCallback(f"{root}/{first}", every_n_train_steps=1)
+            trainer = quiet_trainer(StopAt(stop_at), callback, max_epochs=1, num_sanity_val_steps=0)
+            with suppress(Stopped):
+                trainer.fit(module, loader, DataLoader(torch.ones(1, 4)))
+        found.append([(step, min(total, 1.0)) for _, step, total in module.batches])
+    return found
+
+
+class Plateau(Small):
+    """Has a scheduler that waits for a metric."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def warned_of(root: str) -> list[str]:
+    """The warnings of a fit and its resume, with a loader that has a position and no length."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckptstore.lightning").addHandler(handler)
+    for max_epochs in (1, 2):
+        loader = StreamLoader(["a", "b"], lambda name, start: iter(torch.ones(4, 4)[start:]), 2)
+        trainer = quiet_trainer(CheckpointStoreCallback(root), max_epochs=max_epochs)
+        trainer.fit(Plateau(), loader, DataLoader(torch.ones(1, 4)))
+    return records
+
+
+def loaders_of_a_trainer(root: str) -> tuple[list[Any], list[list[Any]], list[str]]:
+    """What the three functions above return; of the first for two loaders, by epochs and by steps."""
+    kinds: list[tuple[str, dict[str, int]]] = [("map", {"max_epochs": 2}), ("map", {"max_steps": 8})]
+    positions = [
+        (kind, limit, with_a_loader_that_has_a_position(f"{root}/{number}", kind, limit))
+        for number, (kind, limit) in enumerate([*kinds, ("torchdata", {"max_steps": 8})])
+    ]
+    return positions, on_other_numbers_of_ranks(f"{root}/ranks"), warned_of(f"{root}/ahead")

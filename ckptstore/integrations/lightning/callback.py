@@ -27,9 +27,13 @@ from ckptstore.integrations.lightning.trainer_parts import (
     found_requeued,
     is_last_epoch,
     leave_finished_epoch,
+    leave_finished_pass,
     leave_requeued,
     metrics_of,
+    recount_batches,
     state_of,
+    warn_of_plateaus,
+    warn_of_prefetching,
 )
 from ckptstore.node_cache import NodeCache, copy_key
 from ckptstore.opening import open_store
@@ -158,6 +162,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         self._pending: PendingSave | None = None
         self._file: tuple[str, str] | None = None
         self._held_file = ExitStack()
+        self._has_left_epoch = False
         self.resumed: Checkpoint | None = None
         """The checkpoint that the last `fit` resumed from."""
 
@@ -223,14 +228,13 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Resume: model and optimizers are in their final form by now, under every strategy."""
-        self.resumed = None
+        self.resumed, self._has_left_epoch = None, False
         if trainer.fast_dev_run:
             return
         if self._resume and self._goes_first(trainer) and trainer.global_step == 0:
             options = {"strict": pl_module.strict_loading, **self._load_options}
             self.resumed = self.store.resume(state_of(trainer), **options)
-            if self.resumed is not None:
-                leave_finished_epoch(trainer)
+            self._has_left_epoch = self.resumed is not None and leave_finished_epoch(trainer)
         self._schedule.restart(step=trainer.global_step)
         self._due_at_seconds = time.monotonic() + (self._interval_seconds or 0)
 
@@ -241,6 +245,18 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         latest = self.store.latest()
         step = trainer.strategy.broadcast(-1 if latest is None else latest.step)
         return step >= 0 and leave_requeued(trainer, step)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin the schedule at the step of a `ckpt_path` too, and see to the loaders: they have positions by now."""
+        self._schedule.restart(step=trainer.global_step)
+        warn_of_prefetching(trainer)
+        if self.resumed is None:
+            return
+        warn_of_plateaus(trainer)
+        if self._has_left_epoch:
+            leave_finished_pass(trainer)
+        else:
+            recount_batches(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save by steps and by time."""

@@ -1,16 +1,20 @@
 """The parts of a Lightning Trainer as a state: its own live objects, so that nothing is gathered or copied.
 
 The keys follow the wrapped objects' own names, which DDP and sharding leave as they are: a state saved under one
-strategy is loaded under another. Only public names of Lightning are used, but for `leave_requeued`.
+strategy is loaded under another. Only public names of Lightning are used, but for
+`leave_finished_pass` and `leave_requeued`.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 from ckptstore.errors import InvalidInput, InvalidState
 
@@ -48,8 +52,8 @@ def state_of(trainer: Any, *, weights_only: bool = False) -> dict[str, Any]:
     }
 
 
-def leave_finished_epoch(trainer: Any) -> None:
-    """Begin the next epoch in a fit that was resumed from the end of one.
+def leave_finished_epoch(trainer: Any) -> bool:
+    """Begin the next epoch in a fit that was resumed from the end of one, and return True then.
 
     With `max_steps` and no `max_epochs`, Lightning would continue the finished epoch, and train its first batch once
     more (2.6.6, with its own checkpoints of the ends of epochs too). A fit that `max_steps` ended in the middle of an
@@ -60,6 +64,58 @@ def leave_finished_epoch(trainer: Any) -> None:
     if has_ended and loop.restarting and epochs.ready == epochs.started == epochs.processed == epochs.completed + 1:
         loop.epoch_progress.increment_completed()
         loop.epoch_loop.restarting = False
+        return True
+    return False
+
+
+def leave_finished_pass(trainer: Any) -> None:
+    """Have Lightning begin a new pass over the loaders in the epoch after that of `leave_finished_epoch`.
+
+    A loader with a length has a state of the end of its pass, which Lightning would take for the whole next epoch. One
+    without has ended its pass itself, when Lightning asked it for one batch more.
+    """
+    if trainer.num_training_batches != float("inf"):
+        # There is no public way; a release may lack this name.
+        setattr(trainer.fit_loop, "_resuming_from_checkpoint", False)  # noqa: B010 - a private name
+
+
+def recount_batches(trainer: Any) -> None:
+    """Count the batches of an epoch that was resumed in its middle by this number of ranks, where the one that saved
+    has counted its own: Lightning would end the epoch by that count, too early or without the validation of its end.
+
+    For a `MapLoader`; no other loader goes on with another number of ranks.
+    """
+    loader, loop = trainer.train_dataloader, trainer.fit_loop.epoch_loop
+    if not loop.restarting or not callable(getattr(loader, "batches_left", None)):
+        return
+    current = loop.batch_progress.current
+    more = len(loader) - loader.batches_left() - current.ready
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + more)
+
+
+def warn_of_prefetching(trainer: Any) -> None:
+    """Warn of loaders whose position Lightning saves too far on: it fetches a batch ahead where there is no length."""
+    if trainer.num_training_batches != float("inf") or not trainer.is_global_zero:
+        return
+    takes_iterator = "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
+    ahead = [type(item).__name__ for item in tree_leaves(trainer.train_dataloader) if hasattr(item, "state_dict")]
+    if ahead and not takes_iterator:
+        logger.warning(
+            "Lightning fetches a batch ahead from a loader without a length, so who resumes in the middle of an epoch "
+            "leaves out one batch of %s: use a loader with a length, or save with every_n_epochs alone",
+            ", ".join(ahead),
+        )
+
+
+def warn_of_plateaus(trainer: Any) -> None:
+    """Warn, after a resume, of schedulers that Lightning leaves out at the end of one epoch."""
+    configs = [config for config in trainer.lr_scheduler_configs if config.interval == "epoch"]
+    if any(config.reduce_on_plateau for config in configs) and trainer.is_global_zero:
+        logger.warning(
+            "Lightning does not step ReduceLROnPlateau at the end of the epoch that a training resumes in, nor for the "
+            "one that has ended with the checkpoint: the learning rate may fall an epoch later"
+        )
 
 
 def found_requeued(trainer: Any) -> bool:
