@@ -226,7 +226,11 @@ def requeued_by_slurm(root: str) -> list[int | None]:
 class Rows(Small):
     """Trains on the rows that a loader gives, and notes with the step whether a validation has followed it."""
 
+    stops_at = -1
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == self.stops_at:
+            raise Stopped
         self.batches.append((self.trainer.current_epoch, self.trainer.global_step, batch.sum().item()))
         return self.layer(batch).square().mean()
 
@@ -283,6 +287,20 @@ def on_other_numbers_of_ranks(root: str) -> list[list[Any]]:
     return found
 
 
+def interrupted_in_a_batch(root: str) -> list[tuple[int, float]]:
+    """What is left of an epoch of four batches to a fit after one in whose third batch an exception came: the steps,
+    and what was done at them."""
+    for stop_at in (2, -1):
+        module = Rows()
+        module.stops_at = stop_at
+        callback = CheckpointStoreCallback(root, every_n_epochs=1, save_on_exception=True)
+        loader = StatefulDataLoader(torch.ones(12, 4), 3)
+        trainer = quiet_trainer(callback, max_epochs=1, num_sanity_val_steps=0)
+        with suppress(Stopped):
+            trainer.fit(module, loader, DataLoader(torch.ones(1, 4)))
+    return [(step, total) for _, step, total in module.batches]
+
+
 class Plateau(Small):
     """Has a scheduler that waits for a metric."""
 
@@ -305,11 +323,12 @@ def warned_of(root: str) -> list[str]:
     return records
 
 
-def loaders_of_a_trainer(root: str) -> tuple[list[Any], list[list[Any]], list[str]]:
-    """What the three functions above return; of the first for two loaders, by epochs and by steps."""
+def loaders_of_a_trainer(root: str) -> tuple[list[Any], ...]:
+    """What the four functions above return; of the first for two loaders, by epochs and by steps."""
     kinds: list[tuple[str, dict[str, int]]] = [("map", {"max_epochs": 2}), ("map", {"max_steps": 8})]
     positions = [
         (kind, limit, with_a_loader_that_has_a_position(f"{root}/{number}", kind, limit))
         for number, (kind, limit) in enumerate([*kinds, ("torchdata", {"max_steps": 8})])
     ]
-    return positions, on_other_numbers_of_ranks(f"{root}/ranks"), warned_of(f"{root}/ahead")
+    others = on_other_numbers_of_ranks(f"{root}/ranks")
+    return positions, others, interrupted_in_a_batch(f"{root}/interrupted"), warned_of(f"{root}/warned")

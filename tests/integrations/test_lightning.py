@@ -241,11 +241,12 @@ def test_a_file_of_an_earlier_requeue_is_passed_over(tmp_path: Path) -> None:
 def test_a_trainer_goes_on_with_the_position_of_a_loader(tmp_path: Path) -> None:
     """In the middle and at the end of an epoch. Of 24 samples in batches of 3, two batches on each of two ranks leave 4
     to one, and two on one leave 3 to each of two: the epoch ends with that one, and with its validation."""
-    ((positions, (fewer, more), warnings),) = forked_ranks.run_ranks(
+    ((positions, (fewer, more), interrupted, warnings),) = forked_ranks.run_ranks(
         1, call_alone, "loaders_of_a_trainer", str(tmp_path)
     )
     assert [different for *_, different in positions] == [[], [], []], positions
     assert fewer == [(2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 0.0), (6, -1.0)]
     assert more == [(2, 1.0), (3, 1.0), (4, 1.0), (5, 0.0), (5, -1.0)]
+    assert interrupted == [(2, 12.0), (3, 0.0), (3, -1.0)], "the batch is left out, and the rest is as it would be"
     assert ["one batch of StreamLoader" in text for text in warnings] == [True, True, False]
     assert "does not step ReduceLROnPlateau" in warnings[2]

@@ -24,6 +24,7 @@ from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
 from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import (
     check_strategy,
+    count_interrupted_batch,
     found_requeued,
     is_last_epoch,
     leave_finished_epoch,
@@ -316,6 +317,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         """
         is_new = self._schedule.saved_step != trainer.global_step
         if self._saves_on_exception and trainer.state.fn == "fit" and is_new and not trainer.sanity_checking:
+            count_interrupted_batch(trainer)
             try:
                 self._save(trainer)
                 pending, self._pending = self._pending, None

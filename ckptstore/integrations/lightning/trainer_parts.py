@@ -94,6 +94,22 @@ def recount_batches(trainer: Any) -> None:
         setattr(current, name, getattr(current, name) + more)
 
 
+def count_interrupted_batch(trainer: Any) -> None:
+    """Count the batch in which an exception ended the training, as the position of a loader that has one counts it.
+
+    Lightning counts it as not begun. On a resume it would wait for one batch more than such a loader gives, and leave
+    out the validation of the end of the epoch.
+    """
+    progress, loaders = trainer.fit_loop.epoch_loop.batch_progress, tree_leaves(trainer.train_dataloader)
+    if progress.current.processed == progress.current.ready or not any(hasattr(item, "state_dict") for item in loaders):
+        return
+    for count in (progress.total, progress.current):
+        count.started = count.processed = count.completed = count.ready
+    logger.warning(
+        "a resume leaves out the batch in which the training was interrupted, after step %d", trainer.global_step
+    )
+
+
 def warn_of_prefetching(trainer: Any) -> None:
     """Warn of loaders whose position Lightning saves too far on: it fetches a batch ahead where there is no length."""
     if trainer.num_training_batches != float("inf") or not trainer.is_global_zero:
