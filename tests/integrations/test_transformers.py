@@ -111,7 +111,10 @@ def test_an_evaluation_counts_for_its_own_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_does_not_resume_is_warned_of(tmp_path: Path) -> None:
-    assert run_ranks(1, call, "forgotten", str(tmp_path)) == [[(3, 6)]]
+    ((told, (warning,)),) = run_ranks(1, call, "forgotten", str(tmp_path))
+    assert told == [(3, 6)]
+    assert "begins anew" in warning
+    assert "step 6" in warning
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -247,14 +248,26 @@ def evaluated_seldom(root: str) -> dict[int, list[str]]:
         return {checkpoint.step: sorted(checkpoint.metrics) for checkpoint in store}
 
 
-def forgotten(root: str) -> list[tuple[int, int]]:
-    """What is heard of a second run that begins anew."""
+def forgotten(root: str) -> tuple[list[tuple[int, int]], list[str]]:
+    """What is heard of a second run that begins anew, and of one with another store beside files of the first."""
     heard: list[Event] = []
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckptstore.transformers").addHandler(handler)
     short = {"max_steps": 6, "eval_strategy": "no"}
     with listening(heard.append):
         for name in ("first", "second"):
             fit(f"{root}/store", f"{root}/{name}", arguments=short, resume=name == "first", retention=KeepLatest(2))
-    return [(event.step, event.latest_step) for event in heard if isinstance(event, ResumeForgotten)]
+    told = [(event.step, event.latest_step) for event in heard if isinstance(event, ResumeForgotten)]
+    assert logged == []
+    fit(
+        f"{root}/other",
+        f"{root}/first",
+        arguments={**short, "max_steps": 1, "save_total_limit": 9},
+        retention=KeepLatest(2),
+    )
+    return told, logged
 
 
 class AtStep(TrainerCallback):

@@ -118,6 +118,12 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         if args.local_process_index == 0:  # of a process that was killed; no rank saves before all have begun
             for left in Path(args.output_dir).glob(f"{_OWN}*"):
                 shutil.rmtree(left, ignore_errors=True)
+        if _rank() == 0 and state.global_step == 0 and (step := newest_written(Path(args.output_dir))) > 0:
+            logger.warning(
+                "training begins anew, though %s has a checkpoint of step %d: to go on from that one, give its path as "
+                "resume_from_checkpoint this once",
+                *(args.output_dir, step),
+            )
         self._began_at, self._stored_step = time.time(), state.global_step
         best_step = getattr(state, "best_global_step", None)
         if self.resumed is not None and args.load_best_model_at_end and best_step:

@@ -54,7 +54,7 @@ def is_written_as(directory: Path, checkpoint: Checkpoint) -> bool:
     return state is None or files.read_file(state) == (directory / _STATE_NAME).read_bytes()
 
 
-def newest_written(directory: Path, *, after_seconds: float) -> int:
+def newest_written(directory: Path, *, after_seconds: float = 0.0) -> int:
     """Return the highest step of Trainer's whole checkpoints that were written after a time; -1 if there is none."""
     found = [-1]
     for path in directory.glob("checkpoint-*"):
