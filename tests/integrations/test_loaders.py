@@ -220,6 +220,7 @@ class Endless(IterableDataset[int]):
         ((Numbers(3), 1), {"rank": 1}, "together"),
         ((Numbers(3), 1), {"rank": 2, "world_size": 2}, "rank is 2"),
         ((Numbers(3), 1), {"sampler": range(3)}, "sampler is no option"),
+        ((Numbers(3), 1), {"in_order": False, "num_workers": 2}, "in_order is no option"),
         ((Numbers(3), 1), {"seed": -1}, "seed is -1"),
     ],
 )

@@ -15,6 +15,7 @@ _OWN = {
     "sampler": "it makes its own order; see shuffle and seed",
     "batch_sampler": "it makes its own batches; see batch_size and drop_last",
     "generator": "give it a seed",
+    "in_order": "its position counts batches in their order, and would stand for others",
 }
 
 
