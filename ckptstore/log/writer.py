@@ -24,7 +24,7 @@ from ckptstore.errors import (
     StoreMissing,
 )
 from ckptstore.format.changes import Change, Noop
-from ckptstore.format.layout import HINT_KEY, Attempt, record_key
+from ckptstore.format.layout import CHECKPOINT_PREFIX, HINT_KEY, LOG_PREFIX, Attempt, parse_record_key, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Hint, LogReader, Probed, link_problem, record_problem
 from ckptstore.runtime.parallel import mapped
@@ -193,10 +193,11 @@ class Log(LogReader):
         """Read the whole log, past the cache, and return its faults in words; empty if all is well.
 
         Every record is checked against the digest of the one before it, and its state against its change applied to the
-        state before. Raises StorageError if the storage fails for longer than retries last.
+        state before. A record that is missing is a fault also where a search for the newest one ends before it. Raises
+        StorageError if the storage fails for longer than retries last.
         """
-        top, _ = self._find_top(None)
-        problems: list[str] = []
+        top = self._highest_number()
+        problems = [] if top else self._lost()
         before: Record | None = None
 
         def read(number: int) -> Probed:
@@ -208,6 +209,20 @@ class Log(LogReader):
                 problems += record_problem(number, before, found)
                 before = found if isinstance(found, Record) else None
         return problems
+
+    def _highest_number(self) -> int:
+        """Return the highest number that was ever taken, as far as the files of the log and the hint tell."""
+        files = self._retrying(f"list {LOG_PREFIX}", lambda: [*self._storage.list(LOG_PREFIX)])
+        hint = self._read_hint()
+        numbers = [parse_record_key(file.key) or 0 for file in files]
+        return max(self._find_top(None)[0], hint.newest.number if hint else 0, *numbers)
+
+    def _lost(self) -> list[str]:
+        """Return the fault of an empty log beside checkpoints: their job wrote its claim before them."""
+        first = self._retrying(
+            f"list {CHECKPOINT_PREFIX}", lambda: next(iter(self._storage.list(CHECKPOINT_PREFIX)), None)
+        )
+        return [f"{record_key(1)} is missing, and so is every other record"] if first else []
 
     # The chain
 

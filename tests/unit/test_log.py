@@ -650,6 +650,22 @@ def test_a_broken_chain_can_be_read_and_not_written(number: int) -> None:
     assert record_key(number + 1) in problem
 
 
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 9, 15])
+@pytest.mark.parametrize("has_hint", [True, False])
+def test_a_missing_record_is_a_fault_wherever_the_search_for_the_newest_looks(number: int, has_hint: bool) -> None:
+    storage = filled(15)
+    storage.delete([record_key(number)] if has_hint or number == 15 else [record_key(number), "latest.json"])
+    assert Log(storage, retry=ONCE).verify_chain() == [f"{record_key(number)} is missing"]
+
+
+def test_an_empty_log_beside_checkpoints_is_a_fault() -> None:
+    storage = new_storage()
+    assert Log(storage, retry=ONCE).verify_chain() == []
+    storage.write("checkpoints/step-0000000001-e0001-0123abcd/model.pt", [memoryview(b"x")])
+    (problem,) = Log(storage, retry=ONCE).verify_chain()
+    assert record_key(1) in problem
+
+
 def test_the_newest_64_links_are_checked_before_the_first_write() -> None:
     storage = filled(100)
     change_record(storage, 36)
