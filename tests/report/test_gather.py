@@ -162,7 +162,7 @@ def test_who_looks_again_pays_for_what_is_new(root: Path, tmp_path: Path) -> Non
         first = sighting.look()
         counted.clear()
         assert sighting.look() == first
-        assert counted.total <= 2, "the hint, and the record that is not there yet"
+        assert counted.total <= 3, "whose store it is, the hint, and the record that is not there yet"
         writer.save_directory(10, files(tmp_path / "source"))
         counted.clear()
         again = sighting.look()
@@ -338,6 +338,13 @@ def test_a_storage_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> None
         again = sighting.look()
         assert again.health.trouble == ()
         assert list(again.trees) == ["2"]
+
+
+def test_a_log_that_is_lost_beside_its_checkpoints_is_told(root: Path, report: Commands) -> None:
+    shutil.rmtree(root / "log")
+    (root / "latest.json").unlink()
+    (seen,) = report(root)["stores"]
+    assert seen["health"]["gaps"] == ["log/0000000001.json is missing, and so is every other record"]
 
 
 @pytest.mark.parametrize("what", ["empty", "claimed", "no-store", "ray", "file"])

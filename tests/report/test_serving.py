@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,6 +212,16 @@ def test_a_store_that_is_lost_while_it_is_served(root: Path) -> None:
         assert overview.look().stores[0] == before
     assert after.checkpoints == before.checkpoints
     assert "now the store cannot be read: gone" in after.health.trouble[0]
+
+
+def test_a_store_in_the_place_of_another_is_not_taken_for_it(root: Path) -> None:
+    with open_store(root) as store:
+        overview = Overview([Sighting(store)], command="test", is_live=True)
+        overview.look()
+        shutil.rmtree(root)
+        with open_store(root) as other:
+            other.save_directory(1, files(root.parent / "source"))
+        assert "Another store is at" in overview.look().stores[0].health.trouble[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -79,12 +79,15 @@ class Sighting:
     def look(self) -> SeenStore:
         """Return what the store holds now.
 
-        Raises StoreMissing where there is none, InvalidInput where Ray keeps it, StorageError when its log cannot be
-        read. What else cannot be read, or is damaged, is trouble in what is returned.
+        Raises StoreMissing where there is none, or another one than at the first look, InvalidInput where Ray keeps it,
+        StorageError when its log cannot be read. What else cannot be read, or is damaged, is trouble in what is
+        returned.
         """
         job = job_of(self.store)
-        if self._identity is None:
-            self._identity = _own_identity(read_store_json(job.storage, retry=job.config.retry), self.store.uri)
+        identity = _own_identity(read_store_json(job.storage, retry=job.config.retry), self.store.uri)
+        self._identity = self._identity or identity
+        if identity.store_id != self._identity.store_id:
+            raise StoreMissing(f"Another store is at {self.store.uri} now", hint="Start again to see that one")
         self._read_log()
         for number in self._failed:
             self._damage.pop(number, None)
@@ -263,7 +266,7 @@ class Sighting:
             last_fast_at=node.newest.created_at if node.newest else None,
             last_fast_step=node.newest.step if node.newest else None,
             not_durable_since=node.not_durable_since,
-            gaps=tuple(history.problems),
+            gaps=tuple(history.problems if history.newest else job_of(self.store).log.verify_chain()),
             garbage_bytes=condition.garbage_bytes,
             garbage_files=condition.garbage_files,
             stored_bytes=condition.stored_bytes,

@@ -1,9 +1,9 @@
 """The eye on a store: one look after another, each in a few requests that read and never write.
 
 A look costs, in a store that is at rest: a listing of the checkpoints (a request for each thousand files, and about
-twenty at most where they are very many), one of uploads that are begun (buckets alone), one of the group's signs, and a
-probe for the next record of the log. Each new record costs one more, the first look some ten. On a disk it is one look
-at the names of the checkpoints, and a listing of each attempt in flight.
+twenty at most where they are very many), one of uploads that are begun (buckets alone), one of the group's signs, a
+read of `store.json`, and a probe for the next record of the log. Each new record costs one more, the first look some
+ten. On a disk it is one look at the names of the checkpoints, and a listing of each attempt in flight.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StoreMissing
+from ckptstore.errors import CkptstoreError, InvalidInput, InvalidName, StoreMissing
 from ckptstore.fast.upkeep.node_view import view_node
 from ckptstore.format.changes import Annotate, Claim, Commit, Pin, Remove, Restore, Resumed, Unpin
 from ckptstore.format.encoding import shortened
-from ckptstore.format.layout import STORE_KEY, check_name
+from ckptstore.format.layout import check_name
 from ckptstore.format.record import Record
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 from ckptstore.log.reader import LogReader
-from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retry import ONCE
 from ckptstore.tools.watching.attempt_finder import AttemptFinder, FoundAttempt
@@ -51,10 +51,17 @@ class StoreWatcher:
         """Nothing is read before the first look. The storage is closed with `close`. Fast checkpoints on this node are
         looked for below `fast_directory`, where one is given."""
         self.storage = storage
-        self._fast_directory, self._store_id = fast_directory, ""
+        self._fast_directory = fast_directory
         self._clock, self._wall_clock = clock, wall_clock
-        self._log = LogReader(storage, retry=ONCE)
-        self._finder = AttemptFinder(storage)
+        self._changes: list[Happening] = []
+        """Changes that no look has shown yet."""
+        self._forget_store()
+
+    def _forget_store(self) -> None:
+        """Know nothing of the store."""
+        self._store_id = ""
+        self._log = LogReader(self.storage, retry=ONCE)
+        self._finder = AttemptFinder(self.storage)
         self._flights: dict[str, InFlight] = {}
         self._newest: Record | None = None
         self._claim: Claim | None = None
@@ -63,8 +70,6 @@ class StoreWatcher:
         """Those that were seen, by number."""
         self._attempts: set[str] = set()
         """The directories of all commits that were seen."""
-        self._changes: list[Happening] = []
-        """Changes that no look has shown yet."""
         self._has_looked = False
 
     @staticmethod
@@ -87,8 +92,10 @@ class StoreWatcher:
             self._read_log()
         epoch = self._newest.state.epoch if self._newest else 0
         found = self._finder.find(epoch=epoch, steps=self._last_steps(), tracked=self._flights)
-        if isinstance(self.storage, Disk):
-            self._check_exists()
+        if self._has_looked and self._is_another():
+            self._forget_store()
+            self._tell(Happening(kind="log", text="another store is in the place of the one before"))
+            return self.look()
         self._read_log()  # after the listing: what was in flight there and is committed now is found here
         signs, notes = self._look_at_signs()
         durable = self._durable()
@@ -121,12 +128,13 @@ class StoreWatcher:
             )
         self._store_id = identity.store_id
 
-    def _check_exists(self) -> None:
-        """Raise StoreMissing on a disk that is not mounted any more, which looks like an empty one."""
-        try:
-            self.storage.stat(STORE_KEY)
-        except FileMissing:
-            raise StoreMissing(f"The store at {self.storage.uri} is not there any more") from None
+    def _is_another(self) -> bool:
+        """Return True if somebody removed the store and began another one in its place. Raises StoreMissing where there
+        is none, as on a disk that is not mounted any more, which looks like an empty one."""
+        identity = read_store_json(self.storage, retry=ONCE)
+        if identity is None:
+            raise StoreMissing(f"The store at {self.storage.uri} is not there any more")
+        return identity.store_id != self._store_id
 
     # The log
 
@@ -144,6 +152,7 @@ class StoreWatcher:
             for record in self._log.records(range(first, newest.number + 1)):
                 self._take(record)
                 self._tell(*_happenings(record, self._commits))
+                self._newest = record  # what fails at a later one tells none of these again
         self._newest = newest
 
     def _read_first(self, newest: Record) -> None:
