@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import keyword
@@ -126,6 +127,7 @@ class Commands(click.Group):
     def main(self, *args: Any, **options: Any) -> Any:
         """Run from the words of the command line. Output that finds no space is one error, not a traceback; a pipe that
         nobody reads is none."""
+        _print_any_name()
         try:
             return super().main(*args, **options)
         except OSError as error:
@@ -169,6 +171,13 @@ def _with_each_rule(words: list[str]) -> list[str]:
             found.append("--keep")
         found.append(word)
     return found + words[end:]
+
+
+def _print_any_name() -> None:
+    """Let stdout take each name that a file may have, as its bytes; in an encoding that lacks a character, escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
 
 
 def _discard_stdout() -> None:

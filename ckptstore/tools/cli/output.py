@@ -35,7 +35,16 @@ def print_json_line(**fields: Any) -> None:
 
 
 def _plain(fields: Mapping[str, Any]) -> Any:
-    return json.loads(dump_json({"version": 1, **fields}, what="the output"))
+    return json.loads(dump_json(_valid({"version": 1, **fields}), what="the output"))
+
+
+def _valid(value: Any) -> Any:
+    """Return the value with text that is valid Unicode: names in a store need not be."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_valid(name): _valid(item) for name, item in value.items()}
+    return [_valid(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def redacted_command_line() -> str:

@@ -18,8 +18,6 @@ def checkpoints_of_ray(store: CheckpointStore, storage_options: Mapping[str, Any
 
     Raises CheckpointDamaged for one that is not whole.
     """
-    if store.latest() is not None:
-        return []
     storage = job_of(store).storage
     identity = read_store_json(storage)
     if identity is None or identity.kept_by != KEPT_BY_RAY:

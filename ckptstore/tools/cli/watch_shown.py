@@ -28,20 +28,11 @@ def print_look(look: Look, error: CkptstoreError | None = None) -> None:
     fields["commits"] = [_commit_json(commit, look.at) for commit in look.commits]
     if error is not None:
         fields["changes"] = []
-    print_json_line(**_valid(fields), trouble=None if error is None else _valid(error.message))
+    print_json_line(**fields, trouble=None if error is None else error.message)
 
 
 def _commit_json(commit: SeenCommit, now: float) -> dict[str, Any]:
     return {**dataclasses.asdict(commit), "age_seconds": max(0.0, now - commit.created_at)}
-
-
-def _valid(value: Any) -> Any:
-    """Return the value with text that is valid Unicode: names in a store need not be."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_valid(name): _valid(item) for name, item in value.items()}
-    return [_valid(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class Picture:

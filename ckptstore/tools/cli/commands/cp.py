@@ -9,7 +9,7 @@ import click
 
 from ckptstore.interchange.copying import CopyReport, copy_checkpoint, copy_store
 from ckptstore.interchange.salvage import salvage_store
-from ckptstore.runtime.shown import show_size
+from ckptstore.runtime.shown import printable, show_size
 from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import (
     as_json,
@@ -85,7 +85,7 @@ def command(
         return
     click.echo(f"checkpoints copied to {report.uri}: {len(report.steps)}, there already: {len(report.present)}")
     for name, reason in report.left_out.items():
-        click.echo(f"left out: {name}: {reason}")
+        click.echo(printable(f"left out: {name}: {reason}"))
     found = f"from an earlier try: {report.num_found}"
     click.echo(f"files copied: {report.num_copied}, {show_size(report.copied_bytes)}; {found}")
 

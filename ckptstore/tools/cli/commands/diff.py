@@ -157,7 +157,7 @@ def _echo_header(first: Checkpoint, second: Checkpoint) -> None:
     echo_table(("", "step", "size", "uri"), rows)
     for name, checkpoint in (("a", first), ("b", second)):
         if checkpoint.thinned is not None:
-            click.echo(f"{name} {checkpoint.thinned}")
+            click.echo(printable(f"{name} {checkpoint.thinned}"))
     click.echo()
 
 

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from ckptstore.errors import InvalidInput
 from ckptstore.runtime.extras import needs
-from ckptstore.runtime.shown import show_size
+from ckptstore.runtime.shown import printable, show_size
 from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import (
     as_json,
@@ -99,9 +99,9 @@ def command(
         return
     click.echo(f"{report.num_tensors} tensors, {show_size(report.size_bytes)}, in {len(report.files)} files:")
     for name in report.files:
-        click.echo(f"  {report.uri}/{name}")
+        click.echo(printable(f"  {report.uri}/{name}"))
     for notice in report.notices:
-        click.echo(f"note: {notice}")
+        click.echo(printable(f"note: {notice}"))
 
 
 def parse_size(text: str) -> int:

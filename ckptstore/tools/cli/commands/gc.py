@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckptstore.runtime.shown import show_size
+from ckptstore.runtime.shown import printable, show_size
 from ckptstore.tools.cli.kinds import STORE
 from ckptstore.tools.cli.options import as_json, dry_run, storage_option
 from ckptstore.tools.cli.output import print_json
@@ -45,12 +45,12 @@ def command(store: str, dry_run: bool, claim: bool, storage_options: dict[str, A
             return
     verb = "would be removed" if dry_run else "removed"
     for name, size_bytes in found.attempts.items():
-        click.echo(f"{verb}: {name}, {show_size(size_bytes)}")
+        click.echo(printable(f"{verb}: {name}, {show_size(size_bytes)}"))
     for name in found.unfinished:
-        click.echo(f"{verb}: unfinished: {name}")
+        click.echo(printable(f"{verb}: unfinished: {name}"))
     for name in found.exchanges:
-        click.echo(f"{verb}: {name}")
+        click.echo(printable(f"{verb}: {name}"))
     for name, reason in found.left.items():
-        click.echo(f"left: {name}: {reason}")
+        click.echo(printable(f"left: {name}: {reason}"))
     if not (found.attempts or found.unfinished or found.exchanges or found.left):
         click.echo("nothing to remove")

@@ -164,14 +164,14 @@ def _echo(report: MergeReport, targets: Sequence[str], checkpoint: Checkpoint | 
     place = f"{len(report.files)} files:" if checkpoint is None else f"step {checkpoint.step}, {checkpoint.uri}"
     click.echo(f"{report.num_tensors} tensors, {show_size(report.size_bytes)}, in {place}")
     for name in () if checkpoint else report.files:
-        click.echo(f"  {report.uri}/{name}")
+        click.echo(printable(f"  {report.uri}/{name}"))
     is_one_run = len(set(report.steps)) == len(report.steps)
     names = [f"step {step}" for step in report.steps] if is_one_run else map(printable, targets)
     shares = zip(names, report.coefficients, strict=True)
     click.echo("shares: " + ", ".join(f"{share:.4g} of {name}" for name, share in shares))
     for key, why in list(report.left_out.items())[:_LISTED]:
-        click.echo(f"left out: {key}: {why}")
+        click.echo(printable(f"left out: {key}: {why}"))
     if len(report.left_out) > _LISTED:
         click.echo(f"left out: {len(report.left_out) - _LISTED} more; --json lists them")
     for notice in report.notices:
-        click.echo(f"note: {notice}")
+        click.echo(printable(f"note: {notice}"))

@@ -9,10 +9,15 @@ from typing import Any
 
 import click
 
+from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import CheckpointDamaged
-from ckptstore.loading.verify import VerifyReport, parse_sample
-from ckptstore.runtime.shown import show_size
+from ckptstore.errors import CheckpointDamaged, CheckpointGone
+from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.format.record import Record
+from ckptstore.loading.checkpoint_files import files_of
+from ckptstore.loading.verify import Problem, VerifyReport, parse_sample
+from ckptstore.runtime.shown import printable, show_size
+from ckptstore.store import CheckpointStore
 from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import as_json, engine_option, opened_executor, storage_option
 from ckptstore.tools.cli.output import print_json
@@ -35,47 +40,85 @@ def command(
 
     For a store without a step, that is its latest checkpoint. Files that are missing, truncated, flipped, swapped or
     extra are named, and the exit code is 3, that of checkpoint-damaged. With --sample the presence and size of every
-    file are still checked.
+    file are still checked. With --all one that is damaged keeps no other from being checked.
     """
     parse_sample(sample)
     reports = []
-    with opened_executor(engine) as executor, _chosen(target, every, storage_options) as (checkpoints, log_problems):
+    with opened_executor(engine) as executor, _chosen(target, every, storage_options) as (checkpoints, store):
+        log_problems = None if store is None else store.verify_log()
         for checkpoint in checkpoints:
             total = checkpoint.size_bytes if sample is None else None
-            with progress(f"step {checkpoint.step}", total_bytes=total, quiet=as_json):
-                report = checkpoint.verify(sample=sample, executor=executor)
+            try:
+                with progress(f"step {checkpoint.step}", total_bytes=total, quiet=as_json):
+                    report = checkpoint.verify(sample=sample, executor=executor)
+            except CheckpointGone:
+                if store is None:
+                    raise
+                if not _is_live(store, checkpoint):
+                    click.echo(f"left out: step {checkpoint.step}: it was removed meanwhile", err=True)
+                    continue
+                report = _without_manifest(checkpoint)
             reports.append((checkpoint, report))
             if not as_json:
                 _echo(checkpoint, report)
     is_ok = not log_problems and all(report.ok for _, report in reports)
     if as_json:
         whole = [_to_json(checkpoint, report) for checkpoint, report in reports]
-        print_json(ok=is_ok, reports=whole, log_problems=log_problems)
+        print_json(ok=is_ok, reports=whole, log_problems=log_problems or [])
     else:
-        for problem in log_problems:
-            click.echo(f"log: {problem}")
+        if not reports:
+            click.echo("no checkpoints")
+        for problem in [] if log_problems is None else log_problems or ["ok"]:
+            click.echo(f"log: {printable(problem)}")
     if not is_ok:
         raise click.exceptions.Exit(CheckpointDamaged.exit_code)
 
 
 @contextmanager
-def _chosen(target: str, every: bool, storage_options: dict[str, Any]) -> Iterator[tuple[list[Checkpoint], list[str]]]:
-    """Yield the checkpoints to verify, and what is wrong with the log if it is to be checked too."""
-    if every:
-        with opened_store(target, storage_options) as store:
-            yield list(store) or checkpoints_of_ray(store, storage_options), store.verify_log()
-    else:
+def _chosen(
+    target: str, every: bool, storage_options: dict[str, Any]
+) -> Iterator[tuple[list[Checkpoint], CheckpointStore | None]]:
+    """Yield the checkpoints to verify, and the store whose log is to be checked too, if there is one."""
+    if not every:
         with opened_checkpoint(target, storage_options) as checkpoint:
-            yield [checkpoint], []
+            yield [checkpoint], None
+        return
+    with opened_store(target, storage_options) as store:
+        of_ray = checkpoints_of_ray(store, storage_options)
+        yield (of_ray, None) if of_ray else (_recorded(store), store)
+
+
+def _recorded(store: CheckpointStore) -> list[Checkpoint]:
+    """Return the live checkpoints whose records can be read: the faults of others are those of the log."""
+    job = job_of(store)
+    try:
+        newest = job.log.newest()
+    except CheckpointDamaged:
+        return []
+    found = job.log.found(newest.state.in_order()) if newest else []
+    return [Checkpoint(files_of(job, record)) for record in found if isinstance(record, Record)]
+
+
+def _is_live(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
+    newest = job_of(store).log.newest()
+    return newest is not None and checkpoint.number in newest.state.live
+
+
+def _without_manifest(checkpoint: Checkpoint) -> VerifyReport:
+    problem = Problem(file=MANIFEST_NAME, fault="missing", rank=None, expected="the committed one", found="nothing")
+    return VerifyReport(
+        step=checkpoint.step, num_files=0, num_read=0, read_bytes=0, num_without_digest=0, problems=(problem,)
+    )
 
 
 def _echo(checkpoint: Checkpoint, report: VerifyReport) -> None:
     read = f"{report.num_read} of {report.num_files} files read, {show_size(report.read_bytes)}"
     linked = f", {report.num_without_digest} linked without a digest" if report.num_without_digest else ""
     thinned = f", thinned: without {', '.join(checkpoint.thinned.dropped)}" if checkpoint.thinned else ""
-    click.echo(f"step {checkpoint.step}: {'ok' if report.ok else 'DAMAGED'}, {read}{linked}{thinned}")
+    state = "ok" if report.ok else "DAMAGED"
+    click.echo(printable(f"step {checkpoint.step}: {state}, {read}{linked}{thinned}"))
     for problem in report.problems:
-        click.echo(f"  {problem}")
+        click.echo(printable(f"  {problem}"))
 
 
 def _to_json(checkpoint: Checkpoint, report: VerifyReport) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import click
 
 from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
 from ckptstore.opening import open_store
+from ckptstore.runtime.shown import printable
 from ckptstore.storage.base import Disk
 from ckptstore.tools.cli import INTERRUPTED
 from ckptstore.tools.cli.kinds import DURATION, STORE
@@ -147,7 +148,7 @@ class _Looks:
         while not isinstance(result := self.next(), Look):
             if isinstance(result, StoreMissing) and waits:
                 if not is_waiting:
-                    click.echo(f"{result.message} yet: waiting for its first save; Ctrl-C ends", err=True)
+                    click.echo(f"{printable(result.message)} yet: waiting for its first save; Ctrl-C ends", err=True)
                 is_waiting = True
             elif result is not None:
                 raise result
