@@ -108,6 +108,23 @@ def test_commands_show_what_ray_keeps(run: Path, tmp_path: Path) -> None:
     assert "step 8: DAMAGED" in told("verify", str(run), "--all", code=CheckpointDamaged.exit_code)
 
 
+def test_a_damaged_one_hides_none_of_the_others_from_commands(run: Path, tmp_path: Path) -> None:
+    source = tree(tmp_path / "source", model__pt="weights")
+    for step in (7, 8):
+        last = stored(str(run), [source], step=step)
+    (Path(last.path) / "ckptstore.json").write_text("{")
+    done = CliRunner().invoke(main, ["ls", str(run)])
+    assert done.stdout.splitlines()[1].split()[0] == "7"
+    assert done.stderr.startswith(f"left out: {last.path}: ckptstore.json is not valid JSON")
+    assert CliRunner().invoke(main, ["show", f"{run}@7"]).exit_code == 0
+    done = CliRunner().invoke(main, ["verify", str(run), "--all"])
+    assert done.exit_code == CheckpointDamaged.exit_code
+    assert [line.partition(",")[0] for line in done.stdout.splitlines()[::2]] == [
+        f"{last.path}: DAMAGED",
+        "step 7: ok",
+    ]
+
+
 def test_only_the_ranks_that_take_part_are_waited_for(run: Path, tmp_path: Path) -> None:
     sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in (1, 3)]
     checkpoint = stored(str(run), sources, ranks=[1, 3], world_size=4)

@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import click
 
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import CheckpointDamaged, CheckpointGone
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.log.identity import KEPT_BY_RAY, read_store_json
+from ckptstore.runtime.shown import printable
 from ckptstore.store import CheckpointStore
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 
-def checkpoints_of_ray(store: CheckpointStore, storage_options: Mapping[str, Any]) -> list[Checkpoint]:
+def belongs_to_ray(store: CheckpointStore) -> bool:
+    """Return True for a run whose checkpoints Ray keeps."""
+    identity = read_store_json(job_of(store).storage)
+    return identity is not None and identity.kept_by == KEPT_BY_RAY
+
+
+def _tell(uri: str, error: CheckpointDamaged) -> None:
+    click.echo(printable(f"left out: {uri}: {error.message}"), err=True)
+
+
+def checkpoints_of_ray(
+    store: CheckpointStore,
+    storage_options: Mapping[str, Any],
+    *,
+    damaged: Callable[[str, CheckpointDamaged], None] = _tell,
+) -> list[Checkpoint]:
     """Return the checkpoints of such a run, oldest first; of a store with a log of its own none.
 
-    Raises CheckpointDamaged for one that is not whole.
+    One that is not whole is left out: `damaged` is called with its URI and why, and says so on stderr by default.
     """
-    storage = job_of(store).storage
-    identity = read_store_json(storage)
-    if identity is None or identity.kept_by != KEPT_BY_RAY:
+    if not belongs_to_ray(store):
         return []
     end, own = f"/{MANIFEST_NAME}", f"{ROOT_NAME}/"
-    names = [file.key for file in storage.list("") if file.key.endswith(end) and not file.key.startswith(own)]
-    found = [
-        Checkpoint.from_uri(f"{store.uri}/{name.removesuffix(end)}", storage_options=storage_options) for name in names
-    ]
+    files = job_of(store).storage.list("")
+    names = [file.key for file in files if file.key.endswith(end) and not file.key.startswith(own)]
+    found = []
+    for name in names:
+        uri = f"{store.uri}/{name.removesuffix(end)}"
+        try:
+            found.append(Checkpoint.from_uri(uri, storage_options=storage_options))
+        except CheckpointDamaged as error:
+            damaged(uri, error)
+        except CheckpointGone:  # Ray has deleted it meanwhile
+            continue
     return sorted(found, key=lambda checkpoint: checkpoint.created_at)

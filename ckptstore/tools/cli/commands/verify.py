@@ -12,16 +12,17 @@ import click
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CheckpointDamaged, CheckpointGone
+from ckptstore.format.entry import Thinning
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.record import Record
 from ckptstore.loading.checkpoint_files import files_of
-from ckptstore.loading.verify import Problem, VerifyReport, parse_sample
+from ckptstore.loading.verify import Fault, Problem, VerifyReport, parse_sample
 from ckptstore.runtime.shown import printable, show_size
 from ckptstore.store import CheckpointStore
 from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import as_json, engine_option, opened_executor, storage_option
 from ckptstore.tools.cli.output import print_json
-from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
+from ckptstore.tools.cli.ray_runs import belongs_to_ray, checkpoints_of_ray
 from ckptstore.tools.cli.targets import opened_checkpoint, opened_store
 from ckptstore.tools.cli.terminal import progress
 
@@ -43,9 +44,12 @@ def command(
     file are still checked. With --all one that is damaged keeps no other from being checked.
     """
     parse_sample(sample)
-    reports = []
-    with opened_executor(engine) as executor, _chosen(target, every, storage_options) as (checkpoints, store):
-        log_problems = None if store is None else store.verify_log()
+    reports: list[tuple[str, VerifyReport]] = []
+    with opened_executor(engine) as executor, _chosen(target, every, storage_options, reports) as (checkpoints, store):
+        log_problems = [] if store is None else store.verify_log()
+        if not as_json:
+            for uri, report in reports:
+                _echo(uri, report)
         for checkpoint in checkpoints:
             total = checkpoint.size_bytes if sample is None else None
             try:
@@ -57,18 +61,17 @@ def command(
                 if not _is_live(store, checkpoint):
                     click.echo(f"left out: step {checkpoint.step}: it was removed meanwhile", err=True)
                     continue
-                report = _without_manifest(checkpoint)
-            reports.append((checkpoint, report))
+                report = _unopened(checkpoint.step, "missing", "nothing")
+            reports.append((checkpoint.uri, report))
             if not as_json:
-                _echo(checkpoint, report)
+                _echo(f"step {checkpoint.step}", report, checkpoint.thinned)
     is_ok = not log_problems and all(report.ok for _, report in reports)
     if as_json:
-        whole = [_to_json(checkpoint, report) for checkpoint, report in reports]
-        print_json(ok=is_ok, reports=whole, log_problems=log_problems or [])
+        print_json(ok=is_ok, reports=[_to_json(uri, report) for uri, report in reports], log_problems=log_problems)
     else:
         if not reports:
             click.echo("no checkpoints")
-        for problem in [] if log_problems is None else log_problems or ["ok"]:
+        for problem in [] if store is None else log_problems or ["ok"]:
             click.echo(f"log: {printable(problem)}")
     if not is_ok:
         raise click.exceptions.Exit(CheckpointDamaged.exit_code)
@@ -76,16 +79,23 @@ def command(
 
 @contextmanager
 def _chosen(
-    target: str, every: bool, storage_options: dict[str, Any]
+    target: str, every: bool, storage_options: dict[str, Any], reports: list[tuple[str, VerifyReport]]
 ) -> Iterator[tuple[list[Checkpoint], CheckpointStore | None]]:
-    """Yield the checkpoints to verify, and the store whose log is to be checked too, if there is one."""
+    """Yield the checkpoints to verify, and the store whose log is to be checked too, if there is one. Those of a run
+    that Ray keeps which cannot be opened have their report already."""
+
+    def report(uri: str, error: CheckpointDamaged) -> None:
+        reports.append((uri, _unopened(error.step, "manifest", error.message)))
+
     if not every:
         with opened_checkpoint(target, storage_options) as checkpoint:
             yield [checkpoint], None
         return
     with opened_store(target, storage_options) as store:
-        of_ray = checkpoints_of_ray(store, storage_options)
-        yield (of_ray, None) if of_ray else (_recorded(store), store)
+        if belongs_to_ray(store):
+            yield checkpoints_of_ray(store, storage_options, damaged=report), None
+        else:
+            yield _recorded(store), store
 
 
 def _recorded(store: CheckpointStore) -> list[Checkpoint]:
@@ -104,22 +114,20 @@ def _is_live(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
     return newest is not None and checkpoint.number in newest.state.live
 
 
-def _without_manifest(checkpoint: Checkpoint) -> VerifyReport:
-    problem = Problem(file=MANIFEST_NAME, fault="missing", rank=None, expected="the committed one", found="nothing")
-    return VerifyReport(
-        step=checkpoint.step, num_files=0, num_read=0, read_bytes=0, num_without_digest=0, problems=(problem,)
-    )
+def _unopened(step: int | None, fault: Fault, found: str) -> VerifyReport:
+    """Return the report of a checkpoint whose manifest cannot be read."""
+    problem = Problem(file=MANIFEST_NAME, fault=fault, rank=None, expected="the committed one", found=found)
+    return VerifyReport(step=step, num_files=0, num_read=0, read_bytes=0, num_without_digest=0, problems=(problem,))
 
 
-def _echo(checkpoint: Checkpoint, report: VerifyReport) -> None:
+def _echo(name: str, report: VerifyReport, thinned: Thinning | None = None) -> None:
     read = f"{report.num_read} of {report.num_files} files read, {show_size(report.read_bytes)}"
     linked = f", {report.num_without_digest} linked without a digest" if report.num_without_digest else ""
-    thinned = f", thinned: without {', '.join(checkpoint.thinned.dropped)}" if checkpoint.thinned else ""
-    state = "ok" if report.ok else "DAMAGED"
-    click.echo(printable(f"step {checkpoint.step}: {state}, {read}{linked}{thinned}"))
+    without = f", thinned: without {', '.join(thinned.dropped)}" if thinned else ""
+    click.echo(printable(f"{name}: {'ok' if report.ok else 'DAMAGED'}, {read}{linked}{without}"))
     for problem in report.problems:
         click.echo(printable(f"  {problem}"))
 
 
-def _to_json(checkpoint: Checkpoint, report: VerifyReport) -> dict[str, Any]:
-    return {"uri": checkpoint.uri, "ok": report.ok, **asdict(report)}
+def _to_json(uri: str, report: VerifyReport) -> dict[str, Any]:
+    return {"uri": uri, "ok": report.ok, **asdict(report)}
