@@ -189,7 +189,8 @@ class Catalogue:
             timeout_seconds: end the loop after so long without a new checkpoint; None to go on for ever. If the storage
                 is away then, or there is no store yet, its error is raised.
 
-        Raises InvalidInput for a cursor of another log, CheckpointGone for a step that is gone.
+        Raises InvalidInput for a cursor of another log and once another store is in the place of this one,
+        CheckpointGone for a step that is gone.
         """
         from ckptstore.upkeep.follow import Follower
 

@@ -131,7 +131,9 @@ class Follower:
 
     def _look(self) -> Record | None:
         """Look at the log once, and return the next checkpoint if there is one."""
-        if not self._store_id:
+        if self._store_id:
+            self._check_store()
+        else:
             self._begin()
         newest = self._log.newest()
         if newest is None:
@@ -174,6 +176,16 @@ class Follower:
             reason = f"it was moved to the trash before its turn: {why}" if why else "it was deleted before its turn"
             emit(CheckpointSkipped(step=record.entry.step, number=record.number, reason=reason))
         self._move(missed[-1])
+
+    def _check_store(self) -> None:
+        """Raise InvalidInput where somebody removed the store and began another one in its place: its numbers are
+        those of other checkpoints."""
+        identity = read_store_json(self.job.storage, retry=ONCE)
+        if identity is not None and identity.store_id != self._store_id:
+            raise InvalidInput(
+                f"Another store is at {self.job.storage.uri} than the one that was followed",
+                hint="Start again to follow that one, with a cursor of its own",
+            )
 
     def _begin(self) -> None:
         """Find out where to begin. Raises StoreMissing as long as there is no store."""

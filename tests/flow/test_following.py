@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,6 +188,20 @@ def test_a_storage_that_is_away_is_waited_for(
             followed(store, cursor="it", timeout_seconds=0.2)
         left.update(log=0)
         assert followed(store, cursor="it") == [2, 3]
+
+
+def test_a_store_that_is_begun_anew_in_the_place_of_another_is_refused(
+    tmp_path: Path, save: Callable[..., None]
+) -> None:
+    with open_store(tmp_path / "store") as job, open_store(tmp_path / "store", group="solo") as store:
+        save(job, 1, 2)
+        follower = store.follow(**AT_ONCE)
+        assert [next(follower).step, next(follower).step] == [1, 2]
+        shutil.rmtree(tmp_path / "store")
+        with open_store(tmp_path / "store") as other:
+            save(other, 1, 2, 3, 4)
+        with pytest.raises(InvalidInput, match="Another store is at"):
+            next(follower)
 
 
 def test_bad_arguments_are_refused_at_once(tmp_path: Path, save: Callable[..., None]) -> None:
