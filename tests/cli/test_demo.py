@@ -52,6 +52,11 @@ def test_a_page_is_not_promised_where_none_is_made(run, tmp_path: Path) -> None:
     assert "--html is drawn by --engine processes" in told
 
 
+@pytest.mark.parametrize("given", [["--html"], ["--fast-tier", "--html"], ["--engine", "ray", "--picture"]])
+def test_a_picture_that_no_directory_can_take_is_refused_at_once(run, tmp_path: Path, given: list[str]) -> None:  # type: ignore[no-untyped-def]
+    assert "There is no directory" in run("demo", *given, tmp_path / "nowhere" / "demo.html", code=2).stderr
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

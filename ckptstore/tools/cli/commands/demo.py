@@ -85,6 +85,9 @@ def command(
         _check_fast_tier_options(engine, store, ranks)
     if html is not None and engine == "ray":
         raise click.UsageError("--html is drawn by --engine processes")
+    drawn = picture if engine == "ray" else html
+    if drawn is not None and not drawn.absolute().parent.is_dir():  # it is written after minutes
+        raise click.UsageError(f"There is no directory {drawn.absolute().parent} for {drawn.name}")
     needs("demo", *(["ray"] if engine == "ray" else []), *(["s3"] if fast_tier else []))
     from ckptstore.tools.demo.telling import DemoFailed
 
