@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -32,8 +32,8 @@ class Stream(Protocol):
     def update(self, data: Bytes) -> None:
         """Add the next bytes."""
 
-    def value(self) -> int:
-        """Return the digest of all bytes so far."""
+    def intdigest(self) -> int:
+        """Return the digest of all bytes so far as a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +70,40 @@ class _Crc32c:
     def update(self, data: Bytes) -> None:
         self._value = _native()[0](data, self._value)
 
-    def value(self) -> int:
+    def intdigest(self) -> int:
         return self._value
 
 
-class _Xxh3:
-    """XXH3-128."""
+class Fingerprinter(Stream, Protocol):
+    """XXH3-128, in the form of the hashes of `hashlib`."""
 
-    __slots__ = ("_state", "update")
+    def digest(self) -> bytes:
+        """Return the fingerprint, 16 bytes."""
 
-    def __init__(self) -> None:
-        self._state = fingerprinter()
-        self.update = self._state.update
+    def hexdigest(self) -> str:
+        """Return the fingerprint in hexadecimal."""
 
-    def value(self) -> int:
-        return self._state.intdigest()
+
+@cache
+def _xxh3() -> Callable[[Bytes], Fingerprinter]:
+    import xxhash
+
+    return xxhash.xxh3_128
+
+
+def fingerprinter(data: Bytes = b"") -> Fingerprinter:
+    """Return a hash of 128 bits, begun with some bytes. Contents with equal fingerprints count as equal."""
+    return _xxh3()(data)  # not cryptographic: nobody gains by making two contents of a store collide
+
+
+def fingerprint(data: Bytes) -> bytes:
+    """Return the fingerprint of some bytes."""
+    return fingerprinter(data).digest()
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "crc32c": Algorithm("CRC32C", 0, 4, _Crc32c, lambda first, second, size: _native()[1](first, second, size)),
-    "xxh3-128": Algorithm("XXH3-128", 1, 16, _Xxh3),
+    "xxh3-128": Algorithm("XXH3-128", 1, 16, fingerprinter),
 }
 """All algorithms, by their names in the format."""
 
@@ -116,7 +130,7 @@ class Digest(NamedTuple):
         stream = ALGORITHMS[algorithm].begin()
         for view in views:
             stream.update(view)
-        return Digest(algorithm, stream.value())
+        return Digest(algorithm, stream.intdigest())
 
     def like(self, *views: Bytes) -> Digest:
         """Return the digest of other bytes by the same algorithm."""
@@ -195,40 +209,7 @@ class Hasher:
 
     def digest(self) -> Digest:
         """Return the digest of all bytes so far."""
-        return Digest(self._algorithm, self._stream.value())
-
-
-class Fingerprinter(Protocol):
-    """XXH3-128, in the form of the hashes of `hashlib`."""
-
-    def update(self, data: Bytes) -> None:
-        """Add the next bytes."""
-
-    def digest(self) -> bytes:
-        """Return the fingerprint, 16 bytes."""
-
-    def hexdigest(self) -> str:
-        """Return the fingerprint in hexadecimal."""
-
-    def intdigest(self) -> int:
-        """Return the fingerprint as a number."""
-
-
-@cache
-def _xxh3() -> Callable[[Bytes], Fingerprinter]:
-    import xxhash
-
-    return xxhash.xxh3_128
-
-
-def fingerprinter(data: Bytes = b"") -> Fingerprinter:
-    """Return a hash of 128 bits, begun with some bytes. Contents with equal fingerprints count as equal."""
-    return _xxh3()(data)  # not cryptographic: nobody gains by making two contents of a store collide
-
-
-def fingerprint(data: Bytes) -> bytes:
-    """Return the fingerprint of some bytes."""
-    return fingerprinter(data).digest()
+        return Digest(self._algorithm, self._stream.intdigest())
 
 
 def block_borders(offset: int, size_bytes: int) -> Sequence[int]:
@@ -257,22 +238,30 @@ class FileDigest:
         """Hash the bytes at `offset`, and return their digest, None where it is not known. Each byte of the file must
         be added exactly once."""
         added: list[_Segment] = []
+        start, stream, end = offset, self._algorithm.begin(), offset
+        for view, end, is_border in self._cut(offset, views):
+            stream.update(view)
+            if is_border:
+                if end > start:
+                    added.append((start, end - start, stream.intdigest()))
+                start, stream = end, self._algorithm.begin()
+        if end > start:
+            added.append((start, end - start, stream.intdigest()))
+        self._segments += added
+        return self._joined(added)
+
+    def _cut(self, offset: int, views: Sequence[memoryview]) -> Iterator[tuple[memoryview, int, bool]]:
+        """Yield the bytes at `offset`, cut at the borders of blocks: each with the offset behind it, and True if that
+        is a border."""
         index = bisect_right(self._cuts, offset)
-        start, stream = offset, self._algorithm.begin()
         for taken in views:
             view = taken
             while index < len(self._cuts) and len(view) >= (room := self._cuts[index] - offset):
-                stream.update(view[:room])
-                view, offset, index = view[room:], offset + room, index + 1
-                if offset > start:
-                    added.append((start, offset - start, stream.value()))
-                start, stream = offset, self._algorithm.begin()
-            stream.update(view)
+                offset, index = offset + room, index + 1
+                yield view[:room], offset, True
+                view = view[room:]
             offset += len(view)
-        if offset > start:
-            added.append((start, offset - start, stream.value()))
-        self._segments += added
-        return self._joined(added)
+            yield view, offset, False
 
     def digest(self) -> Digest:
         """Return the digest of the whole file, once all of it was added."""
@@ -280,7 +269,7 @@ class FileDigest:
 
     def _joined(self, segments: Iterable[_Segment]) -> Digest:
         """Return the digest of the stretch that the segments cover. Raises ValueError for a gap or an overlap."""
-        total, end = self._algorithm.begin().value(), None
+        total, end = self._algorithm.begin().intdigest(), None
         for offset, size_bytes, value in sorted(segments):
             if end is not None and offset != end:
                 raise ValueError(f"the segments have a gap or overlap at {end}")
@@ -319,24 +308,18 @@ class _OrderedFileDigest(FileDigest):
     def add(self, offset: int, views: Sequence[memoryview]) -> None:
         if offset != self._end_offset:
             raise ValueError(f"the bytes at {offset} come after those up to {self._end_offset}")
-        index = bisect_right(self._cuts, offset)
-        for taken in views:
-            view = taken
+        for view, end, is_border in self._cut(offset, views):
             self._whole.update(view)
-            while index < len(self._cuts) and len(view) >= (room := self._cuts[index] - self._end_offset):
-                self._block.update(view[:room])
-                view, index = view[room:], index + 1
-                self._end_offset += room
-                if self._end_offset > self._block_offset:
-                    size_bytes = self._end_offset - self._block_offset
-                    self._segments.append((self._block_offset, size_bytes, self._block.value()))
-                self._block_offset, self._block = self._end_offset, self._algorithm.begin()
-            if index < len(self._cuts):
+            if self._cuts and end <= self._cuts[-1]:
                 self._block.update(view)
-            self._end_offset += len(view)
+            if is_border:
+                if end > self._block_offset:
+                    self._segments.append((self._block_offset, end - self._block_offset, self._block.intdigest()))
+                self._block_offset, self._block = end, self._algorithm.begin()
+            self._end_offset = end
 
     def digest(self) -> Digest:
-        return Digest(self._name, self._whole.value())
+        return Digest(self._name, self._whole.intdigest())
 
 
 def file_digest(payloads: Sequence[tuple[int, int]] = (), *, algorithm: str = DEFAULT) -> FileDigest:
