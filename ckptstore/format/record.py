@@ -367,6 +367,10 @@ def _entry_from_json(value: dict[str, Any], limit: int) -> CheckpointEntry:
     )
 
 
+_PAIRS = {"trash": "removed_by", "annotated": "annotated_by", "thinned": "wholes"}
+"""The fields of a state that lead from numbers to others, each with the name of the column of these."""
+
+
 def _state_to_json(state: StoreState) -> dict[str, Any]:
     encoded: dict[str, Any] = {
         **state.extra,
@@ -380,18 +384,11 @@ def _state_to_json(state: StoreState) -> dict[str, Any]:
         encoded["void"] = [void.to_json() for void in state.void]
     if state.pinned:
         encoded["pinned"] = state.pinned.encode()
-    if state.trash:
-        numbers = sorted(state.trash)
-        removed_by = [state.trash[number] for number in numbers]
-        encoded["trash"] = {"numbers": encode_sequence(numbers), "removed_by": encode_sequence(removed_by)}
-    if state.annotated:
-        numbers = sorted(state.annotated)
-        by = [state.annotated[number] for number in numbers]
-        encoded["annotated"] = {"numbers": encode_sequence(numbers), "annotated_by": encode_sequence(by)}
-    if state.thinned:
-        numbers = sorted(state.thinned)
-        wholes = [state.thinned[number] for number in numbers]
-        encoded["thinned"] = {"numbers": encode_sequence(numbers), "wholes": encode_sequence(wholes)}
+    for name, others in _PAIRS.items():
+        if held := getattr(state, name):
+            numbers = sorted(held)
+            columns = {"numbers": numbers, others: [held[number] for number in numbers]}
+            encoded[name] = {column: encode_sequence(values) for column, values in columns.items()}
     if state.bases:
         encoded["bases"] = {str(base): users.encode() for base, users in state.bases.items()}
     return encoded
@@ -401,44 +398,38 @@ def _state_from_json(encoded: Mapping[str, Any], *, limit: int) -> StoreState:
     value = dict(encoded)
     live = Numbers.decode(value.pop("live"), limit=limit)
     pinned = Numbers.decode(value.pop("pinned", ""), limit=limit)
-    trash = value.pop("trash", {"numbers": "", "removed_by": ""})
-    numbers = Numbers.decode(trash["numbers"], limit=limit)
-    removed_by = decode_sequence(trash["removed_by"], limit=limit)
-    annotated = value.pop("annotated", {"numbers": "", "annotated_by": ""})
-    annotated_numbers = Numbers.decode(annotated["numbers"], limit=limit)
-    annotated_by = decode_sequence(annotated["annotated_by"], limit=limit)
-    if max(len(pinned), len(numbers), len(annotated_numbers)) > MAX_LISTED:
-        raise ValueError(f"more than {MAX_LISTED} checkpoints are pinned, annotated or in the trash")
-    if not pinned <= live or not live.isdisjoint(numbers):  # in this order: those that are live may be very many
+    if len(pinned) > MAX_LISTED:
+        raise ValueError(f"more than {MAX_LISTED} checkpoints are pinned")
+    pairs = {name: _pairs(value, name, others, limit=limit) for name, others in _PAIRS.items()}
+    trash, thinned = pairs["trash"], pairs["thinned"]
+    if not pinned <= live or not live.isdisjoint(trash):  # in this order: those that are live may be very many
         raise ValueError("its state contradicts itself")
-    thinned = _thinned(value.pop("thinned", {"numbers": "", "wholes": ""}), limit=limit)
-    if not all(number in live or number in numbers for number in thinned):
+    if any(whole >= number for number, whole in thinned.items()):
+        raise ValueError("thinned checkpoints stand for later ones")
+    if not all(number in live or number in trash for number in thinned):
         raise ValueError("a thinned checkpoint is neither live nor in the trash")
     taken = [whole for number, whole in thinned.items() if number in live]
     if len(taken) > len(set(taken)) or any(whole in live for whole in taken):
         raise ValueError("two live checkpoints have one place")
     return StoreState(
-        thinned=thinned,
+        **pairs,
         save_number=_integer(value.pop("save_number", 0)),
         void=_voids(value.pop("void", [])),
         epoch=_integer(value.pop("epoch")),
         resume_from=_optional(value.pop("resume_from")),
         live=live,
         pinned=pinned,
-        trash=dict(zip(numbers, removed_by, strict=True)),
-        annotated=dict(zip(annotated_numbers, annotated_by, strict=True)),
         bases={int(base): Numbers.decode(users, limit=limit) for base, users in value.pop("bases", {}).items()},
         extra=value,
     )
 
 
-def _thinned(value: Mapping[str, Any], *, limit: int) -> dict[int, int]:
-    numbers = decode_sequence(value["numbers"], limit=limit)
-    wholes = decode_sequence(value["wholes"], limit=limit)
-    thinned = dict(zip(numbers, wholes, strict=True))
-    if numbers != sorted(thinned) or any(whole >= number for number, whole in thinned.items()):
-        raise ValueError("thinned checkpoints are not in order, or stand for later ones")
-    return thinned
+def _pairs(value: dict[str, Any], name: str, others: str, *, limit: int) -> dict[int, int]:
+    columns = value.pop(name, {"numbers": "", others: ""})
+    numbers = Numbers.decode(columns["numbers"], limit=limit)
+    if len(numbers) > MAX_LISTED:
+        raise ValueError(f"{name} has more than {MAX_LISTED} checkpoints")
+    return dict(zip(numbers, decode_sequence(columns[others], limit=limit), strict=True))
 
 
 def _voids(value: Any) -> tuple[Void, ...]:
