@@ -11,7 +11,7 @@ import json
 import struct
 import zlib
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -24,9 +24,9 @@ from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.format.digest import STRUCTURES, Digest
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.naming import spread_directory
-from ckptstore.state.index.part import DTYPES, MAX_ELEMENTS, PER_RANK, Tensor
+from ckptstore.state.index.part import DTYPES, MAX_ELEMENTS, PER_RANK, Tensor, inflated
 from ckptstore.state.tensors.boxes import Box, Sizes
-from ckptstore.state.tensors.layouts import MeshLayout
+from ckptstore.state.tensors.layouts import MeshLayout, number_of
 
 INDEX_NAME = "tensors.index"
 """The name of its file; one for each checkpoint."""
@@ -36,7 +36,6 @@ _HEADER = struct.Struct("<8sIIQQ")
 """Magic, digest of all bytes behind it in the outline, version, and the sizes of the two texts."""
 _CHECKED_FROM = 12
 _PLAIN_BYTES = struct.Struct("<Q")
-_MAX_RATIO = 1100
 
 
 class Extent(NamedTuple):
@@ -179,13 +178,10 @@ class Outline:
 
     def _sharing(self, place: int) -> frozenset[int]:
         """Return the ranks that may have stored something of a tensor that others have too."""
-        return frozenset(span.rank for span in self._spans_at(place))
-
-    def _spans_at(self, place: int) -> Iterable[Span]:
         spans, longest = self._by_first
         low = bisect_left(spans, (place - longest,))
         high = bisect_left(spans, (place + 1,))
-        return (Span(rank, first, last) for first, last, rank in spans[low:high] if last >= place)
+        return frozenset(rank for _, last, rank in spans[low:high] if last >= place)
 
     @cached_property
     def _by_first(self) -> tuple[list[tuple[int, int, int]], int]:
@@ -251,24 +247,17 @@ def _deflated(content: object) -> bytes:
 
 def _inflated(data: bytes | memoryview) -> bytes:
     (size_bytes,) = _PLAIN_BYTES.unpack_from(data)
-    deflated = data[_PLAIN_BYTES.size :]
-    if size_bytes > len(deflated) * _MAX_RATIO:
-        raise ValueError("a text is longer than its deflated form allows")
-    stream = zlib.decompressobj()
-    text = stream.decompress(deflated, size_bytes + 1)
-    if len(text) != size_bytes or not stream.eof or stream.unused_data:
-        raise ValueError("the length of a text is wrong")
-    return text
+    return inflated(data[_PLAIN_BYTES.size :], size_bytes)
 
 
 def _checked(content: Mapping[str, Any], table: bytes) -> Outline:
-    parts = tuple(PartFile(_number(size, 1, 1 << 62), Digest.parse(text)) for size, text in content["parts"])
-    num_prefixes, world_size = _number(content["num_prefixes"], 1, 1 << 31), len(parts)
+    parts = tuple(PartFile(number_of(size, 1, 1 << 62), Digest.parse(text)) for size, text in content["parts"])
+    num_prefixes, world_size = number_of(content["num_prefixes"], 1, 1 << 31), len(parts)
     tied = {_text(key): _text(first) for key, first in content["tied"].items()}
     if any(first in tied for first in tied.values()):
         raise ValueError("a key is tied to one that is tied itself")
-    own = {_text(key): _number(rank, 0, world_size) for key, rank in content["own"].items()}
-    common = tuple(_number(rank, 0, world_size) for rank in content["common"])
+    own = {_text(key): number_of(rank, 0, world_size) for key, rank in content["own"].items()}
+    common = tuple(number_of(rank, 0, world_size) for rank in content["common"])
     spans = tuple(_span(row, world_size) for row in content["spans"])
     if type(content["packed"]) is not bool:
         raise ValueError("it does not say whether its parts are packed")
@@ -316,7 +305,7 @@ def _with_live(tensors: Sequence[Tensor], live: Mapping[str, Sequence[int]]) -> 
     found = list(tensors)
     for dtype, places in live.items():
         for place in places:
-            at = _number(place, 0, len(tensors))
+            at = number_of(place, 0, len(tensors))
             if dtype not in DTYPES or DTYPES[dtype][1] <= DTYPES[found[at].dtype][1]:
                 raise ValueError("a tensor was cast from a dtype that cannot be")
             found[at] = found[at]._replace(live=dtype)
@@ -326,7 +315,7 @@ def _with_live(tensors: Sequence[Tensor], live: Mapping[str, Sequence[int]]) -> 
 @lru_cache(maxsize=4096, typed=True)  # thousands of tensors are alike
 def _form(dtype: Any, *sizes: Any) -> tuple[str, Sizes]:
     for size in sizes:
-        _number(size, 0, MAX_ELEMENTS)
+        number_of(size, 0, MAX_ELEMENTS)
     if _text(dtype) not in DTYPES or len(sizes) > 255 or prod(map(float, sizes)) >= MAX_ELEMENTS:
         raise ValueError("a tensor has a dtype or a shape that cannot be")
     return dtype, sizes
@@ -334,16 +323,10 @@ def _form(dtype: Any, *sizes: Any) -> tuple[str, Sizes]:
 
 def _span(row: Sequence[Any], world_size: int) -> Span:
     rank, first, last = row
-    found = Span(_number(rank, 0, world_size), _number(first, 0, 1 << 31), _number(last, 0, 1 << 31))
+    found = Span(number_of(rank, 0, world_size), number_of(first, 0, 1 << 31), number_of(last, 0, 1 << 31))
     if found.first > found.last:
         raise ValueError("a span ends before it begins")
     return found
-
-
-def _number(value: Any, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value < high:
-        raise ValueError(f"{str(value)[:40]} is not a number from {low} to {high - 1}")
-    return value
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -276,17 +276,10 @@ class Part:
     algorithm: str
     digests: memoryview
     """The digests of all blocks, by that algorithm."""
-    _values: tuple[bytes, bytes] = field(repr=False)
-
-    @property
-    def common(self) -> bytes:
-        """The JSON of the values that are for all ranks."""
-        return self._values[0]
-
-    @property
-    def own(self) -> bytes:
-        """The JSON of the values that are this rank's alone."""
-        return self._values[1]
+    common: bytes
+    """The JSON of the values that are for all ranks."""
+    own: bytes
+    """The JSON of the values that are this rank's alone."""
 
     def layout(self) -> list[bytes]:
         """Return the places of all boxes: equal for parts that differ in digests and plain values alone."""
@@ -316,7 +309,7 @@ def _names_of(deflated: bytes, raw_bytes: int, count: int) -> tuple[str, ...]:
     bytes of no name are those of one that is empty."""
     names = _name_tables.get((deflated, count))
     if names is None:
-        text = _inflate(deflated, raw_bytes).decode("utf-8", "surrogatepass")
+        text = inflated(deflated, raw_bytes).decode("utf-8", "surrogatepass")
         names = tuple(text.split("\0")) if count else ()
         if len(_name_tables) > 8:
             _name_tables.clear()
@@ -326,13 +319,14 @@ def _names_of(deflated: bytes, raw_bytes: int, count: int) -> tuple[str, ...]:
     return names
 
 
-def _inflate(deflated: bytes, raw_bytes: int) -> bytes:
-    if raw_bytes > len(deflated) * _MAX_TEXT_RATIO:
+def inflated(deflated: bytes | memoryview, size_bytes: int) -> bytes:
+    """Return a text of that size from its deflated form. Raises ValueError, zlib.error."""
+    if size_bytes > len(deflated) * _MAX_TEXT_RATIO:
         raise ValueError("a text is longer than its deflated form allows")
     stream = zlib.decompressobj()
-    text = stream.decompress(deflated, raw_bytes + 1)
-    if len(text) != raw_bytes:
-        raise ValueError("a text has the wrong length")
+    text = stream.decompress(deflated, size_bytes + 1)
+    if len(text) != size_bytes or not stream.eof or stream.unused_data:
+        raise ValueError("the length of a text is wrong")
     return text
 
 
@@ -367,7 +361,6 @@ def _decode(data: memoryview, file: str) -> Part:
         raise ValueError(f"it has {len(data)} bytes, {at} belong to it")
     names = _names_of(texts[0], lengths[1], tensors)
     file_names = tuple(map(check_name, _names_of(texts[1], lengths[3], files)))
-    values = _inflate(texts[2], lengths[5]), _inflate(texts[3], lengths[7])
 
     _require(bool((dtype < len(DTYPES)).all()), "a dtype is unknown")
     _require(int(file_chunks.sum(dtype=np.int64)) == chunks, "the chunks of its files are not all its chunks")
@@ -395,7 +388,8 @@ def _decode(data: memoryview, file: str) -> Part:
         regions=regions,
         algorithm=algorithm,
         digests=digests.data,
-        _values=values,
+        common=inflated(texts[2], lengths[5]),
+        own=inflated(texts[3], lengths[7]),
     )
 
 

@@ -198,10 +198,6 @@ class TensorIndex:
                 found.setdefault(rank, set()).add(name)
         return {rank: frozenset(names) for rank, names in found.items()}
 
-    def layout_digest(self) -> bytes:
-        """Return a digest that is equal for two indices that differ in digests of blocks and plain values alone."""
-        return layout_digest(self.parts)
-
     def digests(self, region: int, low: int = 0, high: int | None = None) -> list[Digest]:
         """Return the digests of the blocks of a region from the number `low` on, below `high`."""
         part = self.parts[bisect_right(self._first_regions, region) - 1]

@@ -18,6 +18,7 @@ from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.encoding import FORMAT_VERSION, load_object, shortened
 from ckptstore.format.manifest import Receipt
 from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.layouts import number_of
 
 LEAST_CURRENT = 0.75
 """The least share of a file that is still current for it to be taken over; below, the current chunks are written
@@ -133,9 +134,7 @@ def _file_from_json(entry: dict[str, Any]) -> KeptFile:
 
 
 def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is not a number of at least 0")
-    return value
+    return number_of(value, 0, 1 << 63)
 
 
 def kept_file_name(rank: int) -> str:
