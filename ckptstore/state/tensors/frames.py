@@ -29,7 +29,6 @@ MAX_PAYLOAD_BYTES = (4 << 30) - (64 << 10)
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
-_END_MAX_BYTES = _END.size + 0xFFFF
 _JANUARY_1980 = 0x21
 _VERSION = b"3\n"
 _DEFLATED = 8
