@@ -25,7 +25,7 @@ from ckptstore.format.layout import DCP_METADATA_NAME, check_name
 from ckptstore.state.index.part import DTYPES, Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.matching import Saved, Target
-from ckptstore.state.read.read_plan import ReadPlan, RunSteps, Step, run_steps
+from ckptstore.state.read.read_plan import Read, ReadPlan, RunSteps, Step, run_steps
 from ckptstore.state.tensors import frames
 from ckptstore.state.tensors.boxes import Box, inside, overlap
 from ckptstore.state.tensors.placement import PLAIN_TYPES, Piece, dtype_and_shape, pieces_of
@@ -63,7 +63,7 @@ class StockState:
     """A stock DCP checkpoint, as one rank reads it. Has the methods of `StoredState` that a load needs."""
 
     metadata: Any
-    read: Callable[[Sequence[RangeRead]], None]
+    read: Read
     prefix: str
     sizes_bytes: Mapping[str, int]
     """The sizes of all files of the checkpoint, by name."""
@@ -132,7 +132,7 @@ class StockState:
 
     def _fill(self, wanted: Sequence[tuple[str, list[Piece]]], run: RunSteps = run_steps) -> None:
         with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
-            run(self._steps(wanted), self.read, buffer_bytes=self.buffer_bytes)
+            run(self._steps(wanted), self.read, self.buffer_bytes)
 
     def _steps(self, wanted: Sequence[tuple[str, list[Piece]]]) -> Iterator[Step]:
         """Yield the steps of a read, and load the frames that torch has to read: where `run` is prepared for errors."""

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from ckptstore.runtime.new_memory import HUGE_BYTES, new_memory
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.index.tensor_index import Chunk, TensorIndex
 from ckptstore.state.tensors.boxes import Box, inside, is_range, overlap, runs, span, strides_of, whole
-from ckptstore.state.tensors.dense import Dense, copy_bytes
+from ckptstore.state.tensors.dense import Dense, address_of_view, copy_bytes
 from ckptstore.state.tensors.placement import Piece
 from ckptstore.state.tensors.segments import narrowed
 from ckptstore.state.tensors.tensor_memory import address_of, is_plain_memory, view_of
@@ -36,6 +36,12 @@ BUFFER_BYTES = 32 << 20
 """The most that one buffer of a read holds."""
 SCATTERED_BYTES = 16 << 10
 """The size below which a copy out of a buffer costs less than one more place to read into."""
+
+Read = Callable[[Sequence[RangeRead]], None]
+"""`Transfer.read`."""
+Small = tuple[Tensor, Dense, torch.Tensor]
+"""A stored tensor, and the memory of a small dense tensor of the same dtype and shape that it fills; that tensor."""
+_T = TypeVar("_T")
 
 
 class Copy(NamedTuple):
@@ -63,23 +69,6 @@ class Copy(NamedTuple):
         size_bytes = self.target.numel() * self.target.element_size()
         is_same = size_bytes == self.size_bytes and self.target.dtype == self.dtype
         return is_same and is_plain_memory(self.target)
-
-
-class SmallTensors:
-    """Small dense tensors of the state, in columns, and the stored tensors that fill them whole."""
-
-    def __init__(self) -> None:
-        self.entries: list[Tensor] = []
-        self.addresses: list[int] = []
-        self.sizes_bytes: list[int] = []
-        self.tensors: list[torch.Tensor] = []
-
-    def add(self, entry: Tensor, dense: Dense, tensor: torch.Tensor) -> None:
-        """Add a tensor of the state, with the stored one, which has the same dtype and shape."""
-        self.entries.append(entry)
-        self.addresses.append(dense.address)
-        self.sizes_bytes.append(dense.form.size_bytes)
-        self.tensors.append(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +115,7 @@ class SmallCopies:
         if len(self.offsets):
             if not offset <= int(self.offsets[0]) <= int(self.stops[-1]) <= offset + len(buffer):
                 raise RuntimeError("a buffer has not the bytes of all small tensors that it is for")
-            sources = self.offsets + (_address(buffer) - offset)
+            sources = self.offsets + (address_of_view(buffer) - offset)
             copy_bytes(self.addresses.tolist(), sources.tolist(), self.sizes_bytes.tolist())
 
 
@@ -220,7 +209,7 @@ class Buffered(NamedTuple):
             self.small.empty(self.offset, self.buffer)
         if not self.copies:
             return
-        address, last = _address(self.buffer), len(self.buffer)
+        address, last = address_of_view(self.buffer), len(self.buffer)
         for copy in self.copies:
             start = copy.offset - self.offset
             if copy.is_whole and 0 <= start <= last - copy.size_bytes:  # for a small tensor a view costs too much
@@ -240,13 +229,9 @@ def fill(target: torch.Tensor, data: memoryview, strides: tuple[int, ...], dtype
     if size_bytes == len(data) and target.dtype == dtype and is_plain_memory(target):
         view_of(target)[:] = data
         return
-    is_aligned = _address(data) % dtype.itemsize == 0
+    is_aligned = address_of_view(data) % dtype.itemsize == 0
     aligned = torch.frombuffer(data if is_aligned else bytearray(data), dtype=torch.uint8).view(dtype)
     target.copy_(aligned.as_strided(tuple(target.shape), strides))
-
-
-def _address(data: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 class ReadPlan:
@@ -260,7 +245,8 @@ class ReadPlan:
         self._steps: list[Step] = []
         self._shared: defaultdict[int, list[Copy]] = defaultdict(list)
         self._small: dict[int, SmallCopies] = {}
-        self._regions = [column.tolist() for column in _region_columns(index)]
+        columns = index.regions.file, index.regions.offset, index.regions.size_bytes
+        self._regions = [column.tolist() for column in columns]
 
     def add(self, source: str, pieces: Iterable[Piece], *, rank: int) -> None:
         """Fill these pieces of the stored tensor `source`, as `rank` stored it if ranks differ. Those of the dtype that
@@ -283,22 +269,24 @@ class ReadPlan:
             if volume != piece.box.volume:
                 raise CheckpointDamaged(f"the checkpoint has not all of {source}: a chunk is missing")
 
-    def add_small(self, small: SmallTensors) -> list[tuple[str, torch.Tensor]]:
+    def add_small(self, small: Sequence[Small]) -> list[tuple[str, torch.Tensor]]:
         """Fill small tensors whose stored ones all ranks have alike. Called once. Return the keys and tensors of those
         that are not one chunk in a slab."""
-        if not small.entries:
+        if not small:
             return []
-        is_one, offsets, regions = self._index.whole_chunks(small.entries)
-        sizes, addresses = np.array(small.sizes_bytes, np.int64), np.array(small.addresses, np.int64)
+        entries, memory, tensors = zip(*small, strict=True)
+        is_one, offsets, regions = self._index.whole_chunks(entries)
+        sizes = np.array([dense.form.size_bytes for dense in memory], np.int64)
+        addresses = np.array([dense.address for dense in memory], np.int64)
         taken = np.flatnonzero(is_one & (self._index.regions.size_bytes[regions] != sizes))
         taken = taken[np.lexsort((offsets[taken], regions[taken]))]
         cuts = (np.flatnonzero(np.diff(regions[taken])) + 1).tolist()
         for low, high in pairwise([0, *cuts, len(taken)] if len(taken) else []):
             at = taken[low:high]
-            self._small[int(regions[at[0]])] = SmallCopies(offsets[at], sizes[at], addresses[at], small.tensors)
+            self._small[int(regions[at[0]])] = SmallCopies(offsets[at], sizes[at], addresses[at], tensors)
         left = np.ones(len(sizes), bool)
         left[taken] = False
-        return [(small.entries[index].key, small.tensors[index]) for index in np.flatnonzero(left).tolist()]
+        return [(entries[index].key, tensors[index]) for index in np.flatnonzero(left).tolist()]
 
     def _add_box(self, chunk: Chunk, box: Box, target: torch.Tensor, dtype: torch.dtype) -> None:
         element_bytes = dtype.itemsize
@@ -311,39 +299,31 @@ class ReadPlan:
             self._shared[chunk.region].append(copy)
         elif target.dtype == dtype and is_plain_memory(target) and is_range(box, chunk.box.sizes):
             first, count = span(box, chunk.box.sizes)
-            self._add_direct(chunk, chunk.offset + first * element_bytes, view_of(target))
+            offset = chunk.offset + first * element_bytes
+            step = self._add_step(chunk.region, offset, offset + count * element_bytes)
+            step.direct, step.direct_offset = view_of(target), offset
         else:
             for piece in _cut(box, chunk.box.sizes, element_bytes):
                 first, count = span(piece, chunk.box.sizes)
                 inner = narrowed(target, inside(piece, box))
                 copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, inner, strides, dtype)
-                self._add_buffered(chunk.region, copy.offset, copy.offset + copy.size_bytes, [copy])
+                self._add_step(chunk.region, copy.offset, copy.stop).copies = [copy]
 
-    def _add_direct(self, chunk: Chunk, offset: int, view: memoryview) -> None:
-        step = self._step(chunk.region, offset, offset + len(view))
-        step.direct, step.direct_offset = view, offset
-        self._steps.append(step)
-
-    def _add_buffered(
-        self, region: int, start: int, stop: int, copies: list[Copy], small: SmallCopies | None = None
-    ) -> None:
-        step = self._step(region, start, stop)
-        step.copies, step.small = copies, small
-        self._steps.append(step)
-
-    def _step(self, region: int, start: int, stop: int) -> Step:
-        """Return the step that reads a stretch of a region, widened to the borders of its blocks."""
+    def _add_step(self, region: int, start: int, stop: int) -> Step:
+        """Add and return the step that reads a stretch of a region, widened to the borders of its blocks."""
         file, begin, size_bytes = (column[region] for column in self._regions)
-        key = self._prefix + self._index.files[file]
-        if not self._checked:
-            return Step(key, start, stop - start, ())
-        low = (start - begin) // BLOCK_BYTES
-        high = -(-(stop - begin) // BLOCK_BYTES)
-        end = min(high * BLOCK_BYTES, size_bytes)
-        digests = self._index.digests(region, low, high)
-        sizes = [BLOCK_BYTES] * (high - low)
-        sizes[-1] = end - (high - 1) * BLOCK_BYTES
-        return Step(key, begin + low * BLOCK_BYTES, end - low * BLOCK_BYTES, tuple(zip(sizes, digests, strict=True)))
+        checks: tuple[tuple[int, Digest], ...] = ()
+        if self._checked:
+            low = (start - begin) // BLOCK_BYTES
+            high = -(-(stop - begin) // BLOCK_BYTES)
+            end = min(high * BLOCK_BYTES, size_bytes)
+            sizes = [BLOCK_BYTES] * (high - low)
+            sizes[-1] = end - (high - 1) * BLOCK_BYTES
+            checks = tuple(zip(sizes, self._index.digests(region, low, high), strict=True))
+            start, stop = begin + low * BLOCK_BYTES, begin + end
+        step = Step(self._prefix + self._index.files[file], start, stop - start, checks)
+        self._steps.append(step)
+        return step
 
     def steps(self) -> Iterator[Step]:
         """Yield all steps, in the order of files and offsets."""
@@ -355,15 +335,12 @@ class ReadPlan:
                 start, stop = group[0].offset, max(item.offset + item.size_bytes for item in group)
                 copies = [item for item in group if isinstance(item, Copy)]
                 runs = [item.copies for item in group if isinstance(item, Run)]
-                self._add_buffered(region, start, stop, copies, _joined(runs))
+                step = self._add_step(region, start, stop)
+                step.copies, step.small = copies, _joined(runs)
         self._shared.clear()
         self._small.clear()
         self._steps.sort(key=lambda step: (step.key, step.offset))
         yield from self._steps
-
-
-def _region_columns(index: TensorIndex) -> tuple[Any, Any, Any]:
-    return index.regions.file, index.regions.offset, index.regions.size_bytes
 
 
 def _joined(runs: Sequence[SmallCopies]) -> SmallCopies | None:
@@ -417,31 +394,33 @@ def halves(box: Box, sizes: tuple[int, ...], most: int) -> Iterator[Box]:
         yield from halves(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), sizes, most)
 
 
-class RunSteps(Protocol):
-    """Carries out the steps of a read."""
-
-    def __call__(
-        self, steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int
-    ) -> None: ...
+RunSteps = Callable[[Iterable[Step], Read, int], None]
+"""Carries out the steps of a read. The number is the most bytes of its buffers at once."""
 
 
-def run_steps(steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int) -> None:
+def run_steps(steps: Iterable[Step], read: Read, buffer_bytes: int) -> None:
     """Read and copy, with buffers of at most `buffer_bytes` at once."""
-    wave: list[Step] = []
-    held = 0
-    for step in steps:
-        if wave and held + step.buffer_bytes > buffer_bytes:
-            _run_wave(wave, read)
-            wave, held = [], 0
-        wave.append(step)
-        held += step.buffer_bytes
-    if wave:
+    for wave in waves(steps, lambda step: step.buffer_bytes, buffer_bytes):
         _run_wave(wave, read)
 
 
-def _run_wave(wave: Sequence[Step], read: Callable[[Sequence[RangeRead]], None]) -> None:
-    reads = [step.scattered_read() for step in wave]
+def _run_wave(wave: Sequence[Step], read: Read) -> None:
+    reads = [step.scattered_read() for step in wave]  # they end with the call, before those of the next wave are made
     read([item for item, _ in reads])
     for _, left in reads:
         for buffered in left:
             buffered.empty()
+
+
+def waves(items: Iterable[_T], size_of: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
+    """Yield the items in lists of at most `most_bytes`, or of one item."""
+    wave: list[_T] = []
+    held = 0
+    for item in items:
+        if wave and held + size_of(item) > most_bytes:
+            yield wave
+            wave, held = [], 0
+        wave.append(item)
+        held += size_of(item)
+    if wave:
+        yield wave

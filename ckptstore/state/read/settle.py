@@ -10,7 +10,7 @@ import torch
 
 from ckptstore.state.read.read_plan import halves
 from ckptstore.state.tensors.boxes import Box, whole, within
-from ckptstore.state.tensors.overlap import Conflict, FilledBox, PlacedTensor, first_byte, place_bytes, reach_bytes
+from ckptstore.state.tensors.overlap import Conflict, FilledBox, PlacedTensor, place_bytes, reach_bytes
 
 COMPARED_BYTES = 32 << 20
 """The most that is read at once of one of two tensors for the same memory."""
@@ -80,8 +80,8 @@ def _are_equal(first: FilledBox, second: FilledBox, fill_boxes: FillBoxes) -> bo
 
 def _agree_in_common(first: FilledBox, second: FilledBox, fill_boxes: FillBoxes) -> bool:
     """Return True if two stored boxes have the same bytes wherever their memory is the same."""
-    start = min(first_byte(first.memory), first_byte(second.memory))
-    stop = max(first_byte(item.memory) + reach_bytes(item.memory) for item in (first, second))
+    start = min(first.memory.data_ptr(), second.memory.data_ptr())
+    stop = max(item.memory.data_ptr() + reach_bytes(item.memory) for item in (first, second))
     memory, is_set = np.zeros(stop - start, np.uint8), np.zeros(stop - start, np.bool_)
     place_bytes(memory, start, first.memory)[...] = _read(first, first.box, fill_boxes)
     place_bytes(is_set, start, first.memory)[...] = True

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from ckptstore.errors import InvalidInput
 from ckptstore.group import Group
 from ckptstore.runtime.beat import beat
-from ckptstore.state.read.read_plan import Step, run_steps
+from ckptstore.state.read.read_plan import Read, Step, run_steps, waves
 from ckptstore.transfer import RangeRead
 
 _PIECE_BYTES = 32 << 20
@@ -38,22 +39,20 @@ class SharedSteps:
                 hint='Initialise torch.distributed, or use read_once="node"',
             )
 
-    def __call__(
-        self, steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int
-    ) -> None:
+    def __call__(self, steps: Iterable[Step], read: Read, buffer_bytes: int) -> None:
         if self._group.world_size == 1:
-            run_steps(list(steps), read, buffer_bytes=buffer_bytes)
+            run_steps(list(steps), read, buffer_bytes)
             return
         own, common = self._wanted_by_all(steps)
         by_place: dict[Place, list[Step]] = {}
         for step in own:
             by_place.setdefault(_place(step), []).append(step)
-        for wave in _waves(common, buffer_bytes):
+        for wave in waves(common, itemgetter(2), buffer_bytes):
             self._share(wave, by_place, read)
         taken = set(common)
 
         with self._group.meeting("read the rest"):
-            run_steps((step for step in own if _place(step) not in taken), read, buffer_bytes=buffer_bytes)
+            run_steps((step for step in own if _place(step) not in taken), read, buffer_bytes)
 
     def _wanted_by_all(self, steps: Iterable[Step]) -> tuple[list[Step], list[Place]]:
         """Return the steps of this rank, and the places that every rank reads."""
@@ -63,12 +62,7 @@ class SharedSteps:
             common = meeting.tell(lambda: _packed(set.intersection(*map(_unpacked, wanted))))
         return own, sorted(_unpacked(common))
 
-    def _share(
-        self,
-        wave: Sequence[Place],
-        by_place: Mapping[Place, Sequence[Step]],
-        read: Callable[[Sequence[RangeRead]], None],
-    ) -> None:
+    def _share(self, wave: Sequence[Place], by_place: Mapping[Place, Sequence[Step]], read: Read) -> None:
         """Read this rank's share of a wave. When all ranks have read theirs, broadcast everything to all."""
         owners = _owners(wave, self._group.world_size)
         with self._group.meeting("read shares"):
@@ -138,19 +132,6 @@ def _packed(places: set[Place]) -> bytes:
 
 def _unpacked(data: bytes) -> set[Place]:
     return {(key, offset, size_bytes) for key, offset, size_bytes in json.loads(zlib.decompress(data))}
-
-
-def _waves(places: Sequence[Place], buffer_bytes: int) -> Iterator[list[Place]]:
-    wave: list[Place] = []
-    held = 0
-    for place in places:
-        if wave and held + place[2] > buffer_bytes:
-            yield wave
-            wave, held = [], 0
-        wave.append(place)
-        held += place[2]
-    if wave:
-        yield wave
 
 
 def _owners(wave: Sequence[Place], world_size: int) -> list[int]:

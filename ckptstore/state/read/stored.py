@@ -16,20 +16,16 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.matching import Saved, Target, above, fits
 from ckptstore.state.live.values import Decoder, references
-from ckptstore.state.read.read_plan import SCATTERED_BYTES, ReadPlan, RunSteps, SmallTensors, Step, run_steps
+from ckptstore.state.read.read_plan import SCATTERED_BYTES, Read, ReadPlan, RunSteps, Small, Step, run_steps
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.dense import dense_of
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, name_of, pieces_of
 from ckptstore.state.tensors.tensor_memory import check_memory, outside_inference
-from ckptstore.transfer import RangeRead
 
 Choice = Literal["error", "first", "skip"]
 """The treatment of values that differed between ranks, at another world size: refuse, the lowest rank's, leave out."""
 PerRank = Choice | Mapping[str, Choice]
 """One choice for all keys, or one by pattern of a key or of one above it; the first that fits counts, else "error"."""
-
-Read = Callable[[Sequence[RangeRead]], None]
-"""`Transfer.read`."""
 
 
 def check_per_rank(per_rank: PerRank) -> None:
@@ -258,9 +254,9 @@ class StoredState:
 
     def _small(
         self, targets: Mapping[str, tuple[torch.Tensor, str] | Target]
-    ) -> tuple[SmallTensors, Mapping[str, tuple[torch.Tensor, str] | Target]]:
+    ) -> tuple[list[Small], Mapping[str, tuple[torch.Tensor, str] | Target]]:
         """Return the targets that are planned all together, and the others: large ones, and all that need a look."""
-        small, others = SmallTensors(), dict[str, tuple[torch.Tensor, str] | Target]()
+        small, others = list[Small](), dict[str, tuple[torch.Tensor, str] | Target]()
         if not (self.index.is_whole and self.index.is_common):
             return small, targets
         tensors = self.index.tensors
@@ -277,7 +273,7 @@ class StoredState:
             ):
                 others[name] = target
             else:
-                small.add(entry, dense, tensor)
+                small.append((entry, dense, tensor))
         return small, others
 
     def _wanted(self, name: str, tensor: torch.Tensor, source: str) -> tuple[str, int, list[Piece]]:
@@ -316,19 +312,12 @@ class StoredState:
                 self.index = self.more(lacking)
 
     def _fill(
-        self,
-        wanted: Iterable[tuple[str, int, list[Piece]]],
-        run: RunSteps = run_steps,
-        small: SmallTensors | None = None,
+        self, wanted: Iterable[tuple[str, int, list[Piece]]], run: RunSteps = run_steps, small: Sequence[Small] = ()
     ) -> None:
         with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
-            run(self._steps(wanted, small), self.read, buffer_bytes=self.buffer_bytes)
+            run(self._steps(wanted, small), self.read, self.buffer_bytes)
 
-    def _steps(
-        self,
-        wanted: Iterable[tuple[str, int, list[Piece]]],
-        small: SmallTensors | None = None,
-    ) -> Iterator[Step]:
+    def _steps(self, wanted: Iterable[tuple[str, int, list[Piece]]], small: Sequence[Small]) -> Iterator[Step]:
         """Yield the steps of a read. All that can fail comes after the first is asked for, where `run` is prepared."""
         # Some classes of tensors cannot be detached in inference mode, in which the reads are.
         with collector_paused(), torch.inference_mode(False):
@@ -336,9 +325,8 @@ class StoredState:
         self._know(pieces_of_all)
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
         with collector_paused(), torch.inference_mode(False):
-            if small is not None:
-                left = plan.add_small(small)
-                pieces_of_all += [(key, self.rank, pieces_of(tensor, key)) for key, tensor in left]
+            left = plan.add_small(small)
+            pieces_of_all += [(key, self.rank, pieces_of(tensor, key)) for key, tensor in left]
             for source, rank, pieces in pieces_of_all:
                 for piece in pieces:
                     check_memory(piece.tensor, source)

@@ -71,6 +71,11 @@ _move: Any = ctypes.PyDLL(None).memmove  # keeps the interpreter lock: handing i
 _move.argtypes, _move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 
 
+def address_of_view(view: memoryview) -> int:
+    """Return the address of the first byte of writable memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
 def copy_bytes(targets: Iterable[int], sources: Iterable[int | bytes], sizes_bytes: Iterable[int]) -> None:
     """Copy to each address so many bytes, from an address or out of `bytes`. For small copies; the caller keeps all the
     memory."""

@@ -75,7 +75,7 @@ def shared_memory(tensors: Sequence[torch.Tensor]) -> Iterator[Pair]:
     """
     by_device: defaultdict[torch.device, list[_Extent]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
-        if tensor.numel() and not tensor.is_meta and (address := first_byte(tensor)):
+        if tensor.numel() and not tensor.is_meta and (address := tensor.data_ptr()):
             by_device[tensor.device].append((address, address + reach_bytes(tensor), number))
     for extents in by_device.values():
         extents.sort()
@@ -90,11 +90,6 @@ def shared_memory(tensors: Sequence[torch.Tensor]) -> Iterator[Pair]:
         yield from _within(cluster, tensors)
 
 
-def first_byte(tensor: torch.Tensor) -> int:
-    """Return the address of a plain strided tensor's first element; 0 where it has no memory."""
-    return tensor.data_ptr()
-
-
 def reach_bytes(tensor: torch.Tensor) -> int:
     """Return the number of bytes from the start of a tensor's first element to the end of its last one."""
     if tensor.is_contiguous():
@@ -107,7 +102,7 @@ def place_bytes(memory: np.ndarray[Any, Any], start: int, tensor: torch.Tensor) 
     """Return a view of the items of a flat array that stand for the bytes of a tensor. The array's first item stands
     for the address `start`. The view has the shape of the tensor and one more dimension, for the bytes of an
     element."""
-    return _units(memory, first_byte(tensor) - start, tensor, 1)
+    return _units(memory, tensor.data_ptr() - start, tensor, 1)
 
 
 def _within(cluster: list[_Extent], tensors: Sequence[torch.Tensor]) -> Iterator[Pair]:
@@ -253,7 +248,7 @@ def _share_nothing(places: Sequence[PlacedTensor]) -> bool:
         else:
             others += local_memory(place.tensor if place.live is None else place.live)
     for tensor in others:
-        if tensor.is_cpu and tensor.numel() and (address := first_byte(tensor)):
+        if tensor.is_cpu and tensor.numel() and (address := tensor.data_ptr()):
             starts.append(address)
             stops.append(address + reach_bytes(tensor))
     order = np.argsort(np.array(starts, np.int64))

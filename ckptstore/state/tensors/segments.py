@@ -18,7 +18,7 @@ import torch
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.tensors.boxes import Box, boxes_of_range
-from ckptstore.state.tensors.dense import copy_bytes
+from ckptstore.state.tensors.dense import address_of_view, copy_bytes
 from ckptstore.state.tensors.frames import Template
 from ckptstore.state.tensors.placement import name_of
 from ckptstore.state.tensors.tensor_memory import as_bytes, is_plain_memory, view_of
@@ -43,7 +43,7 @@ class Bytes:
         if source.readonly or not source:
             target[:] = source
         else:
-            ctypes.memmove(_address(target), _address(source), len(target))
+            ctypes.memmove(address_of_view(target), address_of_view(source), len(target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Slab:
             layout.payload_sizes[low:high],
             layout.gaps[low : high - 1],
         )
-        base = _address(target) - start
+        base = address_of_view(target) - start
         copy_bytes([base + at for at in offsets], self.addresses[low:high], sizes)
         copy_bytes([base + at + size for at, size in zip(offsets, sizes, strict=True)], gaps, map(len, gaps))
         header, trailer = layout.templates[low].header, layout.templates[high - 1].trailer
@@ -244,10 +244,6 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 @dataclass(slots=True)
