@@ -21,13 +21,14 @@ from ckptstore.group.base import Group
 from ckptstore.group.find import SOLO, find_group
 from ckptstore.interchange.places import ExportPlace
 from ckptstore.interchange.safetensors_file import check_shard_size, lay_out
-from ckptstore.interchange.selection import KINDS, Kind, Selection, fitting, select
+from ckptstore.interchange.selection import KINDS, Kind, Selection, select
 from ckptstore.interchange.to_dcp import write_dcp
 from ckptstore.interchange.to_safetensors import OneCheckpoint, write_safetensors
 from ckptstore.interchange.to_torch import build_tree, write_torch
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
 from ckptstore.loading.nesting import paths_of
+from ckptstore.state.live.patterns import fitting
 from ckptstore.state.read.stored import StoredState
 from ckptstore.transfer.executor import Executor, InProcess
 

@@ -9,9 +9,8 @@ import torch
 
 from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.state.live.flatten import FlatState, Kind, Path, TensorEntry, join_path, units_of
-from ckptstore.state.live.matching import fits
 from ckptstore.state.live.optimizers import EMPTY_GROUPS, GROUPS, MORE, STATE, scope_of, settings_of
-from ckptstore.state.live.patterns import patterns_of
+from ckptstore.state.live.patterns import fits, patterns_of
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """New keys: a mapping of old beginnings to new ones, or a function from a key to its new one."""
@@ -96,7 +95,7 @@ class Intake:
     ) -> None:
         """Take the options of `import_state`; the optimizers of the live `state` name the numbered parameters."""
         self.include, self.state, self.allow_pickle = include, state, allow_pickle
-        self._patterns = patterns_of("include", include)
+        self._patterns = patterns_of(include)
         self._unused = set(self._patterns or ())
         self._renaming = Renaming(rename)
         self._flat = FlatState()

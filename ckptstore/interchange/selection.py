@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ckptstore.errors import InvalidInput
 from ckptstore.loading.nesting import Path, path_of
 from ckptstore.state.live.flatten import references_in
-from ckptstore.state.live.matching import Saved, fits
-from ckptstore.state.live.patterns import check_used, patterns_of
+from ckptstore.state.live.matching import Saved
+from ckptstore.state.live.patterns import check_used, fitting
 
 Kind = Literal["safetensors", "torch", "dcp"]
 """Formats of other tools."""
@@ -42,14 +42,6 @@ class Selection:
         return path if self.name_of(key) == key else (self.name_of(key),)
 
 
-def fitting(include: str | Sequence[str] | None) -> Callable[[str], bool]:
-    """Return a function that is True for keys that fit a pattern, or one of several; with None, for all. Raises
-    InvalidInput for no pattern at all."""
-    patterns = patterns_of("include", include)
-
-    return lambda key: patterns is None or any(fits(key, pattern) for pattern in patterns)
-
-
 def select(
     saved: Saved,
     *,
@@ -62,7 +54,7 @@ def select(
 
     Raises InvalidInput for a pattern or a prefix that fits nothing, or when two keys would have the same name.
     """
-    check_used(patterns_of("include", include) or (), {*all_keys, *saved.tensors, *saved.aliases})
+    check_used(include, {*all_keys, *saved.tensors, *saved.aliases})
     is_included = fitting(include)
     values = {key: value for key, value in saved.values.items() if is_included(key)}
     inside = {key for value in values.values() for key in references_in(value)}

@@ -12,8 +12,7 @@ from ckptstore.loading.nesting import Path, nested, path_of, paths_of
 from ckptstore.runtime.near import shown
 from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.live.flatten import children, find_references, join_path, map_tensors
-from ckptstore.state.live.matching import Matching, Saved
-from ckptstore.state.live.patterns import check_used, patterns_of
+from ckptstore.state.live.patterns import check_used, fitting
 from ckptstore.state.read.stored import PerRank, check_per_rank, read_whole
 from ckptstore.state.tensors.wrapped import Wrapped
 
@@ -21,11 +20,10 @@ from ckptstore.state.tensors.wrapped import Wrapped
 def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None, per_rank: PerRank) -> dict[str, Any]:
     """Return the nested state of a checkpoint; see `Checkpoint.to_dict`."""
     check_per_rank(per_rank)
-    patterns = patterns_of("include", include)
-    includes = Matching(Saved({}, {}), include=patterns).includes
+    includes = fitting(include)
     with files.held():
         stored = open_any(files, per_rank=per_rank, wanted=includes)
-        check_used(patterns or (), stored.all_keys())
+        check_used(include, stored.all_keys())
         try:
             saved = stored.saved(includes)
         except InvalidState as error:  # whose hint is for a load

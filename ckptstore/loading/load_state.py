@@ -32,8 +32,8 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
 from ckptstore.state.live.contents import pass_state
 from ckptstore.state.live.flatten import Kind, is_loader, takes_all_ranks, units_of
-from ckptstore.state.live.matching import Matching, Mismatch, Saved
-from ckptstore.state.live.patterns import patterns_of
+from ckptstore.state.live.matching import Mismatch, Saved
+from ckptstore.state.live.patterns import fitting, patterns_of
 from ckptstore.state.read.settle import unsettled
 from ckptstore.state.read.shared_reads import SharedSteps
 from ckptstore.state.read.stored import PerRank, StoredState
@@ -64,7 +64,7 @@ class LoadOptions:
     dtype: Dtype = "same"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "include", patterns_of("include", self.include))
+        object.__setattr__(self, "include", patterns_of(self.include))
         if self.dtype not in get_args(Dtype):
             raise InvalidInput(f"dtype is {self.dtype!r}, it is one of {', '.join(get_args(Dtype))}")
         if self.read_once not in get_args(ReadOnce):
@@ -331,7 +331,7 @@ def _open(
 ) -> tuple[StoredState | StockState, Saved, Manifest]:
     """Open the stored state, and return it as this rank sees it, with its keys and values and the manifest.
     Collective."""
-    included = Matching(Saved({}, {}), include=options.include).includes
+    included = fitting(options.include)
     names = {str(name) for name in state}
 
     def asked(key: str) -> bool:

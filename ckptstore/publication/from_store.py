@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ckptstore.checkpoint import Checkpoint, files_behind
-from ckptstore.interchange.selection import fitting, select
+from ckptstore.interchange.selection import select
 from ckptstore.loading.load_state import open_alone
+from ckptstore.state.live.patterns import fitting
 from ckptstore.state.read.stored import read_whole
 
 

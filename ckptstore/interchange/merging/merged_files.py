@@ -14,13 +14,14 @@ from ckptstore.group.base import Group
 from ckptstore.interchange.merging.sums import CHUNK_ELEMENTS, SumMemories, SumMemory, add_terms, chunks_of, narrow_to
 from ckptstore.interchange.places import ExportPlace
 from ckptstore.interchange.safetensors_file import check_shard_size, lay_out
-from ckptstore.interchange.selection import fitting, select
+from ckptstore.interchange.selection import select
 from ckptstore.interchange.streaming import grouped, stream_tensors
 from ckptstore.interchange.to_safetensors import write_safetensors
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.matching import Saved
+from ckptstore.state.live.patterns import fitting
 from ckptstore.state.read.read_plan import halves
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.boxes import Box, whole, within

@@ -7,7 +7,6 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
-from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.near import meant, nearest, nearest_key, shown
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.flatten import TensorRef
+from ckptstore.state.live.patterns import fits, fitting, patterns_of
 from ckptstore.state.tensors.dense import Dense, dense_of
 from ckptstore.state.tensors.overlap import Conflict, PlacedTensor, conflicts_of, local_memory, overlaps_itself
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, name_of, wrapped_in
@@ -178,17 +178,12 @@ class Matching:
         self.shared: list[Conflict] = []
         """Pairs of stored tensors, beside those that `close` finds by memory, of which the state has one."""
         self.mismatch = Mismatch()
-        self._include = None if include is None else (include,) if isinstance(include, str) else tuple(include)
+        self._include = patterns_of(include)
+        self.includes = fitting(include)
+        """True for a key that `include` has, or everything below it."""
         self._keys = sorted(dict.fromkeys(chain(saved.tensors, saved.aliases, saved.values)))  # in order, as a rule
         self._placed: set[str] = set()
         self._places: list[PlacedTensor] = []
-
-    def includes(self, key: str) -> bool:
-        """Return True if `include` has a key, or everything below it. Patterns are those of fnmatch: `*` crosses
-        dots."""
-        if self._include is None:
-            return True
-        return any(fits(key, pattern) for pattern in self._include)
 
     def includes_below(self, key: str) -> bool:
         """Return True if `include` has a key, or anything that the checkpoint has below it."""
@@ -221,7 +216,7 @@ class Matching:
         if len(keys) == 1 and self._take_dense(keys[0], tensor, live, may_move):
             return True
         self._placed.update(keys)
-        asked = keys if self._include is None else [key for key in keys if self.includes(key)]
+        asked = [key for key in keys if self.includes(key)]
         if not asked or not self.saved.skipped.isdisjoint(keys):
             return False
         obstacle = obstacle_of(tensor)
@@ -464,11 +459,6 @@ def _parts_of(key: str, names: Collection[str]) -> list[str]:
 def _can_cast(present: Tensor, wanted: Tensor) -> bool:
     both = present.torch_dtype.is_floating_point and wanted.torch_dtype.is_floating_point
     return both and present.dtype != wanted.dtype and present.shape == wanted.shape
-
-
-def fits(key: str, pattern: str) -> bool:
-    """Return True if a pattern matches a key, or everything below it."""
-    return fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern)
 
 
 def above(key: str) -> set[str]:

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptstore.errors import InvalidInput
 from ckptstore.runtime.near import meant, nearest_key
-from ckptstore.state.live.matching import fits
+
+Include = str | Iterable[Any] | None
+"""One or several patterns, or None for all keys."""
 
 
-def patterns_of(option: str, value: str | Iterable[Any] | None) -> tuple[str, ...] | None:
-    """Return the patterns of an option that takes one or several, None for None, which stands for all keys.
+def fits(key: str, pattern: str) -> bool:
+    """Return True if a pattern matches a key, or everything below it."""
+    return fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern)
 
-    Raises InvalidInput for none at all and for an empty one: they fit nothing, and nobody asks for that.
-    """
-    if value is None:
+
+def patterns_of(include: Include) -> tuple[str, ...] | None:
+    """Return the patterns, None for None. Raises InvalidInput for none at all and for an empty one: they fit nothing,
+    and nobody asks for that."""
+    if include is None:
         return None
-    found = (value,) if isinstance(value, str) else tuple(value)
+    found = (include,) if isinstance(include, str) else tuple(include)
     if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
         raise InvalidInput(
-            f"{option} is {value!r}, it must be one or several patterns of keys",
+            f"include is {include!r}, it must be one or several patterns of keys",
             hint='Such as "model.*"; leave it out for all keys',
         )
     return found
 
 
-def check_used(patterns: Collection[str], keys: Collection[str]) -> None:
+def fitting(include: Include) -> Callable[[str], bool]:
+    """Return a function that is True for keys that fit a pattern: themselves, or everything below them. `*` crosses
+    dots. Raises InvalidInput as `patterns_of` does."""
+    patterns = patterns_of(include)
+    return lambda key: patterns is None or any(fits(key, pattern) for pattern in patterns)
+
+
+def check_used(include: Include, keys: Collection[str]) -> None:
     """Raise InvalidInput for a pattern that fits no key."""
-    for pattern in patterns:
+    for pattern in patterns_of(include) or ():
         if not any(fits(key, pattern) for key in keys):
             raise InvalidInput(
                 f"include={pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys))}",

@@ -14,7 +14,8 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
-from ckptstore.state.live.matching import Saved, Target, above, fits
+from ckptstore.state.live.matching import Saved, Target, above
+from ckptstore.state.live.patterns import fits
 from ckptstore.state.live.values import Decoder, references
 from ckptstore.state.read.read_plan import SCATTERED_BYTES, Read, ReadPlan, RunSteps, Small, Step, run_steps
 from ckptstore.state.tensors.boxes import Box

@@ -12,7 +12,7 @@ from ckptstore.runtime.near import meant, nearest_key
 from ckptstore.state.index.items import Structure
 from ckptstore.state.index.part import DTYPES
 from ckptstore.state.live.flatten import FlatState
-from ckptstore.state.live.matching import fits
+from ckptstore.state.live.patterns import fits
 from ckptstore.state.tensors.overlap import PlacedTensor, conflicts_of, local_memory, overlaps_itself
 from ckptstore.state.tensors.placement import dtype_and_shape, name_of
 from ckptstore.state.tensors.wrapped import Wrapped
@@ -28,13 +28,10 @@ def rules_of(dtype: Any) -> Rules:
         return ()
     if not isinstance(dtype, Mapping):
         raise InvalidInput(f"dtype is {dtype!r}, it is a dict of patterns", hint='As in {"optimizer.*": "bfloat16"}')
-    return tuple((_pattern(pattern), _target(pattern, name)) for pattern, name in dtype.items())
-
-
-def _pattern(pattern: Any) -> str:
-    if not isinstance(pattern, str) or not pattern:
-        raise InvalidInput(f"dtype has the pattern {pattern!r}, a pattern is text", hint='As in "optimizer.*"')
-    return pattern
+    for pattern in dtype:
+        if not isinstance(pattern, str) or not pattern:
+            raise InvalidInput(f"dtype has the pattern {pattern!r}, a pattern is text", hint='As in "optimizer.*"')
+    return tuple((pattern, _target(pattern, name)) for pattern, name in dtype.items())
 
 
 def _target(pattern: str, name: Any) -> torch.dtype:
