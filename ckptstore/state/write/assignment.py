@@ -55,7 +55,7 @@ class RankPlan:
     spans: tuple[tuple[int, int], ...] = ()
     """The first and last item of each stretch of items in which it writes something that has no rule, or that other
     ranks have too. There may be others in a stretch."""
-    derived: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    derived: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Results of `derive`."""
 
     def derive(self, name: str, made_for: object, make: Callable[[], Made]) -> Made:
@@ -64,11 +64,15 @@ class RankPlan:
         For what follows from the plan, its items and that object alone, for the next save with the same plan. It must
         hold no tensor.
         """
-        last = self.derived.get(name)
-        if last is None or last[0] != made_for:
-            last = self.derived[name] = made_for, make()
-        made: Made = last[1]
-        return made
+        return _remembered(self.derived, name, made_for, make)
+
+
+def _remembered(cache: dict[str, tuple[Any, Any]], name: str, made_for: object, make: Callable[[], Made]) -> Made:
+    last = cache.get(name)
+    if last is None or last[0] != made_for:
+        last = cache[name] = made_for, make()  # one assignment, so that no error comes between the two
+    made: Made = last[1]
+    return made
 
 
 @collector_paused()
@@ -206,17 +210,16 @@ class _Planner:
             self._writes += [Write(number, held, chunk) for chunk in chunks_of(box, element_bytes)]
 
     def _deal(self, numbers: list[int], shares: int, share: int) -> None:
-        pieces = [(number, held) for number in numbers for held in range(len(self._items[number].boxes))]
-        dealt, dealt_numbers = [], list[int]()
-        for number, held in pieces:
-            item = self._items[number]
-            dealt.append(Dealt(item.boxes[held].sizes, DTYPES[item.dtype][1]))
-        for index, start, stop in deal(dealt, shares, share):
-            number, held = pieces[index]
-            item = self._items[number]
-            chunks = chunks_of(item.boxes[held], DTYPES[item.dtype][1], start, stop)
+        pieces = [
+            (number, held, box, DTYPES[self._items[number].dtype][1])
+            for number in numbers
+            for held, box in enumerate(self._items[number].boxes)
+        ]
+        dealt_numbers: list[int] = []
+        for index, start, stop in deal([Dealt(box.sizes, each) for _, _, box, each in pieces], shares, share):
+            number, held, box, element_bytes = pieces[index]
             dealt_numbers.append(number)
-            self._writes += [Write(number, held, chunk) for chunk in chunks]
+            self._writes += [Write(number, held, chunk) for chunk in chunks_of(box, element_bytes, start, stop)]
         if dealt_numbers:
             self._spans.add((dealt_numbers[0], dealt_numbers[-1]))
 
@@ -313,11 +316,7 @@ class SaveMemo:
     @collector_paused()
     def cached(self, name: str, made_for: object, make: Callable[[], Made]) -> Made:
         """Return the last result of `make` under that name, if it was made for an equal object; else call `make`."""
-        last = self._cache.get(name)
-        if last is None or last[0] != made_for:
-            last = self._cache[name] = made_for, make()  # one assignment, so that no error comes between the two
-        made: Made = last[1]
-        return made
+        return _remembered(self._cache, name, made_for, make)
 
     @collector_paused()
     def plan(self, items: Sequence[Item], agreement: Agreement, rank: int) -> RankPlan:
