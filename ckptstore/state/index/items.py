@@ -71,11 +71,6 @@ class Item(NamedTuple):
         """The bytes of the boxes that this rank has."""
         return _size_bytes(self.dtype, self.boxes)
 
-    @property
-    def signature(self) -> list[Any]:
-        """The fields that must be equal on all ranks for the key to be the same thing."""
-        return [int(self.mode), self.dtype, list(self.shape)]
-
 
 @lru_cache(maxsize=65_536)  # thousands of tensors are alike
 def _size_bytes(dtype: str, boxes: tuple[Box, ...]) -> int:

@@ -181,23 +181,6 @@ class TensorIndex:
             keep[low:high] = owner[low:high] == owner[low + first[same.reshape(-1)]]
         return keep
 
-    @cached_property
-    def common_keys(self) -> frozenset[str]:
-        """The names of the tensors and values that are the same for all ranks."""
-        return frozenset(name for name, rank in self._row_of if rank < 0).union(self.common_values())
-
-    def own_keys(self, rank: int) -> frozenset[str]:
-        """Return the names of the tensors and values that a rank has of its own."""
-        return self._own_tensors.get(rank, frozenset()).union(self.own_values(rank))
-
-    @cached_property
-    def _own_tensors(self) -> Mapping[int, frozenset[str]]:
-        found: dict[int, set[str]] = {}
-        for name, rank in self._row_of:
-            if rank >= 0:
-                found.setdefault(rank, set()).add(name)
-        return {rank: frozenset(names) for rank, names in found.items()}
-
     def digests(self, region: int, low: int = 0, high: int | None = None) -> list[Digest]:
         """Return the digests of the blocks of a region from the number `low` on, below `high`."""
         part = self.parts[bisect_right(self._first_regions, region) - 1]
@@ -251,7 +234,8 @@ class TensorIndex:
         return found
 
     def entry(self, fqn: str, rank: int) -> Tensor | None:
-        """Return the tensor as that rank sees it, None when it is missing."""
+        """Return the tensor as that rank sees it, None when it is missing. The rank -1 sees those alone that all ranks
+        have alike."""
         row = self._row_at(fqn, rank)
         return None if row is None else self._entries[row]
 

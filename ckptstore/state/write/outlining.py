@@ -105,11 +105,14 @@ class RankStructures:
             raise _refusal(f"{self._words(lost)} would be in no file of the checkpoint")
 
     def _lost(self, index: TensorIndex) -> list[str]:
-        apart = self._keys.keys() - index.common_keys
-        if not apart:
-            return []
-        own = {part.rank: index.own_keys(part.rank) for part in index.parts}
-        return sorted(key for key in apart if any(key not in own[rank] for rank in self.ranks_of(key)))
+        common = index.common_values()
+        apart = [key for key in self._keys if key not in common and index.entry(key, -1) is None]
+        values = {part.rank: index.own_values(part.rank) for part in index.parts} if apart else {}
+
+        def has(rank: int, key: str) -> bool:
+            return key in values[rank] or index.entry(key, rank) is not None
+
+        return sorted(key for key in apart if not all(has(rank, key) for rank in self.ranks_of(key)))
 
     def _words(self, keys: Sequence[str]) -> str:
         shown = [f"{key} ({spoken(ranks)})" if (ranks := self.ranks_of(key)) else key for key in keys[:_SHOWN]]
