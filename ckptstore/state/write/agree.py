@@ -16,7 +16,7 @@ import logging
 import struct
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -234,16 +234,16 @@ class Negotiator:
             self._warn(structures[0], differs)
         self.structures = RankStructures.of(structures, classes, members)
         self.size_bytes = self.structures.size_bytes(differs)
-        agreement = Agreement(
+        return Agreement(
             len(posts),
+            classes=() if is_one else classes,
+            partial=_partial(structures),
             differs=frozenset(differs),
+            untied=frozenset(_untied(structures)),
+            copies=_copies(structures),
             members=self._members,
             is_packed=not (may_spread and self.structures.can_spread),
-        )
-        if not is_one:
-            partial, untied, copies = _partial(structures), frozenset(_untied(structures)), _copies(structures)
-            agreement = replace(agreement, classes=classes, partial=partial, untied=untied, copies=copies)
-        return agreement.encode()
+        ).encode()
 
     def _warn(self, structure: Structure, differs: Collection[str]) -> None:
         """Warn once for a store if ranks each seem to train a separate model: nearly all large tensors differ between
