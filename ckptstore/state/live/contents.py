@@ -15,7 +15,6 @@ import torch
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.live.alike import alike
 from ckptstore.state.live.flatten import (
-    ATOMS,
     Kind,
     Path,
     Replicated,
@@ -34,6 +33,7 @@ from ckptstore.state.live.flatten import (
 )
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import blaming
+from ckptstore.state.live.values import ATOMS
 from ckptstore.state.tensors.overlap import local_memory, overlaps_itself
 from ckptstore.state.tensors.placement import is_dtensor, is_on_meta
 from ckptstore.state.tensors.tensor_memory import obstacle_of

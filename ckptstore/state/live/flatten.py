@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.index.packed_values import is_plain
-from ckptstore.state.live.values import check_in_sight, check_key
+from ckptstore.state.live.values import ATOMS, check_in_sight, check_key
 from ckptstore.state.tensors.dense import Dense, dense_of
 from ckptstore.state.tensors.overlap import identity_of
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
@@ -29,8 +29,6 @@ from ckptstore.state.tensors.wrapped import Wrapped
 Path = tuple[Any, ...]
 """The keys and list positions that lead to a value, as they are in the state."""
 
-ATOMS = frozenset({int, float, str, bool, type(None), bytes, complex})
-"""Types of items of long lists, in which nothing can be found."""
 _IN_A_LEAF = ATOMS | {tuple}
 """Types of items for which stock DCP does not take a list apart."""
 
@@ -440,26 +438,21 @@ def _walk(item: Any, path: Path, state: Mapping[str, Any]) -> Iterator[Unit]:
     if type(item) in PLAIN_TYPES:
         yield Unit(Kind.VALUE, path, item, state)
         return
-    if isinstance(item, OwnOfRank):
-        yield _own_unit(item.item, path, state)
+    if is_own := isinstance(item, OwnOfRank):
+        item = item.item
+    kind = kind_of(item)
+    holds_objects = isinstance(item, OwnOfRank) or (kind is None and _holds_objects(item))
+    if not holds_objects:
+        yield Unit(Kind.VALUE if kind is None else kind, path, item, state, is_own)
         return
-    kind = kind_of(item)
-    if kind is None and _holds_objects(item):
-        check_in_sight(item, path, _TENSORS)
-        for part, inner in children(item):
-            yield from _walk(inner, (*path, part), state)
-    else:
-        yield Unit(Kind.VALUE if kind is None else kind, path, item, state)
-
-
-def _own_unit(item: Any, path: Path, state: Mapping[str, Any]) -> Unit:
-    kind = kind_of(item)
-    if (kind is None and _holds_objects(item)) or isinstance(item, OwnOfRank):
+    if is_own:
         raise InvalidState(
             f"{join_path(path)} is marked as the rank's own, and is a {type(item).__name__} that holds objects",
             hint="Mark modules, optimizers, data loaders, tensors and plain values one by one",
         )
-    return Unit(Kind.VALUE if kind is None else kind, path, item, state, is_own=True)
+    check_in_sight(item, path, _TENSORS)
+    for part, inner in children(item):
+        yield from _walk(inner, (*path, part), state)
 
 
 def _holds_objects(item: Any) -> bool:

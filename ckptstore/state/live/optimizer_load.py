@@ -20,7 +20,7 @@ from ckptstore.runtime.torch_private import has_state_dict_hooks
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.alike import alike
 from ckptstore.state.live.contents import StoredContents
-from ckptstore.state.live.flatten import ATOMS, Unit, children, find_tensors, map_tensors, with_items
+from ckptstore.state.live.flatten import Unit, children, find_tensors, map_tensors, with_items
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import blaming
 from ckptstore.state.live.optimizers import (
@@ -35,6 +35,7 @@ from ckptstore.state.live.optimizers import (
     partition_of,
     split_name,
 )
+from ckptstore.state.live.values import ATOMS
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, name_of, pieces_of
 from ckptstore.state.tensors.wrapped import Wrapped, key_of_part, unwrap
 

@@ -41,7 +41,8 @@ _SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _INT64 = range(-(1 << 63), 1 << 63)
 _FACTORIES: Mapping[str, Any] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, bytes, tuple)}
 _ARRAY_KINDS = frozenset("biufcmMSU")
-_ATOMS = frozenset({int, float, str, bool, type(None), bytes, complex})
+ATOMS = frozenset({int, float, str, bool, type(None), bytes, complex})
+"""Types of items of long lists, in which nothing can be found."""
 
 Store = Callable[[Any], str]
 """The function that keeps a tensor or array beside the JSON and returns its key."""
@@ -361,7 +362,7 @@ def _holds(items: Iterable[Any], kinds: tuple[type, ...]) -> bool:
         or (isinstance(item, list | tuple) and _holds(item, kinds))
         or (isinstance(item, Mapping) and _holds(item.values(), kinds))
         for item in items
-        if type(item) not in _ATOMS
+        if type(item) not in ATOMS
     )
 
 
