@@ -54,7 +54,10 @@ class RandomNumbers:
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),
-            "accelerators": {str(device): _get_rng_state(device) for device in self._accelerators()},
+            "accelerators": {
+                str(device): torch.get_device_module(device).get_rng_state(*_number_of(device))
+                for device in self._accelerators()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -65,7 +68,7 @@ class RandomNumbers:
         saved = state["accelerators"]
         present = {str(device): device for device in self._accelerators()}
         for name in saved.keys() & present.keys():
-            _set_rng_state(present[name], saved[name])
+            torch.get_device_module(present[name]).set_rng_state(saved[name], *_number_of(present[name]))
         lost, new = saved.keys() - present.keys(), present.keys() - saved.keys()
         if lost or new:
             changes = [f"{name} is not in use here" for name in sorted(lost)] + [
@@ -160,17 +163,7 @@ class _GeneratorState:
         self._generator.set_state(state["state"])
 
 
-def _get_rng_state(device: torch.device) -> torch.Tensor:
-    module = torch.get_device_module(device)
-    found: torch.Tensor = module.get_rng_state() if _is_only(device) else module.get_rng_state(device.index)
-    return found
-
-
-def _set_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    module = torch.get_device_module(device)
-    module.set_rng_state(state) if _is_only(device) else module.set_rng_state(state, device.index)
-
-
-def _is_only(device: torch.device) -> bool:
-    """Return True for the device that is meant without a number; some backends (MPS) take none."""
-    return device.index == torch.accelerator.current_device_index()
+def _number_of(device: torch.device) -> tuple[int, ...]:
+    """Return the number of a device as arguments; none for the one that is meant without: some backends (MPS) take
+    none."""
+    return () if device.index == torch.accelerator.current_device_index() else (device.index,)
