@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptstore.config import StoreConfig, TransferConfig
+from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput, InvalidStep, StorageError
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME, Attempt, check_step
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
@@ -45,13 +45,12 @@ class DirectoryTarget:
         uri: str | os.PathLike[str],
         *,
         storage_options: Mapping[str, Any] | None = None,
-        config: TransferConfig | None = None,
     ) -> None:
         """Keep the arguments; the directory is not opened yet."""
         self._given = os.fspath(uri)
         self._storage_options = storage_options
-        self._config = config or TransferConfig.from_env()
-        self.num_prefixes = StoreConfig.from_env(transfer=self._config).num_prefixes
+        self._config = StoreConfig.from_env()
+        self.num_prefixes = self._config.num_prefixes
         """The number of directories over which the files of all ranks are spread."""
         self._opened: OpenedPlace | None = None
 
@@ -66,8 +65,7 @@ class DirectoryTarget:
     def open(self) -> tuple[Storage, Transfer]:
         """Return the storage whose root is the directory, and its transfer."""
         if self._opened is None:
-            config = StoreConfig.from_env(transfer=self._config)
-            self._opened = open_place(self._given, config=config, storage_options=self._storage_options)
+            self._opened = open_place(self._given, config=self._config, storage_options=self._storage_options)
         return self._opened.storage, self._opened.transfer
 
     def begin(self, step: int | None) -> str:
@@ -104,7 +102,7 @@ class DirectoryTarget:
             extra={} if timings is None else {"timings": timings().to_json()},
         )
         storage.write(prefix + MANIFEST_NAME, [memoryview(manifest.encode())])
-        if self._config.durable:
+        if self._config.transfer.durable:
             storage.persist([prefix + MANIFEST_NAME])
 
     def close(self) -> None:
