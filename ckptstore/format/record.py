@@ -105,13 +105,14 @@ class Record:
         except _NOT_A_RECORD as error:
             _damaged(self.number, error)
 
-    @property
+    @cached_property
     def entry(self) -> CheckpointEntry:
         """The checkpoint that this record committed, with the metrics of `annotated`. Raises CheckpointDamaged if it is
         a record of another kind."""
         if not isinstance(self.change, Commit):
             raise CheckpointDamaged(f"{record_key(self.number)} commits no checkpoint", file=record_key(self.number))
-        return self._annotated_entry if self.annotated else self.change.entry
+        entry = self.change.entry
+        return replace(entry, metrics={**entry.metrics, **self.annotated}) if self.annotated else entry
 
     @property
     def place(self) -> int:
@@ -120,12 +121,6 @@ class Record:
         if not isinstance(self.change, Commit) or self.change.thins is None:
             return self.number
         return self.state.place(self.number)
-
-    @cached_property
-    def _annotated_entry(self) -> CheckpointEntry:
-        assert isinstance(self.change, Commit)
-        entry = self.change.entry
-        return replace(entry, metrics={**entry.metrics, **self.annotated})
 
     @cached_property
     def sha256(self) -> str:
