@@ -303,7 +303,8 @@ def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
     is_roll_back = state.latest is not None and state.latest in change.trash
     if is_roll_back:
         _check_roll_back(state, change.trash)
-    if change.voids is not None and not (is_roll_back and change.voids.before <= _end_of(state)):
+    last = SaveOrder(state.epoch + 1, 0)  # behind every save that can be made before the next claim
+    if change.voids is not None and not (is_roll_back and change.voids.before <= last):
         raise InvalidInput("Only a roll back voids fast checkpoints, and none of an epoch that is still to come")
     after = _to_trash(state, number, change.trash)
     dropped = set(change.drop)
@@ -328,11 +329,6 @@ def _resumed(state: StoreState, change: Resumed) -> StoreState:
         return replace(state, void=with_void(state.void, change.voids))
     except ValueError as error:
         raise InvalidInput(f"Epoch {change.epoch} cannot have resumed from {change.source}: {error}") from None
-
-
-def _end_of(state: StoreState) -> SaveOrder:
-    """Return the place behind every save that can be made before the next claim."""
-    return SaveOrder(state.epoch + 1, 0)
 
 
 def _restore(state: StoreState, number: int, change: Restore) -> StoreState:

@@ -16,7 +16,7 @@ from ckptstore.errors import CheckpointDamaged, InvalidMetadata, UnsupportedVers
 
 FORMAT_VERSION = 1
 
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def float_name(value: float) -> str:
@@ -47,7 +47,7 @@ def _encode(value: Any, path: str) -> Any:
 
 def _decode(value: dict[str, Any]) -> Any:
     if value.get("$t") == "float" and isinstance(value.get("v"), str):
-        return _NON_FINITE.get(value["v"], value)
+        return NON_FINITE.get(value["v"], value)
     return value
 
 

@@ -7,7 +7,7 @@ import datetime
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_FLOATS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+from ckptstore.format.encoding import NON_FINITE
 
 
 def _torch_dtype(name: str) -> Any:
@@ -71,7 +71,7 @@ a value that cannot come back exactly."""
 
 DECODED: Mapping[str, Callable[[Any], Any]] = {
     "int": lambda content: int(content, 16),
-    "float": lambda content: _FLOATS[content],
+    "float": lambda content: NON_FINITE[content],
     "complex": lambda content: complex(float.fromhex(content[0]), float.fromhex(content[1])),
     "range": lambda content: range(*(int(bound, 16) for bound in content)),
     "Ellipsis": lambda content: ...,

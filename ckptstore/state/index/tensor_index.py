@@ -23,9 +23,6 @@ from ckptstore.state.index.part import DTYPE_NAMES, PER_RANK, Part, Regions, Ten
 from ckptstore.state.tensors.boxes import Box, Sizes, overlap, whole
 from ckptstore.state.tensors.layouts import distinct
 
-_LISTED_CHUNKS = 200_000
-"""An index of more chunks stays in columns, to save memory."""
-
 
 class Chunk(NamedTuple):
     """A box of a tensor, in a file."""
@@ -262,22 +259,17 @@ class TensorIndex:
     def _chunks(self, row: int, wanted: Box | None) -> list[Chunk]:
         low, high = self._limits[row], self._limits[row + 1]
         dims = len(self._entries[row].shape)
-        picked: Any = range(low, high)
+        picked: Any = slice(low, high)
         if wanted is not None and high - low > 1 and dims:
             boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * dims)]
             starts = np.array(wanted.offsets, np.int64)
             meets = (boxes[:, :dims] < starts + np.array(wanted.sizes, np.int64)) & (
                 starts < boxes[:, :dims] + boxes[:, dims:]
             )
-            picked = (low + np.flatnonzero(meets.all(axis=1))).tolist()
-        if self.num_chunks > _LISTED_CHUNKS:
-            return [self._chunk(index, dims) for index in picked]
-        files, offsets, at, regions = self._lists
-        return [Chunk(files[index], offsets[index], self._box_at(at[index], dims), regions[index]) for index in picked]
-
-    def _chunk(self, index: int, dims: int) -> Chunk:
-        box = self._box_at(int(self._box[index]), dims)
-        return Chunk(int(self._file[index]), int(self._offset[index]), box, int(self._region[index]))
+            picked = low + np.flatnonzero(meets.all(axis=1))
+        columns = (column[picked].tolist() for column in (self._file, self._offset, self._box, self._region))
+        rows = zip(*columns, strict=True)
+        return [Chunk(file, offset, self._box_at(at, dims), region) for file, offset, at, region in rows]
 
     def _box_at(self, at: int, dims: int) -> Box:
         """Return the box at a place of the numbers. Equal ones of a part have one place, and mostly there are few."""
@@ -286,12 +278,6 @@ class TensorIndex:
             numbers = self._numbers[at : at + 2 * dims].tolist()
             box = self._boxes[at, dims] = Box(tuple(numbers[:dims]), tuple(numbers[dims:]))
         return box
-
-    @cached_property
-    def _lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """The columns as lists of numbers, which are quicker to take one by one."""
-        file, offset, box, region = (column.tolist() for column in (self._file, self._offset, self._box, self._region))
-        return file, offset, box, region
 
     def check_complete(self) -> None:
         """Raise CheckpointDamaged, naming the tensors, when chunks do not cover a tensor exactly once."""

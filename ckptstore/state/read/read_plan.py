@@ -303,7 +303,9 @@ class ReadPlan:
             step = self._add_step(chunk.region, offset, offset + count * element_bytes)
             step.direct, step.direct_offset = view_of(target), offset
         else:
-            for piece in _cut(box, chunk.box.sizes, element_bytes):
+            most = BUFFER_BYTES // element_bytes
+            stretches = runs(box, chunk.box.sizes, MAX_SKIP_BYTES // element_bytes)
+            for piece in (piece for run in stretches for piece in halves(run, chunk.box.sizes, most)):
                 first, count = span(piece, chunk.box.sizes)
                 inner = narrowed(target, inside(piece, box))
                 copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, inner, strides, dtype)
@@ -374,12 +376,6 @@ def _groups(copies: Sequence[Copy | Run], begin: int) -> Iterator[list[Copy | Ru
         stop = max(stop, copy.offset + copy.size_bytes)
     if group:
         yield group
-
-
-def _cut(box: Box, sizes: tuple[int, ...], element_bytes: int) -> Iterator[Box]:
-    """Yield the pieces of a box that are read one by one, none with more bytes from end to end than a buffer holds."""
-    for run in runs(box, sizes, MAX_SKIP_BYTES // element_bytes):
-        yield from halves(run, sizes, BUFFER_BYTES // element_bytes)
 
 
 def halves(box: Box, sizes: tuple[int, ...], most: int) -> Iterator[Box]:
