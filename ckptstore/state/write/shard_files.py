@@ -109,6 +109,9 @@ class ShardFile:
         self.segments.append(segment)
         self.size_bytes += segment.size_bytes
 
+    def add_bytes(self, data: bytes | memoryview) -> None:
+        self.add(Bytes(memoryview(data)))
+
     def add_slab(self, small: SmallPlaced, addresses: Sequence[int]) -> None:
         """Begin the file with small tensors; see `Slab` for the addresses."""
         self.small = small
@@ -126,11 +129,11 @@ class ShardFile:
     ) -> None:
         """Add one tensor, with its payload aligned, in the dtype `cast` if there is one."""
         gap = -(self.size_bytes + len(made.header)) % ALIGN_BYTES
-        self.add(Bytes(memoryview(bytes(gap) + made.header)))
+        self.add_bytes(bytes(gap) + made.header)
         self.placed.append(Placed(key, box, self.size_bytes, made.payload_bytes, tensor, cast))
         self.regions.append((self.size_bytes, made.payload_bytes))
         self.add(payload_segment(tensor, cast, key))
-        self.add(Bytes(memoryview(made.trailer)))
+        self.add_bytes(made.trailer)
 
 
 class Striping(NamedTuple):
@@ -204,8 +207,8 @@ class ShardFiles:
                 at, filled = at + 1, 0
             key, box, made, tensor = frame
             cast = self._described.casts.get(key)
-            if cast is not None and not _is_lazy(tensor):
-                tensor, cast = cast_now(key, tensor, cast), None
+            if cast is not None and (tensor.is_neg() or not tensor.is_contiguous()):
+                tensor, cast = cast_now(key, tensor, cast), None  # others are cast later, stretch by stretch
             files[at].add_large(key, box, made, tensor, cast)
             filled += frame_bytes
 
@@ -264,7 +267,7 @@ class ShardFiles:
         for frame in frames.values():
             if frame not in known:
                 known[frame] = file.size_bytes
-                file.add(Bytes(memoryview(frame)))
+                file.add_bytes(frame)
         return {name: (file.name, known[frame], len(frame)) for name, frame in frames.items()}
 
     def sources(self) -> list[tuple[str, SegmentSource]]:
@@ -352,11 +355,6 @@ class ShardFiles:
             return b""
         pairs = (f"{json.dumps(key)}:{self._described.values[key]}" for key in keys)
         return f"{{{','.join(pairs)}}}".encode()
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor that is cast stretch by stretch, without a copy of all of it, to the same bits."""
-    return tensor.is_contiguous() and not tensor.is_neg()
 
 
 def cast_now(key: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput
 from ckptstore.format.digest import ALGORITHMS, BLOCK_BYTES, Digest, unpacked
@@ -25,8 +26,8 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.values import references
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.frames import template
-from ckptstore.state.tensors.segments import Bytes, Segment, StoredStretch
-from ckptstore.state.write.shard_files import ALIGN_BYTES
+from ckptstore.state.tensors.segments import StoredStretch
+from ckptstore.state.write.shard_files import ALIGN_BYTES, ShardFile
 
 ReadChecked = Callable[[str, int, int, Sequence[tuple[int, Digest]]], memoryview]
 """Reads a stretch of a file: name, offset, size, and the digests of its blocks in turn, each with its size."""
@@ -39,7 +40,8 @@ def dropped_keys(index: TensorIndex, patterns: Sequence[str]) -> frozenset[str]:
     Raises InvalidInput for a pattern that fits nothing, when nothing would be left, and for a tensor that a value needs
     which stays.
     """
-    values = [*_all_values(index)]
+    of_ranks = [index.own_values(part.rank) for part in index.parts]
+    values = [pair for held in (index.common_values(), *of_ranks) for pair in held.items()]
     own = {key for key, tensor in index.tensors.items() if not tensor.beside_value}
     keys = own.union(key for key, _ in values)
     for pattern in patterns:
@@ -61,38 +63,18 @@ def dropped_keys(index: TensorIndex, patterns: Sequence[str]) -> frozenset[str]:
     return frozenset(dropped | (inside - needed.keys()))
 
 
-def _all_values(index: TensorIndex) -> Iterator[tuple[str, Any]]:
-    yield from index.common_values().items()
-    for part in index.parts:
-        yield from index.own_values(part.rank).items()
-
-
 @dataclass(slots=True)
-class CutFile:
+class CutFile(ShardFile):
     """A file that is written again, with the frames of what stays."""
 
-    name: str
-    segments: list[Segment] = field(default_factory=list)
-    regions: list[tuple[int, int]] = field(default_factory=list)
-    slab_bytes: int = 0
     offsets: dict[int, int] = field(default_factory=dict)
     """The new offset of the payload of each chunk, by its place in its part."""
     expected: list[bytes | None] = field(default_factory=list)
     """The digests of each region's blocks, None for the slab, which is another one than before."""
     frames: dict[int, int] = field(default_factory=dict)
     """The new offset of each frame of a plain value, by its old one."""
-    size_bytes: int = 0
     digests: Sequence[bytes] = ()
     """The digests of each region's blocks as they were written."""
-
-    def add(self, segment: Segment) -> None:
-        """Add a segment at the end."""
-        self.segments.append(segment)
-        self.size_bytes += segment.size_bytes
-
-    def add_bytes(self, data: bytes | memoryview) -> None:
-        """Add bytes at the end."""
-        self.add(Bytes(memoryview(data)))
 
     def written(self, digests: Sequence[bytes]) -> None:
         """Take in the digests of the written regions. Raises CheckpointDamaged if a payload is not what was saved."""
@@ -183,7 +165,7 @@ class PartThinner:
 
     def _frame(self, chunk: int) -> Any:
         row = int(self.part.chunk_tensor[chunk])
-        return template(_dtype_of(int(self.part.dtype[row])), self._box(chunk).sizes)
+        return template(getattr(torch, DTYPE_NAMES[self.part.dtype[row]]), self._box(chunk).sizes)
 
     def _box(self, chunk: int) -> Box:
         part = self.part
@@ -240,12 +222,6 @@ class PartThinner:
             return b""
         left = {key: value for key, value in json.loads(text).items() if key not in self._dropped}
         return json.dumps(left, separators=(",", ":")).encode() if left else b""
-
-
-def _dtype_of(code: int) -> Any:
-    import torch
-
-    return getattr(torch, DTYPE_NAMES[code])
 
 
 def thinned_outline(
