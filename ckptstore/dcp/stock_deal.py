@@ -36,22 +36,18 @@ class Told:
         return _hear, (self.prefix,)
 
 
-_heard = threading.local()
+class _Present(threading.local):
+    """The save that runs in this thread."""
+
+    told: Told | None = None
+    """The coordinator's message; None before its answer arrives."""
+
+
+present_save = _Present()
 
 
 def _hear(prefix: str) -> Told:
-    _heard.told = Told(prefix)
-    return Told(prefix)
-
-
-def forget() -> None:
-    """Forget the message of the save before; call it when a save begins in this thread."""
-    _heard.told = None
-
-
-def heard() -> Told | None:
-    """Return the coordinator's message for the save that runs in this thread; None before its answer arrives."""
-    told: Told | None = getattr(_heard, "told", None)
+    present_save.told = told = Told(prefix)
     return told
 
 

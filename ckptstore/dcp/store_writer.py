@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptstore.dcp.stock.stock_pickles import load_metadata
-from ckptstore.dcp.stock_deal import Assignment, Told, deal_plans, forget, heard, held_boxes
+from ckptstore.dcp.stock_deal import Assignment, Told, deal_plans, held_boxes, present_save
 from ckptstore.dcp.stock_shard import DcpShard, InnerPlace
 from ckptstore.dcp.target import DcpTarget, DirectoryTarget
 from ckptstore.dcp.view import add_stock_bytes, add_stock_tensors
@@ -142,8 +142,7 @@ class StoreWriter(StorageWriter):
         """Prepare a save; DCP calls it first of all on every rank. The coordinator names the checkpoint: if that fails,
         the planner has not cached anything yet."""
         self._clock = SaveClock()
-        forget()
-        self._told = None
+        self._told = present_save.told = None
         if not kwargs.get("use_collectives", True):
             raise InvalidInput("use_collectives=False writes one checkpoint for each rank, which StoreWriter does not")
         self._rank = rank_of_dcp(kwargs)
@@ -161,7 +160,7 @@ class StoreWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; return when they are stored."""
-        self._told = self._told or heard()
+        self._told = self._told or present_save.told
         deal_id = self._check_assignment(plan)
         storage, transfer = self._target.open()
         name = (self._message.prefix or storage.uri).rstrip("/").rpartition("/")[2]
