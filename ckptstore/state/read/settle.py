@@ -10,7 +10,7 @@ import torch
 
 from ckptstore.state.read.read_plan import halves
 from ckptstore.state.tensors.boxes import Box, whole, within
-from ckptstore.state.tensors.overlap import Conflict, FilledBox, PlacedTensor, place_bytes, reach_bytes
+from ckptstore.state.tensors.overlap import Conflict, FilledBox, place_bytes, reach_bytes
 
 COMPARED_BYTES = 32 << 20
 """The most that is read at once of one of two tensors for the same memory."""
@@ -37,7 +37,12 @@ def unsettled(conflicts: Sequence[Conflict], fill_boxes: FillBoxes) -> dict[str,
             continue
         agree = _are_equal(first, second, fill_boxes) if is_same else _agree_in_common(first, second, fill_boxes)
         if not agree:
-            found[second.place.key] = reason or _what_differs(first.place, second.place, is_same=is_same)
+            shares = "is the same memory as" if is_same else "has memory in common with"
+            found[second.place.key] = reason or (
+                f"{shares} {first.place.key} in the state, and the checkpoint has other numbers for "
+                f"{second.place.source} than for {first.place.source}: give them memory of their own, or load one of "
+                "them with include"
+            )
     return found
 
 
@@ -57,14 +62,6 @@ def _read_ahead(conflicts: Sequence[Conflict], fill_boxes: FillBoxes) -> FillBox
                 fill_boxes([(source, box, memory)])
 
     return fill
-
-
-def _what_differs(first: PlacedTensor, second: PlacedTensor, *, is_same: bool) -> str:
-    shares = "is the same memory as" if is_same else "has memory in common with"
-    return (
-        f"{shares} {first.key} in the state, and the checkpoint has other numbers for {second.source} than for "
-        f"{first.source}: give them memory of their own, or load one of them with include"
-    )
 
 
 def _are_equal(first: FilledBox, second: FilledBox, fill_boxes: FillBoxes) -> bool:

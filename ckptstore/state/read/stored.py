@@ -91,7 +91,13 @@ class StoredState:
                     if key not in left_out and (entry := self._as_taken(lowest)) is not None and not entry.beside_value
                 }
         aliases = {key: first for key, first in tied.items() if key not in skipped}
-        return Saved(tensors, self.values(wanted), aliases, skipped)
+        encoded = {key: (self.rank, value) for key, value in self.index.common_values().items()}
+        for rank in {self.rank, *self._ranks.values()}:
+            for key, value in self.index.own_values(rank).items():
+                if self._ranks.get(key) == rank:
+                    encoded[key] = rank, value
+        values = self._decoded({key: value for key, value in encoded.items() if wanted(key)})
+        return Saved(tensors, values, aliases, skipped)
 
     def _as_taken(self, lowest: Tensor) -> Tensor | None:
         """Return this rank's entry of a tensor, from the lowest rank's."""
@@ -119,7 +125,8 @@ class StoredState:
         if self.index.world_size == self.world_size:
             return dict.fromkeys(ranks, self.rank)
         everyone = [*range(self.index.world_size)]
-        for key in filter(self.is_common, self.loaders):  # alike, and to another number of ranks it means other samples
+        common = self.index.common_values()
+        for key in filter(common.__contains__, self.loaders):  # alike, and other samples to another number of ranks
             inside = (fqn for fqn in self.index.tensors if fqn.startswith(f"{key}."))
             ranks |= dict.fromkeys((key, *inside), everyone)
         refused = sorted(key for key in ranks if self._choice(key) == "error" and self.asked(key))
@@ -173,19 +180,6 @@ class StoredState:
         index = self.whole_index()
         tensors = {key for key, entry in index.tensors.items() if not entry.beside_value}
         return {*tensors, *index.aliases, *index.common_values(), *index.value_ranks()}
-
-    def is_common(self, key: str) -> bool:
-        """Return True if all ranks of the save had the same value of that key."""
-        return key in self.index.common_values()
-
-    def values(self, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-        """Return the plain values for this rank, decoded, with a TensorRef for each tensor in them."""
-        encoded = {key: (self.rank, value) for key, value in self.index.common_values().items()}
-        for rank in {self.rank, *self._ranks.values()}:
-            for key, value in self.index.own_values(rank).items():
-                if key in self._ranks and self._ranks[key] == rank:
-                    encoded[key] = rank, value
-        return self._decoded({key: value for key, value in encoded.items() if wanted(key)})
 
     @outside_inference()
     def value_of_each_rank(self, key: str) -> list[Any]:

@@ -37,11 +37,6 @@ class Dense(NamedTuple):
     address: int
     form: Form
 
-    @property
-    def stop(self) -> int:
-        """The address behind its last byte."""
-        return self.address + self.form.size_bytes
-
     def is_held_by(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor still has this memory, and the memory has room for all of it."""
         end_bytes = tensor.storage_offset() * tensor.element_size() + self.form.size_bytes

@@ -92,7 +92,6 @@ class _FileOfPart(NamedTuple):
     """The chunks of one file, by their places in the part."""
 
     name: str
-    first: int
     chunks: range
     left: list[int]
     """Those that stay."""
@@ -122,7 +121,7 @@ class PartThinner:
         for number, name in enumerate(part.files):
             chunks = range(bounds[number], bounds[number + 1])
             left = [chunk for chunk in chunks if self.stays[part.chunk_tensor[chunk]]]
-            found.append(_FileOfPart(name, number, chunks, left))
+            found.append(_FileOfPart(name, chunks, left))
         return found
 
     def new_file(self, file: _FileOfPart, read: ReadChecked, read_into: Callable[[int, memoryview], None]) -> CutFile:
