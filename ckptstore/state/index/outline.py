@@ -46,19 +46,21 @@ class Extent(NamedTuple):
     digest: Digest
 
     @staticmethod
-    def of(data: bytes | memoryview, size_bytes: int, *, file: str = INDEX_NAME) -> Extent:
+    def of(data: bytes | memoryview, size_bytes: int) -> Extent:
         """Read the extent from the first bytes of a file of `size_bytes`. Raises CheckpointDamaged, or
         UnsupportedVersion."""
         if len(data) < _HEADER.size or bytes(data[:8]) != _MAGIC:
-            raise CheckpointDamaged(f"{file} does not begin with an outline", file=file)
+            raise CheckpointDamaged(f"{INDEX_NAME} does not begin with an outline", file=INDEX_NAME)
         _, value, version, head_bytes, table_bytes = _HEADER.unpack_from(data)
         if version > FORMAT_VERSION:
-            raise UnsupportedVersion(f"{file} has version {version}", file=file, hint="Upgrade ckptstore to read it")
+            raise UnsupportedVersion(
+                f"{INDEX_NAME} has version {version}", file=INDEX_NAME, hint="Upgrade ckptstore to read it"
+            )
         stop = _HEADER.size + head_bytes + table_bytes
         if version < 1:
-            raise CheckpointDamaged(f"{file} has version {version}, which is none", file=file)
+            raise CheckpointDamaged(f"{INDEX_NAME} has version {version}, which is none", file=INDEX_NAME)
         if stop > size_bytes:
-            raise CheckpointDamaged(f"{file} has an outline that goes beyond its end", file=file)
+            raise CheckpointDamaged(f"{INDEX_NAME} has an outline that goes beyond its end", file=INDEX_NAME)
         return Extent(_CHECKED_FROM, stop, Digest(STRUCTURES, value))
 
     def is_sound(self, data: bytes | memoryview) -> bool:
@@ -142,7 +144,7 @@ class Outline:
 
     @cached_property
     def _table(self) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...]]:
-        with _distrusted(INDEX_NAME):
+        with _distrusted():
             return _checked_table(json.loads(_inflated(self.table)), self)
 
     @cached_property
@@ -206,17 +208,17 @@ class Outline:
         return b"".join([_MAGIC, value.to_bytes(4, "little"), checked])
 
     @staticmethod
-    def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> Outline:
+    def decode(data: bytes | memoryview) -> Outline:
         """Read an outline from the first bytes of its file, without trust. The table is read when it is needed.
 
         Raises CheckpointDamaged, or UnsupportedVersion.
         """
-        extent = Extent.of(data, len(data), file=file)
+        extent = Extent.of(data, len(data))
         if not extent.is_sound(data):
-            raise CheckpointDamaged(f"{file} has a damaged outline", file=file)
+            raise CheckpointDamaged(f"{INDEX_NAME} has a damaged outline", file=INDEX_NAME)
         head_bytes = _HEADER.unpack_from(data)[3]
         head, table = data[_HEADER.size :][:head_bytes], data[_HEADER.size + head_bytes : extent.stop]
-        with _distrusted(file):
+        with _distrusted():
             return _checked(json.loads(_inflated(head)), bytes(table))
 
 
@@ -232,12 +234,14 @@ def encode_table(tensors: Sequence[Tensor], layouts: Sequence[MeshLayout] = ()) 
 
 
 @contextmanager
-def _distrusted(file: str) -> Iterator[None]:
+def _distrusted() -> Iterator[None]:
     """Raise CheckpointDamaged for anything that is wrong with an outline."""
     try:
         yield
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
-        raise CheckpointDamaged(f"{file} has no outline that can be: {str(error)[:200]}", file=file) from None
+        raise CheckpointDamaged(
+            f"{INDEX_NAME} has no outline that can be: {str(error)[:200]}", file=INDEX_NAME
+        ) from None
 
 
 def _deflated(content: object) -> bytes:
