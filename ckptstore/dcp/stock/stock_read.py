@@ -48,14 +48,9 @@ class _Frame(NamedTuple):
     size_bytes: int
 
 
-class _Job(NamedTuple):
-    """A part of a tensor that is filled from a frame which torch reads."""
-
-    key: str
-    box: Box
-    """The part, counted from the chunk in the frame."""
-    chunk: Box
-    target: torch.Tensor
+_Job = tuple[str, Box, Box, torch.Tensor]
+"""A part of a tensor that is filled from a frame which torch reads: the tensor's key, the part, counted from the chunk
+in the frame, the chunk, and the memory."""
 
 
 @dataclass(slots=True)
@@ -147,7 +142,7 @@ class StockState:
 
     def _load_frame(self, frame: _Frame, jobs: Sequence[_Job]) -> None:
         (data,) = self._read_ranges([frame])
-        key = jobs[0].key
+        key = jobs[0][0]
         try:
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not self.allow_pickle)
         except Exception as error:  # torch raises many kinds here
@@ -161,12 +156,12 @@ class StockState:
                 f"{key} was stored as {type(loaded).__name__}, of which torch's DCP does not say what it is made of",
                 hint="Load without it, or with torch's own reader",
             )
-        for job in jobs:
-            if tuple(loaded.shape) != job.chunk.sizes:
+        for key, box, chunk, target in jobs:
+            if tuple(loaded.shape) != chunk.sizes:
                 raise CheckpointDamaged(
-                    f"{frame.file} has {tuple(loaded.shape)} of {job.key} for {job.chunk.sizes}", file=frame.file
+                    f"{frame.file} has {tuple(loaded.shape)} of {key} for {chunk.sizes}", file=frame.file
                 )
-            job.target.copy_(narrowed(loaded.detach(), job.box))
+            target.copy_(narrowed(loaded.detach(), box))
 
     def _read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytearray]:
         buffers = [bytearray(size_bytes) for _, _, size_bytes in ranges]
@@ -301,7 +296,7 @@ class _StockReadPlan(ReadPlan):
                 if frame is None:
                     plain.append(Piece(common, target))
                 else:
-                    job = _Job(source, inside(common, chunk.box), chunk.box, target)
+                    job = source, inside(common, chunk.box), chunk.box, target
                     self.whole_frames.setdefault(frame, []).append(job)
         super().add(source, plain, rank=rank)
 
