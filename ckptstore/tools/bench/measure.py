@@ -28,7 +28,7 @@ def cpu_seconds() -> float:
             times = child.cpu_times()
         except psutil.NoSuchProcess:
             continue
-        found += times.user + times.system
+        found += times.user + times.system + times.children_user + times.children_system
     return found
 
 

@@ -178,6 +178,8 @@ class Contest:
 
     def _load(self, contender: Contender) -> Sample:
         place = self._stored_place(contender)
+        for tensor in self.case.local_target.values():
+            tensor.zero_()  # else the load of another turn would pass for one that does nothing
         self._together(lambda: self._even_caches(place))
         sample = self.timed(contender, lambda: contender.load(place))
         wrong = first(self.case.gather(self._together(contender.wrong)))

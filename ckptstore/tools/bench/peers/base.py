@@ -114,10 +114,8 @@ def _is_installed(module: str) -> bool:
 
 
 def make_durable(path: Path) -> None:
-    """Call fsync for a file, or for all files below a directory, and for the directories."""
-    files = [path] if path.is_file() else [item for item in path.rglob("*") if item.is_file()]
-    directories = {file.parent for file in files} | {path.parent}
-    for item in [*files, *directories]:
+    """Call fsync for a file, or for everything below a directory, and for the directories that name them."""
+    for item in (*path.rglob("*"), path, path.parent):
         descriptor = os.open(item, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,21 +147,25 @@ class RawDownload(Contender):
         return None
 
     def load(self, place: str) -> None:
+        self._target = Path(f"{self.case.files}-copied")
+
         def copy(path: Path) -> None:
             view = memoryview(bytearray(path.stat().st_size))
             if self.case.place.is_local:
                 read_into(view, [Path(self._storage.local_path(path.name))], num_threads=1)  # type: ignore[attr-defined]
             else:
                 self._storage.read_into(path.name, 0, [view])
-            Path(target, path.name).write_bytes(view)
+            Path(self._target, path.name).write_bytes(view)
 
         if self.case.rank == 0:
-            with tempfile.TemporaryDirectory(dir=self.case.files.parent) as target, ThreadPoolExecutor(4) as pool:
+            self._target.mkdir()
+            with ThreadPoolExecutor(4) as pool:
                 list(pool.map(copy, _files(self.case)))
         self.case.gather(None)
+        self._found = _sizes_in(self._target)
 
     def wrong(self) -> str | None:
-        return None
+        return _missing(self._found, self.case, self._target)
 
     def close(self) -> None:
         self._storage.close()

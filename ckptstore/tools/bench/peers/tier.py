@@ -151,12 +151,8 @@ class FromDisk(Ckptstore):
         assert found.step == _STEP
 
     def wrong(self) -> str | None:
-        """Return the difference. The target is zeroed, so that nobody profits from an earlier load."""
-        found = super().wrong()
-        for tensor in self.case.local_target.values():
-            tensor.zero_()
         self.close()
-        return found
+        return super().wrong()
 
 
 FromBucket = variant(_ToBucket, FromDisk, name="ckptstore, no tier, from the bucket")
