@@ -70,6 +70,20 @@ def test_what_a_reader_would_overlook_is_told(run_json: Any) -> None:
     assert never["answered_share"] < 0.01
 
 
+def test_a_bucket_is_not_good_enough_for_a_job_that_gets_nowhere(run_json: Any) -> None:
+    found = run_json(*JOB, "--node-mtbf", "10min", "--several-at-once", 1)
+    assert [outlook["lost_seconds_per_day"] for outlook in found["outlooks"]] == [86400.0] * 3
+    assert found["notes"][0].startswith("The job gets nowhere")
+    assert not any("good enough" in note for note in found["notes"])
+
+
+def test_the_time_beside_steps_is_theirs(run: Any) -> None:
+    text = run(*JOB, "--step", "7min").stdout
+    lines = {line.split("  ")[0]: line.split()[-2:] for line in text.splitlines() if "  " in line}
+    assert (lines["save every"], lines["that is"]) == (["2", "steps"], ["14", "min"])
+    assert lines["best interval"] != lines["that is"]
+
+
 @pytest.mark.parametrize(
     ("option", "value", "reason"),
     [

@@ -14,7 +14,7 @@ from ckptstore.tools.cli.kinds import DURATION, SHARE, SIZE, SPEED
 from ckptstore.tools.cli.options import as_json
 from ckptstore.tools.cli.output import echo_table, print_json
 from ckptstore.tools.planning.intervals import DALY, DALY_SOURCE, YOUNG, YOUNG_SOURCE
-from ckptstore.tools.planning.outlook import Outlook, outlooks
+from ckptstore.tools.planning.outlook import DAY_SECONDS, Outlook, outlooks
 from ckptstore.tools.planning.planned_job import PlannedJob
 
 _COLUMNS = ("bucket alone", "fast, 1 copy", "fast, 2 copies")
@@ -31,6 +31,7 @@ _ASSUMPTIONS = (
     "Disk and network of a node work side by side. A second copy is written to the disk of the next node of a ring.",
     "The bucket gives as fast as it takes, and takes nothing else. A retry or a throttled request is not counted.",
     "A failure loses half an interval, the time until a save counts, the restart and the load.",
+    "Losses are those of the best interval. Whole steps make it longer, by less than one.",
     "Files of a lost node go to the node in its place first, and are loaded from there.",
     "A disk has room for three more than are kept: one that is being saved, one that is drained, one that waits.",
 )
@@ -211,7 +212,8 @@ def _rows(job: PlannedJob, found: Sequence[Outlook]) -> list[list[str]]:
     rows = [
         ["a save is complete after", *(_time(outlook.complete_seconds) for outlook in found)],
         ["save every", *(f"{outlook.interval_steps} steps" for outlook in found)],
-        ["that is", *(_time(outlook.interval_seconds) for outlook in found)],
+        ["that is", *(_time(outlook.interval_steps * job.step_seconds) for outlook in found)],
+        ["best interval", *(_time(outlook.interval_seconds) for outlook in found)],
         ["decided by", *(_DECIDED_BY[outlook.decided_by] for outlook in found)],
         ["Young 1974", *(_time(outlook.young_seconds) for outlook in found)],
         ["Daly 2006", *(_time(outlook.daly_seconds) for outlook in found)],
@@ -237,7 +239,9 @@ def _notes(job: PlannedJob, found: Sequence[Outlook]) -> list[str]:
     notes = []
     best = min(found, key=lambda outlook: outlook.lost_seconds_per_day)
     alone, saved = found[0].lost_seconds_per_day, found[0].lost_seconds_per_day - best.lost_seconds_per_day
-    if saved < 0.01 * alone:
+    if best.lost_seconds_per_day >= DAY_SECONDS:
+        notes.append("The job gets nowhere: however it saves, failures and stalls cost all of the day.")
+    elif saved < 0.01 * alone:
         notes.append("Fast checkpoints save less than 1 % of what is lost: the bucket is good enough for this job.")
     else:
         notes.append(
