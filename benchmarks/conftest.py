@@ -46,6 +46,7 @@ class Row:
 
 
 ROWS = pytest.StashKey[dict[str, Row]]()
+FLOORS = pytest.StashKey[list[dict[str, Any]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = {}
+    path = config.getoption("--floors")
+    config.stash[FLOORS] = read_floors(path) if path else []
 
 
 @pytest.hookimpl(trylast=True)
@@ -109,8 +112,7 @@ def take(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., Worklo
 
 def verdicts(config: pytest.Config) -> list[FloorVerdict]:
     """Every floor of the file; one whose group did not run does not hold."""
-    path = config.getoption("--floors")
-    floors: list[dict[str, Any]] = read_floors(path) if path else []
+    floors = config.stash[FLOORS]
     found: dict[str, Workload] = {}
     for row in config.stash[ROWS].values():
         one = row.workload()

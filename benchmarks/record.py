@@ -32,7 +32,8 @@ Aims = Sequence[Mapping[str, Any]]
 def workload_of(value: Mapping[str, Any]) -> Workload:
     """What a command measured: the JSON of `ckptstore bench`, or that of a group of pytest-benchmark."""
     if value.get("kind") == "ckptstore-bench":
-        return Report.from_json(value).workloads[0]
+        (only,) = Report.from_json(value).workloads
+        return only
     groups = {one["group"] for one in value["benchmarks"]}
     if len(groups) != 1:
         raise ValueError(f"a row is one group of benchmarks, and these are {sorted(groups)}")
@@ -50,7 +51,10 @@ def workload_of(value: Mapping[str, Any]) -> Workload:
 
 
 def joined(runs: Sequence[Workload]) -> Workload:
-    """All samples of all runs, of the contenders that every run measured."""
+    """All samples of all runs. Raises ValueError if a contender failed: a row would not say that it lacks one."""
+    failed = [f"{one.name}: {one.reason}" for run in runs for one in run.outcomes if one.status == "failed"]
+    if failed:
+        raise ValueError(f"{runs[0].title}: {'; '.join(failed)}")
     found = []
     for one in runs[0].outcomes:
         same = [run.measured(one.name) for run in runs]

@@ -55,8 +55,8 @@ def bench(*arguments: object, code: int = 0) -> str:
 def test_the_rehearsal_has_figures_or_a_reason_in_each_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
 ) -> None:
-    titles = {name: on_device._TITLES[name] for name in names}
-    monkeypatch.setattr(on_device, "_TITLES", titles)
+    titles = {name: on_device.GPU_TITLES[name] for name in names}
+    monkeypatch.setattr(on_device, "GPU_TITLES", titles)
     monkeypatch.setattr("ckptstore.tools.bench.run.run_ranks", forked_ranks.run_ranks)  # torch is imported once
     told, place = tmp_path / "told.json", tmp_path / "place"
     options = ["--device", "cpu", "--size", "16MiB", "--shape", "tensors", "--tensor-size", "1MiB", "--repeat", 1]

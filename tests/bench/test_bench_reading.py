@@ -22,7 +22,7 @@ from ckptstore.tools.bench.figures.compare import compare, rank_sum_p, smallest_
 from ckptstore.tools.bench.figures.floors import check, read_floors
 from ckptstore.tools.bench.figures.page import page
 from ckptstore.tools.bench.figures.report import Report
-from ckptstore.tools.bench.figures.text import claim
+from ckptstore.tools.bench.figures.text import claim, rows
 from ckptstore.tools.bench.timeline import aligned, straggler
 from ckptstore.tools.bench.workloads.scaling import exponent, line
 from ckptstore.tools.cli import main
@@ -120,11 +120,45 @@ def test_what_makes_two_runs_hard_to_compare_is_named(tmp_path: Path) -> None:
     assert re.search(r"ckptstore +1\.2000 +2\.2000 +0\.55 +0\.008 +slower", result.output)
 
 
-def test_compare_refuses_what_is_no_report(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("{}")
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "{", '"x"', "bad outcome"])
+def test_compare_refuses_what_is_no_report(tmp_path: Path, text: str) -> None:
+    if text == "bad outcome":
+        value = report(ours=OURS).to_json()
+        value["workloads"][0]["outcomes"] = [[1]]
+        text = json.dumps(value)
+    (tmp_path / "a.json").write_text(text)
     result = CliRunner().invoke(main, ["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")])
     assert result.exit_code == InvalidInput.exit_code
-    assert "no report" in result.output
+    assert "a.json is no report" in result.output
+
+
+@pytest.mark.parametrize("option", ["--floors", "--html", "--size", "--storage-option"])
+def test_compare_takes_no_option_of_a_measurement(tmp_path: Path, option: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(report(ours=OURS).to_json()))
+    value = {"--size": "1MiB", "--storage-option": "a=b"}.get(option, str(path))
+    result = CliRunner().invoke(main, ["bench", "compare", str(path), str(path), option, value])
+    assert result.exit_code == 2
+    assert f"{option} does not go with compare, which measures nothing" in result.output
+
+
+def test_what_only_one_of_two_runs_measured_is_told() -> None:
+    before = report(ours=OURS, peer=SLOWER)
+    (workload,) = before.workloads
+    failed = replace(workload.outcomes[0], status="failed", reason="rank 0: no luck", samples=())
+    other = replace(workload, name="load", title="Load")
+    after = replace(before, workloads=(replace(workload, outcomes=(failed,)), other))
+    found = compare(before, after)
+    valid(found.to_json())
+    size = "1073741824 bytes, 1 ranks"
+    assert found.differences == (
+        f"ckptstore in Save a state (save, {size}): measured before, failed (rank 0: no luck) after",
+        f"DCP FileSystemWriter in Save a state (save, {size}): measured before, not there after",
+        f"workload Load (load, {size}): not before, after",
+    )
+
+
+def test_compare_refuses_too_few_files() -> None:
     assert CliRunner().invoke(main, ["bench", "compare"]).exit_code == 2
 
 
@@ -147,6 +181,24 @@ def test_a_floor_can_be_against_the_slowest_of_some() -> None:
     assert floors({**both, "floor": 1.9}) == ["BELOW"]
     assert floors({**both, "slowest_of": ["DCP FileSystemWriter", "gone"], "floor": 0.1}) == ["BELOW"]
     assert floors({**both, "slowest_of": [], "floor": 0.1}) == ["BELOW"]
+
+
+def test_a_floor_holds_at_each_size_of_a_store() -> None:
+    small = report(ours=[1.0], limit=[1.0])
+    large = replace(small.workloads[0], title="larger", outcomes=report(ours=[1.0], limit=[0.1]).workloads[0].outcomes)
+    both = replace(small, workloads=(*small.workloads, large))
+    verdicts = check(both, [{"workload": "save", "role": "limit", "floor": 0.5}])
+    assert [verdict.holds for verdict in verdicts] == [True, False]
+    assert str(verdicts[1]).startswith("BELOW: save, larger against the best limit")
+
+
+def test_floors_that_check_nothing_do_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptstore.tools.cli.commands.bench._measure", lambda *_: report(ours=OURS))
+    path = tmp_path / "floors.json"
+    path.write_text('{"floors": [{"workload": "load", "role": "peer", "floor": 1}]}')
+    result = CliRunner().invoke(main, ["bench", "save", "--floors", str(path)])
+    assert result.exit_code == 1
+    assert "BELOW: the file has no floor of what was measured" in result.output
 
 
 def test_a_floor_against_nobody_does_not_hold_and_one_of_another_workload_is_not_asked() -> None:
@@ -211,8 +263,8 @@ def test_curves_leave_out_what_a_logarithm_cannot_show() -> None:
 
 
 def test_the_claims_of_the_readme_are_rows_with_fewer_rounds_and_less_data() -> None:
-    rows = json.loads((ROOT / "docs/performance/rows.json").read_text())["rows"]
-    commands = {row["workload"]: shlex.split(row["command"])[2:] for row in rows}
+    page = json.loads((ROOT / "docs/performance/rows.json").read_text())
+    commands = {row["workload"]: shlex.split(row["command"])[2:] for row in page["rows"]}
     readme = (ROOT / "README.md").read_text()
     assert [*CLAIMS] == re.findall(r"^\| (.+?) \|", readme.partition("| --- |")[2].partition("\n\n")[0], re.MULTILINE)
     for name, words in CLAIMS.items():
@@ -243,6 +295,7 @@ def test_a_row_is_made_of_all_rounds_of_all_runs() -> None:
         record.workload_of(report(ours=[1.0, 1.2], peer=[2.0], limit=[0.8]).to_json()),
         record.workload_of(report(ours=[1.1], peer=[2.4], limit=[0.9]).to_json()),
     ]
+    runs = [replace(run, outcomes=run.outcomes[:-1]) for run in runs]  # without the one that failed
     aims = [{"contender": "DCP FileSystemWriter", "at_least": 3}, {"role": "limit", "at_least": 0.7}]
     assert record.cells(record.joined(runs), aims) == {
         "ours": "1.1 s (1 to 1.2), 2.2 CPU s/GiB",
@@ -253,6 +306,26 @@ def test_a_row_is_made_of_all_rounds_of_all_runs() -> None:
     }
     with pytest.raises(ValueError, match="nothing was measured for the aim"):
         record.cells(runs[0], [{"contender": "nobody", "at_least": 1}])
+
+
+def test_a_row_is_not_written_without_a_contender_that_failed() -> None:
+    value = report(ours=[1.0], peer=[2.0]).to_json()
+    with pytest.raises(ValueError, match="<b>broken</b>: rank 1: no <luck>"):
+        record.joined([record.workload_of(value)])
+    with pytest.raises(ValueError, match="unpack"):
+        record.workload_of({**value, "workloads": 2 * value["workloads"]})
+
+
+def test_the_text_has_the_rates_of_the_json_and_none_of_steps() -> None:
+    (workload,) = report(ours=[2.0], limit=[1.0]).workloads
+    samples = tuple(replace(sample, blocked_seconds=0.5) for sample in workload.outcomes[0].samples)
+    stall = replace(workload, figure="blocked_seconds", outcomes=(replace(workload.outcomes[0], samples=samples),))
+    (row,) = rows(stall)
+    assert (row[1], row[3]) == ("0.5000", "0.54")
+    assert stall.to_json()["outcomes"][0]["summary"]["gigabytes_per_second"] == pytest.approx(0.5369, rel=1e-3)
+    steps = replace(stall, name="tier-steps")
+    assert rows(steps)[0][3:5] == ["", ""]
+    assert steps.to_json()["outcomes"][0]["summary"]["gigabytes_per_second"] is None
 
 
 def test_a_row_of_the_suite_is_one_group() -> None:

@@ -16,12 +16,17 @@ import torch
 from click.testing import CliRunner, Result
 
 from ckptstore.errors import InvalidInput, StorageFull
+from ckptstore.storage.base import Bucket, WritesParts
+from ckptstore.storage.open import open_storage
+from ckptstore.testing import RanksFailed
 from ckptstore.tools.bench.destination import Place, check_room, opened_place
 from ckptstore.tools.bench.figures.report import WORKLOADS, Options
+from ckptstore.tools.bench.figures.text import scaling_lines
 from ckptstore.tools.bench.run import contest
 from ckptstore.tools.bench.shapes import PRESETS, rank_state, shapes_of, state_bytes
 from ckptstore.tools.bench.timeline import straggler
 from ckptstore.tools.bench.work import Task
+from ckptstore.tools.bench.workloads import finding, scaling
 from ckptstore.tools.bench.workloads.sharded_ranks import commit_of_sharded
 from ckptstore.tools.bench.workloads.simulated import commit_of
 from ckptstore.tools.cli import main
@@ -97,16 +102,16 @@ def test_a_fast_tier_is_measured_and_asks_the_bucket_for_nothing_before_a_checkp
 @pytest.mark.long
 def test_benchmarks_for_developers_have_floors_too(tmp_path: Path) -> None:
     floors, root = tmp_path / "floors.json", Path(__file__).parents[2]
-    case, told = "test_command[save without fsync, Llama, 1 rank]", tmp_path / "told.json"
-    command = [sys.executable, "-m", "pytest", "-q", f"benchmarks/test_commands.py::{case}"]
-    command += ["--floors", str(floors), "--report", str(told), "--basetemp", str(tmp_path / "temp")]
-    low = {"workload": case, "contender": "safetensors", "floor": 1e-6, "why": "a test"}
+    row, peer = "durable save, Llama, 1 rank", "DCP FileSystemWriter"
+    command = [sys.executable, "-m", "pytest", "-q", "benchmarks/test_workloads.py", "--floors", str(floors)]
+    command += ["-k", "durable-save-Llama-1-rank", "--basetemp", str(tmp_path / "temp")]
+    low = {"workload": row, "contender": peer, "floor": 1e-6, "why": "a test"}
     for code, wanted, said in (
         (0, [low], ["ok: "]),
         (
             1,
             [{**low, "floor": 1e6}, {**low, "contender": "nobody"}, {**low, "workload": "gone"}],
-            ["against safetensors: ", "against nobody: not measured", "gone against anybody: not measured"],
+            [f"against {peer}: ", "against nobody: not measured", "gone against ckptstore: not measured"],
         ),
     ):
         floors.write_text(json.dumps({"floors": wanted}))
@@ -114,7 +119,6 @@ def test_benchmarks_for_developers_have_floors_too(tmp_path: Path) -> None:
         assert done.returncode == code, done.stdout + done.stderr
         assert all(text in done.stdout for text in said), done.stdout
         assert done.stdout.count("BELOW: ") == len(wanted) * code
-    assert {"ckptstore", "DCP FileSystemWriter", "safetensors"} <= set(measured(told)[case])
 
 
 @pytest.mark.slow
@@ -307,11 +311,117 @@ def test_a_rank_that_writes_slowly_is_seen_in_the_timeline(tmp_path: Path) -> No
     ("given", "message"),
     [
         (("save", "--tensor-size", "1MiB"), "--tensor-size has no effect on the shape llama-8b"),
-        (("save", "--shape", "tensors", "--tensor-size", "0"), "--tensor-size is 0"),
+        (("save", "--shape", "tensors", "--tensor-size", "1B"), "--tensor-size is below 2 bytes"),
         (("save", "--latency-ms", "5"), "--latency-ms has no effect here"),
         (("save", "--bandwidth-mb", "5"), "--bandwidth-mb has no effect here"),
+        (("save", "--drop-caches"), "--drop-caches has no effect here"),
+        (("save", "--scale", "0.1"), "--size has no effect beside --scale"),
+        (("save", "--peers", "none,dcp"), "--peers none,dcp contradicts itself"),
+        (("save", "--storage-option", "key=me"), "--storage-option has no effect here"),
+        (("save", "--size", "3B", "--ranks", "2"), "3 bytes are too few"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(given: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    assert message in bench(*given, "--to", tmp_path / "new", "--size", "1MiB", code=2).output
+    what, *more = given
+    assert message in bench(what, "--to", tmp_path / "new", "--size", "1MiB", *more, code=2).output
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_that_cannot_be_used_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    floors = tmp_path / "floors.json"
+    for text, reason in (
+        ("{", "holds no floors"),
+        ('{"floors": []}', "it is empty"),
+        ('{"floors": [{"workload": "save", "role": "peer", "floor": "high"}]}', "could not convert"),
+        ('{"floors": [{"workload": "save", "role": "peers", "floor": 1}]}', "another role"),
+        ('{"floors": [{"workload": "save", "role": "peer", "contender": "x", "floor": 1}]}', "a field too many"),
+        ('{"floors": [{"workload": "sav", "role": "peer", "floor": 1}]}', "floors of sav, of which no run has ratios"),
+        ('{"floors": [{"workload": "ranks", "role": "peer", "floor": 1}]}', "of which no run has ratios"),
+    ):
+        floors.write_text(text)
+        assert reason in bench("save", "--to", tmp_path / "new", "--floors", floors, code=2).output
+    for option in ("--json", "--html"):
+        output = bench("save", "--to", tmp_path / "new", option, tmp_path / "gone/told", code=2).output
+        assert "cannot be written" in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["floors.json", "mine"]
+
+
+def test_a_place_that_cannot_be_used_is_an_error_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file/below"):
+        result = CliRunner().invoke(main, ["bench", "save", "--size", "1MiB", "--to", str(place)])
+        assert "Creating a directory in" in result.output
+        assert result.exit_code > 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_files_for_a_bucket_have_to_fit_on_the_disk_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(uri="s3://bucket/x")
+    check_room(place, disk_bytes=1 << 60, memory_bytes=0, temporary_bytes=1)
+    with pytest.raises(StorageFull, match="are free"):
+        check_room(place, disk_bytes=0, memory_bytes=0, temporary_bytes=1 << 60)
+
+
+def test_what_an_upload_that_was_cut_off_left_in_a_bucket_goes_too() -> None:
+    with opened_place("s3-test", {}) as place:
+        storage = open_storage(f"{place.uri}/turn-1", storage_options=place.storage_options)
+        assert isinstance(storage, WritesParts)
+        assert isinstance(storage, Bucket)
+        size_bytes = storage.part_bytes(1)
+        storage.open_parts("a", size_bytes + 1).write_part(0, [memoryview(bytes(size_bytes))])
+        assert len(storage.unfinished("")) == 1
+        place.remove(place.uri)
+        assert storage.unfinished("") == []
+        storage.close()
+
+
+def test_a_peer_that_cannot_find_leaves_the_others_their_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(directory: Path) -> int:
+        raise OSError("no finder")
+
+    (tmp_path / "odd.py").write_text("raise ImportError('another ABI')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(finding, "_NUM_LOCAL", (1, 2))
+    kinds = [
+        finding.Finder(name=name, family=name, module=module, directory="{}", newest=newest)
+        for name, module, newest in (
+            ("good", "json", lambda directory: len([*directory.iterdir()]) - 1),
+            ("broken", "json", broken),
+            ("odd", "odd", broken),
+        )
+    ]
+    monkeypatch.setattr(finding, "FINDERS", kinds)
+    with opened_place(str(tmp_path / "place"), {}) as place:
+        options = Options(workloads=("ls",), repeat=2)
+        found = finding.finding(place, options, tell=lambda _: None)
+    for workload in found:
+        by_name = {one.name: one for one in workload.outcomes}
+        assert {name: one.status for name, one in by_name.items()} == {
+            "ckptstore": "measured",
+            "ckptstore, listing": "measured",
+            "one listing of the log": "measured",
+            "good": "measured",
+            "broken": "failed",
+            "odd": "skipped",
+        }
+        assert by_name["broken"].reason == "OSError: no finder"
+        assert by_name["good"].samples[0].retries is None
+
+
+def test_a_simulation_that_fails_leaves_the_smaller_ones_their_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def few(_ranks: int, commit: Any, _directory: str, count: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        if count > 64:
+            raise RanksFailed("no memory", {}, {})
+        return [dict.fromkeys((*scaling._FIGURES, "ranks"), 1.0)]
+
+    monkeypatch.setattr(scaling, "run_ranks", few)
+    place = Place(uri=str(tmp_path))
+    found = scaling.simulate(place, max_ranks=1024, latency_seconds=0.0, show=lambda *_: None)
+    assert [point["ranks"] for point in found["points"]] == [1.0]
+    assert found["absent"] == ["failed: commit of 256 simulated ranks: no memory"]
+    assert found["absent"][0] in scaling_lines({"simulated": found})

@@ -12,14 +12,16 @@ import tempfile
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ckptstore.errors import InvalidInput, StorageFull
+from ckptstore.storage.base import Bucket
 from ckptstore.storage.disk import posix
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.uri import parse_uri
@@ -27,6 +29,7 @@ from ckptstore.tools.bench.figures.report import S3_SERVERS, S3_TEST, S3_TEST_TL
 
 _BUCKET = "bench"
 _SPARE = 1.1
+_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class Place:
         return Path(parse_uri(self.uri).prefix)
 
     def remove(self, uri: str) -> None:
-        """Remove everything below a part of this place."""
+        """Remove everything below a part of this place, and what uploads that were cut off have left there."""
         if uri != self.uri and not uri.startswith(f"{self.uri}/"):
             raise ValueError(f"{uri} is not below {self.uri}")
         if self.is_local:
@@ -67,6 +70,9 @@ class Place:
             keys = [file.key for file in storage.list("")]
             for start in range(0, len(keys), 1000):
                 storage.delete(keys[start : start + 1000])
+            if isinstance(storage, Bucket):
+                for upload in storage.unfinished(""):
+                    storage.abort_unfinished(*upload)
         finally:
             storage.close()
 
@@ -98,6 +104,8 @@ def opened_place(
     The latency of each request and the speed of the line are those of a test server.
     """
     name = f"ckptstore-bench-{uuid.uuid4().hex[:12]}"
+    if storage_options and (to in S3_SERVERS or is_disk(to)):
+        raise InvalidInput("--storage-option has no effect here", hint="It is for a bucket of your own")
     if to in S3_SERVERS:
         line = ["--latency-seconds", str(latency_seconds)]
         line += [] if bytes_per_second is None else ["--bytes-per-second", str(bytes_per_second)]
@@ -121,27 +129,32 @@ def opened_place(
         )
     if not location.scheme:
         above = Path(location.prefix)
-        had = next(path for path in (above, *above.parents) if path.exists())
-        above.mkdir(parents=True, exist_ok=True)
+        made = [*takewhile(lambda path: not os.path.lexists(path), (above, *above.parents))]
         place = Place(uri=str(above / name))
-        place.path.mkdir()
-        posix.spread_directories(str(place.path))  # no turn pays for the deletions of another one
         try:
+            _create(place.path)
             yield place
         finally:
             shutil.rmtree(place.path, ignore_errors=True)
-            while above != had:  # parents made above go too, if they are empty
-                try:
-                    above.rmdir()
-                except OSError:
-                    break
-                above = above.parent
+            for parent in made:  # they go too, if they are empty
+                with suppress(OSError):
+                    parent.rmdir()
         return
     place = Place(uri=f"{location.uri}/{name}", storage_options=dict(storage_options))
     try:
         yield place
     finally:
         place.remove(place.uri)
+
+
+def _create(directory: Path) -> None:
+    """Create the directory of a run. Raises StorageError."""
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        above, file = str(directory.parent), str(directory)
+        raise posix.translate(error, what=f"Creating a directory in {above}", file=file, directory=above) from error
+    posix.spread_directories(str(directory))  # no turn pays for the deletions of another one
 
 
 @contextmanager
@@ -164,17 +177,22 @@ def _test_server(*line: str, keeps_bodies: bool) -> Iterator[str]:
             server.kill()
 
 
-def check_room(place: Place, *, disk_bytes: int, memory_bytes: int) -> None:
-    """Raise StorageFull unless the disk, or the memory for the test server, and the memory for the states suffice."""
+def check_room(place: Place, *, disk_bytes: int, memory_bytes: int, temporary_bytes: int = 0) -> None:
+    """Raise StorageFull unless the disk, or the memory for the test server, and the memory for the states suffice.
+
+    Beside a bucket, `temporary_bytes` are written to the temporary directory.
+    """
     if place.endpoint_url is not None:
         memory_bytes += disk_bytes
-    elif place.is_local:
-        free_bytes = posix.free_bytes(str(place.path))
-        if disk_bytes * _SPARE > free_bytes:
-            raise StorageFull(
-                f"The benchmark writes up to {disk_bytes} bytes, and {free_bytes} are free at {place.path.parent}",
-                hint="Give a smaller --size, fewer --peers, or another --to",
-            )
+    directory = place.path.parent if place.is_local else Path(tempfile.gettempdir())
+    needed_bytes, free_bytes = disk_bytes if place.is_local else temporary_bytes, posix.free_bytes(str(directory))
+    if needed_bytes * _SPARE > free_bytes:
+        raise StorageFull(
+            f"The benchmark writes up to {needed_bytes} bytes, and {free_bytes} are free at {directory}",
+            hint="Give a smaller --size, fewer --peers, or another --to"
+            if place.is_local
+            else "Give a smaller --size, or a larger disk as TMPDIR",
+        )
     available_bytes = psutil.virtual_memory().available
     if memory_bytes * _SPARE > available_bytes:
         raise StorageFull(
@@ -183,13 +201,16 @@ def check_room(place: Place, *, disk_bytes: int, memory_bytes: int) -> None:
         )
 
 
+def check_caches() -> None:
+    """Raise InvalidInput if this user may not have the kernel forget the page cache."""
+    if not os.access(_DROP_CACHES, os.W_OK):
+        raise InvalidInput("--drop-caches needs root, which may write to /proc/sys/vm/drop_caches")
+
+
 def drop_caches() -> None:
-    """Have the kernel forget the page cache. Raises InvalidInput without permission."""
+    """Have the kernel forget the page cache."""
     os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-    except OSError as error:
-        raise InvalidInput(f"--drop-caches needs root: {error}") from error
+    _DROP_CACHES.write_text("3")
 
 
 def read_through(directory: Path) -> None:

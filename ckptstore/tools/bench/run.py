@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import threading
 import time
@@ -18,7 +19,8 @@ from ckptstore.errors import InvalidInput
 from ckptstore.testing import RanksFailed, run_ranks
 from ckptstore.tools.bench import machine
 from ckptstore.tools.bench.case import Case
-from ckptstore.tools.bench.destination import Place, check_room, is_disk, opened_place
+from ckptstore.tools.bench.claims import CLAIMS
+from ckptstore.tools.bench.destination import Place, check_caches, check_room, is_disk, opened_place
 from ckptstore.tools.bench.figures.report import (
     OURS,
     S3_SERVERS,
@@ -31,12 +33,12 @@ from ckptstore.tools.bench.figures.report import (
     Workload,
     WorkloadOutcome,
 )
-from ckptstore.tools.bench.gpu.on_device import check_device, on_device
+from ckptstore.tools.bench.gpu.on_device import GPU_TITLES, check_device, on_device
 from ckptstore.tools.bench.peers.registry import CONTENDERS
-from ckptstore.tools.bench.shapes import state_bytes
+from ckptstore.tools.bench.shapes import NUMBER_BYTES, state_bytes
 from ckptstore.tools.bench.timeline import aligned, straggler
 from ckptstore.tools.bench.work import LOADS, Task, contenders, figure_of, size_of, work
-from ckptstore.tools.bench.workloads.fast_nodes import fast_nodes
+from ckptstore.tools.bench.workloads.fast_nodes import VIEW_NAMES, fast_nodes
 from ckptstore.tools.bench.workloads.files import files_of
 from ckptstore.tools.bench.workloads.finding import finding
 from ckptstore.tools.bench.workloads.scaling import scaling
@@ -110,17 +112,24 @@ def run(options: Options, *, storage_options: Mapping[str, Any], command: str, s
     )
 
 
+def has_ratios(name: str) -> bool:
+    """True for the name of a workload that some run compares: "ranks" has curves, and others consist of parts."""
+    known = {*_TITLES, "ls", *VIEW_NAMES, *CLAIMS}
+    return name in known or re.fullmatch(rf"({'|'.join(GPU_TITLES)})(-\d+-ranks)?", name) is not None
+
+
 @contextmanager
 def opened(options: Options, storage_options: Mapping[str, Any]) -> Iterator[tuple[Place, int]]:
     """Yield the place of a run, and the bytes of its state. Raises StorageFull when it would not fit, InvalidInput."""
     _check(options)
-    size_bytes = state_bytes(options.shape, size_bytes=options.size_bytes, scale=options.scale)
+    size_bytes = _checked_size(options)
     line = {"latency_seconds": options.latency_seconds or 0.0, "bytes_per_second": options.bytes_per_second}
     with opened_place(options.to, storage_options, **line) as place:  # type: ignore[arg-type]
         check_room(
             place,
             disk_bytes=size_bytes * max(_states_on_disk(name, options, place) for name in options.workloads),
             memory_bytes=size_bytes * max(_STATES[name][1] for name in options.workloads),
+            temporary_bytes=size_bytes * (2 if {*_OF_FILES} & {*options.workloads} else int(options.wants("ray"))),
         )
         yield place, size_bytes
 
@@ -133,11 +142,10 @@ def _check(options: Options) -> None:
         raise InvalidInput(f"{options.to} keeps nothing that {' and '.join(unread)} could read", hint=f"Take {kept}")
     if options.pause_seconds and {*options.workloads} == {"ls"}:
         raise InvalidInput("--pause-seconds has no effect on ls, which stores nothing")
-    if options.tensor_bytes is not None:
-        if options.shape != "tensors":
-            raise InvalidInput(f"--tensor-size has no effect on the shape {options.shape}", hint="Give --shape tensors")
-        if options.tensor_bytes < 1:
-            raise InvalidInput("--tensor-size is 0, a tensor has at least 1 byte")
+    if options.drop_caches:
+        if not {*options.workloads} & {"load", "node-cache", "tier", "gpu"} or not is_disk(options.to):
+            raise InvalidInput("--drop-caches has no effect here: nothing is loaded from a disk")
+        check_caches()
     if "tier" in options.workloads and not is_disk(options.to):
         raise InvalidInput(f"{options.to} is no disk, and a fast tier lies on one", hint="Give --to a directory")
     if options.device is not None:
@@ -154,6 +162,19 @@ def _check(options: Options) -> None:
         raise InvalidInput(
             "--bandwidth-mb has no effect here: no test server takes part", hint=f"Give --to {S3_TEST}, or measure tier"
         )
+
+
+def _checked_size(options: Options) -> int:
+    """Return the bytes of the state. Raises InvalidInput for what no tensor or rank can have."""
+    size_bytes = state_bytes(options.shape, size_bytes=options.size_bytes, scale=options.scale)
+    if size_bytes < options.ranks * NUMBER_BYTES:
+        raise InvalidInput(f"{size_bytes} bytes are too few: each of {options.ranks} ranks saves one number at least")
+    if options.tensor_bytes is not None:
+        if options.shape != "tensors":
+            raise InvalidInput(f"--tensor-size has no effect on the shape {options.shape}", hint="Give --shape tensors")
+        if options.tensor_bytes < NUMBER_BYTES:
+            raise InvalidInput(f"--tensor-size is below {NUMBER_BYTES} bytes, which one number takes")
+    return size_bytes
 
 
 def _states_on_disk(name: str, options: Options, place: Place) -> int:

@@ -21,6 +21,8 @@ State = dict[str, torch.Tensor]
 
 TENSOR_BYTES = 16 << 20
 TRAINED_BYTES = 14
+NUMBER_BYTES = 2
+"""The least that a tensor takes: one number of 16 bits."""
 _PATTERN_BYTES = 1 << 20
 
 
@@ -90,7 +92,7 @@ def shapes_of(
     """Return the tensors of one rank: about `rank_bytes`, at least one row of every tensor."""
     if shape not in PRESETS:
         count = max(1, round(rank_bytes / tensor_bytes))
-        size = rank_bytes // count // 2
+        size = rank_bytes // count // NUMBER_BYTES
         return {f"block.{number}.weight": ((size,), torch.bfloat16) for number in range(count)}
     share = rank_bytes / PRESETS[shape].size_bytes
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

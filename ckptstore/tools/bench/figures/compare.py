@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, Literal
@@ -73,7 +73,8 @@ def compare(before: Report, after: Report) -> Comparison:
                 changes.append(
                     _change(workload, one.name, first, second, _of_limit(old, first), _of_limit(workload, second))
                 )
-    return Comparison(changes=tuple(changes), differences=tuple(_differences(before, after)))
+    differences = [*_differences(before, after), *_in_one_alone(before, after)]
+    return Comparison(changes=tuple(changes), differences=tuple(differences))
 
 
 def _key(workload: Workload) -> tuple[Any, ...]:
@@ -127,6 +128,27 @@ def _differences(before: Report, after: Report) -> list[str]:
             if first.get(name) != second.get(name)
         ]
     return found
+
+
+def _in_one_alone(before: Report, after: Report) -> Iterator[str]:
+    """Yield what was measured in one of two reports and has no row for that: workloads, and contenders of both."""
+    first, second = ({_key(one): one for one in report.workloads} for report in (before, after))
+    for key in dict.fromkeys([*first, *second]):
+        was, now = first.get(key), second.get(key)
+        title = f"{key[-1]} ({key[0]}, {key[1]} bytes, {key[2]} ranks)"
+        if was is None or now is None:
+            yield f"workload {title}: {'not ' if was is None else ''}before, {'not ' if now is None else ''}after"
+            continue
+        for name in dict.fromkeys(one.name for one in (*was.outcomes, *now.outcomes)):
+            if (was.measured(name) is None) != (now.measured(name) is None):
+                yield f"{name} in {title}: {_became(was, name)} before, {_became(now, name)} after"
+
+
+def _became(workload: Workload, name: str) -> str:
+    found = next((one for one in workload.outcomes if one.name == name), None)
+    if found is None:
+        return "not there"
+    return found.status if found.reason is None else f"{found.status} ({found.reason})"
 
 
 def rank_sum_p(first: Sequence[float], second: Sequence[float]) -> float:

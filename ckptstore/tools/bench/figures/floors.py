@@ -8,6 +8,7 @@ be so many times as fast as that contender's, as that of the slowest of some, or
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,26 +44,34 @@ class FloorVerdict:
 def read_floors(path: Path) -> list[dict[str, Any]]:
     """Read a file of floors. Raises InvalidInput for any other file."""
     try:
-        found = json.loads(path.read_text())
-        for one in found["floors"]:
+        found = [dict(one) for one in json.loads(path.read_text())["floors"]]
+        for one in found:
             if not {"workload", "floor"} <= one.keys() or not {*_AGAINST} & one.keys():
                 raise ValueError(f"{one} lacks a field")
+            if len({*_AGAINST} & one.keys()) > 1 or one.keys() - {"workload", "floor", "why", *_AGAINST}:
+                raise ValueError(f"{one} has a field too many")
+            if not 0 < float(one["floor"]) < math.inf or one.get("role", "peer") not in ("peer", "limit"):
+                raise ValueError(f"{one} has a floor that is no number above 0, or another role than peer and limit")
+        if not found:
+            raise ValueError("it is empty")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InvalidInput(f"{path} holds no floors: {error}") from error
-    return list(found["floors"])
+    return found
 
 
 def check(report: Report, floors: Sequence[Mapping[str, Any]]) -> list[FloorVerdict]:
-    """Check every floor of a workload in the report. One whose contender was not measured does not hold."""
+    """Check every floor of a workload in the report, at each of its sizes.
+
+    One whose contender was not measured does not hold.
+    """
     verdicts = []
     for floor in floors:
         found = [one for one in report.workloads if one.name == floor["workload"]]
-        for workload in found[:1]:
+        for workload in found:
+            name = workload.name if len(found) == 1 else f"{workload.name}, {workload.title}"
             against, other = _other(workload, floor)
             ratio = workload.ratio(other) if other else None
-            verdicts.append(
-                FloorVerdict(workload=workload.name, against=against, floor=float(floor["floor"]), ratio=ratio)
-            )
+            verdicts.append(FloorVerdict(workload=name, against=against, floor=float(floor["floor"]), ratio=ratio))
     return verdicts
 
 

@@ -146,6 +146,11 @@ class Workload:
     timeline: tuple[Mapping[str, Any], ...] = ()
     """The spans of each rank, in one save."""
 
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes for rates; 0 where the seconds are those of steps, which move none."""
+        return 0 if "steps" in self.name else self.size_bytes
+
     def measured(self, name: str) -> WorkloadOutcome | None:
         """Return the contender of that name, if it was measured."""
         return next((one for one in self.outcomes if one.name == name and one.status == "measured"), None)
@@ -173,7 +178,7 @@ class Workload:
             "facts": dict(self.facts),
             "timeline": [dict(rank) for rank in self.timeline],
             "outcomes": [
-                {**asdict(one), "summary": summary(one, self.size_bytes), "ratio": rounded(self.ratio(one))}
+                {**asdict(one), "summary": summary(one, self.moved_bytes), "ratio": rounded(self.ratio(one))}
                 for one in self.outcomes
             ],
         }

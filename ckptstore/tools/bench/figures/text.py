@@ -12,8 +12,8 @@ from ckptstore.tools.bench.figures.report import Report, Workload, WorkloadOutco
 HEADERS = ("contender", "seconds", "min - max", "GB/s", "CPU s/GiB", "peak MiB", "requests", "ratio", "of limit")
 CLAIM_HEADERS = ("workload", "beside the best peer", "beside the limit of the machine")
 _LEGEND = (
-    "Seconds are medians{}. A ratio above 1 means that ckptstore is faster; "
-    "'of limit' is the limit's time over its own."
+    "Seconds are medians{}, GB/s those of the time until everything is stored or loaded. A ratio above 1 means that "
+    "ckptstore is faster; 'of limit' is the limit's time over its own."
 )
 LEGEND = _LEGEND.format("")
 _MARKDOWN_HEADERS = (
@@ -49,14 +49,13 @@ def rows(workload: Workload) -> list[list[str]]:
 def _row(workload: Workload, one: WorkloadOutcome, limit_seconds: float | None) -> list[str]:
     figures = workload.figures(one)
     median = statistics.median(figures)
-    spread = summary(one, workload.size_bytes) or {}
+    spread = summary(one, workload.moved_bytes) or {}
     ratio = workload.ratio(one)
-    speed = workload.size_bytes / 1e9 / median if workload.size_bytes and median else None
     return [
         label(one),
         f"{median:.4f}",
         f"{min(figures):.4f} - {max(figures):.4f}",
-        _number(speed, "{:.2f}"),
+        _number(spread["gigabytes_per_second"], "{:.2f}"),
         _number(spread["cpu_seconds_per_gib"], "{:.2f}"),
         _number(spread["peak_bytes"] and spread["peak_bytes"]["median"] / (1 << 20), "{:.1f}"),
         _number(spread["requests"] and spread["requests"]["median"], "{:.0f}"),
@@ -137,7 +136,7 @@ def scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
     lines += _law_lines(simulated)
     sharded = scaling.get("sharded", {})
     lines += [_sharded_line(point) for point in sharded.get("points", ())]
-    return lines + _law_lines(sharded)
+    return [*lines, *_law_lines(sharded), *(line for one in (simulated, sharded) for line in one.get("absent", ()))]
 
 
 def _sharded_line(point: Mapping[str, Any]) -> str:
@@ -198,12 +197,12 @@ def _figures(workload: Workload, one: WorkloadOutcome, limit_seconds: float | No
         return [f"{why}: {one.reason}", *[""] * 6]
     figures = workload.figures(one)
     median, ratio = statistics.median(figures), workload.ratio(one)
-    moves = workload.size_bytes and median and "steps" not in workload.name
+    rates = summary(one, workload.moved_bytes) or {}
     return [
         f"{median:.4f}",
         f"{min(figures):.4f} - {max(figures):.4f}",
-        f"{workload.size_bytes / 1e9 / median:.2f}" if moves else "",
-        _number((summary(one, workload.size_bytes) or {}).get("cpu_seconds_per_gib"), "{:.2f}") if moves else "",
+        _number(rates["gigabytes_per_second"], "{:.2f}"),
+        _number(rates["cpu_seconds_per_gib"], "{:.2f}"),
         "" if ratio is None else f"{ratio:.2f}",
         "" if limit_seconds is None or not median else f"{limit_seconds / median:.2f}",
         ", ".join(

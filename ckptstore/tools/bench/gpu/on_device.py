@@ -14,7 +14,7 @@ from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import OURS, Options, Workload, WorkloadOutcome
 from ckptstore.tools.bench.work import Task
 
-_TITLES: Mapping[str, str] = {
+GPU_TITLES: Mapping[str, str] = {
     "gpu-stall": "Stall of an asynchronous save",
     "gpu-steps": "Seconds that a training loses to one save beside it",
     "gpu-first": "Stall of the first asynchronous save",
@@ -42,7 +42,7 @@ def on_device(place: Place, options: Options, size_bytes: int, contests: Contest
             title = f"All of it by {ranks} ranks with NCCL"
             yield Workload(name=_named("gpu", ranks), title=title, size_bytes=0, ranks=ranks, outcomes=(left_out,))
             continue
-        for name, title in _TITLES.items():
+        for name, title in GPU_TITLES.items():
             own = replace(place, uri=f"{place.uri}/{name}-{ranks}")
             if own.is_local:
                 own.path.mkdir()

@@ -65,7 +65,8 @@ class Steps(Contest):
             contender.note("steps_per_second", count / seconds)
         self._together(lambda: self._check(contender, at_call))
         lost = meter.total_seconds - count * alone
-        return replace(meter.sample(), total_seconds=max(_LEAST_SECONDS, lost))
+        retries = meter.retries if contender.role == "ckptstore" else None
+        return replace(meter.sample(), total_seconds=max(_LEAST_SECONDS, lost), retries=retries)
 
     def _steps_alone(self, num_steps: int) -> float:
         self.case.synchronize()

@@ -96,12 +96,16 @@ _VIEWS: Mapping[str, Sequence[_View]] = {
     "tier-steps": (_View(name="tier-steps", title="Steps beside a capped drain", ours=OURS, beside=("no drain",)),),
 }
 
+_LINES = ("", "-full-speed")
+VIEW_NAMES = frozenset(view.name + line for views in _VIEWS.values() for view in views for line in _LINES)
+"""The names of all workloads that `fast_nodes` yields."""
+
 
 def fast_nodes(place: Place, options: Options, size_bytes: int, contests: Contests) -> Iterator[Workload]:
     """Run every contest behind both lines. Only ratios of one line are comparable; names of the second say so."""
     speed = BYTES_PER_SECOND if options.bytes_per_second is None else options.bytes_per_second
     latency_seconds = LATENCY_SECONDS if options.latency_seconds is None else options.latency_seconds
-    lines: dict[str, tuple[float | None, float]] = {"": (speed, latency_seconds), "-full-speed": (None, 0.0)}
+    lines = dict[str, tuple[float | None, float]](zip(_LINES, ((speed, latency_seconds), (None, 0.0)), strict=True))
     tasks: dict[tuple[str, str], Task] = {}
     with ExitStack() as open_buckets:
         for suffix, (bytes_per_second, seconds) in lines.items():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from ckptstore.catalogue import job_of
@@ -22,7 +23,7 @@ from ckptstore.opening import open_store
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import CountCalls, with_faults
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.report import OURS, Options, Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.report import OURS, Options, Role, Sample, Workload, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter
 
 _NUM_LOCAL = (1, 100, 1000)
@@ -100,8 +101,8 @@ def _objection(finder: Finder, place: Place) -> str | None:
         return "it reads directories"
     try:
         import_module(finder.module)
-    except ModuleNotFoundError:
-        return f"{finder.module} is not installed"
+    except ImportError as error:
+        return f"{finder.module} is not installed, or cannot be imported: {error}"
     return None
 
 
@@ -167,24 +168,27 @@ def _measure(
     peers = {one.name: search for one, search in searches.items()}
     bodies = {**ours, **peers, "one listing of the log": raw}
     samples: dict[str, list[Sample]] = {name: [] for name in bodies}
+    failures: dict[str, str] = {}
     for turn in range(repeat + 1):
-        for name, body in bodies.items():
+        for name in Random(turn).sample([*bodies], len(bodies)):
             counted.clear()
-            with Meter() as meter:
-                body()
+            try:
+                with Meter() as meter:
+                    bodies[name]()
+            except Exception as error:  # of a peer, or of the place: the others go on
+                failures.setdefault(name, f"{type(error).__name__}: {error}")
             if turn:
                 requests = None if name in peers else counted.total - counted.counts["close"]
-                samples[name].append(meter.sample(requests=requests))
+                sample = meter.sample(requests=requests)
+                samples[name].append(replace(sample, retries=None) if name in peers else sample)
     families = {one.name: one.family for one in searches}
-    outcomes = [
-        WorkloadOutcome.of(
-            name,
-            found,
-            role="ckptstore" if name in ours else "peer" if name in peers else "limit",
-            family=families.get(name),
-        )
-        for name, found in samples.items()
-    ]
+    outcomes = []
+    for name, found in samples.items():
+        role: Role = "ckptstore" if name in ours else "peer" if name in peers else "limit"
+        outcome = WorkloadOutcome.of(name, found, role=role, family=families.get(name))
+        if name in failures:
+            outcome = replace(outcome, status="failed", reason=failures[name], samples=())
+        outcomes.append(outcome)
     facts: dict[str, Any] = {"checkpoints": number}
     title = f"latest() and a listing of {number} checkpoints"
     return Workload(name="ls", title=title, size_bytes=0, ranks=1, facts=facts, outcomes=tuple(outcomes))

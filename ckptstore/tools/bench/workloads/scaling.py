@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptstore.testing import run_ranks
+from ckptstore.testing import RanksFailed, run_ranks
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import Options, Workload
 from ckptstore.tools.bench.figures.text import absent
@@ -25,6 +25,7 @@ _SIZES = (16, 4, 1)
 _FILE_COUNTS = (10, 100, 1000)
 _FILES_BYTES = 256 << 20
 _TIMEOUT_SECONDS = 1800.0
+_SHOWN_CHARACTERS = 500
 _LATENCY_SECONDS = 0.005
 _FIGURES = ("seconds", "requests", "cpu_seconds", "peak_bytes")
 _SHARDED_FIGURES = ("seconds", "cpu_seconds", "peak_bytes", "told_bytes", "agree_bytes", "outline_bytes")
@@ -81,8 +82,8 @@ def simulate(place: Place, *, max_ranks: int, latency_seconds: float, show: Show
 
     On a local disk, whose latency is injected.
     """
-    points = _points(place, max_ranks, "commit", commit_of, latency_seconds, show=show)
-    return {"latency_seconds": latency_seconds, "points": points, "laws": laws(points, _FIGURES)}
+    found = _points(place, max_ranks, "commit", commit_of, latency_seconds, show=show)
+    return {"latency_seconds": latency_seconds, **found, "laws": laws(found["points"], _FIGURES)}
 
 
 def simulate_sharded(place: Place, *, max_ranks: int, show: Show) -> dict[str, Any]:
@@ -90,21 +91,28 @@ def simulate_sharded(place: Place, *, max_ranks: int, show: Show) -> dict[str, A
 
     Without latency.
     """
-    points = _points(place, max_ranks, "fully sharded state", commit_of_sharded, NUM_TENSORS, show=show)
-    return {"tensors": NUM_TENSORS, "points": points, "laws": laws(points, _SHARDED_FIGURES)}
+    found = _points(place, max_ranks, "fully sharded state", commit_of_sharded, NUM_TENSORS, show=show)
+    return {"tensors": NUM_TENSORS, **found, "laws": laws(found["points"], _SHARDED_FIGURES)}
 
 
 def _points(
     place: Place, max_ranks: int, what: str, commit: Callable[..., dict[str, Any]], *more: Any, show: Show
-) -> list[dict[str, Any]]:
-    """Return the measurements of `commit` for a directory, a number of ranks and more, each in a process of its own."""
+) -> dict[str, Any]:
+    """Return the measurements of `commit` for a directory, a number of ranks and more, each in a process of its own.
+
+    Where one fails, its reason stands for all of more ranks.
+    """
     above = place.path if place.is_local else None
     points: list[dict[str, Any]] = []
     for count in [count for count in SIMULATED_RANKS if count <= max_ranks]:
         show(f"ranks: {what} of {count} simulated ranks", len(points), len(SIMULATED_RANKS))
         with tempfile.TemporaryDirectory(prefix="ckptstore-bench-ranks-", dir=above) as directory:
-            points += run_ranks(1, commit, f"{directory}/run", count, *more, timeout_seconds=_TIMEOUT_SECONDS)
-    return points
+            try:
+                points += run_ranks(1, commit, f"{directory}/run", count, *more, timeout_seconds=_TIMEOUT_SECONDS)
+            except RanksFailed as error:
+                reason = f"failed: {what} of {count} simulated ranks: {str(error)[:_SHOWN_CHARACTERS]}"
+                return {"points": points, "absent": [reason]}
+    return {"points": points, "absent": []}
 
 
 def laws(points: Sequence[Mapping[str, Any]], figures: Sequence[str]) -> dict[str, Any]:

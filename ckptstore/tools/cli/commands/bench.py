@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ import click
 
 from ckptstore.errors import InvalidInput
 from ckptstore.runtime.extras import install_line
+from ckptstore.tools.cli.kinds import SIZE
 from ckptstore.tools.cli.options import storage_option
 from ckptstore.tools.cli.output import echo_table, redacted_command_line
 from ckptstore.tools.cli.terminal import counting
@@ -22,17 +23,12 @@ if TYPE_CHECKING:
 
 _WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks", "ls", "gpu")
 _SHAPES = ("tensors", "llama-1b", "llama-8b", "llama-70b", "llama-405b", "files")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_SIZE_BYTES = 2 << 30
 _BELOW_FLOOR = 1
 
 
-def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
-    if text is None:
-        return None
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no size such as 2GiB or 512MiB")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+def _whole(_ctx: click.Context, _param: click.Parameter, size_bytes: float | None) -> int | None:
+    return None if size_bytes is None else int(size_bytes)
 
 
 @click.command()
@@ -46,10 +42,10 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 )
 @click.option(
     "--size",
-    default="2GiB",
-    show_default=True,
-    callback=_parse_size,
+    type=SIZE,
+    callback=_whole,
     metavar="SIZE",
+    show_default="2GiB",
     help="Size of the state over all ranks.",
 )
 @click.option(
@@ -71,7 +67,8 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 )
 @click.option(
     "--tensor-size",
-    callback=_parse_size,
+    type=SIZE,
+    callback=_whole,
     metavar="SIZE",
     show_default="16MiB",
     help="Size of each tensor of --shape tensors.",
@@ -148,27 +145,41 @@ def command(what: str, files: tuple[Path, ...], json_path: str | None, **given: 
     The exit code is 1 if a ratio is below its floor.
     """
     if what == "compare":
+        _refuse_settings(what, given)
+        _check_writable(json_path)
         _compare(files, json_path)
         return
     if files:
         raise click.UsageError("FILES go with compare alone")
     html, floors = given.pop("html"), given.pop("floors")
     if what == "readme":
-        _refuse_settings(given)
+        _refuse_settings(what, given)
+    _check_writable(json_path, html)  # what was measured for hours would be lost
+    wanted = None if floors is None else _wanted(floors)
     report = _measure(what, given)
     if json_path != "-":
         _echo(report)
     _write(report, json_path, html)
-    if floors is not None:
-        _check(report, floors, quiet=json_path == "-")
+    if wanted is not None:
+        _check(report, wanted, quiet=json_path == "-")
 
 
-def _refuse_settings(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that would change what "readme" measures."""
+def _refuse_settings(what: str, settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option of a measurement: "compare" makes none, and that of "readme" is fixed."""
     context = click.get_current_context()
     for name in settings:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} does not go with readme, whose settings are fixed")
+            option = name.removesuffix("s") if name == "storage_options" else name
+            why = "whose settings are fixed" if what == "readme" else "which measures nothing"
+            raise click.UsageError(f"--{option.replace('_', '-')} does not go with {what}, {why}")
+
+
+def _check_writable(*paths: str | Path | None) -> None:
+    """Raise InvalidInput for a file that cannot be written; "-" is the standard output."""
+    for path in (Path(path) for path in paths if path not in (None, "-")):
+        place = path if path.exists() else path.parent
+        if path.is_dir() or not path.parent.is_dir() or not os.access(place, os.W_OK):
+            raise InvalidInput(f"{path} cannot be written", hint="Give a file in a directory that exists")
 
 
 def _measure(what: str, given: dict[str, Any]) -> Report:
@@ -205,6 +216,10 @@ def _options(what: str, settings: Mapping[str, Any]) -> Options:
     unknown = sorted({*peers} - {*FAMILIES, "all", "none"})
     if unknown:
         raise InvalidInput(f"--peers does not know {', '.join(unknown)}", hint=f"all, none, or {', '.join(FAMILIES)}")
+    if len(peers) > 1 and {*peers} & {"all", "none"}:
+        raise InvalidInput(f"--peers {settings['peers']} contradicts itself", hint="Give all, none, or names")
+    if settings["scale"] is not None and settings["size"] is not None:
+        raise InvalidInput("--size has no effect beside --scale", hint="Give one of them")
 
     def possible(name: str) -> bool:
         return name != "gpu" and (name != "tier" or is_disk(settings["to"]))
@@ -212,7 +227,7 @@ def _options(what: str, settings: Mapping[str, Any]) -> Options:
     return Options(
         workloads=tuple(name for name in _WORKLOADS if what == name or (what == "all" and possible(name))),
         to=settings["to"],
-        size_bytes=settings["size"],
+        size_bytes=_SIZE_BYTES if settings["size"] is None else settings["size"],
         scale=settings["scale"],
         ranks=settings["ranks"],
         shape=settings["shape"],
@@ -279,14 +294,28 @@ def _write_json(value: dict[str, Any], path: str) -> None:
         Path(path).write_text(text + "\n")
 
 
-def _check(report: Report, floors: Path, *, quiet: bool) -> None:
-    from ckptstore.tools.bench.figures.floors import check, read_floors
+def _wanted(path: Path) -> list[dict[str, Any]]:
+    """Return the floors of a file. Raises InvalidInput for one of a workload that no run measures."""
+    from ckptstore.tools.bench.figures.floors import read_floors
+    from ckptstore.tools.bench.run import has_ratios
 
-    verdicts = check(report, read_floors(floors))
+    floors = read_floors(path)
+    unknown = sorted({floor["workload"] for floor in floors if not has_ratios(floor["workload"])})
+    if unknown:
+        raise InvalidInput(f"{path} has floors of {', '.join(unknown)}, of which no run has ratios")
+    return floors
+
+
+def _check(report: Report, floors: Sequence[Mapping[str, Any]], *, quiet: bool) -> None:
+    from ckptstore.tools.bench.figures.floors import check
+
+    verdicts = check(report, floors)
     for verdict in verdicts:
         if not quiet or not verdict.holds:
             click.echo(str(verdict), err=not verdict.holds)
-    if not all(verdict.holds for verdict in verdicts):
+    if not verdicts:
+        click.echo("BELOW: the file has no floor of what was measured", err=True)
+    if not verdicts or not all(verdict.holds for verdict in verdicts):
         raise SystemExit(_BELOW_FLOOR)
 
 
@@ -296,11 +325,13 @@ def _compare(files: tuple[Path, ...], json_path: str | None) -> None:
 
     if len(files) != 2:
         raise click.UsageError("compare takes two files")
-    try:
-        before, after = (Report.from_json(json.loads(path.read_text())) for path in files)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InvalidInput(f"that is no report of ckptstore bench: {error}") from error
-    found = compare(before, after)
+    reports = []
+    for path in files:
+        try:
+            reports.append(Report.from_json(json.loads(path.read_text())))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidInput(f"{path} is no report of ckptstore bench: {error!r}") from error
+    found = compare(*reports)
     if json_path is not None:
         _write_json(found.to_json(), json_path)
         if json_path == "-":
@@ -322,4 +353,4 @@ def _compare(files: tuple[Path, ...], json_path: str | None) -> None:
     if shown:
         echo_table(("workload", "contender", "before", "after", "speed-up", "p", "verdict"), shown)
     else:
-        click.echo("the reports have no workload in common, of the same size and ranks")
+        click.echo("the reports have nothing in common that was measured in both, of the same size and ranks")
