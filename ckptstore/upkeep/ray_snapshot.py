@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import FileMissing
+from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.log.identity import KEPT_BY_RAY, read_store_json
 from ckptstore.storage.base import Disk, Storage
 
 SNAPSHOT_NAME = "checkpoint_manager_snapshot.json"
@@ -105,3 +107,13 @@ def _is_there(storage: Storage, directory: str) -> bool:
     if isinstance(storage, Disk):
         return os.path.isdir(storage.local_path(directory))
     return any(True for _ in storage.list(f"{directory}/"))
+
+
+def uris_in_run(storage: Storage) -> list[str]:
+    """Return the checkpoints with a manifest in the directory of a run whose files Ray keeps; none for other places."""
+    identity = read_store_json(storage)
+    if identity is None or identity.kept_by != KEPT_BY_RAY:
+        return []
+    end, own = f"/{MANIFEST_NAME}", f"{ROOT_NAME}/"
+    keys = sorted(file.key for file in storage.list(""))
+    return [f"{storage.uri}/{key.removesuffix(end)}" for key in keys if key.endswith(end) and not key.startswith(own)]

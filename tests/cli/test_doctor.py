@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +58,21 @@ def test_a_store_that_cannot_be_resumed_is_never_good(run: Any, run_json: Any, s
         (store / lost).rename(store / "lost")
         assert f"the store has lost its {lost}" in run("doctor", store, code=3).stdout
         (store / "lost").rename(store / lost)
+
+
+def test_the_files_of_a_run_that_ray_keeps_are_looked_at(run: Any, store: Path, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    for number, attempt in enumerate(sorted(store.glob("checkpoints/step-*"))):
+        shutil.copytree(attempt, place / f"checkpoint_{number:06d}")
+    identity = json.loads((store / "store.json").read_text())
+    (place / "store.json").write_text(json.dumps({**identity, "kept_by": "ray"}))
+    count = len([*place.glob("checkpoint_*")])
+    assert f"{count} live, each has all its files" in run("doctor", place).stdout
+    lost = place / f"checkpoint_{count - 1:06d}/model.pt"
+    lost.unlink()
+    text = run("doctor", place, code=3).stdout
+    assert f"1 of {count} live ones are damaged: {lost.parent.name}: model.pt is missing" in text
+    assert f"The newest that has its files is checkpoint_{count - 2:06d}" in text
 
 
 def test_a_place_that_cannot_be_written(run_json: Any, tmp_path: Path) -> None:

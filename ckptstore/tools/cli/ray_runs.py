@@ -10,11 +10,10 @@ import click
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CheckpointDamaged, CheckpointGone
-from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.log.identity import KEPT_BY_RAY, read_store_json
 from ckptstore.runtime.shown import printable
 from ckptstore.store import CheckpointStore
-from ckptstore.upkeep.ray_snapshot import ROOT_NAME
+from ckptstore.upkeep.ray_snapshot import uris_in_run
 
 
 def belongs_to_ray(store: CheckpointStore) -> bool:
@@ -37,14 +36,8 @@ def checkpoints_of_ray(
 
     One that is not whole is left out: `damaged` is called with its URI and why, and says so on stderr by default.
     """
-    if not belongs_to_ray(store):
-        return []
-    end, own = f"/{MANIFEST_NAME}", f"{ROOT_NAME}/"
-    files = job_of(store).storage.list("")
-    names = [file.key for file in files if file.key.endswith(end) and not file.key.startswith(own)]
     found = []
-    for name in names:
-        uri = f"{store.uri}/{name.removesuffix(end)}"
+    for uri in uris_in_run(job_of(store).storage):
         try:
             found.append(Checkpoint.from_uri(uri, storage_options=storage_options))
         except CheckpointDamaged as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from ckptstore.checkpoint import files_behind
+from ckptstore.catalogue import job_of
+from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, CkptstoreError, StoreForked, UnsupportedVersion
 from ckptstore.format.layout import CHECKPOINT_PREFIX, LOG_PREFIX, STORE_KEY
@@ -17,7 +19,7 @@ from ckptstore.opening import open_store
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.tools.doctor.finding import Finding
-from ckptstore.upkeep.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, obstacle, read_snapshot
+from ckptstore.upkeep.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, obstacle, read_snapshot, uris_in_run
 
 _RETRY = RetryConfig(retry_attempts=3, retry_deadline_seconds=15.0, retry_wait_max_seconds=2.0)
 """Somebody waits for the answer, and what fails three times is a finding."""
@@ -54,25 +56,42 @@ def _without_log(storage: Storage, *, is_store: bool) -> Finding | str:
 
 
 def examine_checkpoints(uri: str, storage_options: Mapping[str, Any] | None, engine: str | None) -> str:
-    """Compare the files of every live checkpoint with its manifest, by size."""
-    damaged: dict[int, str] = {}
+    """Compare the files of every live checkpoint with its manifest, by size; in a run that Ray keeps, of every one."""
     with open_store(uri, storage_options=storage_options, engine=engine, group="solo") as store:
         live = list(store) if store.exists() else []
-        for checkpoint in live:
-            files = files_behind(checkpoint)
-            try:
-                files.check_complete(files.read_manifest()[0])
-            except (CheckpointDamaged, CheckpointGone, UnsupportedVersion) as error:
-                damaged[checkpoint.step] = error.message
+        found: dict[str, Callable[[], object]] = {
+            f"step {checkpoint.step}": partial(_check_files, checkpoint) for checkpoint in live
+        }
+        for one in [] if live else uris_in_run(job_of(store).storage):
+            opened = partial(Checkpoint.from_uri, one, storage_options=storage_options)
+            found[one.rpartition("/")[2]] = opened
+        damaged = {name: fault for name, check in found.items() if (fault := _fault(check))}
     if damaged:
-        found = "; ".join(f"step {step}: {why}" for step, why in islice(damaged.items(), 3))
+        told = "; ".join(f"{name}: {why}" for name, why in islice(damaged.items(), 3))
         more = f"; and {len(damaged) - 3} more" if len(damaged) > 3 else ""
-        whole = [checkpoint.step for checkpoint in live if checkpoint.step not in damaged]
-        hint = f"A job resumes from step {whole[-1]}, the newest that has its files" if whole else "No job can resume"
-        raise CheckpointDamaged(f"{len(damaged)} of {len(live)} live ones are damaged: {found}{more}", hint=hint)
-    if not live:
+        whole = [name for name in found if name not in damaged]
+        hint = "No job can resume"
+        if whole:
+            resumes = f"A job resumes from {whole[-1]}, the newest that has its files"
+            hint = resumes if live else f"The newest that has its files is {whole[-1]}"  # Ray chooses by its own list
+        raise CheckpointDamaged(f"{len(damaged)} of {len(found)} live ones are damaged: {told}{more}", hint=hint)
+    if not found:
         return "there are none"
-    return f"{len(live)} live, each has all its files with their sizes; `ckptstore verify --all` reads the bytes"
+    return f"{len(found)} live, each has all its files with their sizes; `ckptstore verify --all` reads the bytes"
+
+
+def _check_files(checkpoint: Checkpoint) -> None:
+    files = files_behind(checkpoint)
+    files.check_complete(files.read_manifest()[0])
+
+
+def _fault(check: Callable[[], object]) -> str | None:
+    """Return what makes a checkpoint unusable, None where nothing does."""
+    try:
+        check()
+    except (CheckpointDamaged, CheckpointGone, UnsupportedVersion) as error:
+        return error.message
+    return None
 
 
 def examine_ray_list(storage: Storage, storage_options: Mapping[str, Any] | None, engine: str | None) -> Finding | str:
