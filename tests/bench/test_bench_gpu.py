@@ -140,6 +140,7 @@ def test_a_save_that_holds_what_came_after_its_call_has_failed(tmp_path: Path) -
     in_time, late = contest.run([Staged, Late], repeat=2)
     assert (in_time.status, len(in_time.samples)) == ("measured", 2), in_time.reason
     assert in_time.facts["steps_per_second"] > 0
+    assert in_time.samples[0].retries is None, "a peer does not tell"
     assert late.status == "failed"
     assert "is not what was there at the call" in (late.reason or "")
 

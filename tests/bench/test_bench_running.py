@@ -30,6 +30,7 @@ from ckptstore.tools.bench.workloads import finding, scaling
 from ckptstore.tools.bench.workloads.sharded_ranks import commit_of_sharded
 from ckptstore.tools.bench.workloads.simulated import commit_of
 from ckptstore.tools.cli import main
+from ckptstore.tools.cli.commands.bench import options_of
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
 
@@ -234,6 +235,9 @@ def test_a_fast_tier_is_measured_on_a_disk_alone() -> None:
 def test_unknown_peers_and_sizes_are_refused() -> None:
     assert "does not know tape" in bench("save", "--peers", "tape", code=InvalidInput.exit_code).output
     bench("save", "--size", "many", code=2)
+    bench("save", "--size", "2Gb", code=2)
+    assert options_of(["save", "--size", "2GB"]).size_bytes == 2 * 10**9
+    assert options_of(["save"]).size_bytes == options_of(["save", "--size", "2GiB"]).size_bytes == 2 << 30
     bench("save", "a.json", code=2)
 
 
