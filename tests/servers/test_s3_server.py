@@ -269,3 +269,28 @@ def test_all_clients_share_the_line_to_a_server_each_way() -> None:
 def test_no_line_is_that_slow(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must"):
         Link(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"action": "lose-answer"},
+        {"action": "reset", "times": 0},
+        {"action": "reset", "probability": 0.0},
+        {"action": "status", "status": 999},
+        {"action": "bandwidth", "bytes_per_second": 0.0},
+        {"action": "delay"},
+    ],
+    ids=lambda wrong: " ".join(map(str, wrong.values())),
+)
+def test_a_rule_that_does_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{wrong['action']}"):
+        Fault(**wrong)
+
+
+def test_a_rule_is_not_used_up_for_the_next_server(server: S3Server) -> None:
+    rule = Fault(action="status", match="^HEAD", status=500)
+    for _ in range(2):
+        server.faults.add(rule)
+        assert error_of(lambda: client(server).head_bucket(Bucket="b")) == "500"
+    assert server.faults.pending == 0

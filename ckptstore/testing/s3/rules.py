@@ -6,8 +6,9 @@ import random
 import re
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import Literal, get_args
 
 Action = Literal["status", "reset", "delay", "stall", "lose_answer", "truncate", "corrupt", "bandwidth"]
 
@@ -37,6 +38,17 @@ class Fault:
     after_bytes: int = 0
     bytes_per_second: float = 50e6
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a rule that would hit no request, or do nothing to it."""
+        if self.action not in get_args(Action):
+            raise ValueError(f"action is {self.action!r}, it is one of {', '.join(get_args(Action))}")
+        if (self.times is not None and self.times < 1) or self.skip < 0 or not 0 < self.probability <= 1:
+            raise ValueError(f"{self} hits no request")
+        if self.status not in map(int, HTTPStatus) or not self.bytes_per_second > 0:
+            raise ValueError(f"{self} has a status or a bandwidth that cannot be")
+        if self.action == "delay" and not (self.seconds or 0) > 0:
+            raise ValueError(f"{self} does not say for how many seconds")
+
 
 class Faults:
     """The rules of a server; safe to change while it works."""
@@ -47,11 +59,11 @@ class Faults:
         self._random = random.Random(0)
 
     def add(self, *rules: Fault) -> None:
-        """Add rules. The first one that matches a request hits it."""
+        """Add rules. The first one that matches a request hits it. What is used up is a copy of a rule."""
         for rule in rules:
             re.compile(rule.match)
         with self._lock:
-            self._rules.extend(rules)
+            self._rules.extend(map(replace, rules))
 
     def replace(self, rules: Iterable[Fault]) -> None:
         """Replace all rules."""
