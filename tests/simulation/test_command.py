@@ -30,5 +30,29 @@ def test_a_failure_shows_its_seed_and_is_made_smaller(
     assert main(["--plan", str(tmp_path / "plan.json"), "--shrink"]) == 1
     smaller, failure, *trace = capsys.readouterr().out.splitlines()
     assert failure.startswith("seed 900000: Violation: what is committed is durable")
-    assert "--seed 900000" in trace[-1]
+    assert trace[-1] == smaller  # no seed has this plan
     assert sum(len(actor.actions) for actor in Plan.from_json(smaller).actors) <= 1
+
+
+def test_seeds_are_made_smaller_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storages._Disk, "persist", lambda self, keys: None)
+    seed = next(seed for seed in range(900_000, 900_100) if draw(seed).storage == "disk")
+    assert main(["--seed", str(seed), "--seeds", "20", "--shrink"]) == 1
+    smaller, failure, *_ = capsys.readouterr().out.splitlines()
+    assert failure.startswith(f"seed {Plan.from_json(smaller).seed}: Violation")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--seeds", "0"], "--seeds is 0"),
+        (["--seconds", "nan"], "--seconds is nan"),
+        (["--plan", "nothing.json"], "nothing.json cannot be read"),
+        (["--plan", "/dev/null"], "/dev/null is no plan"),
+        (["--plan", "/dev/null", "--seeds", "5", "--keep-going"], "leave out seeds, keep_going"),
+    ],
+)
+def test_what_runs_nothing_is_an_error(capsys: pytest.CaptureFixture[str], arguments: list[str], error: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert error in capsys.readouterr().err

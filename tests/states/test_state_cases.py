@@ -138,3 +138,12 @@ def test_the_command_writes_a_script(
     assert (tmp_path / "found.py").read_text() in told
     assert main(["--seed", str(seed), "--count", "2", "--seconds", "100", "--keep-going"]) == 1
     assert f"(seed {seed}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--ranks", "0"], ["--count", "0"], ["--device", "cuda:99"], ["--script", "/nowhere/x.py"]]
+)
+def test_what_runs_nothing_is_an_error(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert f"error: {arguments[0]} is " in capsys.readouterr().err

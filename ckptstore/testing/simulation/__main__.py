@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptstore.testing.simulation.fast_tier.fast_jobs import draw_fast
 from ckptstore.testing.simulation.plan import Plan, draw
-from ckptstore.testing.simulation.simulator import Simulation, report, shrink, write
+from ckptstore.testing.simulation.simulator import Outcome, Simulation, report, shrink, write
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,30 +26,51 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trace", action="store_true", help="show the whole trace of a failing seed")
     parser.add_argument("--verbose", action="store_true", help="show the trace of a seed that does not fail too")
     options = parser.parse_args(arguments)
+    check_some(parser, options, "seeds", "seconds")
+    plan = None if options.plan is None else _read_plan(parser, options)
     with Simulation() as simulation:
-        if options.plan is not None:
-            return _one(simulation, Plan.from_json(options.plan.read_text()), options)
-        if options.seeds is None and options.seconds is None:
-            return _one(simulation, _drawn(options, options.seed or 0), options)
-        return _many(simulation, options)
+        if plan is None and (options.seeds is not None or options.seconds is not None):
+            return _many(simulation, options)
+        outcome = simulation.run(plan or _drawn(options, options.seed or 0))
+        if not outcome.ok:
+            return _failed(simulation, outcome, options, lines=80)
+        if options.verbose:
+            write("\n".join(outcome.trace))
+        write(f"seed {outcome.plan.seed}: all promises held, {outcome.steps} steps, run {outcome.digest}")
+        return 0
+
+
+def check_some(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
+    """End with an error if an option says that nothing is to be run: nothing could fail then."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name} is {value:g}, it must be above 0")
+
+
+def _read_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Plan:
+    others = [name for name in ("seed", "seeds", "seconds", "fast_tier", "keep_going") if getattr(options, name)]
+    if others:
+        parser.error(f"--plan runs one plan, which has its seed and its nodes: leave out {', '.join(others)}")
+    try:
+        return Plan.from_json(options.plan.read_text())
+    except OSError as error:
+        parser.error(f"{options.plan} cannot be read: {error.strerror}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        parser.error(f"{options.plan} is no plan, as --shrink prints it: {error!r}")
 
 
 def _drawn(options: argparse.Namespace, seed: int) -> Plan:
     return draw_fast(seed) if options.fast_tier else draw(seed)
 
 
-def _one(simulation: Simulation, plan: Plan, options: argparse.Namespace) -> int:
-    outcome = simulation.run(plan)
-    if not outcome.ok and options.shrink:
+def _failed(simulation: Simulation, outcome: Outcome, options: argparse.Namespace, *, lines: int) -> int:
+    """Show the failure of a seed, or of a smaller plan that fails as it does."""
+    if options.shrink:
         outcome = shrink(simulation, outcome)
         write(outcome.plan.to_json())
-    if not outcome.ok:
-        write(report(outcome, lines=0 if options.trace else 80))
-        return 1
-    if options.verbose:
-        write("\n".join(outcome.trace))
-    write(f"seed {plan.seed}: all promises held, {outcome.steps} steps, run {outcome.digest}")
-    return 0
+    write(report(outcome, lines=0 if options.trace else lines))
+    return 1
 
 
 def _many(simulation: Simulation, options: argparse.Namespace) -> int:
@@ -66,9 +87,9 @@ def _many(simulation: Simulation, options: argparse.Namespace) -> int:
         if not outcome.ok:
             failed += 1
             rules[outcome.rule] += 1
-            write(report(outcome, lines=0 if options.trace else 40) if not options.keep_going else _short(outcome))
             if not options.keep_going:
-                return 1
+                return _failed(simulation, outcome, options, lines=40)
+            write(_short(outcome))
         seed += 1
     seconds = time.monotonic() - began
     count = seed - first
@@ -80,9 +101,9 @@ def _many(simulation: Simulation, options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _short(outcome: object) -> str:
-    plan = outcome.plan  # type: ignore[attr-defined]
-    text = " | ".join([line.strip() for line in str(outcome.failure).splitlines()][-3:])[-300:]  # type: ignore[attr-defined]
+def _short(outcome: Outcome) -> str:
+    plan = outcome.plan
+    text = " | ".join([line.strip() for line in outcome.failure.splitlines()][-3:])[-300:]
     return f"seed {plan.seed} [{plan.storage}, {plan.board}]: {text}"
 
 

@@ -21,7 +21,7 @@ from ckptstore.storage.base import Storage
 from ckptstore.testing.simulation import alone, programs
 from ckptstore.testing.simulation.fast_tier import fast_jobs, node_disks
 from ckptstore.testing.simulation.ledger import Violation
-from ckptstore.testing.simulation.plan import Actor, Plan
+from ckptstore.testing.simulation.plan import Actor, Plan, draw
 from ckptstore.testing.simulation.virtual.patches import ModuleState, load, patched
 from ckptstore.testing.simulation.virtual.scheduler import Deadlock, Scheduler, Stuck, running
 from ckptstore.testing.simulation.world import DIRECTORY_MARK, World
@@ -293,9 +293,15 @@ def report(outcome: Outcome, *, lines: int = 80) -> str:
         f"storage: {outcome.plan.storage}, group: {outcome.plan.board}",
     ]
     more = [f"... {cut} lines before"] if cut else []
-    tier = " --fast-tier" if outcome.plan.fast_copies else ""
-    again = f"again: python -m ckptstore.testing.simulation{tier} --seed {outcome.plan.seed}"
+    again = f"again: python -m ckptstore.testing.simulation{_arguments_of(outcome.plan)}"
     return "\n".join([*head, *more, *shown, again])
+
+
+def _arguments_of(plan: Plan) -> str:
+    """Return the arguments by which the program runs a plan again: its seed, or a file if no seed has this plan."""
+    if plan == fast_jobs.draw_fast(plan.seed):
+        return f" --fast-tier --seed {plan.seed}"
+    return f" --seed {plan.seed}" if plan == draw(plan.seed) else f" --plan FILE, with this in it:\n{plan.to_json()}"
 
 
 def shrink(simulation: Simulation, outcome: Outcome, *, seconds: float = 30.0) -> Outcome:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ckptstore.testing.simulation.__main__ import check_some
 from ckptstore.testing.simulation.simulator import write
 from ckptstore.testing.states.case_runner import StateOutcome, run
 from ckptstore.testing.states.case_shrink import script, shrink
@@ -32,6 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first seed that fails")
     parser.add_argument("--script", type=Path, help="where to write the script of a failing seed (a temporary file)")
     options = parser.parse_args(arguments)
+    check_some(parser, options, "count", "seconds", "ranks")
+    _check_device(parser, options.device)
+    if options.script is not None and not options.script.parent.is_dir():
+        parser.error(f"--script is {options.script}, and there is no such directory")
     count = 1 if options.count is None and options.seconds is None else options.count
     began, seed, ends = time.monotonic(), options.seed, Counter[str]()
     first: dict[str, StateOutcome] = {}
@@ -53,6 +58,14 @@ def main(arguments: list[str] | None = None) -> int:
     if first and not options.keep_going:
         _show(next(iter(first.values())), options.script)
     return 1 if first else 0
+
+
+def _check_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """End with an error for a device that torch has not here: no program could be built, and none would fail."""
+    try:
+        torch.zeros(1, device=device or "cpu")
+    except Exception as error:  # torch raises an AssertionError without CUDA
+        parser.error(f"--device is {device!r}, and torch has nothing there: {str(error).partition(chr(10))[0]}")
 
 
 def _run_all(cases: list[StateCase]) -> list[StateOutcome]:
