@@ -180,7 +180,11 @@ class Job:
                 made[:] = self._claims_of_start(newest)
                 return None if made else Claim(start_token=self.group.start_token, world_size=self.group.world_size)
 
-            appended = self.log.append(change)
+            try:
+                appended = self.log.append(change)
+            except CkptstoreError as error:
+                error.committed = False  # it is said of a checkpoint, and a claim makes none visible
+                raise
             newest = appended or self.log.newest()
             claim = made[0] if made else cast(Record, appended)
             self.epoch, self.resume_from = claim.state.epoch, claim.state.resume_from

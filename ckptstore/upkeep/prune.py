@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import StorageError, StoreFenced
+from ckptstore.errors import CkptstoreError, StorageError, StoreFenced
 from ckptstore.events import CheckpointsPruned, PruneFailed, emit
 from ckptstore.format.changes import RESUMED_FROM, Claim, Commit, Remove
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
@@ -103,7 +103,11 @@ def empty_trash(log: Log, storage: Storage, *, epoch: int | None) -> None:
     """Delete everything in the trash that nothing holds, whatever its age, when the disk is about to overflow."""
     due = [item for item in trash(log, storage, grace_seconds=0.0) if item.held_by is None]
     if due:
-        _remove(log, storage, due, epoch=epoch, reason="the disk was full")
+        try:
+            _remove(log, storage, due, epoch=epoch, reason="the disk was full")
+        except CkptstoreError as error:
+            error.committed = False  # it is said of the checkpoint that needs the room
+            raise
 
 
 def _remove(

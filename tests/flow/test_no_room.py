@@ -16,8 +16,8 @@ from thread_ranks import in_threads
 from trees import steps
 
 from ckptstore import KeepLatest, StorageFull, StorageGroup, open_store
-from ckptstore.errors import AccessDenied, CkptstoreError
-from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.errors import AccessDenied, CkptstoreError, StorageUnavailable
+from ckptstore.format.layout import MANIFEST_NAME, parse_record_key
 from ckptstore.storage.disk import posix
 from ckptstore.testing import Call, with_faults
 from ckptstore.upkeep.retain import retain
@@ -115,6 +115,27 @@ def test_a_file_system_that_reports_no_size_has_room(tmp_path: Path, monkeypatch
         store.save(3, {"n": torch.ones(8)})
         assert store[3].to_directory(tmp_path.with_name("copy")).is_dir()
         assert [item.step for item in store.trash()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("number", [1, 4], ids=["the claim", "the removal"])
+def test_a_record_that_is_no_commit_says_nothing_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It lands, with an error, and the disk does not confirm it."""
+    lost = {("create", "after"), ("persist", "before")}
+
+    def hook(call: Call) -> None:
+        if parse_record_key(call.key) == number and (call.verb, call.phase) in lost:
+            raise StorageUnavailable("the disk does not answer")
+
+    with with_faults(open_store(tmp_path, retention=KeepLatest(1)), hook) as store:
+        for step in (1, 2) if number > 1 else ():
+            store.save(step, {"n": step})
+        monkeypatch.setattr(posix, "free_bytes", lambda _path: 0)
+        with pytest.raises(StorageUnavailable, match="does not answer") as caught:
+            store.save(3, {"n": torch.ones(8)})
+        assert caught.value.committed is False
+        assert 3 not in store
 
 
 def test_a_drain_makes_room_and_is_tried_once_more(tmp_path: Path) -> None:
