@@ -88,6 +88,8 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
             numbers = order(newest.state.in_order())
             found = first_usable((files_of(job, job.log.records([number])[0]) for number in numbers), check, [])
             record = None if found is None else found[0].record
+            if record is None:
+                job.log.confirm()
             wire = None if record is None else job.log.annotated([record], newest)[0].to_wire()
             return {**job.claimed(), "record": wire, **load.told()}
 

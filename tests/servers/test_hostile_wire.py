@@ -307,8 +307,9 @@ def test_who_redirects_learns_no_secret(front: tuple[dict[str, Any], Front], eng
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("asked_for", [{"w": torch.zeros(3)}, None], ids=["a state", "a checkpoint"])
 def test_a_store_that_only_seems_empty_is_not_begun_anew(
-    fast_s3: Any, engine: str, monkeypatch: pytest.MonkeyPatch
+    fast_s3: Any, engine: str, asked_for: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of the commit seems missing once, and the claim in its place seems written, as when a connection gives
     each request the answer to another."""
@@ -340,5 +341,5 @@ def test_a_store_that_only_seems_empty_is_not_begun_anew(
         ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store,
         pytest.raises(StoreMissing, match="another one"),
     ):
-        store.resume({"w": torch.zeros(3)})
+        store.resume(asked_for)
     assert lied["create"]
