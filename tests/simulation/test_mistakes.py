@@ -16,6 +16,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, StorageError
 from ckptstore.format import changes
 from ckptstore.integrations.ray.kept_by_ray import ray_keeps
+from ckptstore.interchange import copying
 from ckptstore.job import Job
 from ckptstore.loading import restoring, story
 from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -44,6 +45,11 @@ def any_plan(**given: Any) -> Make:
 def the_log_does_not_answer(seed: int) -> Plan:
     trouble = Trouble("outage", "job1.0", at_call=35, seconds=30.0, what="answers log/")
     return Plan(seed, rank_timeout_seconds=12.0, actors=(Actor("job1", SAVES, ranks=2),), troubles=(trouble,))
+
+
+def the_log_is_away_at_a_commit(seed: int) -> Plan:
+    trouble = Trouble("outage", "job1.0", at_call=20 + seed % 20, seconds=900.0, what="lost log/")
+    return Plan(seed, rank_timeout_seconds=12.0, retry_attempts=4, actors=(Actor("job1", SAVES),), troubles=(trouble,))
 
 
 def two_jobs_at_once(seed: int) -> Plan:
@@ -82,6 +88,10 @@ def the_hint_is_torn_before_a_look(seed: int) -> Plan:
 def somebody_copies_a_checkpoint(seed: int) -> Plan:
     reader = Actor("reader", (Action("copy to a directory"),), ranks=0, begins="after job1")
     return Plan(seed, actors=(Actor("job1", SAVES), reader))
+
+
+def somebody_copies_the_store(seed: int) -> Plan:
+    return Plan(seed, actors=(Actor("job1", SAVES), Actor("admin", (Action("cp"),), ranks=0, begins="after job1")))
 
 
 def a_file_is_gone_before_a_restart(seed: int) -> Plan:
@@ -134,6 +144,27 @@ def retention_forgets_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
         return decide_in_commit(policy, candidates, protected={max(protected): "the latest"})
 
     patch.setattr("ckptstore.saving.commit.decide", decide)
+
+
+def retention_drops_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("ckptstore.saving.commit.decide", lambda *_, **__: [])
+
+
+def a_prune_deletes_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("ckptstore.upkeep.prune._remove", lambda *_, **__: [])
+
+
+def a_copy_leaves_the_oldest_out(patch: pytest.MonkeyPatch) -> None:
+    real = copying._needed
+    patch.setattr(copying, "_needed", lambda job, newest: real(job, newest)[-1:])
+
+
+def what_is_unknown_counts_as_committed(patch: pytest.MonkeyPatch) -> None:
+    def unknown(record: Any, error: CkptstoreError) -> CkptstoreError:
+        error.committed = True
+        return error
+
+    patch.setattr("ckptstore.log.writer._unknown", unknown)
 
 
 def garbage_is_what_no_record_names(patch: pytest.MonkeyPatch) -> None:
@@ -265,6 +296,10 @@ CALLS_SUCCEED = "a call that nothing disturbs succeeds"
             any_plan(policy="latest 1"),
             {"what is pinned stays", "the resume source stays", CALLS_SUCCEED},
         ),
+        (retention_drops_nothing, any_plan(policy="latest 1"), {"retention drops what its rule drops"}),
+        (a_prune_deletes_nothing, any_plan(policy="latest 1"), {"a prune deletes what is due"}),
+        (a_copy_leaves_the_oldest_out, somebody_copies_the_store, {"a copy has what is live"}),
+        (what_is_unknown_counts_as_committed, the_log_is_away_at_a_commit, {"committed=True is visible"}),
         (
             garbage_is_what_no_record_names,
             garbage_is_collected_beside_saves,

@@ -19,14 +19,14 @@ from ckptstore.errors import (
 )
 from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.format.changes import Change, Pin, Remove, Restore, Unpin
-from ckptstore.format.layout import HINT_KEY
+from ckptstore.format.layout import HINT_KEY, MANIFEST_NAME
 from ckptstore.format.record import Record
 from ckptstore.group import StorageGroup
 from ckptstore.interchange.copying import copy_store
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepLatest
 from ckptstore.testing.simulation.ledger import Violation
-from ckptstore.testing.simulation.model import calls_in
+from ckptstore.testing.simulation.model import SavedCheckpoint, calls_in
 from ckptstore.testing.simulation.plan import POLICIES, Action
 from ckptstore.testing.simulation.virtual.clocks import sleep
 from ckptstore.testing.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
@@ -61,6 +61,8 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
     )
 
 
+_REFUSED = frozenset({"break a rule", "remove", "remove all", "restore", "roll back", "thin"})
+"""Changes that a rule may forbid."""
 _LEASED = frozenset({"directory on this node", "copy to a directory", "follow"})
 """Readers that must find every byte until they are done."""
 
@@ -99,15 +101,20 @@ def _may_fail(world: World, action: Action, error: BaseException, began: float) 
         return True  # another copy to the same place has claimed it
     if action.kind == "follow" and isinstance(error, CkptstoreError) and error.retryable:
         return True  # it tries again only as long as its caller waits
-    if isinstance(error, StoreMissing | CheckpointGone | InvalidInput):
-        return True
-    if isinstance(error, CheckpointDamaged | FileMissing | NoUsableCheckpoint):
+    seen = world.model.numbers_between(began, world.scheduler.now)
+    if isinstance(error, StoreMissing):
+        return None in seen or world.model.vanished_at is not None or action.kind == "gc of the copy"
+    if isinstance(error, InvalidInput):
+        return action.kind in _REFUSED
+    if isinstance(error, CheckpointGone) and (len(seen) > 1 or action.kind == "break a rule"):
+        return True  # somebody else has changed something meanwhile
+    if isinstance(error, CheckpointDamaged | CheckpointGone | FileMissing | NoUsableCheckpoint):
         damaged = any(saved.is_damaged for saved in world.model.saved.values())
         removed = any(
             (saved.removed_at or 0.0) >= began - 60.0 for saved in world.model.saved.values() if saved.removed_at
         )
         return damaged or removed
-    return isinstance(error, StoreFenced)
+    return isinstance(error, StoreFenced) and bool(world.model.claims_since(began))
 
 
 def _alone(world: World, member: Member, index: int, action: Action) -> None:
@@ -128,7 +135,7 @@ def _alone(world: World, member: Member, index: int, action: Action) -> None:
         elif action.kind == "clean the cache":
             _clean_cache(world, index)
         elif action.kind == "cp":
-            _copy(store)
+            _copy(world, store)
         elif action.kind == "list":
             _list(world, store)
         elif action.kind == "latest":
@@ -272,12 +279,33 @@ def check_followed(world: World, store: Any) -> None:
             world.fail("each commit has its turn", f"{sorted(missing)} never came with the cursor {cursor}")
 
 
-def _copy(store: Any) -> None:
-    target = open_place(COPY_URI, config=job_of(store).config)
+def _copy(world: World, store: Any) -> None:
+    began, target = world.scheduler.now, open_place(COPY_URI, config=job_of(store).config)
     try:
-        copy_store(store, target)
+        left_out = copy_store(store, target).left_out
     finally:
         target.close()
+    if len(world.copy.claims_since(began)) > 1:
+        return  # another copy to the same place has another view
+    copies = {_origin(saved): saved for saved in world.copy.live()}
+    seen = [world.model.records[at].state.live for at in world.model.numbers_between(began, world.scheduler.now) if at]
+    for saved in world.model.saved.values():
+        if saved.is_damaged or saved.attempt in left_out or not all(saved.number in live for live in seen):
+            continue
+        copy = copies.get(_origin(saved))
+        other = {
+            name
+            for name, data in saved.files.items()
+            if name != MANIFEST_NAME and copy and copy.files.get(name) != data
+        }
+        if copy is None or other:
+            world.fail("a copy has what is live", f"record {saved.number}: {sorted(other) or 'it is not there'}")
+
+
+def _origin(saved: SavedCheckpoint) -> str:
+    """Return what the attempt of a copy has in common with that of its original: the step and the suffix."""
+    step, _, suffix = saved.attempt.rpartition("-")
+    return step.rpartition("-")[0] + suffix
 
 
 def _with_checkpoint(world: World, member: Member, index: int, action: Action, store: Any) -> None:

@@ -19,6 +19,7 @@ from ckptstore.errors import (
 )
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt
 from ckptstore.testing.simulation.ledger import Violation
+from ckptstore.testing.simulation.model import Call
 from ckptstore.testing.simulation.plan import Action, Actor
 from ckptstore.testing.simulation.world import LONGEST_CALL_SECONDS, Attempted, Member, World, kind_of
 
@@ -31,7 +32,7 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
     actor = member.actor
     call = ((actor.name, index), member.rank)
     where = f"{actor.name}.{member.rank}, action {index} ({action.kind} {action.step})"
-    error, result = mine.error, mine.result
+    error = mine.error
     assert mine.ended is not None
     stopped = sum(other.stopped_seconds for other in world.members)
     if mine.ended - mine.began > LONGEST_CALL_SECONDS + stopped:
@@ -48,13 +49,7 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
             world.fail("a closed store does nothing", f"{where} returned after close()")
         return
     if action.kind in SAVES:
-        if isinstance(error, CkptstoreError) and error.committed is False:
-            if call in model.by_call:
-                world.fail("committed=False never becomes visible", f"{where}: {model.by_call[call]}: {kind_of(error)}")
-            model.refused.add(call)
-        if error is None and model.by_call.get(call) != checkpoint_of(result):
-            visible = model.by_call.get(call)
-            world.fail("what returned is committed", f"{where}: {checkpoint_of(result)}, there is {visible}")
+        _judge_save(world, model, call, where, mine)
     if action.kind == "resume" or (action.kind == "load" and world.plan.contents == "state"):
         _judge_resume(world, where, mine)
     _judge_together(world, member, index, action, where)
@@ -63,6 +58,20 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
 def checkpoint_of(result: Any) -> int | str | None:
     """Return the checkpoint of a call: the number of its record, or the directory where Ray keeps."""
     return result.directory if isinstance(result, RayAttempt) else getattr(result, "number", None)
+
+
+def _judge_save(world: World, model: Any, call: Call, where: str, mine: Attempted) -> None:
+    error, visible = mine.error, model.by_call.get(call)
+    if error is None and visible != checkpoint_of(mine.result):
+        world.fail("what returned is committed", f"{where}: {checkpoint_of(mine.result)}, there is {visible}")
+    if not isinstance(error, CkptstoreError) or error.committed is None:
+        return
+    if error.committed and visible is None:
+        world.fail("committed=True is visible", f"{where}: {kind_of(error)}")
+    if not error.committed:
+        if visible is not None:
+            world.fail("committed=False never becomes visible", f"{where}: {visible}: {kind_of(error)}")
+        model.refused.add(call)
 
 
 def _judge_resume(world: World, where: str, mine: Attempted) -> None:

@@ -205,18 +205,29 @@ class Model:
         if change.thins is not None:
             return
         left = [number for number in newest.state.in_order() if number not in change.replaces] + [record.number]
+        ages = {number: self.now() - self.saved[number].at for number in left[:-1]} | {record.number: 0.0}
+        must_stay, may_stay = self._by_rule(left, ages, change.entry.step)
+        shown = f"{self.plan.policy!r}, of { ({number: round(age) for number, age in ages.items()}) } s of age"
+        if lost := must_stay & set(change.drops):
+            raise Violation("retention keeps what its rule keeps", f"{shown} dropped {sorted(lost)}")
+        may_stay = may_stay | {*newest.state.pinned, record.number, newest.state.resume_from}
+        if not self.is_copy and (stayed := set(left) - may_stay - set(change.drops)):
+            raise Violation("retention drops what its rule drops", f"{shown} left {sorted(stayed)}")
+
+    def _by_rule(self, left: list[int], ages: Mapping[int, float], step: int) -> tuple[set[int], set[int | None]]:
+        """Return the checkpoints that must stay, and those that may."""
         policy = self.plan.policy
-        kept: set[int] = set()
-        if policy == "all":
-            kept = set(left)
+        must_stay = set(left)
         if policy.startswith("latest"):
-            kept = set(left[-int(policy.split()[1]) :])
+            must_stay = set(left[-int(policy.split()[1]) :])
+        if policy.startswith("every"):
+            steps = [*(self.saved[number].step for number in left[:-1]), step]
+            first = {at // 20: number for number, at in reversed([*zip(left, steps, strict=True)])}
+            must_stay = {*first.values(), left[-1]}
         if policy == "since":
-            since = self.now() - KEPT_SINCE_SECONDS + 60.0
-            kept = {number for number in left if number == record.number or self.saved[number].at >= since}
-        if lost := kept & set(change.drops):
-            ages = [round(self.now() - self.saved[number].at) for number in sorted(lost)]
-            raise Violation("retention keeps what its rule keeps", f"{policy!r} dropped {sorted(lost)}, {ages} s old")
+            must_stay = {number for number in left if ages[number] <= KEPT_SINCE_SECONDS - 60.0}
+            return must_stay, {number for number in left if ages[number] <= KEPT_SINCE_SECONDS + 60.0}
+        return must_stay, {*left} if "best" in policy else {*must_stay}
 
     def _check_end(self, number: int, change: Remove) -> None:
         age = self.now() - self.trashed_at.get(number, self.now())
@@ -355,6 +366,8 @@ def held_files(
     files = {key.removeprefix(prefix): file for key, file in space.files.items() if key.startswith(prefix)}
     if MANIFEST_NAME not in files or sha256 not in (None, sha256_of(files[MANIFEST_NAME].data)):
         raise Violation("what is committed is whole", f"{where}: its manifest is not there")
+    if not files[MANIFEST_NAME].is_durable and not is_copy:
+        raise Violation("what is committed is durable", f"{where}: its manifest")
     held = {MANIFEST_NAME: files[MANIFEST_NAME].data}
     for receipt in Manifest.decode(held[MANIFEST_NAME]).files:
         if receipt.attempt is None:
