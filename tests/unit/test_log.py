@@ -18,6 +18,7 @@ from ckptstore.config import RetryConfig
 from ckptstore.errors import (
     AccessDenied,
     CheckpointDamaged,
+    FileMissing,
     InvalidInput,
     StorageError,
     StorageFull,
@@ -183,12 +184,14 @@ def test_a_torn_hint_is_passed_over() -> None:
 def test_a_hint_ahead_of_the_log_deceives_no_writer_and_is_mended() -> None:
     storage = filled(9)
     storage.delete([record_key(number) for number in (6, 7, 8, 9)])  # a copy that is not complete
-    believed = Log(storage, retry=ONCE).newest()
+    reader = Log(storage, retry=ONCE)
+    believed = reader.newest()
     assert believed
     assert believed.number == 9
     record = append(Log(storage, retry=ONCE), Pin((2,)))
     assert record.number == 6
     assert newest_in(storage).write_id == record.write_id
+    assert reader.newest() == record
 
 
 def test_a_hint_of_another_log_deceives_no_writer() -> None:
@@ -252,6 +255,26 @@ def test_a_record_that_is_read_wrongly_once_forks_nothing(
     assert lying.doubts == 1
     assert "was whole when it was read again" in caplog.text
     assert Log(storage, retry=ONCE).checked_newest() is not None
+
+
+def test_a_record_of_another_log_that_is_read_once_forks_nothing() -> None:
+    storage, other = filled(3), filled(3)
+    key = record_key(3)
+    log = Log(Lying(storage, key, storage.read(key), other.read(key)), retry=ONCE)
+    assert log.append(lambda _: None) is None
+    assert log.append(lambda _: Noop())
+    assert Log(storage, retry=ONCE).verify_chain() == []
+
+
+def test_a_record_that_seems_missing_once_is_read_again() -> None:
+    class Missing(Lying):
+        def read(self, key: str) -> bytes:
+            if key in self.lies:
+                raise FileMissing("it is not there", file=key)
+            return super().read(key)
+
+    log = Log(Missing(filled(3), record_key(2), b"", b""), retry=ONCE)
+    assert [record.number for record in log.records([2])] == [2]
 
 
 def test_a_denied_probe_of_a_disk_says_nothing_of_buckets(tmp_path: Path) -> None:
@@ -397,9 +420,11 @@ def test_an_older_job_is_fenced_whatever_it_does() -> None:
     assert older.append(lambda _: Pin((2,)))  # a command line carries no epoch
 
 
-def test_a_lost_race_is_decided_anew() -> None:
-    storage = new_storage()
-    log, rival = fill(storage, 2), Log(storage, retry=ONCE)
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_lost_race_is_decided_anew(bare: bool) -> None:
+    storage = filled(2)
+    log = Log(BareStorage(storage) if bare else storage, retry=ONCE, single_writer=bare)
+    rival = Log(storage, retry=ONCE)
     seen: list[int] = []
 
     def decide(newest: Record | None) -> Change:
@@ -580,6 +605,13 @@ def test_a_conflict_with_oneself_is_no_conflict() -> None:
     assert numbers_in(storage) == [1, 2]
 
 
+def test_a_conflict_with_oneself_that_cannot_be_read_is_unknown() -> None:
+    log = Log(wrap(RepeatsCreates(filled(1).uri), FailAt("read log/*02.json", skip=1, times=None)), retry=ONCE)
+    with pytest.raises(StorageUnavailable, match="not known whether") as caught:
+        log.append(lambda _: commit(1))
+    assert caught.value.committed is None
+
+
 def test_an_interrupt_leaves_the_log_usable() -> None:
     storage = filled(2)
     for effect in ("before", "after"):
@@ -690,7 +722,8 @@ def test_a_hole_in_the_chain_is_a_fork_to_a_writer(broken: str) -> None:
     assert log.newest()
     with pytest.raises(StoreForked, match="log/0000000005"):
         log.append(lambda _: Noop())
-    assert record_key(5) in log.verify_chain()[0]
+    (problem,) = log.verify_chain()
+    assert record_key(5) in problem
 
 
 def test_a_first_record_that_follows_on_another_is_a_fork() -> None:
@@ -702,9 +735,12 @@ def test_a_first_record_that_follows_on_another_is_a_fork() -> None:
         Log(storage, retry=ONCE).append(lambda _: Noop())
 
 
-def test_records_of_another_history_behind_what_was_seen_are_a_fork() -> None:
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_records_of_another_history_behind_what_was_seen_are_a_fork(is_checked: bool) -> None:
     storage = new_storage()
     log = fill(storage, 3)
+    if is_checked:
+        log.checked_newest()
     change_record(storage, 3)
     Log(storage, retry=ONCE).append(lambda _: Noop())
     with pytest.raises(StoreForked):
@@ -712,18 +748,43 @@ def test_records_of_another_history_behind_what_was_seen_are_a_fork() -> None:
     assert numbers_in(storage) == [1, 2, 3, 4]
 
 
-def test_the_chain_check_also_follows_the_rules() -> None:
-    storage = new_storage()
+def test_a_record_that_changes_while_it_is_read_is_a_fork() -> None:
+    storage, changed = filled(3), list[int]()
+
+    def change(call: Call) -> None:
+        if (call.verb, call.key, call.phase) == ("read", record_key(3), "after") and not changed:
+            changed.append(3)
+            change_record(storage, 3)
+            log.records([3])
+
+    log = Log(wrap(storage, change), retry=ONCE)
+    with pytest.raises(StoreForked, match="has changed since"):
+        log.append(lambda _: Noop())
+
+
+def with_state(storage: Storage, **wrong: object) -> Log:
+    """A log of three records, and of one more with a state that is wrong."""
     log = fill(storage, 3)
     newest = log.newest()
     assert newest
     value = json.loads(Record.following(newest, Noop(), write_id="x", created_at=0.0).encode())
-    value["state"]["live"] = "2"
+    value["state"].update(wrong)
     assert storage.create(record_key(4), sealed(json.dumps(value).encode()))
+    return log
+
+
+@pytest.mark.parametrize("wrong", [{"live": "2"}, {"pinned": "2"}, {"resume_from": 2}], ids=str)
+def test_a_state_that_its_change_does_not_lead_to_is_a_fault(wrong: dict[str, object]) -> None:
+    storage = new_storage()
+    with_state(storage, **wrong)
     assert Log(storage, retry=ONCE).verify_chain() == [
         "log/0000000004.json has a state that its change does not lead to"
     ]
-    log.append(lambda _: Noop())
+
+
+def test_the_chain_check_also_follows_the_rules() -> None:
+    storage = new_storage()
+    with_state(storage, live="2").append(lambda _: Noop())
     bad = json.loads(storage.read(record_key(5)))
     bad |= {"kind": "pin", "change": {"numbers": "3", "epoch": None}}
     storage.write(record_key(5), [memoryview(sealed(json.dumps(bad).encode()))])
@@ -785,6 +846,14 @@ def test_a_single_writer_that_is_refused_has_written_nothing(error: StorageError
     with pytest.raises(type(error)) as caught:
         Log(refused, retry=QUICK, single_writer=True).append(lambda _: commit(7))
     assert caught.value.committed is False
+
+
+def test_a_single_writer_that_is_refused_later_does_not_know() -> None:
+    """The first write may still arrive."""
+    failures = combine(FailAt("write log/*"), FailAt("write log/*", StorageFull("no space"), times=None))
+    with pytest.raises(StorageFull) as caught:
+        Log(wrap(BareStorage(filled(2)), failures), retry=QUICK, single_writer=True).append(lambda _: commit(7))
+    assert caught.value.committed is None
 
 
 def test_a_single_writer_that_cannot_read_back_does_not_know() -> None:
