@@ -219,6 +219,42 @@ def test_holes_and_overlaps_are_found(data):
             index_of([grid[0], grid[0], *grid[2:]]).check_complete()
 
 
+def test_what_two_ranks_have_stored_is_there_twice():
+    builders = PartBuilder(0), PartBuilder(1)
+    for builder in builders:
+        builder.add_file(f"f{builder.rank}", [b"crc."])
+        builder.add_slab(0, 8)
+        builder.add_chunk(builder.add_tensor("t", "uint8", (8,)), 0, Box((0,), (8,)))
+    with pytest.raises(CheckpointDamaged, match="exactly once"):
+        joined(*(builder.encode() for builder in builders)).check_complete()
+
+
+def chunk_of(low, size_bytes, offset, *slabs, digests=(b"crc.",)):
+    """A part with a box of a tensor of eight bytes, at an offset in a file with these slabs."""
+    builder = PartBuilder(0)
+    builder.add_file("f", digests)
+    for slab in slabs:
+        builder.add_slab(*slab)
+    builder.add_chunk(builder.add_tensor("t", "uint8", (8,)), offset, Box((low,), (size_bytes,)))
+    return builder.encode()
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (chunk_of(4, 8, 0, (0, 64)), "a chunk leaves its tensor"),
+        (chunk_of(0, 8, 60, (0, 64)), "a chunk leaves its region"),
+        (chunk_of(0, 8, 0, (8, 64)), "a chunk lies in no region"),
+        (chunk_of(0, 8, 0, (0, 64), (60, 64), digests=(b"crc.crc.",)), "its regions overlap"),
+        (chunk_of(0, 8, 0, (0, 64), (64, 0), digests=(b"crc.crc.",)), "a region has no size"),
+        (chunk_of(0, 8, 0, (0, 64), digests=(b"crc.crc.",)), "not one digest for each block"),
+    ],
+)
+def test_places_that_cannot_be_are_damage(part, words):
+    with pytest.raises(CheckpointDamaged, match=words):
+        Part.decode(part, rank=0, file="f")
+
+
 @settings(max_examples=400)
 @given(st.integers(0, 10_000), st.integers(0, 255), st.integers(0, 60))
 def test_flipped_and_torn_parts_are_damage_or_harmless(position, value, torn):

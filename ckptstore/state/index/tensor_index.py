@@ -155,28 +155,12 @@ class TensorIndex:
         self._numbers = _joined(numbers)
         row, file, offset, box, region, size = (_joined([columns[i] for columns in chunks]) for i in range(6))
         order = np.argsort(row, kind="stable")
-        owner = np.repeat(np.arange(len(self.parts)), [len(part.chunk_offset) for part in self.parts])
-        order = order[self._first_copies(row[order], box[order], size[order], owner[order])]
         self._file, self._offset, self._box, self._region = file[order], offset[order], box[order], region[order]
         self._bounds = np.searchsorted(row[order], np.arange(len(self._entries) + 1))
         self._stored_bytes = np.bincount(row[order], size[order], len(self._entries)).astype(np.int64)
         self._limits: list[int] = self._bounds.tolist()
         self.regions = Regions(*(_joined([columns[i] for columns in regions]) for i in range(4)))
         self._first_regions = first_regions
-
-    def _first_copies(self, row: Any, box: Any, size: Any, owner: Any) -> np.ndarray[Any, Any]:
-        """Return the chunks, in the order of rows, that do not repeat a lower rank's box.
-
-        A tensor on a part of a mesh is stored alike by each copy of that part, and no rank knows of the other copies.
-        """
-        keep = np.ones(len(row), bool)
-        stored = np.bincount(row, size, len(self._entries))
-        for number in np.flatnonzero(stored > self._sizes_bytes).tolist():
-            low, high = np.searchsorted(row, [number, number + 1])
-            boxes = self._numbers[box[low:high][:, None] + np.arange(2 * len(self._entries[number].shape))]
-            _, first, same = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
-            keep[low:high] = owner[low:high] == owner[low + first[same.reshape(-1)]]
-        return keep
 
     def digests(self, region: int, low: int = 0, high: int | None = None) -> list[Digest]:
         """Return the digests of the blocks of a region from the number `low` on, below `high`."""
