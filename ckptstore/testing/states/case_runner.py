@@ -207,6 +207,8 @@ class _Run:
         self._committed += 1
         self._compare("save", ours, theirs)
         newest: Any = self._store.latest()
+        if problems := newest.verify().problems:
+            raise _Fault(f"save: a file is {problems[0].fault}", str(problems[0]))
         written = sum(receipt.size_bytes for receipt in newest.files)
         whole = sum(tensor.nbytes for tensor in ours.all_tensors())  # of an expanded tensor torch.save keeps one row
         if written > _HEAVY_TIMES * max(len(kept), whole) + _HEAVY_BYTES:

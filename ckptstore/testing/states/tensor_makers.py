@@ -77,6 +77,7 @@ TENSORS: Mapping[str, Callable[[], Any]] = {
     "same twice": _same_twice,
     "parameter": lambda: torch.nn.Parameter(torch.randn(3, 2)),
     "needs grad, no leaf": lambda: torch.randn(3, 2, requires_grad=True) * 2,
+    "a block of digests": lambda: torch.randn(512, 512),
     "large": lambda: torch.randn(*LARGE),
     "large transposed": lambda: torch.randn(*LARGE).t(),
     "large channels last": lambda: torch.randn(70, 70, 8, 8).to(memory_format=torch.channels_last),
