@@ -256,7 +256,6 @@ def apply(state: StoreState, number: int, change: Change) -> StoreState:
 
 
 def _commit(state: StoreState, number: int, change: Commit) -> StoreState:
-    _check_follows(state, number)
     if 0 < change.entry.save_number <= state.save_number:
         raise InvalidInput(
             f"{change.entry.order} cannot be committed, for save {state.save_number} of this epoch has been",
@@ -279,7 +278,6 @@ def _joined(state: StoreState, number: int, entry: CheckpointEntry) -> StoreStat
 
 def _thin(state: StoreState, number: int, change: Commit) -> StoreState:
     thins, entry = change.thins or 0, change.entry
-    _check_follows(state, number)
     if entry.thinned is None or change.replaces or change.drops:
         raise InvalidInput("A thinned checkpoint says what was dropped, and takes the place of one other")
     _check_live(state, (thins, *entry.bases))
@@ -379,11 +377,6 @@ def _check_epoch(state: StoreState, epoch: int | None) -> None:
         f"A newer job has claimed the store: its writer epoch is {state.epoch}, this job's is {epoch}",
         hint="Stop this job, or start it again so that it claims the store",
     )
-
-
-def _check_follows(state: StoreState, number: int) -> None:
-    if not number > max(state.live.highest or 0, *state.trash.values(), 0):
-        raise InvalidInput(f"Record {number} cannot follow on a state that knows higher numbers")
 
 
 def _check_named(numbers: Collection[int]) -> None:
