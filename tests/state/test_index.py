@@ -270,10 +270,10 @@ def test_flipped_and_torn_parts_are_damage_or_harmless(position, value, torn):
             continue
 
 
-@pytest.mark.parametrize("head_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("head_bytes", [64, -1, 1 << 20], ids=["a bit", "all but a byte", "all"])
 def test_a_flip_anywhere_in_the_file_is_found(head_bytes, monkeypatch):
-    monkeypatch.setattr(index_read, "HEAD_BYTES", head_bytes)
     data = bytearray(packed(encoded(0), encoded(1)))
+    monkeypatch.setattr(index_read, "HEAD_BYTES", head_bytes % len(data) if head_bytes < 0 else head_bytes)
     digest = Digest.of(data)
     assert index_of(data, digest).is_whole
     for position in range(len(data)):
