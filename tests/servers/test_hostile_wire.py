@@ -311,8 +311,8 @@ def test_who_redirects_learns_no_secret(front: tuple[dict[str, Any], Front], eng
 def test_a_store_that_only_seems_empty_is_not_begun_anew(
     fast_s3: Any, engine: str, asked_for: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record of the commit seems missing once, and the claim in its place seems written, as when a connection gives
-    each request the answer to another."""
+    """The record of the commit seems missing, and the claim in its place seems written, until another connection is
+    used: as when one gives each request the answer to another."""
     uri, state = f"s3://test/{os.urandom(4).hex()}", {"w": torch.ones(3)}
     options = fast_s3.storage_options
     with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
@@ -321,25 +321,32 @@ def test_a_store_that_only_seems_empty_is_not_begun_anew(
     assert commit is not None
     key = f"log/{commit.number:010}.json"
     with closing(open_storage(uri, storage_options=options, engine=engine)) as storage:
-        read, create = type(storage).read, type(storage).create
+        kind = type(storage)
+    read, create, doubt = kind.read, kind.create, kind.doubt
+    pretended: list[bytes] = []
+    is_doubted: list[bool] = []
 
-        def misses(self: Any, asked: str) -> bytes:
-            if asked == key and not lied["create"]:
-                raise FileMissing("it is not there", file=asked)
+    def misread(self: Any, asked: str) -> bytes:
+        if asked != key or is_doubted:
             return bytes(read(self, asked))
+        if not pretended:
+            raise FileMissing("it is not there", file=asked)
+        return pretended[0]
 
-        def pretends(self: Any, asked: str, data: bytes) -> bool:
-            if asked == key:
-                lied["create"] = True
-                return True
-            return bool(create(self, asked, data))
+    def pretend(self: Any, asked: str, data: bytes) -> bool:
+        if asked == key:
+            pretended.append(data)
+        return asked == key or bool(create(self, asked, data))
 
-        lied = {"create": False}
-        monkeypatch.setattr(type(storage), "read", misses)
-        monkeypatch.setattr(type(storage), "create", pretends)
+    def reconnect(self: Any, asked: str, *place: Any) -> None:
+        is_doubted.extend([True] * (asked == key))
+        doubt(self, asked, *place)
+
+    for name, method in (("read", misread), ("create", pretend), ("doubt", reconnect)):
+        monkeypatch.setattr(kind, name, method)
     with (
         ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store,
         pytest.raises(StoreMissing, match="another one"),
     ):
         store.resume(asked_for)
-    assert lied["create"]
+    assert pretended

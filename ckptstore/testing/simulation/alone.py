@@ -63,6 +63,8 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
 
 _REFUSED = frozenset({"break a rule", "remove", "remove all", "restore", "roll back", "thin"})
 """Changes that a rule may forbid."""
+_ON_ONE = _REFUSED | {"pin", "unpin", "annotate", "verify", "copy to a directory", "directory on this node", "cp"}
+"""What is done to checkpoints that somebody else may remove first."""
 _LEASED = frozenset({"directory on this node", "copy to a directory", "follow"})
 """Readers that must find every byte until they are done."""
 
@@ -106,8 +108,8 @@ def _may_fail(world: World, action: Action, error: BaseException, began: float) 
         return None in seen or world.model.vanished_at is not None or action.kind == "gc of the copy"
     if isinstance(error, InvalidInput):
         return action.kind in _REFUSED
-    if isinstance(error, CheckpointGone) and (len(seen) > 1 or action.kind == "break a rule"):
-        return True  # somebody else has changed something meanwhile
+    if isinstance(error, CheckpointGone) and len(seen) + (action.kind == "break a rule") > 1:
+        return action.kind in _ON_ONE  # somebody else has changed something meanwhile
     if isinstance(error, CheckpointDamaged | CheckpointGone | FileMissing | NoUsableCheckpoint):
         damaged = any(saved.is_damaged for saved in world.model.saved.values())
         removed = any(
