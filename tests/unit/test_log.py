@@ -25,6 +25,7 @@ from ckptstore.errors import (
     StorageUnavailable,
     StoreFenced,
     StoreForked,
+    StoreMissing,
     UnsupportedVersion,
 )
 from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove
@@ -746,6 +747,17 @@ def test_records_of_another_history_behind_what_was_seen_are_a_fork(is_checked: 
     with pytest.raises(StoreForked):
         log.append(lambda _: Noop())
     assert numbers_in(storage) == [1, 2, 3, 4]
+
+
+def test_a_newest_record_of_another_size_is_one_of_another_store() -> None:
+    """On a bucket a look at the size is all that it costs."""
+    storage = new_storage()
+    log = fill(storage, 2)
+    storage.write(record_key(2), [memoryview(storage.read(record_key(2)) + b" ")])
+    with pytest.raises(StoreMissing, match="is another one") as caught:
+        append(log, Noop())
+    assert caught.value.committed is False
+    assert numbers_in(storage) == [1, 2]
 
 
 def test_a_record_that_changes_while_it_is_read_is_a_fork() -> None:
