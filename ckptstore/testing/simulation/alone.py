@@ -64,7 +64,7 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
 _REFUSED = frozenset({"break a rule", "remove", "remove all", "restore", "roll back", "thin"})
 """Changes that a rule may forbid."""
 _ON_ONE = _REFUSED | {"pin", "unpin", "annotate", "verify", "copy to a directory", "directory on this node", "cp"}
-"""What is done to checkpoints that somebody else may remove first."""
+"""Actions on checkpoints that somebody else may remove first."""
 _LEASED = frozenset({"directory on this node", "copy to a directory", "follow"})
 """Readers that must find every byte until they are done."""
 
