@@ -14,8 +14,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils._pytree import tree_leaves
-
 from ckptstore.errors import InvalidInput, InvalidState
 
 logger = logging.getLogger("ckptstore.lightning")
@@ -100,7 +98,7 @@ def count_interrupted_batch(trainer: Any) -> None:
     Lightning counts it as not begun. On a resume it would wait for one batch more than such a loader gives, and leave
     out the validation of the end of the epoch.
     """
-    progress, loaders = trainer.fit_loop.epoch_loop.batch_progress, tree_leaves(trainer.train_dataloader)
+    progress, loaders = trainer.fit_loop.epoch_loop.batch_progress, _loaders_in(trainer.train_dataloader)
     if progress.current.processed == progress.current.ready or not any(hasattr(item, "state_dict") for item in loaders):
         return
     for count in (progress.total, progress.current):
@@ -110,12 +108,20 @@ def count_interrupted_batch(trainer: Any) -> None:
     )
 
 
+def _loaders_in(loaders: Any) -> list[Any]:
+    """Return the loaders of a Trainer, which may be in dicts and lists."""
+    items = [*loaders.values()] if isinstance(loaders, Mapping) else loaders
+    if not isinstance(items, list | tuple):
+        return [items]
+    return [one for item in items for one in _loaders_in(item)]
+
+
 def warn_of_prefetching(trainer: Any) -> None:
     """Warn of loaders whose position Lightning saves too far on: it fetches a batch ahead where there is no length."""
     if trainer.num_training_batches != float("inf") or not trainer.is_global_zero:
         return
     takes_iterator = "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
-    ahead = [type(item).__name__ for item in tree_leaves(trainer.train_dataloader) if hasattr(item, "state_dict")]
+    ahead = [type(item).__name__ for item in _loaders_in(trainer.train_dataloader) if hasattr(item, "state_dict")]
     if ahead and not takes_iterator:
         logger.warning(
             "Lightning fetches a batch ahead from a loader without a length, so who resumes in the middle of an epoch "
