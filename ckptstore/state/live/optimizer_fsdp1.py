@@ -82,7 +82,9 @@ def collect_fsdp1_optimizer(
     equal = {name for item in parameters_of(optimizer) if same.get(id(item)) is False for name in scope.of(item)}
     for name, item in read_flat(join_path(path), optimizer, scope).items():
         split = split_name(name, equal)
-        add_item(flat, (*path, name), item, is_equal=split is not None and split[0] == STATE)
+        # torch's helper shows one count for all that a flat parameter has: a load would make it one for all of them.
+        own = item.clone() if isinstance(item, torch.Tensor) and item.dim() == 0 else item
+        add_item(flat, (*path, name), own, is_equal=split is not None and split[0] == STATE)
     if empty := settings_of_empty(optimizer):
         flat.add_value((*path, EMPTY_GROUPS), empty)
 
