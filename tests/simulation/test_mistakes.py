@@ -94,6 +94,11 @@ def somebody_copies_the_store(seed: int) -> Plan:
     return Plan(seed, actors=(Actor("job1", SAVES), Actor("admin", (Action("cp"),), ranks=0, begins="after job1")))
 
 
+def saves_that_refer_to_each_other(seed: int) -> Plan:
+    saves = tuple(Action("state", step=step, option="reference") for step in (10, 20, 30))
+    return Plan(seed, contents="state", actors=(Actor("job1", saves),))
+
+
 def a_file_is_gone_before_a_restart(seed: int) -> Plan:
     """A file of the newest checkpoint, while its job still looks at what it has saved."""
     looks = (Action("load"),) * 6
@@ -157,6 +162,10 @@ def a_prune_deletes_nothing(patch: pytest.MonkeyPatch) -> None:
 def a_copy_leaves_the_oldest_out(patch: pytest.MonkeyPatch) -> None:
     real = copying._needed
     patch.setattr(copying, "_needed", lambda job, newest: real(job, newest)[-1:])
+
+
+def a_record_forgets_what_its_checkpoint_refers_to(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("ckptstore.saving.commit._bases", lambda *_: ())
 
 
 def what_is_unknown_counts_as_committed(patch: pytest.MonkeyPatch) -> None:
@@ -299,6 +308,11 @@ CALLS_SUCCEED = "a call that nothing disturbs succeeds"
         (retention_drops_nothing, any_plan(policy="latest 1"), {"retention drops what its rule drops"}),
         (a_prune_deletes_nothing, any_plan(policy="latest 1"), {"a prune deletes what is due"}),
         (a_copy_leaves_the_oldest_out, somebody_copies_the_store, {"a copy has what is live"}),
+        (
+            a_record_forgets_what_its_checkpoint_refers_to,
+            saves_that_refer_to_each_other,
+            {"what is committed is whole"},
+        ),
         (what_is_unknown_counts_as_committed, the_log_is_away_at_a_commit, {"committed=True is visible"}),
         (
             garbage_is_what_no_record_names,

@@ -26,7 +26,7 @@ from ckptstore.interchange.copying import copy_store
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepLatest
 from ckptstore.testing.simulation.ledger import Violation
-from ckptstore.testing.simulation.model import SavedCheckpoint, calls_in
+from ckptstore.testing.simulation.model import Model, SavedCheckpoint, calls_in
 from ckptstore.testing.simulation.plan import POLICIES, Action
 from ckptstore.testing.simulation.virtual.clocks import sleep
 from ckptstore.testing.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
@@ -289,24 +289,23 @@ def _copy(world: World, store: Any) -> None:
         target.close()
     if len(world.copy.claims_since(began)) > 1:
         return  # another copy to the same place has another view
-    copies = {_origin(saved): saved for saved in world.copy.live()}
+    copies = {_origin(world.copy, saved): saved for saved in world.copy.live()}
     seen = [world.model.records[at].state.live for at in world.model.numbers_between(began, world.scheduler.now) if at]
     for saved in world.model.saved.values():
         if saved.is_damaged or saved.attempt in left_out or not all(saved.number in live for live in seen):
             continue
-        copy = copies.get(_origin(saved))
-        other = {
-            name
-            for name, data in saved.files.items()
-            if name != MANIFEST_NAME and copy and copy.files.get(name) != data
-        }
+        copy = copies.get(_origin(world.model, saved))
+        is_alike = copy is not None and copy.is_thinned == saved.is_thinned  # it is not thinned with its original
+        names = {*saved.files, *saved.elsewhere} - {MANIFEST_NAME} if is_alike else set[str]()
+        other = {name for name in names if copy and copy.files.get(name) != world.model.bytes_of(saved, name)}
         if copy is None or other:
             world.fail("a copy has what is live", f"record {saved.number}: {sorted(other) or 'it is not there'}")
 
 
-def _origin(saved: SavedCheckpoint) -> str:
-    """Return what the attempt of a copy has in common with that of its original: the step and the suffix."""
-    step, _, suffix = saved.attempt.rpartition("-")
+def _origin(model: Model, saved: SavedCheckpoint) -> str:
+    """Return what a copy has in common with its original, thinned or not: the step and the suffix of the attempt."""
+    thinned = model.records[saved.number].entry.thinned
+    step, _, suffix = (saved.attempt if thinned is None else thinned.attempt).rpartition("-")
     return step.rpartition("-")[0] + suffix
 
 
@@ -352,5 +351,5 @@ def _with_checkpoint(world: World, member: Member, index: int, action: Action, s
 def _compare(world: World, where: str, checkpoint: Checkpoint, found: dict[str, bytes]) -> None:
     saved = world.model.saved[checkpoint.number or 0]
     for name, data in found.items():
-        if data != saved.files[name] and not saved.is_damaged:
+        if data != world.model.bytes_of(saved, name) and not saved.is_damaged:
             world.fail("what is read is what was saved", f"{where}: {name} of record {saved.number}: {calls_in(data)}")

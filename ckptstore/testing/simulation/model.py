@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from ckptstore.format.changes import Claim, Commit, Remove, Restore
@@ -45,6 +45,8 @@ class SavedCheckpoint:
     tag: Tag
     at: float
     files: dict[str, bytes]
+    elsewhere: dict[str, str]
+    """The directories of other checkpoints in which more of its files lie, by their names."""
     is_damaged: bool = False
     is_visibly_damaged: bool = False
     """True if a listing shows the damage."""
@@ -247,11 +249,14 @@ class Model:
             self._thinned(record, change, prefix, where)
             return
         held = held_files(self.space, prefix, where, sha256=entry.manifest_sha256, is_copy=self.is_copy)
-        calls = calls_of(held, where, self.ranks_of, self.step_of)
+        elsewhere = self._elsewhere(held, entry.bases, where)
+        before = {data for saved in self.saved.values() for data in saved.files.values()}  # which are taken over
+        new = {name: data for name, data in held.items() if data not in before}
+        calls = set[Call]() if self.is_copy else calls_of(new, where, self.ranks_of, self.step_of)
         tag = max((tag for tag, _ in calls), default=("", -1))
-        saved = SavedCheckpoint(record.number, entry.step, entry.attempt, tag, self.now(), held)
+        saved = SavedCheckpoint(record.number, entry.step, entry.attempt, tag, self.now(), held, elsewhere)
         self.saved[record.number] = self.by_attempt[entry.attempt] = saved
-        if self.is_copy or not tag[0]:
+        if not tag[0]:
             return
         if refused := calls & self.refused:
             raise Violation("committed=False never becomes visible", f"{where}: {refused} was refused before")
@@ -262,6 +267,22 @@ class Model:
         self.last_action[tag[0]] = tag[1]
         self.by_call |= dict.fromkeys(calls, record.number)
 
+    def _elsewhere(self, held: Mapping[str, bytes], bases: Collection[int], where: str) -> dict[str, str]:
+        """Return the directories of files that lie in other checkpoints, after checking that their records say so."""
+        found = {}
+        for receipt in Manifest.decode(held[MANIFEST_NAME]).files:
+            if receipt.attempt is not None:
+                base = self.by_attempt.get(receipt.attempt)
+                if base is None or base.number not in bases or receipt.name not in base.files:
+                    text = f"{where}: {receipt.name} lies in {receipt.attempt}, and its bases are {bases}"
+                    raise Violation("what is committed is whole", text)
+                found[receipt.name] = receipt.attempt
+        return found
+
+    def bytes_of(self, saved: SavedCheckpoint, name: str) -> bytes:
+        """Return a file as it was saved."""
+        return self.by_attempt[saved.elsewhere.get(name, saved.attempt)].files[name]
+
     def _thinned(self, record: Record, change: Commit, prefix: str, where: str) -> None:
         entry, whole = change.entry, self.saved.get(change.thins or 0)
         is_damaged = whole is not None and whole.is_damaged
@@ -271,8 +292,9 @@ class Model:
         else:
             held = held_files(self.space, prefix, where, sha256=entry.manifest_sha256, is_copy=self.is_copy)
         tag, at = (whole.tag, whole.at) if whole else (("", -1), self.now())
+        elsewhere = {} if is_damaged else self._elsewhere(held, entry.bases, where)
         saved = SavedCheckpoint(
-            record.number, entry.step, entry.attempt, tag, at, held, is_damaged=is_damaged, is_thinned=True
+            record.number, entry.step, entry.attempt, tag, at, held, elsewhere, is_damaged=is_damaged, is_thinned=True
         )
         self.saved[record.number] = self.by_attempt[entry.attempt] = saved
 
@@ -310,9 +332,11 @@ class Model:
         file = self.space.files.get(key)
         if file is None:
             return
-        saved.is_damaged = self.is_damaging = True
-        saved.damaged_at = self.now()
-        saved.is_visibly_damaged |= how != "flipped" or name == MANIFEST_NAME
+        self.is_damaging = True
+        for other in self.saved.values():
+            if other is saved or other.elsewhere.get(name) == saved.attempt:
+                other.is_damaged, other.damaged_at = True, self.now()
+                other.is_visibly_damaged |= how != "flipped" or name == MANIFEST_NAME
         if how == "gone" or not file.data:
             self.space.remove(key)
         else:

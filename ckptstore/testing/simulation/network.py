@@ -230,7 +230,7 @@ class Network:
     def doubted(self) -> None:
         """Switch the calling process to another way, which returns correct bytes for a while."""
         client = self.caller()
-        client.is_corrupted, client.honest_until_call = False, client.calls + 100
+        client.is_corrupted, client.honest_until_call = False, client.calls + 300
 
     def _detached(self, effect: Callable[[], None]) -> Callable[[], object]:
         """Return an effect that belongs to no process, on a thread if it may wait for locks of its own."""

@@ -8,7 +8,8 @@ import torch
 
 from ckptstore.testing.simulation.model import Tag, calls_in, payload
 
-WEIGHTS = 200
+WEIGHTS = 1_100
+"""Enough that a file of them is taken over by an incremental save."""
 
 
 def state_of(tag: Tag, rank: int) -> dict[str, Any]:
