@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from trees import directories, make_tree, steps
+from trees import Once, directories, make_tree, save_tree, settle, steps
 
-from ckptstore import CheckpointGone, CheckpointStore, InvalidInput, KeepWithin, open_store
+from ckptstore import CheckpointGone, CheckpointStore, InvalidInput, KeepLatest, KeepWithin, open_store
+from ckptstore.checkpoint import files_behind
+from ckptstore.format.changes import RESUMED_FROM
+from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.testing import Call, with_faults
+from ckptstore.upkeep.garbage import collect_garbage
+from ckptstore.upkeep.retain import retain
 
 
 @pytest.fixture
@@ -108,3 +117,82 @@ def test_a_job_goes_on_saving_after_its_store_was_emptied(tmp_path: Path) -> Non
         person.prune()
         assert saved.verify().ok
         assert steps(person) == [2]
+
+
+def test_a_reader_of_what_refers_to_others_keeps_their_files(tmp_path: Path) -> None:
+    state = {"w": torch.ones(5000), "step": torch.zeros(1)}
+    with open_store(tmp_path) as store:
+        first, second = (store.save(step, state, incremental="reference") for step in (1, 2))
+        store.save(3, state)
+        assert {item.attempt for item in second.files} == {None, Path(first.uri).name}
+        retain(store._job.log, KeepLatest(1))
+    reading = files_behind(second).held()
+    with with_faults(open_store(tmp_path, grace_seconds=0), Once("create", "log/", reading.__enter__)) as pruner:
+        pruner.prune()
+        pruner.prune()
+        assert pruner.trash() == []
+        assert len(directories(tmp_path)) == 3
+        reading.__exit__(None, None, None)
+        pruner.prune()
+    assert len(directories(tmp_path)) == 1
+
+
+def test_a_manifest_is_deleted_before_the_files_that_it_names(tmp_path: Path) -> None:
+    deleted: list[str] = []
+
+    def hook(call: Call) -> None:
+        if call.verb == "delete" and call.phase == "before" and call.key.startswith("checkpoints/"):
+            deleted.append(call.key)
+
+    with with_faults(open_store(tmp_path / "store", grace_seconds=0), hook) as store:
+        for step in (1, 2):
+            save_tree(store, tmp_path, step)
+        settle(store)
+        retain(store._job.log, KeepLatest(1))
+        store.prune()
+    assert [key.endswith(MANIFEST_NAME) for key in deleted] == [True, False]
+
+
+def test_what_a_job_resumed_from_waits_in_the_trash(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        save_tree(store, tmp_path, 1)
+    with open_store(tmp_path / "store", grace_seconds=0) as store:
+        store.resume()
+        save_tree(store, tmp_path, 1)
+        settle(store)
+        (item,) = store.trash()
+        assert (item.goes, item.held_by) == (False, RESUMED_FROM)
+        assert store.prune() == []
+        assert len(directories(tmp_path / "store")) == 2
+
+
+class BareDisk(LocalStorage):
+    """A disk that cannot create-if-absent."""
+
+    create = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("data", "is_bare", "why"),
+    [
+        ('"store_id":"another"', False, "it belongs to the store another"),
+        ("{", False, "its manifest cannot be read"),
+        ("", True, "the log may have lost its record"),
+    ],
+)
+def test_gc_leaves_what_it_cannot_tell(tmp_path: Path, data: str, is_bare: bool, why: str) -> None:
+    root = tmp_path / "store"
+    with open_store(root) as store:
+        saved = Path(save_tree(store, tmp_path, 1).uri)
+    unnamed = saved.with_name("step-0000000009-e0001-0123abcd")
+    shutil.copytree(saved, unnamed)
+    manifest = unnamed / MANIFEST_NAME
+    manifest.chmod(0o600)
+    if data:
+        manifest.write_text(re.sub('"store_id":"[^"]*"', data, manifest.read_text()) if data != "{" else data)
+    with open_store(root) as store:
+        store.resume()
+        storage = BareDisk(root) if is_bare else store._job.storage
+        left = collect_garbage(store._job.log, storage).left
+    assert why in left[f"checkpoints/{unnamed.name}"]
+    assert unnamed.exists()

@@ -194,6 +194,7 @@ def test_references_name_live_checkpoints_and_keep_them(root: str, tmp_path: Pat
             checkpoint.load(found)
             assert_equal(found, state)
             assert checkpoint.verify().ok
+            assert ".metadata" not in {item.name for item in checkpoint.files}, "stock readers look in one directory"
             if step == 1:
                 assert written(counted) <= 0.015 * checkpoint.size_bytes
                 assert counted.counts["link"] + counted.counts["copy"] == 0
