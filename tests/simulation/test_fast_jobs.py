@@ -131,7 +131,7 @@ def a_node_takes_no_connection_at_a_restart(seed: int) -> Plan:
     saves = tuple(Action("state", step=step) for step in (10, 20, 30))
     killed = Actor("job1", saves, ranks=2, nodes=("a", "b"))
     again = Actor("job2", (Action("resume"),), ranks=2, nodes=("b", "a"), begins="after job1")
-    kills = [Trouble("node kill", f"job1.{rank}", at_call=50 + seed % 20) for rank in range(2)]
+    kills = [Trouble("node kill", f"job1.{rank}", at_call=90 + seed % 20) for rank in range(2)]
     deaf = Trouble("node deaf", "job2.0", at_call=3 + seed % 4, seconds=3600.0)
     return Plan(seed, contents="state", fast_copies=1, actors=(killed, again), troubles=(*kills, deaf))
 
