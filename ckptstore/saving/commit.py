@@ -303,5 +303,4 @@ def _check_written(storage: Storage, config: StoreConfig, key: str, size_bytes: 
             f"{key} {what}, though {storage.uri} has said that its {size_bytes} bytes are stored",
             file=key,
             hint="Look for a proxy or a gateway that answers before it has stored what it gets",
-            committed=False,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch
 from forked_ranks import run_ranks
 from missing_worker import load_after_a_loss
 from thread_ranks import run_threads
+from trees import Once
 
 from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, open_store
-from ckptstore.errors import StorageUnavailable
+from ckptstore.errors import StorageError, StorageUnavailable
 from ckptstore.events import CheckpointSkipped, Event, listening
-from ckptstore.testing import FailAt, with_faults
+from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.storage.base import Storage
+from ckptstore.storage.memory import MemoryStorage
+from ckptstore.testing import Call, FailAt, with_faults
 
 FILES = ["tensors.index", "*.distcp", "ckptstore.json"]
 
@@ -119,3 +124,51 @@ def test_a_directory_of_the_node_cache_is_whole_again_when_it_is_handed_out(tmp_
                 assert path == reading
                 assert sorted(file.name for file in path.iterdir()) == before == ["a", "b", "ckptstore.json", "empty"]
                 assert (path / "a").read_bytes() == b"a"
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda path: path.unlink(), "is not there, its rank stored"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "its rank stored"),
+        (lambda path: (path.parent / "more").write_bytes(b"x"), "in no receipt, for instance"),
+    ],
+    ids=["gone", "short", "one more"],
+)
+def test_what_is_not_there_as_its_rank_stored_it_is_not_committed(
+    tmp_path: Path, harm: Callable[[Path], object], words: str
+) -> None:
+    def spoil() -> None:
+        path = next((tmp_path / "checkpoints").glob("step-*/*.distcp"))
+        path.chmod(0o600)
+        harm(path)
+
+    with with_faults(open_store(tmp_path), Once("list", "checkpoints/step-", spoil)) as store:
+        with pytest.raises(StorageError, match=words) as caught:
+            store.save(1, state(1))
+        assert caught.value.committed is False
+        assert list(store) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "harm", "words"),
+    [
+        ("before", lambda storage, key: storage.write(key, [memoryview(b"{}")]), "exists already with other contents"),
+        ("after", lambda storage, key: storage.delete([key]), "is not there, though .* has said"),
+        ("after", lambda storage, key: storage.write(key, [memoryview(b"{}")]), "has 2 bytes, though .* has said"),
+    ],
+)
+def test_a_manifest_that_is_not_there_as_it_was_written_is_not_committed(
+    phase: str, harm: Callable[[Storage, str], object], words: str
+) -> None:
+    storage = MemoryStorage(f"memory://{uuid.uuid4().hex}")
+
+    def hook(call: Call) -> None:
+        if (call.verb, call.phase) == ("create", phase) and call.key.endswith(MANIFEST_NAME):
+            harm(storage, call.key)
+
+    with with_faults(open_store(storage.uri), hook) as store:
+        with pytest.raises(StorageError, match=words) as caught:
+            store.save(1, state(1))
+        assert caught.value.committed is False
+        assert list(store) == []
