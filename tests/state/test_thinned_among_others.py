@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ckptstore import (
+    CheckpointDamaged,
     CheckpointStore,
     CheckpointThinned,
     InvalidInput,
@@ -23,12 +24,15 @@ from ckptstore import (
     open_store,
 )
 from ckptstore.catalogue import job_of
+from ckptstore.errors import StorageUnavailable
 from ckptstore.events import CheckpointSkipped, listening
+from ckptstore.format.layout import MANIFEST_NAME, record_key
 from ckptstore.interchange.copying import copy_store
 from ckptstore.interchange.salvage import salvage_store
 from ckptstore.publication.from_store import weights_of
 from ckptstore.retention import Policy
 from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.testing import Call, with_faults
 from ckptstore.testing.s3_server import s3_server
 from ckptstore.tools.report.gather import Sighting
 from ckptstore.tools.watching.store_watcher import StoreWatcher
@@ -362,3 +366,60 @@ def test_a_report_of_a_thinned_and_restored_checkpoint_agrees_with_the_log(tmp_p
             (1, "trash", False),
             (2, "live", False),
         ]
+
+
+# What goes wrong meanwhile
+
+
+def test_what_is_pinned_meanwhile_stays_whole(tmp_path: Path) -> None:
+    with filled(tmp_path, 1, 2) as other:
+        wait: list[int] = []
+
+        def pin(call: Call) -> None:
+            if call.verb == "create" and call.key.endswith(MANIFEST_NAME) and not wait:
+                wait.append(1)
+                other.pin(1)
+
+        with with_faults(open_store(tmp_path, durable=False), pin) as store:
+            with pytest.raises(InvalidInput, match="With force"):
+                store.thin(1, OPTIMIZER)
+            assert thinned(store) == []
+            assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_what_may_have_been_thinned_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "1")
+    with filled(tmp_path, 1, 2) as other:
+        key = record_key(other.latest().number + 1)  # type: ignore[union-attr]
+    created: list[str] = []
+
+    def cut_off(call: Call) -> None:
+        if call.key == key and call.verb == "create" and call.phase == "after":
+            created.append(key)
+        if created and call.key.startswith(("log/", "latest")):
+            raise StorageUnavailable("it does not answer")
+
+    with with_faults(open_store(tmp_path, durable=False), cut_off) as store:
+        with pytest.raises(StorageUnavailable) as caught:
+            store.thin(1, OPTIMIZER)
+        assert caught.value.committed is None
+    with open_store(tmp_path) as store:
+        assert thinned(store) == [1]
+        assert store[1].verify().ok
+
+
+def test_what_is_not_there_as_it_was_written_is_not_thinned(tmp_path: Path) -> None:
+    with filled(tmp_path, 1, 2):
+        before = {*(tmp_path / "checkpoints").iterdir()}
+
+    def lose(call: Call) -> None:
+        if (call.verb, call.phase) == ("list", "before") and call.key.startswith("checkpoints/step-0000000001"):
+            for new in {*(tmp_path / "checkpoints").iterdir()} - before:
+                for file in new.glob("*.distcp"):
+                    file.unlink()
+
+    with with_faults(open_store(tmp_path, durable=False), lose) as store:
+        with pytest.raises(CheckpointDamaged, match="is missing"):
+            store.thin(1, OPTIMIZER)
+        assert thinned(store) == []
+    assert {*(tmp_path / "checkpoints").iterdir()} == before
