@@ -126,6 +126,20 @@ def test_a_directory_of_the_node_cache_is_whole_again_when_it_is_handed_out(tmp_
                 assert (path / "a").read_bytes() == b"a"
 
 
+@pytest.mark.parametrize(("name", "fault"), [("ckptstore.json", "manifest"), ("*.distcp", "longer")])
+def test_a_byte_more_is_damage_and_passed_over(tmp_path: Path, name: str, fault: str) -> None:
+    with open_store(tmp_path) as store:
+        save_two(store)
+        path = next(Path(store[2].uri).glob(name))
+        path.chmod(0o600)
+        path.write_bytes(path.read_bytes() + b"\n")
+        assert [problem.fault for problem in store[2].verify().problems] == [fault]
+    with open_store(tmp_path) as store:
+        resumed = store.resume()
+        assert resumed is not None
+        assert resumed.step == 1
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [

@@ -18,6 +18,7 @@ from ckptstore import (
     CheckpointStore,
     InvalidInput,
     InvalidState,
+    RankFailed,
     SaveBusy,
     StorageUnavailable,
     open_store,
@@ -170,6 +171,26 @@ def test_tolerated_failures_are_counted_in_a_row(tmp_path: Path) -> None:
     assert checkpoint is not None
     assert [item.step for item in store] == [3]
     store.close()
+
+
+@pytest.mark.usefixtures("no_retries")
+def test_a_save_between_failures_ends_their_row(tmp_path: Path) -> None:
+    away = FailAt("write* checkpoints/step-000000000[124]*", StorageUnavailable("the disk is away"), times=None)
+    with with_faults(open_store(tmp_path / "store"), away) as store:
+        for step in range(1, 6):
+            store.save_async(step, some_state(), max_failures=2)
+            assert store.finish_by(60)
+        assert [item.step for item in store] == [3, 5]
+
+
+def test_a_save_that_is_interrupted_in_its_thread_has_failed(tmp_path: Path) -> None:
+    store = with_faults(open_store(tmp_path / "store"), FailAt("write* checkpoints/*", KeyboardInterrupt()))
+    pending = store.save_async(1, some_state())
+    with pytest.raises(RankFailed, match="KeyboardInterrupt") as caught:
+        pending.result()
+    assert caught.value.committed is None
+    with pytest.raises(RankFailed):
+        store.close()
 
 
 def test_an_interpreter_that_exits_finishes_the_save(tmp_path: Path) -> None:
