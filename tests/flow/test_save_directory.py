@@ -29,6 +29,7 @@ from ckptstore.errors import (
     SourceChanged,
     StepExists,
 )
+from ckptstore.testing import FailAt, with_faults
 
 FILES = {
     "model.pt": os.urandom(3 << 20),
@@ -228,7 +229,8 @@ def test_steps_that_are_none(root: str, tmp_path: Path, step: object) -> None:
 def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     root = tmp_path / "store"
     source = tree(tmp_path, {"f": b"1"})
-    with open_store(root, retention=ckptstore.KeepBest(1, "loss")) as store:
+    no_writes = FailAt("write* checkpoints/*", times=None)
+    with with_faults(open_store(root, retention=ckptstore.KeepBest(1, "loss")), no_writes) as store:
         with pytest.raises(InvalidMetric, match="loss"):
             store.save_directory(1, source)
         with pytest.raises(InvalidMetric):
