@@ -14,8 +14,9 @@ from pathlib import Path
 from ckptstore.errors import CheckpointDamaged, InvalidInput, InvalidState
 from ckptstore.format.safetensors import METADATA, SINGLE_NAME, Located, headed, header_bytes, parse_header
 from ckptstore.interchange.selection import Selection
-from ckptstore.interchange.streaming import ReadableState, grouped
+from ckptstore.interchange.streaming import ReadableState
 from ckptstore.state.index.part import DTYPES, total_bytes
+from ckptstore.state.read.read_plan import grouped
 
 NAMES: Mapping[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import IO, Protocol, TypeVar
+from typing import IO, Protocol
 
 import torch
 
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.state.index.part import Tensor
+from ckptstore.state.read.read_plan import grouped
 from ckptstore.state.tensors.boxes import Box, boxes_of_range
 from ckptstore.state.tensors.placement import Piece
 from ckptstore.state.tensors.tensor_memory import view_of
@@ -19,8 +20,6 @@ BATCH_BYTES = 64 << 20
 """The most memory held at once."""
 _LEAST_BYTES = 4 << 20
 _ALIGN_BYTES = 64
-
-T = TypeVar("T")
 
 
 class ReadableState(Protocol):
@@ -71,21 +70,6 @@ def stream_tensors(stored: ReadableState, keys: Iterable[str]) -> Iterator[tuple
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def grouped(items: Iterable[T], size_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """Yield items in their order, in groups of at most so many bytes; a larger item has a group of its own."""
-    group: list[T] = []
-    used_bytes = 0
-    for item in items:
-        size_bytes = size_of(item)
-        if group and used_bytes + size_bytes > most_bytes:
-            yield group
-            group, used_bytes = [], 0
-        group.append(item)
-        used_bytes += size_bytes
-    if group:
-        yield group
 
 
 def boxes_of_stretch(stored: ReadableState, key: str, start: int, memory: torch.Tensor) -> list[Piece]:

@@ -16,7 +16,6 @@ from ckptstore.format.manifest import Receipt
 from ckptstore.format.record import Record
 from ckptstore.format.safetensors import ATTEMPT, INDEX_NAME, Located, headed
 from ckptstore.interchange.safetensors_file import NAMES
-from ckptstore.interchange.streaming import grouped
 from ckptstore.job import Job
 from ckptstore.publication.codec import encode, num_threads
 from ckptstore.publication.source import PublishedVersions, stored_digests
@@ -26,6 +25,7 @@ from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import mapped
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.state.index.part import DTYPES
+from ckptstore.state.read.read_plan import grouped
 from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.opened import OpenedPlace
 from ckptstore.transfer.sources import FileSource, MemorySource

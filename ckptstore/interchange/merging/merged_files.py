@@ -15,14 +15,14 @@ from ckptstore.interchange.merging.sums import CHUNK_ELEMENTS, SumMemories, SumM
 from ckptstore.interchange.places import ExportPlace
 from ckptstore.interchange.safetensors_file import check_shard_size, lay_out
 from ckptstore.interchange.selection import select
-from ckptstore.interchange.streaming import grouped, stream_tensors
+from ckptstore.interchange.streaming import stream_tensors
 from ckptstore.interchange.to_safetensors import write_safetensors
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.matching import Saved
 from ckptstore.state.live.patterns import fitting
-from ckptstore.state.read.read_plan import halves
+from ckptstore.state.read.read_plan import grouped, halves
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.boxes import Box, whole, within
 from ckptstore.state.tensors.segments import narrowed

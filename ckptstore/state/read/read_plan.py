@@ -396,7 +396,7 @@ RunSteps = Callable[[Iterable[Step], Read, int], None]
 
 def run_steps(steps: Iterable[Step], read: Read, buffer_bytes: int) -> None:
     """Read and copy, with buffers of at most `buffer_bytes` at once."""
-    for wave in waves(steps, lambda step: step.buffer_bytes, buffer_bytes):
+    for wave in grouped(steps, lambda step: step.buffer_bytes, buffer_bytes):
         _run_wave(wave, read)
 
 
@@ -408,15 +408,16 @@ def _run_wave(wave: Sequence[Step], read: Read) -> None:
             buffered.empty()
 
 
-def waves(items: Iterable[_T], size_of: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
-    """Yield the items in lists of at most `most_bytes`, or of one item."""
-    wave: list[_T] = []
-    held = 0
+def grouped(items: Iterable[_T], size_of: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
+    """Yield items in their order, in groups of at most so many bytes; a larger item has a group of its own."""
+    group: list[_T] = []
+    used_bytes = 0
     for item in items:
-        if wave and held + size_of(item) > most_bytes:
-            yield wave
-            wave, held = [], 0
-        wave.append(item)
-        held += size_of(item)
-    if wave:
-        yield wave
+        size_bytes = size_of(item)
+        if group and used_bytes + size_bytes > most_bytes:
+            yield group
+            group, used_bytes = [], 0
+        group.append(item)
+        used_bytes += size_bytes
+    if group:
+        yield group

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ckptstore.errors import InvalidInput
 from ckptstore.group import Group
 from ckptstore.runtime.beat import beat
-from ckptstore.state.read.read_plan import Read, Step, run_steps, waves
+from ckptstore.state.read.read_plan import Read, Step, grouped, run_steps
 from ckptstore.transfer import RangeRead
 
 _PIECE_BYTES = 32 << 20
@@ -47,7 +47,7 @@ class SharedSteps:
         by_place: dict[Place, list[Step]] = {}
         for step in own:
             by_place.setdefault(_place(step), []).append(step)
-        for wave in waves(common, itemgetter(2), buffer_bytes):
+        for wave in grouped(common, itemgetter(2), buffer_bytes):
             self._share(wave, by_place, read)
         taken = set(common)
 
