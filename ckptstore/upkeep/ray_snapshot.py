@@ -109,11 +109,11 @@ def _is_there(storage: Storage, directory: str) -> bool:
     return any(True for _ in storage.list(f"{directory}/"))
 
 
-def uris_in_run(storage: Storage) -> list[str]:
-    """Return the checkpoints with a manifest in the directory of a run whose files Ray keeps; none for other places."""
+def uris_in_run(storage: Storage) -> list[str] | None:
+    """Return the checkpoints with a manifest in the directory of a run whose files Ray keeps; None for other places."""
     identity = read_store_json(storage)
     if identity is None or identity.kept_by != KEPT_BY_RAY:
-        return []
+        return None
     end, own = f"/{MANIFEST_NAME}", f"{ROOT_NAME}/"
     keys = sorted(file.key for file in storage.list(""))
     return [f"{storage.uri}/{key.removesuffix(end)}" for key in keys if key.endswith(end) and not key.startswith(own)]

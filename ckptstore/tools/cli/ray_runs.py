@@ -10,16 +10,9 @@ import click
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CheckpointDamaged, CheckpointGone
-from ckptstore.log.identity import KEPT_BY_RAY, read_store_json
 from ckptstore.runtime.shown import printable
 from ckptstore.store import CheckpointStore
 from ckptstore.upkeep.ray_snapshot import uris_in_run
-
-
-def belongs_to_ray(store: CheckpointStore) -> bool:
-    """Return True for a run whose checkpoints Ray keeps."""
-    identity = read_store_json(job_of(store).storage)
-    return identity is not None and identity.kept_by == KEPT_BY_RAY
 
 
 def _tell(uri: str, error: CheckpointDamaged) -> None:
@@ -31,13 +24,16 @@ def checkpoints_of_ray(
     storage_options: Mapping[str, Any],
     *,
     damaged: Callable[[str, CheckpointDamaged], None] = _tell,
-) -> list[Checkpoint]:
-    """Return the checkpoints of such a run, oldest first; of a store with a log of its own none.
+) -> list[Checkpoint] | None:
+    """Return the checkpoints of such a run, oldest first; None of a store with a log of its own.
 
     One that is not whole is left out: `damaged` is called with its URI and why, and says so on stderr by default.
     """
+    uris = uris_in_run(job_of(store).storage)
+    if uris is None:
+        return None
     found = []
-    for uri in uris_in_run(job_of(store).storage):
+    for uri in uris:
         try:
             found.append(Checkpoint.from_uri(uri, storage_options=storage_options))
         except CheckpointDamaged as error:

@@ -62,7 +62,7 @@ def examine_checkpoints(uri: str, storage_options: Mapping[str, Any] | None, eng
         found: dict[str, Callable[[], object]] = {
             f"step {checkpoint.step}": partial(_check_files, checkpoint) for checkpoint in live
         }
-        for one in [] if live else uris_in_run(job_of(store).storage):
+        for one in [] if live else uris_in_run(job_of(store).storage) or []:
             opened = partial(Checkpoint.from_uri, one, storage_options=storage_options)
             found[one.rpartition("/")[2]] = opened
         damaged = {name: fault for name, check in found.items() if (fault := _fault(check))}

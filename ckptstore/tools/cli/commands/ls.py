@@ -127,7 +127,7 @@ def _list_store(
         raise InvalidInput("--price means nothing without --long")
     with opened_store(store, storage_options, fast=tier_at(fast_path)) as opened:
         every, trashed = opened.entries(fast=is_fast), removed_at(job_of(opened).log)
-        of_ray = checkpoints_of_ray(opened, storage_options)
+        of_ray = checkpoints_of_ray(opened, storage_options) or []
         every += [
             Entry(checkpoint=it, is_pinned=False, is_latest=it is of_ray[-1], is_resume_source=False) for it in of_ray
         ]

@@ -22,7 +22,7 @@ from ckptstore.store import CheckpointStore
 from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import as_json, engine_option, opened_executor, storage_option
 from ckptstore.tools.cli.output import print_json
-from ckptstore.tools.cli.ray_runs import belongs_to_ray, checkpoints_of_ray
+from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
 from ckptstore.tools.cli.targets import opened_checkpoint, opened_store
 from ckptstore.tools.cli.terminal import progress
 
@@ -92,10 +92,8 @@ def _chosen(
             yield [checkpoint], None
         return
     with opened_store(target, storage_options) as store:
-        if belongs_to_ray(store):
-            yield checkpoints_of_ray(store, storage_options, damaged=report), None
-        else:
-            yield _recorded(store), store
+        of_ray = checkpoints_of_ray(store, storage_options, damaged=report)
+        yield (_recorded(store), store) if of_ray is None else (of_ray, None)
 
 
 def _recorded(store: CheckpointStore) -> list[Checkpoint]:
