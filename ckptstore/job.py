@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 from ckptstore.config import StoreConfig
@@ -203,16 +204,16 @@ class Job:
         a round trip, and the test takes three of them."""
 
         def read_id() -> None:
-            with suppress(CkptstoreError):  # the claim reads again what was not found, and raises what is wrong
-                found = read_store_json(self.storage, retry=self.config.retry)
-                self._store_id = found.store_id if found and found.kept_by == KEPT_BY_CKPTSTORE else ""
+            if not self._store_id and (found := read_store_json(self.storage, retry=self.config.retry)):
+                self._store_id = found.store_id if found.kept_by == KEPT_BY_CKPTSTORE else ""
 
-        def read_log() -> None:
-            with suppress(CkptstoreError):
-                self.log.checked_newest()
+        def attempted(read: Callable[[], object]) -> None:
+            with suppress(CkptstoreError):  # the claim reads it again, and raises what is wrong
+                read()
 
-        ahead = [read_id, read_log] if is_server(self.storage) else []
-        mapped(lambda call: call(), [self.log.try_creates, *ahead], num_threads=3, name="ckptstore-claim")
+        ahead = [partial(attempted, read_id), partial(attempted, self.log.checked_newest)]
+        calls = [self.log.try_creates, *(ahead if is_server(self.storage) else ())]
+        mapped(lambda call: call(), calls, num_threads=len(calls), name="ckptstore-claim")
 
     def _claims_of_start(self, newest: Record | None) -> list[Record]:
         """Return the claims that other processes have made for this job."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 
 import ckptstore
+from ckptstore.catalogue import job_of
+from ckptstore.format.layout import HINT_KEY, LOG_PREFIX, PROBE_PREFIX, record_key
+from ckptstore.testing import Call, with_faults
 from ckptstore.testing.s3_server import S3Server
 
 NUM_FILES = 7
@@ -100,3 +104,38 @@ def test_deletions_come_in_batches(fast_s3: S3Server, engine: str, requests_of: 
     found = requests_of(live)
     assert found["DeleteObject"] == 0
     assert 2 <= found["DeleteObjects"] <= 3 * 4, "a manifest first, then the files; the rest are probes of the clock"
+
+
+def test_a_claim_reads_while_the_storage_is_tried(store: Any, fast_s3: S3Server, engine: str) -> None:
+    """Each request is a round trip: the next job would wait for the one and then for the other."""
+    log_is_read, late = threading.Event(), list[str]()
+
+    def hook(call: Call) -> None:
+        if call.phase == "before" and (call.verb, call.key) == ("read", HINT_KEY):
+            log_is_read.set()
+        if call.phase == "before" and call.verb == "create" and call.key.startswith(PROBE_PREFIX):
+            late.extend([] if log_is_read.wait(30) else [call.key])
+
+    opened = ckptstore.open_store(store.uri, storage_options=fast_s3.storage_options, engine=engine)
+    with with_faults(opened, hook) as again:
+        assert again.resume().step == 0
+    assert late == []
+
+
+def test_both_looks_before_a_record_are_one_round(store: Any, fast_s3: S3Server, engine: str) -> None:
+    """Is there a newer record, and is the newest that is known still there?"""
+    both, looks = threading.Barrier(2), list[str]()
+    options = {"storage_options": fast_s3.storage_options, "engine": engine}
+
+    def hook(call: Call) -> None:
+        if call.phase == "before" and call.verb in ("read", "stat") and call.key in watched:
+            looks.append(f"{call.verb} {call.key}")
+            both.wait(30)
+
+    watched: set[str] = set()
+    with with_faults(ckptstore.open_store(store.uri, **options), hook) as again:
+        again.resume()
+        newest = max(file.key for file in job_of(again).storage.list(LOG_PREFIX))
+        watched |= {newest, record_key(int(newest[len(LOG_PREFIX) : -len(".json")]) + 1)}
+        again.pin(0)
+    assert sorted(look.partition(" ")[0] for look in looks) == ["read", "stat"]
