@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -140,13 +139,8 @@ BEHIND_OTHERS = {
 }
 """Optional packages that are reached only where another one of the same extra, or they themselves, were found."""
 
-MAX_FILES = 15
-"""In a folder. What does not fit is two things."""
-COMMANDS = "tools.cli.commands"
-"""Has a file for each command, so it grows with them."""
-LONG_FILE_LINES = 400
-"""Above it a test warns: a split that only a limit forces makes two files of one thing."""
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 800
+"""Far above most files: a split that only a limit forces makes two files of one thing."""
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
 WIDE_SIGNATURES = {"open_store", "save", "save_async", "save_directory", "directory_of", "load", "resume"}
@@ -287,23 +281,6 @@ def test_every_module_has_a_room_and_every_room_is_there() -> None:
         assert set(inner) == {path.parent.name for path in (PACKAGE / room).glob("*/__init__.py")}
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda path: path.name)
-def test_a_folder_can_be_taken_in_at_a_glance(folder: Path) -> None:
-    files = len(list(folder.glob("*.py")))
-    if module_name(folder / "__init__.py") != COMMANDS:
-        assert files <= MAX_FILES, f"{folder} has {files} files"
-
-
-def test_a_class_of_the_core_has_its_name_for_itself() -> None:
-    """One name for one thing. Private classes are seen by their module alone."""
-    found: dict[str, str] = {}
-    for name in filter(is_core, MODULES):
-        for node in tree_of(name).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                assert node.name not in found, f"ckptstore.{name} and ckptstore.{found[node.name]} have {node.name}"
-                found[node.name] = name
-
-
 def test_there_is_no_cycle_even_through_imports_inside_functions() -> None:
     graph = {name: {other for other in own_imports(name) if other in MODULES} - {name} for name in MODULES}
     try:
@@ -347,8 +324,6 @@ def test_the_test_sees_imports_inside_functions() -> None:
 def test_files_and_functions_fit(name: str) -> None:
     file_lines = len(MODULES[name].read_text().splitlines())
     assert file_lines <= MAX_FILE_LINES, f"{MODULES[name]} is too long"
-    if file_lines > LONG_FILE_LINES:
-        warnings.warn(f"ckptstore.{name} has {file_lines} lines: is it one thing?", stacklevel=1)
     for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
