@@ -479,7 +479,7 @@ class CheckpointStore(Catalogue):
         self._background.wait()
 
     def settle_saves(self, *, max_failures: int = 0) -> None:
-        """Wait for the save in flight, and raise its error on this rank, unless it was raised before or is tolerated."""
+        """Wait for the save in flight; raise its error on this rank, unless it was raised before or is tolerated."""
         self._background.wait()
         self._background.raise_failure(max_failures=max_failures)
 
