@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from ckptstore.group.base import GroupOfParent, new_start_token
 from ckptstore.log import SALVAGE_HINT, Log
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_or_create_identity, read_store_json
 from ckptstore.log.reader import LogReader
-from ckptstore.retention import Candidate, Missing, Policy
+from ckptstore.retention import Candidate, KeepAll, Missing, Policy
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.runtime.parallel import mapped, started
@@ -318,6 +319,11 @@ class Job:
     def peek_save_number(self, newest: StoreState) -> int:
         """Leader: return the next result of `next_save_number`, if no save is committed before."""
         return max(self.highest_save_number, newest.save_number) + 1
+
+    @property
+    def retention(self) -> str | None:
+        """The retention as a text that is the same on all ranks that gave the same; None if all is kept."""
+        return None if self.policy == KeepAll() else re.sub(r" at 0x[0-9a-f]+", "", repr(self.policy))
 
     @property
     def next_fast_save(self) -> int:

@@ -6,14 +6,14 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptstore.boundary import bounded
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import besides
+from ckptstore.errors import CkptstoreError, InvalidInput, besides
 from ckptstore.job import Job
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptstore.saving.request import Exists, Request
     from ckptstore.saving.save_state import SaveResult, StateSaver
     from ckptstore.saving.shard import Shard
-    from ckptstore.saving.state_shard import Incremental, StockReadable
+    from ckptstore.saving.state_shard import Incremental, StateOptions, StockReadable
     from ckptstore.saving.transaction import Transaction
     from ckptstore.state.read.stored import PerRank
 
@@ -69,10 +69,24 @@ class CheckpointStore(Catalogue):
         """
         job = self._job
         self._background.wait()
-        error = None if max_failures is None else self._background.failure(max_failures=max_failures)
+        try:
+            error = None if max_failures is None else self._background.failure(max_failures=max_failures)
+        except InvalidInput as bad:
+            error = bad
         if error is not None:
             job.raise_on_all(error)
         return job
+
+    def _checked(self, job: Job, of_state: Callable[[], StateOptions], **request: Any) -> tuple[Request, StateOptions]:
+        """Return the checked request and options of a save of a state. If they are bad, raise the error on all ranks;
+        only then collective."""
+        from ckptstore.saving.transaction import checked
+
+        try:
+            options = of_state()
+        except CkptstoreError as error:
+            job.raise_on_all(error)
+        return checked(job.group, kind="state", retention=job.retention, **request, **options.agreed), options
 
     def _clock(self) -> SaveClock:
         """Return the clock of the present call of a save."""
@@ -111,13 +125,13 @@ class CheckpointStore(Catalogue):
         number that its dtype of `dtype` cannot hold; InvalidInput for a pattern that casts nothing.
         """
         from ckptstore.saving.state_shard import StateOptions
-        from ckptstore.saving.transaction import checked
 
         clock = self._clock()
         job = self._in_turn(max_failures=0)
-        options = StateOptions.of(dtype, incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
-        more = {"metrics": metrics, "metadata": metadata, "exists": exists, **options.agreed}
-        request = checked(job.group, kind="state", step=step, **more)
+        of_state = partial(
+            StateOptions.of, dtype, incremental, allow_pickle=allow_pickle, stock_readable=stock_readable
+        )
+        request, options = self._checked(job, of_state, step=step, metrics=metrics, metadata=metadata, exists=exists)
         return self._saved(self._state_saver.save(state, request, options=options, clock=clock))
 
     def save_async(
@@ -148,7 +162,6 @@ class CheckpointStore(Catalogue):
         The other arguments are those of `save`.
         """
         from ckptstore.saving.state_shard import StateOptions
-        from ckptstore.saving.transaction import checked
 
         clock = self._clock()
         if not self._background.is_free(self._job, on_busy, step=step):
@@ -156,9 +169,10 @@ class CheckpointStore(Catalogue):
 
             return PendingSave(step, skipped=True, stalled_seconds=clock.elapsed_seconds)
         job = self._in_turn(max_failures=max_failures)
-        options = StateOptions.of(dtype, incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
-        more = {"metrics": metrics, "metadata": metadata, "exists": exists, **options.agreed}
-        request = checked(job.group, kind="state", step=step, **more)
+        of_state = partial(
+            StateOptions.of, dtype, incremental, allow_pickle=allow_pickle, stock_readable=stock_readable
+        )
+        request, options = self._checked(job, of_state, step=step, metrics=metrics, metadata=metadata, exists=exists)
         return self._state_saver.save_async(
             state, request, self._saved, options=options, max_failures=max_failures, clock=clock
         )
@@ -305,8 +319,9 @@ class CheckpointStore(Catalogue):
             step: an integer of at least 0, the same on all ranks.
             path: this rank's directory, None where it has none. Links are followed inside the directory only. The names
                 and bytes of files are stored; permissions, owners, times and empty directories are not.
-            metrics: numbers for retention and `best`; those of rank 0 count.
-            metadata: anything that JSON holds; that of rank 0 counts.
+            metrics: numbers for retention and `best`. What one rank alone gives counts; of unlike values that of the
+                lowest rank, with a warning.
+            metadata: a dict of what JSON holds; its entries count as metrics do.
             exists: "replace" puts an earlier checkpoint of this step into the trash with the commit, "error" refuses.
             suffix: "auto" puts "-rank=00003" before the extension of names that several ranks have, "always" of all
                 names; with "never" such a collision is an error.
@@ -403,7 +418,12 @@ class CheckpointStore(Catalogue):
         from ckptstore.loading.load_state import LoadOptions, load_newest
         from ckptstore.loading.newest import newest_first
 
-        found = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim, order=order or newest_first)
+        job = self._in_turn()
+        try:
+            asked = LoadOptions(**options)
+        except CkptstoreError as error:
+            job.raise_on_all(error)
+        found = load_newest(job, state, asked, claim=claim, order=order or newest_first)
         if found is None:
             return None
         checkpoint = Checkpoint(found.files, load_report=found.report)

@@ -186,8 +186,10 @@ class StoreWriter(StorageWriter):
         part = shard.files.index_part([one.block_digests for one in stored])
         self._clock.ended("upload")
         self._report = self._clock.report(traffic, node=this_node())
+        offer = self._target.offer()
         told = {
             "timings": self._report,
+            "offer": offer,
             "deal": deal_id,
             "receipts": [
                 Receipt(name, one.size_bytes, one.digest, self._rank).to_json()
@@ -199,6 +201,12 @@ class StoreWriter(StorageWriter):
             "shared": shard.fingerprints(),
             "inner": shard.inner,
         }
+        if not plan.items and not self._is_coordinator and any(offer.values()):
+            raise InvalidInput(
+                f"rank {self._rank} writes nothing, so its metrics and metadata would be lost",
+                rank=self._rank,
+                hint="Give them on the coordinator too",
+            )
         results = [
             WriteResult(index=item.index, size_in_bytes=0, storage_data=told if number == 0 else None)
             for number, item in enumerate(plan.items)
@@ -250,7 +258,10 @@ class StoreWriter(StorageWriter):
         reports = {one["timings"]["rank"]: one["timings"] for one in told if one} | {self._rank: self._report}
         took = [reports[rank] for rank in sorted(reports)]  # a rank that has nothing to write has no report
         self._target.finish(
-            self._message.prefix, receipts, world_size=len(results), timings=lambda: self._clock.timings(took)
+            self._message.prefix,
+            receipts,
+            offers=[one["offer"] if one else {} for one in told],
+            timings=lambda: self._clock.timings(took),
         )
         self._clock.met(longest_seconds(took))
 

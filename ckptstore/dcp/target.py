@@ -79,8 +79,17 @@ class DirectoryTarget:
         storage.delete([key for key in found if key == INDEX_NAME or _OWN_FILE.fullmatch(key)])
         return ""
 
+    def offer(self) -> dict[str, Any]:
+        """Return what this rank alone knows of the checkpoint, as JSON: nothing."""
+        return {}
+
     def finish(
-        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings] | None = None
+        self,
+        prefix: str,
+        receipts: Sequence[Receipt],
+        *,
+        offers: Sequence[Mapping[str, Any]],
+        timings: Callable[[], Timings] | None = None,
     ) -> None:
         """Write the manifest, last. Raises StorageError for a file that is missing: another save into the directory
         takes the files of this one for those that a failed save left."""
@@ -96,7 +105,7 @@ class DirectoryTarget:
             epoch=0,
             attempt=storage.uri.rstrip("/").rpartition("/")[2],
             kind="state",
-            world_size=world_size,
+            world_size=len(offers),
             created_at=time.time(),
             files=tuple(sorted_receipts(receipts)),
             extra={} if timings is None else {"timings": timings().to_json()},
@@ -168,6 +177,10 @@ class StoreTarget:
             self._transfer = Transfer(self.storage, config=self.config.transfer, retry=self.config.retry)
         return self.storage, self._transfer
 
+    def offer(self) -> dict[str, Any]:
+        """Return what this rank alone knows of the checkpoint, as JSON: its metrics and metadata."""
+        return {"metrics": self._request.metrics, "metadata": self._request.metadata}
+
     def begin(self, step: int | None) -> str:
         """Coordinator: claim the store unless this job has, and name the attempt.
 
@@ -190,16 +203,24 @@ class StoreTarget:
         return attempt.prefix
 
     def finish(
-        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings] | None = None
+        self,
+        prefix: str,
+        receipts: Sequence[Receipt],
+        *,
+        offers: Sequence[Mapping[str, Any]],
+        timings: Callable[[], Timings] | None = None,
     ) -> None:
-        """Coordinator: commit the files that all ranks stored; then prune.
+        """Coordinator: commit the files that all ranks stored, with the metrics and metadata of their `offers`; then
+        prune.
 
         Raises InvalidInput when another checkpoint was committed since `begin`.
         """
         if self._begun is None:
             raise InvalidInput("finish without a begin: nothing was stored", hint="Use the target through dcp.save")
         request, attempt, number = self._begun
-        job = self._alone(world_size=world_size)
+        request = request.joined([{**request.offer(), **offer} for offer in offers])
+        request.warn_of_unlike(self.storage.uri)
+        job = self._alone(world_size=len(offers))
         record = commit(job, request, attempt, Contents(receipts, timings=timings), after=number)
         tell(record, job.storage, rank=0, seconds=time.monotonic() - self._started)
         prune_behind(self.job or job)

@@ -144,7 +144,7 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
         found = [record.to_wire() for record in records]
         return {"claimed": claimed, "records": found, **load.told()}
 
-    with job.group.meeting("find") as meeting:
+    with job.group.meeting("resume with a state" if claim else "find") as meeting:
         told = meeting.tell(find)
     load.hear(told)
     if told["claimed"] is not None:
@@ -386,8 +386,8 @@ def _match(
             )
             undo.callback(loading.abandon)
             loading.mismatch.differing.update(unsettled(loading.conflicts, stored.fill_boxes))
-            mismatches = meeting.gather(loading.mismatch.to_json())
-            joined = meeting.tell(lambda: _judged(mismatches, options))
+            offers = meeting.gather((loading.mismatch.to_json(), options.strict, options.read_once))
+            joined = meeting.tell(lambda: _judged(offers))
         undo.pop_all()
     return loading, Mismatch.from_json(joined)
 
@@ -403,11 +403,16 @@ def matched(
         return begin_load(state, saved, include=options.include, device=options.device, casts=casts), saved
 
 
-def _judged(parts: list[Any], options: LoadOptions) -> dict[str, Any]:
-    """Return the keys that do not fit, over all ranks, or raise as `Mismatch.check` does. Warn of names of the state
-    that the load leaves out, and tell of modules that take what their `state_dict()` returned."""
-    joined = Mismatch.joined(map(Mismatch.from_json, parts))
-    joined.check(strict=options.strict)
+def _judged(offers: list[Any]) -> dict[str, Any]:
+    """Return the keys that do not fit, over all ranks, or raise as `Mismatch.check` does if any rank is strict. Warn of
+    names of the state that the load leaves out, and tell of modules that take what their `state_dict()` returned.
+    Raises InvalidInput for ranks that read in different ways: some would wait for bytes that nobody sends."""
+    mismatches, stricts, ways = zip(*offers, strict=True)
+    for rank, way in enumerate(ways):
+        if way != ways[0]:
+            raise InvalidInput(f"rank {rank} loads with read_once={way!r}, rank 0 with {ways[0]!r}", ranks=(0, rank))
+    joined = Mismatch.joined(map(Mismatch.from_json, mismatches))
+    joined.check(strict=any(stricts))
     for name in sorted(joined.from_dicts):
         logger.info("%r was saved as what state_dict() returned, and is loaded into the module itself", name)
     for name in sorted(joined.absent):

@@ -124,11 +124,11 @@ class Background:
     def is_free(self, job: Job, on_busy: OnBusy, *, step: Any) -> bool:
         """Return True if a save may begin once `wait` returns; the same on all ranks. Collective. Raises SaveBusy."""
         if on_busy not in ("wait", "skip", "error"):
-            raise InvalidInput(f"on_busy is {on_busy!r}, it is 'wait', 'skip' or 'error'")
+            job.raise_on_all(InvalidInput(f"on_busy is {on_busy!r}, it is 'wait', 'skip' or 'error'"))
         if on_busy == "wait":
             return True
 
-        with job.group.meeting("busy", step=known_step(step)) as meeting:
+        with job.group.meeting(f"busy: {on_busy}", step=known_step(step)) as meeting:
             busy = meeting.gather(self.pending is not None)
             is_busy = meeting.tell(lambda: any(busy))
         if is_busy and on_busy == "error":

@@ -17,7 +17,7 @@ from ckptstore.format.naming import Naming, Offer, agree
 from ckptstore.job import Job
 from ckptstore.runtime.beat import beat
 from ckptstore.saving.directories import Directory, scan, sha256_of_files
-from ckptstore.saving.request import Request
+from ckptstore.saving.request import Request, is_new
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.saving.transaction import checked
 from ckptstore.storage.base import Disk, Storage
@@ -122,7 +122,7 @@ class DirectoryShard:
         offers = [Offer.from_json(offer) for offer in descriptions]
         naming = agree(offers)
         for name in sorted(set(self._shared).difference(*(offer.shared for offer in offers))):
-            if _is_new(self._storage.uri, name, "shared"):
+            if is_new(self._storage.uri, name, "shared"):
                 logger.warning("shared=[%r]: no rank has a file of that name", name)
         return Decision(naming.to_json(), naming.size_bytes)
 
@@ -156,6 +156,7 @@ def directory_of(
         metrics=metrics,
         metadata=metadata,
         exists=exists,
+        retention=job.retention,
         suffix=suffix,
         shared=sorted(shared),
         link=link,
@@ -178,17 +179,6 @@ def _listed(path: str | os.PathLike[str] | None, storage: Storage) -> Directory:
     return scan(path)
 
 
-_surprises: set[tuple[str, ...]] = set()
-"""The stores, names and kinds of line that this process has logged: each once, not with each save."""
-
-
-def _is_new(*surprise: str) -> bool:
-    """Return True the first time."""
-    found = surprise not in _surprises
-    _surprises.add(surprise)
-    return found
-
-
 def _tell_surprises(store: str, step: int, receipts: Sequence[Receipt]) -> None:
     """Log what a caller may not expect: no file at all, and names with a rank in them."""
     if not receipts:
@@ -201,7 +191,7 @@ def _tell_surprises(store: str, step: int, receipts: Sequence[Receipt]) -> None:
         return
     same = sorted(name for name, copies in renamed.items() if len(copies) > 1 and _is_one_content(copies))
     name = min(same or renamed)
-    if not _is_new(store, name, "same" if same else "renamed"):
+    if not is_new(store, name, "same" if same else "renamed"):
         return
     what = f"{name} is {', '.join(receipt.name for receipt in renamed[name][:2])}"
     more = f", and so for {len(same or renamed) - 1} other names" if len(same or renamed) > 1 else ""

@@ -193,7 +193,7 @@ class StateSaver:
         job = self.job
         shard = self._shard(state, options, job.storage, job.transfer.upload, compares_replicas=False)
         request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace", **options.agreed)
-        meet(job.group, "warm up", shard, request, lambda _decision: {})
+        meet(job.group, "warm up", shard, request, lambda _request, _decision: {})
         self._staging_memory().reserve([source.size_bytes for _, source in shard.plan().sources])
 
     def prepare(self, sizes_bytes: Sequence[int]) -> None:

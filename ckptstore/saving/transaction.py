@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep
+from ckptstore.errors import CkptstoreError
 from ckptstore.events import SaveFailed, emit
 from ckptstore.format.layout import Attempt, known_step
 from ckptstore.format.manifest import Kind
@@ -90,6 +90,7 @@ class Transaction(Generic[Published]):
 
     publisher: Publisher[Published]
     request: Request
+    """That of this rank; on the leader with the metrics and metadata of all ranks."""
     attempt: Attempt
     lane: Group
     """The lane of this attempt alone, so that a rank that missed the agreement cannot be mistaken for one of another.
@@ -109,7 +110,12 @@ class Transaction(Generic[Published]):
         clock, destination = clock or SaveClock(), publisher.destination
         clock.asked(step=request.step, rank=destination.rank)
 
-        def agree(decision: Decision) -> Mapping[str, Any]:
+        joined = request  # on the leader, which publishes, that of all ranks
+
+        def agree(request: Request, decision: Decision) -> Mapping[str, Any]:
+            nonlocal joined
+            joined = request
+            request.warn_of_unlike(destination.store_uri)
             begun = publisher.begin(request, decision)
             return {**begun, **tracing.told(lambda: clock.traced(str(publisher.join(request, begun))))}
 
@@ -119,7 +125,7 @@ class Transaction(Generic[Published]):
             tracing.hear(begun, lambda: clock.traced(str(attempt)))
             lane = group.lane(attempt.lane)
             clock.agreed(str(attempt), step=request.step, rank=destination.rank)
-            return Transaction(publisher, request, attempt, lane, clock)
+            return Transaction(publisher, joined, attempt, lane, clock)
 
     def elsewhere(self, publisher: Publisher[Any]) -> Transaction[Any]:
         """Begin again with another publisher, after `finish` has failed on all ranks; their agreement still holds.
@@ -209,24 +215,24 @@ def save(
 
 
 def meet(
-    group: Group, tag: str, shard: Shard, request: Request, agree: Callable[[Decision], Mapping[str, Any]]
+    group: Group, tag: str, shard: Shard, request: Request, agree: Callable[[Request, Decision], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     """Let the leader decide who writes what, in one meeting, or in more if it needs more details. Collective.
 
-    The leader calls `agree` with the decision of its shard; the result is returned on all ranks.
+    The leader calls `agree` with the joined request of all ranks and the decision of its shard; the result is returned
+    on all ranks.
     """
 
     def decide(offers: Sequence[Any]) -> Any:
         requests, descriptions = zip(*offers, strict=True)
-        _check_same_request(requests)
+        joined = request.joined(requests)
         decision = shard.decide(descriptions)
-        return None if decision.size_bytes is None else dict(agree(decision)), decision.told
+        return None if decision.size_bytes is None else dict(agree(joined, decision)), decision.told
 
     while True:
         try:
             with group.meeting(tag, step=request.step) as meeting:
-                options = {"step": request.step, "options": dict(request.options)}
-                offers = meeting.gather((options, shard.describe()))
+                offers = meeting.gather((request.offer(), shard.describe()))
                 agreed, told = meeting.tell(lambda: decide(offers))  # noqa: B023 - called at once
         except CkptstoreError as error:
             error.at(step=request.step)
@@ -243,18 +249,6 @@ def checked(group: Group, *, kind: Kind, step: Any, **options: Any) -> Request:
     except Exception:
         with group.meeting("save", step=known_step(step)):
             raise
-
-
-def _check_same_request(requests: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InvalidStep or InvalidInput unless all ranks have the same request."""
-    first = requests[0]
-    for rank, other in enumerate(requests):
-        if other["step"] != first["step"]:
-            raise InvalidStep(f"rank {rank} saves step {other['step']}, rank 0 step {first['step']}", ranks=(0, rank))
-        if other["options"] != first["options"]:
-            raise InvalidInput(
-                f"rank {rank} asks for {other['options']}, rank 0 for {first['options']}", ranks=(0, rank)
-            )
 
 
 def _slowest(seconds: Sequence[float]) -> dict[str, Any]:

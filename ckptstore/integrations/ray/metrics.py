@@ -104,6 +104,13 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in _flat(metrics, "") if isinstance(value, int | float)}
 
 
+def with_those_of_others(metrics: Mapping[str, Any] | None, joined: Mapping[str, float]) -> dict[str, Any]:
+    """Return the metrics, and those of all ranks that they lack: Ray keeps the report of rank 0 alone."""
+    own = metrics or {}
+    known = numbers_of(plain_metrics(own))
+    return {**{name: value for name, value in joined.items() if name not in known}, **own}
+
+
 def _plain(value: Any, name: str, depth: int) -> Any:
     if value is None or type(value) in (bool, int, float):
         return value

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig, StoreConfig
-from ckptstore.errors import CheckpointGone, InvalidInput
-from ckptstore.format.layout import known_step
+from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput
 from ckptstore.format.record import Record
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.handed import look, unknown_to_ray
 from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
-from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics, safe_metrics
+from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics, safe_metrics, with_those_of_others
 from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
 from ckptstore.integrations.ray.reports import LateReports, Reports
@@ -109,7 +108,7 @@ class RayStore(CheckpointStore):
         """
         clock = SaveClock()
         self._settle()
-        numbers = self._numbers(step, metrics, validation=validation)
+        numbers = self._numbers(metrics, validation=validation)
         started, self._called = time.monotonic(), clock
         checkpoint = super().save(step, state, metrics=numbers, **options)
         return self._reported(checkpoint, metrics, validation, started)
@@ -126,7 +125,7 @@ class RayStore(CheckpointStore):
         """`CheckpointStore.save_directory`, then a report; else as `save`."""
         clock = SaveClock()
         self._settle()
-        numbers = self._numbers(step, metrics, validation=validation)
+        numbers = self._numbers(metrics, validation=validation)
         started, self._called = time.monotonic(), clock
         checkpoint = super().save_directory(step, path, metrics=numbers, **options)
         return self._reported(checkpoint, metrics, validation, started)
@@ -155,7 +154,7 @@ class RayStore(CheckpointStore):
         if reports and on_busy == "wait":
             with reports.counts.waiting(self._background.pending is not None):
                 self._background.wait()
-        numbers = self._numbers(step, metrics, validation=validation, tag="save" if on_busy == "wait" else "busy")
+        numbers = self._numbers(metrics, validation=validation)
         options = {"metrics": numbers, "on_busy": on_busy, "max_failures": max_failures, **options}
         self._called = clock
         pending = super().save_async(step, state, **options)
@@ -396,9 +395,9 @@ class RayStore(CheckpointStore):
         if self._reports and not self._late:  # late reports wait for the store, and no save does
             self._reports.settle()
 
-    def _numbers(self, step: int, metrics: Mapping[str, Any] | None, *, validation: Any, tag: str = "save") -> Any:
-        """Return the numbers for the store. If metrics or validation are bad, raise the error on all ranks, in the
-        meeting `tag` with which the save begins; only then collective."""
+    def _numbers(self, metrics: Mapping[str, Any] | None, *, validation: Any) -> Any:
+        """Return the numbers for the store. If metrics or validation are bad, raise the error on all ranks; only then
+        collective."""
         if not self._reports:  # outside of Ray the save alone judges
             return metrics
         try:
@@ -406,15 +405,14 @@ class RayStore(CheckpointStore):
             safe_metrics(plain, score=self.worker.score if self.worker else None)  # what the report would refuse
             numbers = numbers_of(plain)
             absent = ", ".join(map(repr, sorted(self.retention.required_metrics() - numbers.keys())))
-            if validation and absent and self._job.is_leader:  # the metrics of rank 0 count
+            if validation and absent and self._job.is_leader:
                 raise InvalidInput(
                     f"retention ranks by {absent}, which the metrics lack: what validation measures comes too late, "
                     "and what Ray ranks best would be deleted",
                     hint="Use ckptstore.ray.report, where Ray keeps what it ranks best, or another retention",
                 )
-        except Exception:
-            with self._job.group.meeting(tag, step=known_step(step)):
-                raise
+        except CkptstoreError as error:
+            self._job.raise_on_all(error)
         return numbers
 
     def _reported(
@@ -422,6 +420,7 @@ class RayStore(CheckpointStore):
     ) -> Checkpoint:
         if self._reports:
             self._reports.took(time.monotonic() - started)
+            metrics = with_those_of_others(metrics, checkpoint.metrics)
             if self._late:
                 self._late.add(checkpoint.step, metrics, validation, checkpoint)
                 self._late.send()

@@ -24,7 +24,14 @@ from ckptstore.format.record import Record
 from ckptstore.integrations.ray.context import Worker, report_to_ray
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import default_directory
 from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
-from ckptstore.integrations.ray.metrics import rank_last, safe_metrics, warn_of_worst
+from ckptstore.integrations.ray.metrics import (
+    REPLACED,
+    plain_metrics,
+    rank_last,
+    safe_metrics,
+    warn_of_worst,
+    with_those_of_others,
+)
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import files_of
@@ -125,8 +132,9 @@ class Reports:
         """
         self._wait_until_at_most(self.max_in_flight - 1)
         name = f"{default_directory(pending.step)}-{secrets.token_hex(4)}"  # that of rank 0 counts
-        ranked = self.ranked(pending.step, metrics)
-        judge = cache(partial(self._judge, pending, ranked, max_failures, started))
+        own = plain_metrics(metrics or {})
+        ranked = self._metrics(pending.step, own)
+        judge = cache(partial(self._judge, pending, own, ranked, max_failures, started))
         self._report_later(name, ranked, judge, validation)
 
     def stored(self, checkpoint: Checkpoint, metrics: dict[str, Any], *, validation: Any) -> None:
@@ -189,8 +197,16 @@ class Reports:
         """Wait until this worker and Ray know the outcome of every save in the background."""
         self._wait_until_at_most(0)
 
-    def _judge(self, pending: PendingSave, metrics: dict[str, Any], max_failures: int, started: float) -> Pointer:
-        """Wait for the save; turn a tolerated failure into a pointer that records it."""
+    def _judge(
+        self,
+        pending: PendingSave,
+        own: Mapping[str, Any],
+        metrics: dict[str, Any],
+        max_failures: int,
+        started: float,
+    ) -> Pointer:
+        """Wait for the save, and put the metrics of all ranks into `metrics`, which Ray reads once the upload is over;
+        turn a tolerated failure into a pointer that records it."""
         is_timed = not pending.done()  # else it ended while Ray was behind
         try:
             checkpoint = pending.result()
@@ -202,13 +218,15 @@ class Reports:
             self.counts.failed_saves += 1
             self.forgive(pending)
             logger.warning("step %d is not saved, and training goes on: %s", pending.step, error)
-            metrics["ckptstore_error"] = str(error)  # Ray reads them once the upload is over
+            metrics["ckptstore_error"] = str(error)
             if self.worker.score:
                 rank_last(metrics, self.worker.score, "save failed")
             return Pointer(root=self.root, step=pending.step, number=None, error=str(error))
         self._failed_in_row = 0
         if is_timed:
             self.took(time.monotonic() - started)
+        metrics.pop(REPLACED, None)
+        metrics.update(self.ranked(pending.step, with_those_of_others(own, checkpoint.metrics)))
         return Pointer.to(checkpoint, root=self.root)
 
     def ranked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:

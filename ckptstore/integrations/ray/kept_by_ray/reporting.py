@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,14 @@ from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.tuning import staging, tell_tune, tune_session
 from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
 from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at, kept_files
-from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics, warn_of_worst
+from ckptstore.integrations.ray.metrics import (
+    Score,
+    numbers_of,
+    plain_metrics,
+    safe_metrics,
+    warn_of_worst,
+    with_those_of_others,
+)
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.saving import transaction
 from ckptstore.saving.phases import SaveClock
@@ -53,15 +60,15 @@ def report(
     reports after the manifest exists, and Ray uploads nothing. Returns the checkpoint, None without one.
 
     Args:
-        metrics: those of rank 0 are reported. Scalars of numpy and torch become numbers. Where Ray ranks checkpoints
-            by one of them and it is missing or not finite, the worst possible number is reported, and a warning is
-            logged.
+        metrics: what one rank alone gives is reported too; of unlike values that of the lowest rank. Scalars of numpy
+            and torch become numbers. Where Ray ranks checkpoints by one of them and it is missing or not finite, the
+            worst possible number is reported, and a warning is logged.
         checkpoint: a local checkpoint of Ray's, `Checkpoint.from_directory(path)`; or
         directory: a local path. None on ranks that have none. Names that several ranks bring get the rank in them.
         state: in place of these, on all ranks: a dict of modules, optimizers, tensors and plain values, as for
             `CheckpointStore.save`; loaded by `ckptstore.ray.wrap(checkpoint).load(state)`.
         step: for `Checkpoint.step`; the number of the report in the run by default.
-        metadata: for `Checkpoint.metadata`; that of rank 0 counts.
+        metadata: for `Checkpoint.metadata`; its entries count as metrics do.
         shared: names of files that have the same bytes on all ranks; stored once, under their own names.
         validation: as for `ray.train.report`, which raises ValueError for one without a checkpoint.
         storage_options: credentials and the like for the run's storage, in fsspec's names; Ray's own by default.
@@ -120,15 +127,28 @@ class _Brought:
         return None if self.directory is None else os.fspath(self.directory)
 
 
-def _agree_on_kind(group: Group, brought: _Brought, *, score: Score | None) -> str:
-    """Check, in one meeting, that all ranks bring compatible kinds, and metrics that Ray can keep."""
+def _agree_on_kind(group: Group, brought: _Brought, *, score: Score | None) -> tuple[str, dict[str, Any]]:
+    """Check, in one meeting, that all ranks bring compatible kinds, and metrics that Ray can keep. Return the kind, and
+    the metrics of this rank with those that other ranks alone give."""
     with _expecting_every_worker(), group.meeting("report") as meeting:
-        safe_metrics(brought.metrics, score=score)
+        metrics = plain_metrics(brought.metrics)
+        safe_metrics(metrics, score=score)
         brought.path()
         if brought.step is not None:
             check_step(brought.step)
-        kinds = meeting.gather(brought.kind)
-        return str(meeting.tell(lambda: _agreed_kind(kinds)))
+        offers = meeting.gather((brought.kind, numbers_of(metrics)))
+        kind, joined = meeting.tell(
+            lambda: (_agreed_kind([kind for kind, _ in offers]), _first_of_each(numbers for _, numbers in offers))
+        )
+        return str(kind), with_those_of_others(metrics, joined)
+
+
+def _first_of_each(offers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return each metric as the lowest rank that gives it does."""
+    joined: dict[str, float] = {}
+    for numbers in offers:
+        joined = {**numbers, **joined}
+    return joined
 
 
 @contextmanager
@@ -166,11 +186,13 @@ class _Reporter:
         import ray.train
 
         clock = SaveClock()
-        attempt = self._store(self._met(), brought, clock)
-        if attempt is None:
-            report_to_ray(plain_metrics(brought.metrics), validation=validation)
+        run, worker, group = self.run, self.run.worker, self._met()
+        kind, metrics = _agree_on_kind(group, brought, score=worker.score)
+        brought = replace(brought, metrics=metrics)
+        if kind == "nothing":
+            report_to_ray(metrics, validation=validation)
             return None
-        run, worker = self.run, self.run.worker
+        attempt = self._store(group, kind, brought, clock)
         reported = safe_metrics(brought.metrics, score=worker.score)
         if worker.rank == 0:
             warn_of_worst(reported, step=attempt.step)
@@ -190,10 +212,7 @@ class _Reporter:
                 self._group = RayWorkers(self.run.worker).open_group(self.run.storage, self.run.config)
         return self._group
 
-    def _store(self, group: Group, brought: _Brought, clock: SaveClock) -> RayAttempt | None:
-        kind = _agree_on_kind(group, brought, score=self.run.worker.score)
-        if kind == "nothing":
-            return None
+    def _store(self, group: Group, kind: str, brought: _Brought, clock: SaveClock) -> RayAttempt:
         step = number_of_report(is_next=True) if brought.step is None else check_step(brought.step)
         metrics = numbers_of(plain_metrics(brought.metrics))
         options = {"step": step, "metrics": metrics, "metadata": brought.metadata, "exists": "replace"}
@@ -247,7 +266,7 @@ def _report_to_tune(session: Any, brought: _Brought) -> Checkpoint | None:
     with staging() as worker:
         clock = SaveClock()
         reporter = _Reporter(Run.open(worker, durable=False), None)
-        attempt = reporter._store(reporter._met(), brought, clock)
+        attempt = None if brought.kind == "nothing" else reporter._store(reporter._met(), brought.kind, brought, clock)
         made = None if attempt is None else Path(worker.path_of(attempt.directory))
         reported = tell_tune(session, plain_metrics(brought.metrics), made)
     return None if reported is None else Checkpoint(kept_files(reported, StoreConfig.from_env()))
