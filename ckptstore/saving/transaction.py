@@ -90,7 +90,7 @@ class Transaction(Generic[Published]):
 
     publisher: Publisher[Published]
     request: Request
-    """That of this rank; on the leader with the metrics and metadata of all ranks."""
+    """The request of this rank; on the leader with the metrics and metadata of all ranks."""
     attempt: Attempt
     lane: Group
     """The lane of this attempt alone, so that a rank that missed the agreement cannot be mistaken for one of another.
