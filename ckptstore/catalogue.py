@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint, files_behind
@@ -45,6 +45,12 @@ class Catalogue:
 
     def __init__(self, job: Job) -> None:
         self._held = job
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled: a store has locks, connections and a part in a job."""
+        raise InvalidInput(
+            "A store cannot be sent to another process", hint="Send its URI and open it there, or send a Checkpoint"
+        )
 
     @property
     def uri(self) -> str:

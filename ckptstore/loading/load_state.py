@@ -31,7 +31,7 @@ from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
 from ckptstore.state.live.contents import pass_state
-from ckptstore.state.live.flatten import Kind, is_loader, takes_all_ranks, units_of
+from ckptstore.state.live.flatten import Kind, check_state, is_loader, takes_all_ranks, units_of
 from ckptstore.state.live.matching import Mismatch, Saved
 from ckptstore.state.live.patterns import fitting, patterns_of
 from ckptstore.state.read.settle import unsettled
@@ -332,13 +332,15 @@ def _open(
     """Open the stored state, and return it as this rank sees it, with its keys and values and the manifest.
     Collective."""
     included = fitting(options.include)
-    names = {str(name) for name in state}
+    names: set[str] = set()
 
     def asked(key: str) -> bool:
         return included(key) and any(key == name or key.startswith(f"{name}.") for name in names)
 
     stored: StoredState | StockState
     with group.meeting("open") as meeting:
+        check_state(state)
+        names.update(state)
         if group.rank == 0:  # one lease for all ranks: this one leaves last
             reader.hold()
         manifest, _ = files.read_manifest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckptstore
-from ckptstore import InvalidInput, StateMismatch, StoreMissing, open_store
+from ckptstore import InvalidInput, InvalidState, StateMismatch, StoreMissing, open_store
 from ckptstore.interchange.exporting import export
 from ckptstore.interchange.importing import import_state
 from ckptstore.state.index.part import Tensor
@@ -129,6 +130,40 @@ def test_without_strict_a_name_without_contents_is_warned_of_and_reported(
 def test_a_module_without_parameters_has_nothing_to_miss(root: Path) -> None:
     state = {"model": nn.Linear(2, 2), "loss": nn.MSELoss()}
     assert ckptstore.Checkpoint.from_uri(open_store(root)[1].uri).load(state).missing == ()
+
+
+class Odd:
+    """An object that needs a pickle."""
+
+
+def test_a_load_does_not_ask_for_a_pickle_that_it_leaves_out(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        saved = store.save(1, {"model": nn.Linear(2, 2), "odd": {"one": Odd()}}, allow_pickle=True)
+        model = nn.Linear(2, 2)
+        saved.load({"model": model, "odd": {"one": Odd()}}, include="model.*")
+        assert torch.equal(model.weight, saved.to_dict(include="model.*")["model"]["weight"])
+        assert saved.load({"model": model}).left_out == ("odd",)
+        assert not saved.check_load({"model": model, "odd": {"one": Odd()}}, include="model.*").problem
+        for include in (None, "odd*", ["model.*", "odd"]):
+            with pytest.raises(InvalidState, match="odd is a pickle"):
+                saved.load({"model": model, "odd": {"one": Odd()}}, include=include)
+
+
+def test_a_bare_module_is_refused_everywhere_with_the_words_of_a_save(root: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    with open_store(root) as store:
+        newest = store.latest()
+        assert newest is not None
+        for call in (partial(store.save, 2), store.load, store.resume, store.warm_up, newest.load, newest.check_load):
+            with pytest.raises(InvalidState, match=r'a state is a dict, not a Linear.*\{"model": model\}'):
+                call(model)
+
+
+def test_a_store_is_not_sent_to_another_process_and_a_checkpoint_is(root: Path) -> None:
+    with open_store(root) as store:
+        with pytest.raises(InvalidInput, match="send a Checkpoint"):
+            pickle.dumps(store)
+        assert pickle.loads(pickle.dumps(store.latest())).to_dict()["epoch"] == 1
 
 
 def test_a_pattern_has_to_fit_on_one_rank_only() -> None:

@@ -410,17 +410,22 @@ def takes_all_ranks(item: Any) -> bool:
     return callable(getattr(item, "load_rank_states", None))
 
 
+def check_state(state: Any) -> None:
+    """Raise InvalidState for a state that is no mapping, or whose keys are not text."""
+    if not isinstance(state, Mapping) or kind_of(state) is not None:
+        raise InvalidState(f"a state is a dict, not a {type(state).__name__}", hint='Wrap it: {"model": model}')
+    for key in state:
+        if not isinstance(key, str) or not key:
+            raise InvalidState(f"the keys of a state are text, not {key!r}")
+
+
 def units_of(state: Any) -> list[Unit]:
     """Take a state apart, in its own order.
 
     Raises InvalidState when it is not a mapping with text as keys, contains itself, or when a key begins with another
     one and a dot, so that its owner would be ambiguous.
     """
-    if not isinstance(state, Mapping) or kind_of(state) is not None:
-        raise InvalidState(f"a state is a dict, not a {type(state).__name__}", hint='Wrap it: {"model": model}')
-    for key in state:
-        if not isinstance(key, str) or not key:
-            raise InvalidState(f"the keys of a state are text, not {key!r}")
+    check_state(state)
     try:
         units: list[Unit] = []
         for key, item in state.items():

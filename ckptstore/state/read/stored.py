@@ -16,7 +16,7 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.matching import Saved, Target, above
 from ckptstore.state.live.patterns import fits
-from ckptstore.state.live.values import Decoder, references
+from ckptstore.state.live.values import Decoder, needs_code, references
 from ckptstore.state.read.read_plan import SCATTERED_BYTES, Read, ReadPlan, RunSteps, Small, Step, run_steps
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.dense import dense_of
@@ -96,8 +96,14 @@ class StoredState:
             for key, value in self.index.own_values(rank).items():
                 if self._ranks.get(key) == rank:
                     encoded[key] = rank, value
-        values = self._decoded({key: value for key, value in encoded.items() if wanted(key)})
-        return Saved(tensors, values, aliases, skipped)
+        unread = {key for key, (_, value) in encoded.items() if wanted(key) and self._stays_unread(key, value)}
+        values = self._decoded({key: value for key, value in encoded.items() if wanted(key) and key not in unread})
+        return Saved(tensors, {**values, **dict.fromkeys(unread)}, aliases, skipped)
+
+    def _stays_unread(self, key: str, value: Any) -> bool:
+        """Return True for a value that code would have to read and nobody asks for: it counts as a key alone."""
+        is_asked = self.asked(key) or any(map(self.asked, references(value)))
+        return not is_asked and not self.allow_pickle and needs_code(value)
 
     def _as_taken(self, lowest: Tensor) -> Tensor | None:
         """Return this rank's entry of a tensor, from the lowest rank's."""
