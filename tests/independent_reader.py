@@ -176,6 +176,17 @@ def read_index(data, read):
     return parts
 
 
+def read_modules(data):
+    """The notes of modules, as stored, by the key and the name of the module; of all ranks, the lowest rank's."""
+    head_bytes, table_bytes = struct.unpack_from("<QQ", data, 16)
+    table, found = json.loads(zlib.decompress(data[40 + head_bytes : 32 + head_bytes + table_bytes])), {}
+    for key, (pairs, *_), *_ in table.get("modules", []):
+        for note, names in pairs:
+            for name in names:
+                found.setdefault((key, name), note)
+    return found
+
+
 def read_state(read):
     """Tensors as {key: (dtype, shape, bytes)} and plain values as stored, `read` giving a file by its name. What ranks
     have of their own is under (key, rank). Every digest is checked."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ckptstore.errors import InvalidInput, InvalidState
@@ -10,6 +11,7 @@ from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_any
 from ckptstore.loading.nesting import Path, nested, path_of, paths_of
 from ckptstore.runtime.near import shown
+from ckptstore.runtime.torch_private import set_metadata
 from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.live.flatten import children, find_references, join_path, map_tensors
 from ckptstore.state.live.patterns import check_used, fitting
@@ -44,7 +46,20 @@ def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None
     }
     items |= {path_of(key, paths): tensors[sources[key]] for key in alone}
     found: dict[str, Any] = nested(items)
+    for key, metadata in saved.modules.items():
+        path = path_of(key, paths) if paths else (key,)
+        _note(found, path, metadata)
     return found
+
+
+def _note(found: Any, path: Path, metadata: Callable[[], Mapping[str, Any]]) -> None:
+    """Make the dict at a path what the module's `state_dict()` returned, with the metadata of the module."""
+    for part in path[:-1]:
+        if not (part in found if isinstance(found, dict) else isinstance(found, list) and type(part) is int):
+            return
+        found = found[part]
+    if isinstance(found, dict | list) and isinstance(dict(children(found)).get(path[-1]), dict):
+        found[path[-1]] = set_metadata(OrderedDict(found[path[-1]]), OrderedDict(metadata()))
 
 
 def _refuse_wrapped(values: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -112,6 +111,11 @@ def fsdp1_ties(root: Any) -> dict[str, str]:
 _FLAT_PARAMETER = "_flat_param"
 _FSDP1 = "_fsdp_wrapped_module"
 
+def may_be_wrapped(name: str) -> bool:
+    """Return True if a module's own name of itself or of one inside it may have parts that wrappers add."""
+    return any(attribute in name for _, _, attribute in _WRAPPERS)
+
+
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", _FSDP1),
@@ -136,13 +140,20 @@ def _child(module: Any, name: str | None) -> Any:
     return module._modules[name]
 
 
-def state_dict_like(given: Any, items: Any) -> Any:
-    """Return a state dict of these items for `load_state_dict`, with the module versions of `given`, which `state_dict`
-    returned: without them modules treat the items as those of their oldest version."""
-    made = OrderedDict(items)
-    if "_metadata" in getattr(given, "__dict__", ()):
-        vars(made).update(_metadata=vars(given)["_metadata"])
-    return made
+def metadata_of(given: Any) -> Any:
+    """Return what modules have noted in a state dict beside its items, by the names of the modules, as their versions;
+    None if it is no state dict that a module made."""
+    found = getattr(given, "__dict__", {}).get("_metadata")
+    return found if isinstance(found, dict) else None
+
+
+def set_metadata(given: Any, metadata: Any) -> Any:
+    """Give a state dict the metadata of modules, or take it away for None: without it modules treat the items as those
+    of their oldest version. Return the state dict."""
+    vars(given).pop("_metadata", None)
+    if metadata is not None:
+        vars(given).update(_metadata=metadata)
+    return given
 
 
 def loads_its_own_way(root: Any, name: str) -> bool:
@@ -157,6 +168,21 @@ def loads_its_own_way(root: Any, name: str) -> bool:
         owner = owner._modules[attribute]
         kind = type(owner)
     return not kind._load_from_state_dict.__module__.startswith("torch.nn.")
+
+
+def translators_in(root: Any) -> list[Any]:
+    """Return the modules that have code which may change entries or their names when they are loaded: hooks, or methods
+    of their own class."""
+    from torch.nn import Module
+
+    found = [
+        module
+        for module in root.modules()
+        if getattr(module, "_load_state_dict_pre_hooks", None)
+        or getattr(type(module), "_load_from_state_dict", None) is not Module._load_from_state_dict
+    ]
+    is_own = getattr(type(root), "load_state_dict", None) is not Module.load_state_dict
+    return [root, *found] if is_own else found
 
 
 def convert_tensors(module: Any, chosen: Any, convert: Any) -> None:

@@ -251,7 +251,7 @@ class StatePlan:
 
     @cached_property
     def _rank_plan(self) -> RankPlan:
-        return self.memo.plan(self.looked.found.items, self.agreement, self.rank)
+        return self.memo.plan(self.looked.found, self.agreement, self.rank)
 
     @cached_property
     def files(self) -> ShardFiles:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class Carried:
             {key: Tensor(key, name_of(tensor.dtype), tuple(tensor.shape)) for key, tensor in self.tensors.items()},
             values_of(flat),
             dict(flat.aliases),
+            modules={key: partial(copy.deepcopy, metadata) for key, metadata in flat.modules.items()},
         )
 
     def read(self, targets: Mapping[str, Target]) -> None:
@@ -74,7 +76,7 @@ def save_with_dcp(state: Mapping[str, Any], directory: Path) -> FlatState:
     flat = collect(state)
     dcp.save({key: entry.tensor for key, entry in flat.tensors.items()}, checkpoint_id=directory)
     rank = torch.distributed.get_rank()
-    (directory / f"values-{rank}").write_bytes(pickle.dumps((values_of(flat), flat.aliases)))
+    (directory / f"values-{rank}").write_bytes(pickle.dumps((values_of(flat), flat.aliases, flat.modules)))
     torch.distributed.barrier()
     return flat
 
@@ -83,7 +85,7 @@ def load_with_dcp(state: Mapping[str, Any], directory: Path, **keywords: Any) ->
     """Load on all ranks, also another number of them; values that are missing for a rank are those of rank 0."""
     metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     own = directory / f"values-{torch.distributed.get_rank()}"
-    values, aliases = pickle.loads((own if own.exists() else directory / "values-0").read_bytes())
+    values, aliases, modules = pickle.loads((own if own.exists() else directory / "values-0").read_bytes())
     tensors = {key: Tensor(key, name_of(item.properties.dtype), tuple(item.size)) for key, item in metadata.items()}
 
     def read(targets: Mapping[str, Target]) -> None:
@@ -93,7 +95,8 @@ def load_with_dcp(state: Mapping[str, Any], directory: Path, **keywords: Any) ->
             dcp.load(turn, checkpoint_id=directory)
             waiting = [target for target in waiting if turn[target.source] is not target.tensor]
 
-    return apply(state, Saved(tensors, values, aliases), read, **keywords)
+    noted = {key: partial(copy.deepcopy, metadata) for key, metadata in modules.items()}
+    return apply(state, Saved(tensors, values, aliases, modules=noted), read, **keywords)
 
 
 def unchanged_by(action: Callable[[], Any], *things: Callable[[], Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -104,10 +104,12 @@ class Structure:
     rows: tuple[Row, ...]
     """The rows in the order of keys."""
     layouts: tuple[MeshLayout, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
+    """The keys of modules, each with the JSON text of its metadata."""
 
     @staticmethod
-    def of(items: Sequence[Item]) -> Structure:
-        """Return the structure of items that are sorted by key."""
+    def of(items: Sequence[Item], modules: Mapping[str, str] | None = None) -> Structure:
+        """Return the structure of items that are sorted by key, and of the metadata of modules."""
         places: dict[MeshLayout, int] = {}
         known: dict[int, int] = {}  # a layout lists ranks, and thousands of tensors have the same object
 
@@ -125,20 +127,21 @@ class Structure:
             )
             for item in items
         )  # fmt: skip
-        return Structure(rows, tuple(places))
+        return Structure(rows, tuple(places), tuple(sorted((modules or {}).items())))
 
     def encode(self) -> bytes:
         """Return the structure as bytes; equal structures give equal bytes."""
         layouts = [layout.to_json() for layout in self.layouts]
-        return json.dumps([self.rows, layouts], separators=(",", ":")).encode()
+        return json.dumps([self.rows, layouts, self.modules], separators=(",", ":")).encode()
 
     @staticmethod
     def decode(data: bytes) -> Structure:
         """Read the output of `encode` of another rank of the same job."""
-        rows, layouts = json.loads(data)
+        rows, layouts, modules = json.loads(data)
         return Structure(
             tuple(Row(key, mode, dtype, tuple(shape), *rest) for key, mode, dtype, shape, *rest in rows),
             tuple(map(MeshLayout.from_json, layouts)),
+            tuple((key, text) for key, text in modules),
         )
 
     def compared(self) -> list[str]:

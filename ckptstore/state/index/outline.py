@@ -89,6 +89,17 @@ class Span(NamedTuple):
     last: int
 
 
+class ModuleMetadata(NamedTuple):
+    """The notes of a module and those inside it on how they wrote their state, as the version of each class."""
+
+    key: str
+    """The key of the module in the state."""
+    content: Any
+    """The metadata as JSON, in the form of `encode_metadata`."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that have it, none if all ranks with the key have the same."""
+
+
 @dataclass(frozen=True)
 class Outline:
     """The knowledge of a state without the parts of its index."""
@@ -142,8 +153,13 @@ class Outline:
         """The rules by which ranks have tensors."""
         return self._table[1]
 
+    @property
+    def modules(self) -> tuple[ModuleMetadata, ...]:
+        """The metadata of modules; of one key several, the lowest rank's first, if ranks have different ones."""
+        return self._table[2]
+
     @cached_property
-    def _table(self) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...]]:
+    def _table(self) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...], tuple[ModuleMetadata, ...]]:
         with _distrusted():
             return _checked_table(json.loads(_inflated(self.table)), self)
 
@@ -222,15 +238,19 @@ class Outline:
             return _checked(json.loads(_inflated(head)), bytes(table))
 
 
-def encode_table(tensors: Sequence[Tensor], layouts: Sequence[MeshLayout] = ()) -> bytes:
-    """Return the `table` of an outline: its tensors, in the order of keys, and the layouts that they have."""
+def encode_table(
+    tensors: Sequence[Tensor], layouts: Sequence[MeshLayout] = (), modules: Sequence[ModuleMetadata] = ()
+) -> bytes:
+    """Return the `table` of an outline: its tensors, in the order of keys, the layouts that they have, and the metadata
+    of modules."""
     rows = [(tensor.key, tensor.dtype, tensor.shape, tensor.layout) for tensor in tensors]
     live: dict[str, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.live:
             live.setdefault(tensor.live, []).append(place)
     casts = {"live": live} if live else {}
-    return _deflated({"layouts": [layout.to_json() for layout in layouts], "tensors": rows, **casts})
+    noted = {"modules": [(*it[:2], it.ranks) if it.ranks else it[:2] for it in modules]} if modules else {}
+    return _deflated({"layouts": [layout.to_json() for layout in layouts], "tensors": rows, **casts, **noted})
 
 
 @contextmanager
@@ -268,7 +288,9 @@ def _checked(content: Mapping[str, Any], table: bytes) -> Outline:
     return Outline(parts, table, tied, own, common, spans, num_prefixes, content["packed"])
 
 
-def _checked_table(content: Mapping[str, Any], outline: Outline) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...]]:
+def _checked_table(
+    content: Mapping[str, Any], outline: Outline
+) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...], tuple[ModuleMetadata, ...]]:
     layouts = tuple(MeshLayout.from_json(value, num_ranks=outline.world_size) for value in content["layouts"])
     tensors = _tensors(content["tensors"], len(layouts), outline.own)
     if "live" in content:
@@ -286,7 +308,11 @@ def _checked_table(content: Mapping[str, Any], outline: Outline) -> tuple[tuple[
             raise ValueError("a key is tied to one that is not alike")
     if any(span.last >= len(tensors) for span in outline.spans):
         raise ValueError("a span ends behind the last tensor")
-    return tensors, layouts
+    return tensors, layouts, tuple(_metadata(*row, world_size=outline.world_size) for row in content.get("modules", ()))
+
+
+def _metadata(key: Any, content: Any, ranks: Sequence[Any] = (), *, world_size: int) -> ModuleMetadata:
+    return ModuleMetadata(_text(key), content, tuple(number_of(rank, 0, world_size) for rank in ranks))
 
 
 def _tensors(rows: Sequence[Sequence[Any]], num_layouts: int, own: Collection[str]) -> tuple[Tensor, ...]:

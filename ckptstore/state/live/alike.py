@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckptstore.runtime.torch_private import metadata_of
 from ckptstore.state.live.flatten import Replicated, TensorRef
 
 _TENSORS = (torch.Tensor, Replicated, TensorRef)
@@ -24,6 +25,8 @@ def alike(one: Any, other: Any, tensors: Callable[[Any, Any], bool] = is_) -> bo
     if isinstance(one, _TENSORS):
         return tensors(one, other)
     if isinstance(one, Mapping):
+        if not alike(metadata_of(one), metadata_of(other), tensors):
+            return False
         one, other = list(one.items()), list(other.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(alike(*pair, tensors) for pair in zip(one, other, strict=True))

@@ -6,6 +6,7 @@ Tensors that the state has in it are filled in place, and the checkpoint must ha
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore.runtime.torch_private import metadata_of, set_metadata
+from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.live.alike import alike
 from ckptstore.state.live.flatten import (
     Kind,
@@ -183,6 +186,9 @@ def load_value(unit: Unit, matching: Matching, *, device: torch.device | None) -
                 matching.refuse(unit.key, StateMismatch(f"{error.message}; use a dict in its place"))
 
     def finish() -> None:
+        for key, state_dict in _state_dicts_in(unit.item, unit.path):
+            if key in matching.saved.modules and matching.includes_below(key):  # of a module that was saved itself
+                set_metadata(state_dict, OrderedDict(matching.saved.modules[key]()))
         if contents.changes:
             result = contents.result()
             if result is not unit.item and not _assigned(unit.item, result):
@@ -286,6 +292,16 @@ def _with_leaves(value: Any, path: Path, loaded: dict[str, Any]) -> Any:
     return with_items(value, changed) if changed else value
 
 
+def _state_dicts_in(value: Any, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield what modules' `state_dict()` returned, with the keys."""
+    if type(value) in ATOMS or is_plain(value):
+        return
+    if metadata_of(value) is not None:
+        yield join_path(path), value
+    for part, item in children(value):
+        yield from _state_dicts_in(item, (*path, part))
+
+
 def _assigned(current: Any, result: Any) -> bool:
     """Replace the contents of a dict or list, in place, by those of another of the same type. Return False if that is
     not possible."""
@@ -299,6 +315,8 @@ def _assigned(current: Any, result: Any) -> bool:
         current.clear()
         for part, item in items.items():
             current[part] = item
+        if metadata_of(current) is not None or metadata_of(result) is not None:
+            set_metadata(current, metadata_of(result))
         return True
     current[:] = result
     return True

@@ -113,6 +113,9 @@ class FlatState:
     """The keys that each rank has of its own, even if the ranks do not differ."""
     optimizers: set[str] = field(default_factory=set)
     """The keys of the optimizers."""
+    modules: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The metadata of each module that has any: what it and those inside it have noted beside their items, as their
+    versions, by canonical name."""
     dense: dict[str, Dense] = field(default_factory=dict)
     """The memory of those of `tensors` that are dense."""
     _keys_by_identity: dict[Hashable, str] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, NamedTuple
@@ -39,6 +39,8 @@ class Saved:
     values: Mapping[str, Any]
     aliases: Mapping[str, str] = field(default_factory=dict)
     skipped: frozenset[str] = frozenset()
+    modules: Mapping[str, Callable[[], Mapping[str, Any]]] = field(default_factory=dict)
+    """By the keys of modules, the functions that return their metadata, as `FlatState.modules` has it."""
 
 
 class Target(NamedTuple):
@@ -60,6 +62,7 @@ class Mismatch:
     checkpoint's own parts. `unused` are patterns that fit nothing, with the nearest key that may have been meant.
     `is_empty` is True if nothing at all would be loaded. `left_out` are the checkpoint's own parts that the state does
     not name. `from_dicts` has the keys of modules for which the checkpoint has what their `state_dict()` returned.
+    `advice` is the way out if code of a module that could translate names was of no use.
     """
 
     missing: set[str] = field(default_factory=set)
@@ -72,6 +75,7 @@ class Mismatch:
     is_empty: bool = field(default=False, compare=False)
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
     from_dicts: frozenset[str] = field(default=frozenset(), compare=False)
+    advice: str = field(default="", compare=False)
 
     def check(self, *, strict: bool) -> None:
         """Raise StateMismatch with the whole list. Without `strict` only differing keys count, and that something is
@@ -91,7 +95,7 @@ class Mismatch:
             helps = strict and not self.differing and not self.is_empty
             raise StateMismatch(
                 f"the checkpoint does not fit the state: {'. '.join(filter(None, parts))}",
-                hint=self._cause() or ("strict=False leaves out what one side lacks" if helps else None),
+                hint=self._cause() or self.advice or ("strict=False leaves out what one side lacks" if helps else None),
             )
 
     def _cause(self) -> str | None:
@@ -146,6 +150,7 @@ class Mismatch:
             is_empty=bool(every) and all(part.is_empty for part in every),
             left_out=frozenset.intersection(*(part.left_out for part in every)) if every else frozenset(),
             from_dicts=frozenset().union(*(part.from_dicts for part in every)),
+            advice=next((part.advice for part in every if part.advice), ""),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -193,9 +198,18 @@ class Matching:
         """Return the keys that the checkpoint has below a key."""
         return [*_below_one(self._keys, key)]
 
+    def unplaced_below(self, key: str) -> list[str]:
+        """Return the keys that the checkpoint has below a key and a load asks for, and that have no place yet."""
+        known = self._placed.union(self.saved.skipped)
+        return [name for name in self.below(key) if name not in known and self.includes(name)]
+
     def placed(self, *keys: str) -> None:
         """Note that these keys of the checkpoint have a place in the state."""
         self._placed.update(keys)
+
+    def left(self, *keys: str) -> None:
+        """Note that these keys, and all below, have no place in the state, though they are read."""
+        self._placed.difference_update(name for key in keys for name in (key, *self.below(key)))
 
     def source_of(self, key: str) -> str | None:
         """Return the key under which a tensor's bytes are stored, None when there is no such tensor."""
@@ -311,8 +325,9 @@ class Matching:
         held = self.saved.values.get(key)
         if not isinstance(held, Mapping) or not all(isinstance(item, TensorRef) for item in held.values()):
             return
-        names = {f"{key}.{name}" for name in held}
-        if names == set(self.below(key)) == {name for name in self._placed if name.startswith(f"{key}.")}:
+        below = set(self.below(key))
+        is_missing = any(name.startswith(f"{key}.") for name in self.mismatch.missing)
+        if below == {f"{key}.{name}" for name in held} and below <= self._placed and not is_missing:
             self._placed.add(key)
             self.mismatch.from_dicts |= {key}
 

@@ -22,8 +22,17 @@ from ckptstore.runtime.torch_private import (
 )
 from ckptstore.state.live.contents import StoredContents, default_device, same_random_numbers
 from ckptstore.state.live.flatten import Unit
-from ckptstore.state.live.matching import Matching
-from ckptstore.state.live.modules import ModuleContents, read_module, shows, uses_fsdp1, with_new_memory, write_module
+from ckptstore.state.live.matching import Matching, Saved
+from ckptstore.state.live.modules import (
+    ModuleContents,
+    canonical_metadata,
+    read_module,
+    shows,
+    uses_fsdp1,
+    with_new_memory,
+    write_module,
+)
+from ckptstore.state.live.translation import translate
 from ckptstore.state.tensors.overlap import identity_of
 from ckptstore.state.tensors.placement import is_dtensor
 from ckptstore.state.tensors.tensor_memory import obstacle_of
@@ -52,6 +61,13 @@ def load_module(
             for name, item in contents.items.items()
             if name in free
         }
+        metadata = _metadata_for(unit, matching.saved)
+        translation = translate(unit, contents, matching, metadata)
+        extra = {
+            name: StoredContents((*unit.path, name), None, matching, fixed=False, device=device)
+            for name in translation.extra
+        }
+        matching.left(*(f"{unit.key}.{name}" for name in translation.left))
     except BaseException:
         materialised.release()
         raise
@@ -60,9 +76,20 @@ def load_module(
         loaded: dict[str, Any] = {name: stored.result() for name, stored in others.items()}
         for names in ties:  # FSDP1 shows a copy under each name, of which the first was filled
             loaded.update(dict.fromkeys(names[1:], contents.items[names[0]]))
-        write_module(unit.key, unit.item, contents, loaded)
+        for name, stored in extra.items():
+            item = stored.result()
+            loaded[name] = translation.wrap(item) if isinstance(item, torch.Tensor) else item
+        write_module(unit.key, unit.item, contents, loaded, metadata=metadata, absent=translation.absent)
 
     return materialised, finish
+
+
+def _metadata_for(unit: Unit, saved: Saved) -> Mapping[str, Any] | None:
+    """Return the metadata that was stored for a module, by canonical name; None if it was saved without, as stock DCP
+    does: then modules treat their entries as those of their oldest version."""
+    if unit.key in saved.modules:
+        return saved.modules[unit.key]()
+    return canonical_metadata(unit.item, saved.values.get(unit.key))
 
 
 def _match_tensors(

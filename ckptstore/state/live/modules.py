@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore.errors import CkptstoreError, InvalidState, StateMismatch
-from ckptstore.runtime.torch_private import canonical_names, state_dict_like
+from ckptstore.runtime.torch_private import canonical_names, may_be_wrapped, metadata_of, set_metadata, translators_in
 from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
 from ckptstore.state.tensors.overlap import identity_of
 from ckptstore.state.tensors.placement import PLAIN_TYPES, is_dtensor, is_fsdp1, is_on_meta, is_wrapped, wrapped_in
@@ -71,14 +72,24 @@ def with_new_memory(key: str, module: torch.nn.Module, contents: ModuleContents)
     return replace(contents, items={**contents.items, **{name: live[name].detach() for name in stale}}, live=live)
 
 
-def write_module(key: str, module: torch.nn.Module, contents: ModuleContents, loaded: Mapping[str, Any]) -> None:
-    """Put loaded contents into a module by one call of its `load_state_dict`, with its hooks. Collective under FSDP1.
+def write_module(
+    key: str,
+    module: torch.nn.Module,
+    contents: ModuleContents,
+    loaded: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, Any] | None,
+    absent: Collection[str] = (),
+) -> None:
+    """Put loaded contents into a module by one call of its `load_state_dict`, with its hooks and the stored metadata.
+    Collective under FSDP1.
 
     Tensors that were read straight into the module's memory cost nothing: the module receives its own parameter, and
-    copying a tensor to itself does nothing. Anything that its `state_dict` leaves out stays as it is. Raises
+    copying a tensor to itself does nothing. Anything that its `state_dict` leaves out stays as it is. Names of `loaded`
+    that the module does not have, as its hooks may, are passed on; names that are `absent` are left out. Raises
     StateMismatch when the module refuses its state, or leaves out a part of it.
     """
-    items = {**contents.items, **loaded}
+    items = {name: item for name, item in {**contents.items, **loaded}.items() if name not in absent}
     for name, live in contents.live.items():
         item = items.get(name)
         if isinstance(item, torch.Tensor) and shows(item, live):
@@ -86,19 +97,97 @@ def write_module(key: str, module: torch.nn.Module, contents: ModuleContents, lo
     if not items:
         return
     what = f"the module at {key!r}"
-    given = state_dict_like(contents.given, {contents.raw[name]: item for name, item in items.items()})
-    not_strict = {"strict": False} if _takes_strict(module) else {}
+    given = {contents.raw.get(name) or raw_name(contents, name): item for name, item in items.items()}
     is_inference = any(live.is_inference() for live in contents.live.values())
     mode = torch.inference_mode() if is_inference else nullcontext()  # outside it such tensors cannot be written to
-    with quiet_torch(), blaming(what, StateMismatch), in_shards(module), mode:
-        result = module.load_state_dict(given, **not_strict)
+    with quiet_torch(), blaming(what, StateMismatch), in_shards(module), mode, _kept_apart(module, contents):
+        result = passed(module, given, metadata)
     left = set(getattr(result, "unexpected_keys", ()))
-    lost = [name for name, raw in contents.raw.items() if raw in left and not _is_live(items[name], contents)]
+    lost = [
+        name
+        for name, raw in contents.raw.items()
+        if raw in left and name in items and not _is_live(items[name], contents)
+    ]
     if lost:
         raise StateMismatch(
             f"{what} has {', '.join(lost)} in its state_dict, and its load_state_dict does not take it back",
             hint="Have a hook of the module take it, or leave it out of its state_dict",
         )
+
+
+def passed(module: torch.nn.Module, given: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> Any:
+    """Pass a module a state dict under its own names, and return the result. `metadata` is by canonical name."""
+    raw = None if metadata is None else _with_raw_names(module, metadata)
+    not_strict = {"strict": False} if _takes_strict(module) else {}
+    return module.load_state_dict(set_metadata(OrderedDict(given), raw), **not_strict)
+
+
+def _with_raw_names(module: torch.nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return the metadata of modules under the names that they have now. Those that are gone keep theirs, below the
+    present names of what is around them: a hook may look for them."""
+    names = {
+        raw: canonical_names(module, raw)[0] if raw else "" for raw, _ in module.named_modules(remove_duplicate=False)
+    }
+    found = OrderedDict((raw, metadata[name]) for raw, name in names.items() if name in metadata)
+    innermost = {name: raw for raw, name in names.items()}
+    found.update((_below(innermost, name), metadata[name]) for name in metadata.keys() - innermost.keys())
+    return found
+
+
+def raw_name(contents: ModuleContents, name: str) -> str:
+    """Return the module's own name for an entry that it does not have, by the names of those around it."""
+    prefixes: dict[str, str] = {}
+    for canonical, raw in contents.raw.items():
+        ours, its = canonical.split("."), raw.split(".")
+        while ours and its and ours[-1] == its[-1]:
+            ours.pop()
+            its.pop()
+        prefixes[".".join(ours)] = ".".join(its)
+    if any(f"{name}.".startswith(f"{raw}.") for prefix, raw in prefixes.items() if raw and raw != prefix):
+        return name  # it was saved with the names of a wrapper
+    return _below(prefixes, name)
+
+
+def _below(prefixes: Mapping[str, str], name: str) -> str:
+    """Return a name with the longest known beginning replaced."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, -1, -1):
+        prefix = prefixes.get(".".join(parts[:count]))
+        if prefix is not None:
+            return ".".join([*filter(None, [prefix]), *parts[count:]])
+    return name
+
+
+@contextmanager
+def _kept_apart(module: torch.nn.Module, contents: ModuleContents) -> Iterator[None]:
+    """Copy what code of the module takes from one parameter for another, before either is overwritten: each entry is
+    passed as the live memory that it was read into."""
+    own = {contents.raw[name]: live for name, live in contents.live.items() if name in contents.raw}
+    places = {place for live in own.values() for place in _storages(live)}
+
+    def copy_shared(_: Any, state: dict[str, Any], *rest: Any) -> None:
+        for name, item in state.items():
+            if not isinstance(item, torch.Tensor) or item is own.get(name) or places.isdisjoint(_storages(item)):
+                continue
+            if name not in own or not shows(item, own[name]):
+                state[name] = item.detach().clone()
+
+    handles = []
+    if not uses_fsdp1(module):
+        handles = [inner.register_load_state_dict_pre_hook(copy_shared) for inner in translators_in(module)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _storages(tensor: torch.Tensor) -> list[int]:
+    """Return the addresses of the memory of a tensor, none if it has no memory."""
+    if type(tensor) not in PLAIN_TYPES and not is_dtensor(tensor):
+        return []
+    local = getattr(tensor, "_local_tensor", tensor)
+    return [local.untyped_storage().data_ptr()] if local.layout is torch.strided and local.numel() else []
 
 
 def _takes_strict(module: torch.nn.Module) -> bool:
@@ -148,6 +237,8 @@ def state_dict_type_kept(module: torch.nn.Module) -> Iterator[None]:
 
 def collect_module(flat: FlatState, path: Path, module: torch.nn.Module, same: Mapping[int, bool]) -> None:
     contents = read_module(join_path(path), module)
+    if (metadata := canonical_metadata(module, contents.given)) is not None:
+        flat.modules[join_path(path)] = metadata
     for name, item in contents.items.items():
         if isinstance(item, torch.Tensor):
             live = contents.live.get(name)
@@ -156,6 +247,15 @@ def collect_module(flat: FlatState, path: Path, module: torch.nn.Module, same: M
             flat.add_tensor((*path, name), entry, live=live)
         else:
             flat.add_value((*path, name), item)
+
+
+def canonical_metadata(module: torch.nn.Module, given: Any) -> dict[str, Any] | None:
+    """Return the metadata in a state dict of a module by canonical name, None if it has none. What a wrapper wraps
+    counts, not the wrapper."""
+    metadata = metadata_of(given)  # in which inner modules come last
+    return metadata and {
+        canonical_names(module, name)[0] if may_be_wrapped(name) else name: value for name, value in metadata.items()
+    }
 
 
 def same_on_all_ranks(modules: Iterable[torch.nn.Module]) -> dict[int, bool]:

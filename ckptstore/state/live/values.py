@@ -24,6 +24,7 @@ from typing import Any
 from ckptstore.errors import CheckpointDamaged, InvalidState
 from ckptstore.format.encoding import float_name, shortened
 from ckptstore.runtime.collector import collector_paused
+from ckptstore.runtime.torch_private import metadata_of, set_metadata
 from ckptstore.state.index.packed_values import CONTAINERS, pack, plain_size, unpack
 from ckptstore.state.index.tagged_scalars import DECODED, ENCODED
 from ckptstore.state.tensors.wrapped import Label, Wrapped, WrappedPart
@@ -37,6 +38,8 @@ INLINE_ITEMS = 1000
 tensors."""
 
 _TAG = "$t"
+_METADATA = "metadata"
+"""The field beside the content of a state dict that a module made, for the metadata of the module."""
 _SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _INT64 = range(-(1 << 63), 1 << 63)
 _FACTORIES: Mapping[str, Any] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, bytes, tuple)}
@@ -157,6 +160,9 @@ class Encoder:
             if kind is slice:
                 return _tagged("slice", [self._encode(bound, path) for bound in (value.start, value.stop, value.step)])
             pairs = self._encode_pairs(value, path)
+            if (metadata := metadata_of(value)) is not None:
+                noted = encode_metadata(metadata, path, allow_pickle=self._allow_pickle)
+                return {**_tagged(kind.__name__, pairs), _METADATA: noted}
             if kind is not defaultdict:
                 return _tagged(kind.__name__, pairs)
             factory = getattr(value.default_factory, "__name__", None)
@@ -269,7 +275,11 @@ class Decoder:
             return {key: self._decode(item) for key, item in value.items()}
         kind, content = value[_TAG], value["v"]
         plain = DECODED.get(kind)
-        return _DECODE_NESTED[kind](self, content) if plain is None else plain(content)
+        made = _DECODE_NESTED[kind](self, content) if plain is None else plain(content)
+        if _METADATA in value:
+            content = json.loads(value[_METADATA])
+            set_metadata(made, decode_metadata(content, path="a state dict", allow_pickle=self._allow_pickle))
+        return made
 
     def _items(self, content: Any) -> list[Any]:
         items = self._decode(content)
@@ -336,6 +346,62 @@ class Decoder:
         if not self._allow_pickle:
             raise InvalidState("is a pickle, which can run code when it is read", hint="Pass allow_pickle=True")
         return pickle.loads(self._bytes(content))
+
+
+def encode_metadata(metadata: Mapping[Any, Any], path: str, *, allow_pickle: bool = False) -> str:
+    """Return the metadata of modules, by name, as a JSON text: a list of pairs, a value and the names of all modules
+    that have it; behind it the tensors in these values, if there are any.
+
+    Raises InvalidState for a value that cannot come back exactly.
+    """
+    kept: list[Any] = []
+
+    def keep(item: Any) -> str:
+        import torch
+
+        whole = torch.as_tensor(item).detach().resolve_conj().resolve_neg().cpu().contiguous()
+        data = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+        kept.append([str(whole.dtype).removeprefix("torch."), list(whole.shape), base64.b64encode(data).decode()])
+        return str(len(kept) - 1)
+
+    encoder, names = Encoder(keep, allow_pickle=allow_pickle), dict[str, list[str]]()
+    for name, value in metadata.items():
+        what = f"the metadata of the module {name!r} at {path}"
+        if type(name) is not str or not _is_json(name):
+            raise InvalidState(f"{what} has a name that cannot be stored")
+        try:
+            is_usual = type(value) is dict and value.keys() == {"version"} and type(value["version"]) is int
+            text = json.dumps(value if is_usual else encoder.encode(value, path=what))
+            names.setdefault(text, []).append(name)
+        except InvalidState:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:  # a tensor without memory, say
+            raise InvalidState(f"{what} has a tensor that cannot be stored: {error}") from None
+    pairs = [[json.loads(text), held] for text, held in names.items()]
+    return json.dumps([pairs, kept] if kept else [pairs], separators=(",", ":"))
+
+
+def decode_metadata(content: Any, *, path: str, allow_pickle: bool = False) -> OrderedDict[str, Any]:
+    """Return the metadata of modules by name, from the output of `encode_metadata`, as JSON. Raises InvalidState for a
+    pickle that was not allowed, CheckpointDamaged for something in another form."""
+    try:
+        pairs, *rest = content
+        found = OrderedDict((name, value) for value, names in pairs for name in names)
+    except (TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"the metadata of {path} is not in the format: {shortened(repr(error))}") from None
+
+    def fetch(place: str) -> Any:
+        import torch
+
+        dtype, shape, content = rest[0][int(place)]
+        data = bytearray(base64.b64decode(content, validate=True))
+        made = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return made.view(getattr(torch, dtype)).reshape(shape)
+
+    decoder = Decoder(fetch, allow_pickle=allow_pickle)
+    for name, value in found.items():  # each module has an object of its own
+        found[name] = decoder.decode(value, path=f"the metadata of {name!r} in {path}")
+    return found
 
 
 def check_in_sight(value: Any, path: tuple[Any, ...], kinds: tuple[type, ...]) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.collector import collector_paused
+from ckptstore.state.index.outline import ModuleMetadata
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.matching import Saved, Target, above
 from ckptstore.state.live.patterns import fits
-from ckptstore.state.live.values import Decoder, needs_code, references
+from ckptstore.state.live.values import Decoder, decode_metadata, needs_code, references
 from ckptstore.state.read.read_plan import SCATTERED_BYTES, Read, ReadPlan, RunSteps, Small, Step, run_steps
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.dense import dense_of
@@ -98,12 +100,27 @@ class StoredState:
                     encoded[key] = rank, value
         unread = {key for key, (_, value) in encoded.items() if wanted(key) and self._stays_unread(key, value)}
         values = self._decoded({key: value for key, value in encoded.items() if wanted(key) and key not in unread})
-        return Saved(tensors, {**values, **dict.fromkeys(unread)}, aliases, skipped)
+        return Saved(tensors, {**values, **dict.fromkeys(unread)}, aliases, skipped, self._modules())
 
     def _stays_unread(self, key: str, value: Any) -> bool:
         """Return True for a value that code would have to read and nobody asks for: it counts as a key alone."""
         is_asked = self.asked(key) or any(map(self.asked, references(value)))
         return not is_asked and not self.allow_pickle and needs_code(value)
+
+    def _modules(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Return the functions that return the metadata of modules, by key."""
+        entries = () if self.index.outline is None else self.index.outline.modules
+        return {entry.key: partial(self._metadata_of, entry.key, entries) for entry in entries}
+
+    def _metadata_of(self, key: str, entries: Sequence[ModuleMetadata]) -> dict[str, Any]:
+        """Return the metadata of a module. Of ranks that have different ones, this rank's counts first, then the lowest
+        rank's: a module that another rank had before may be on this rank now."""
+        is_same_size = self.index.world_size == self.world_size
+        found: dict[str, Any] = {}
+        for entry in sorted(entries, key=lambda it: not (is_same_size and self.rank in it.ranks)):
+            if entry.key == key:
+                found = {**decode_metadata(entry.content, path=key, allow_pickle=self.allow_pickle), **found}
+        return found
 
     def _as_taken(self, lowest: Tensor) -> Tensor | None:
         """Return this rank's entry of a tensor, from the lowest rank's."""

@@ -19,6 +19,7 @@ from ckptstore.state.index.items import Item, Mode, Structure, without_digests
 from ckptstore.state.index.part import BESIDE_VALUE, DTYPES, PER_RANK
 from ckptstore.state.tensors.boxes import Box, Sizes, boxes_of_range, granule, within
 from ckptstore.state.write.agree import Agreement, Negotiator, member_of
+from ckptstore.state.write.describe import Described
 from ckptstore.state.write.outlining import Outliner, RankStructures
 from ckptstore.state.write.replicas import is_stored_elsewhere
 
@@ -319,16 +320,19 @@ class SaveMemo:
         return _remembered(self._cache, name, made_for, make)
 
     @collector_paused()
-    def plan(self, items: Sequence[Item], agreement: Agreement, rank: int) -> RankPlan:
+    def plan(self, found: Described, agreement: Agreement, rank: int) -> RankPlan:
         """Return the result of `plan_rank`; the last plan itself, if the agreement and the items are equal but for the
         digests of items: the writes of a rank depend on digests only through the agreement."""
+        items = found.items
 
         def make() -> RankPlan:
             if agreement.world_size == 1:  # else the leader has received them
-                self.negotiator.structures = RankStructures.of([Structure.of(items)], (0,), (member_of(items),))
+                self.negotiator.structures = RankStructures.of(
+                    [Structure.of(items, found.modules)], (0,), (member_of(items),)
+                )
             return plan_rank(items, agreement, rank)
 
-        return self.cached("plan", (without_digests(items), agreement, rank), make)
+        return self.cached("plan", (without_digests(items), found.modules, agreement, rank), make)
 
     def outliner(self, agreement: Agreement) -> Outliner:
         """Return the outliner of the leader, once it has a plan; the last one itself, if the structures of all ranks

@@ -17,7 +17,7 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode
 from ckptstore.state.index.part import DTYPES
 from ckptstore.state.live.flatten import FlatState, TensorEntry
-from ckptstore.state.live.values import Encoder
+from ckptstore.state.live.values import Encoder, encode_metadata
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.dense import Dense
 from ckptstore.state.tensors.placement import (
@@ -49,6 +49,8 @@ class Described:
     """The keys that were marked as each rank's own."""
     dense: dict[str, Dense] = field(default_factory=dict)
     """The memory of the tensors that are dense, but for those that are cast."""
+    modules: dict[str, str] = field(default_factory=dict)
+    """The metadata of modules as JSON texts, by the keys of the modules."""
     casts: dict[str, torch.dtype] = field(default_factory=dict)
     """The dtypes in which tensors are stored that have another one in memory."""
 
@@ -83,6 +85,8 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False, rule
     if marked:
         kinds = (Mode.COMPARE, Mode.VALUE)
         found.own = frozenset(item.key for item in found.items if item.key in marked and item.mode in kinds)
+    for key, metadata in flat.modules.items():
+        found.modules[key] = encode_metadata(metadata, key, allow_pickle=allow_pickle)
     if casts:
         found.items = [
             item._replace(dtype=name_of(casts[item.key]), live=item.dtype) if item.key in casts else item

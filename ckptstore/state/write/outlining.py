@@ -3,6 +3,7 @@ hold everything that any rank has. Pure."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ckptstore.errors import InvalidState
 from ckptstore.format.digest import Digest
 from ckptstore.group.base import spoken
 from ckptstore.state.index.items import Mode, Row, Structure
-from ckptstore.state.index.outline import Outline, PartFile, Span, encode_table
+from ckptstore.state.index.outline import ModuleMetadata, Outline, PartFile, Span, encode_table
 from ckptstore.state.index.part import Tensor, total_bytes
 from ckptstore.state.index.tensor_index import TensorIndex, are_apart
 from ckptstore.state.tensors.layouts import MeshLayout
@@ -201,7 +202,25 @@ class Outliner:
             Tensor(key, row.dtype, row.shape, layout=place(self._layout_of(row, number)), live=row.live)
             for key, row, number in self._tensors
         ]
-        return encode_table(tensors, tuple(places))
+        return encode_table(tensors, tuple(places), self._modules)
+
+    @cached_property
+    def _modules(self) -> list[ModuleMetadata]:
+        """The metadata of modules: once for all ranks that have the same."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for number in sorted(range(len(self._rows)), key=self._lowest.__getitem__):
+            for entry in self._described.structures[number].modules:
+                found.setdefault(entry, []).append(number)
+        having = {key: [numbers for (name, _), numbers in found.items() if name == key] for key, _ in found}
+        classes = self._described.classes
+        return [
+            ModuleMetadata(
+                key,
+                json.loads(text),
+                () if len(having[key]) == 1 else tuple(rank for rank, one in enumerate(classes) if one in numbers),
+            )
+            for (key, text), numbers in found.items()
+        ]
 
     @cached_property
     def _tied(self) -> dict[str, str]:

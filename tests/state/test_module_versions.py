@@ -1,0 +1,304 @@
+"""Versions of modules, and the hooks that go by them: what modules noted at a save is there at a load."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from independent_reader import read_modules
+from saving import index_of
+from thread_ranks import run_threads
+from torch import nn
+
+import ckptstore
+from ckptstore import Checkpoint
+from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore.state import per_rank
+from ckptstore.state.read.stored import StoredState
+
+
+class Scaled(nn.Module):
+    """Version 1 kept the logarithm of the scale."""
+
+    _version = 2
+
+    def __init__(self, scale: float = 0.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), scale))
+        self.seen: Any = None
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.seen = dict(metadata)
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}scale"] = state[f"{prefix}scale"].exp()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+class Old(Scaled):
+    _version = 1
+
+
+class Noting(Scaled):
+    """Has notes of several kinds beside the version."""
+
+    note: Any = ("log", 2)
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep)
+        state._metadata[prefix[:-1]].update(form=self.note, table=torch.tensor([0.5, 2.0]).bfloat16())
+
+
+class Split(nn.Module):
+    def __init__(self, **more: nn.Module) -> None:
+        super().__init__()
+        self.q, self.k = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(2, 3))
+        self.old = nn.Linear(3, 3)
+        self.add_module("gone", nn.BatchNorm1d(3))
+
+
+class Fused(nn.Module):
+    """Takes what `Split` saved: two entries in one, and another name; one entry is no longer needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = nn.Parameter(torch.zeros(4, 3))
+        self.new = nn.Linear(3, 3)
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    @staticmethod
+    def rename(module: Any, state: Any, prefix: str, *_: Any) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}old.")]:
+            state[name.replace(f"{prefix}old.", f"{prefix}new.")] = state.pop(name)
+        for name in [name for name in state if name.startswith(f"{prefix}gone.")]:
+            del state[name]
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}q" in state:
+            state[f"{prefix}qk"] = torch.cat([state.pop(f"{prefix}q"), state.pop(f"{prefix}k")])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Swapping(Scaled):
+    """Version 1 had its two entries the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            one, other = f"{prefix}scale", f"{prefix}shift"
+            state[one], state[other] = state[other], state[one]
+        nn.Module._load_from_state_dict(self, state, prefix, metadata, *rest)
+
+
+class OldSwapping(Swapping):
+    _version = 1
+
+
+class Reshaping(nn.Module):
+    """Takes a vector of old for its matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3))
+        self._register_load_state_dict_pre_hook(self.reshape)  # type: ignore[no-untyped-call]
+
+    def reshape(self, state: Any, prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].reshape(2, 3)
+
+
+def by_torch(saved: nn.Module, target: nn.Module, *, metadata: bool = True) -> nn.Module:
+    data = io.BytesIO()
+    torch.save(saved.state_dict() if metadata else dict(saved.state_dict()), data)
+    data.seek(0)
+    target.load_state_dict(torch.load(data, weights_only=False))
+    return target
+
+
+def held(module: nn.Module) -> dict[str, Any]:
+    return {name.replace("_orig_mod.", ""): item.tolist() for name, item in module.state_dict().items()}
+
+
+def vector() -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(6))
+    return module
+
+
+def weight_norm(old: bool) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = torch.nn.utils.weight_norm if old else torch.nn.utils.parametrizations.weight_norm
+        return made(nn.Linear(3, 3))  # type: ignore[no-any-return]
+
+
+UPGRADES: dict[str, tuple[Any, Any]] = {
+    "version": (Old, Scaled),
+    "same version": (lambda: Scaled(5.0), Scaled),
+    "fused": (Split, Fused),
+    "swapped": (OldSwapping, Swapping),
+    "reshaped": (vector, Reshaping),
+    "weight norm": (lambda: weight_norm(True), lambda: weight_norm(False)),
+    "batches": (lambda: nn.BatchNorm1d(3), lambda: nn.BatchNorm1d(3)),
+}
+WAYS = {
+    "bare": lambda module: module,
+    "inside": lambda module: nn.Sequential(nn.Linear(3, 3), module),
+    "compiled": lambda module: torch.compiler.disable(nn.Sequential(module)),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", UPGRADES)
+def test_an_upgrade_is_that_of_torch(tmp_path: Path, name: str, way: str) -> None:
+    old, new = UPGRADES[name]
+    saved = WAYS[way](old())
+    expected = held(by_torch(saved, WAYS[way](new())))
+    with ckptstore.open_store(tmp_path, durable=False) as store:
+        store.save(1, {"model": saved, "nets": [{"m": saved}]})
+        for strict in (True, False):
+            target, nested = WAYS[way](new()), WAYS[way](new())
+            report = store.latest().load({"model": target, "nets": [{"m": nested}]}, strict=strict)
+            assert held(target) == held(nested) == expected
+            assert not report.missing
+            assert not report.unexpected
+        with torch.device("meta"):
+            on_meta = WAYS[way](new())
+        assert store.latest().check_load({"model": on_meta}).fits
+        store.load({"model": on_meta}, device="cpu")
+        assert held(on_meta) == expected
+
+
+def test_a_dict_of_a_module_keeps_its_versions(tmp_path: Path) -> None:
+    saved = nn.Sequential(Old(2.0), Noting(3.0))
+    with ckptstore.open_store(tmp_path, durable=False) as store:
+        store.save(1, {"model": saved.state_dict(), "nets": [saved], "epoch": 3})
+        target = nn.Sequential(Scaled(), Scaled())
+        store.load({"model": target})
+        assert held(target) == held(by_torch(saved, nn.Sequential(Scaled(), Scaled())))
+        state: dict[str, Any] = {"model": nn.Sequential(Scaled(), Scaled()).state_dict()}
+        store.load(state)
+        assert type(state["model"]) is OrderedDict
+        other: dict[str, Any] = {"nets": [nn.Sequential(Scaled(), Scaled()).state_dict()]}
+        store.load(other)
+        whole = store.latest().to_dict()
+        for given in (state["model"], other["nets"][0], whole["model"], whole["nets"][0]):
+            assert given._metadata["0"] == {"version": 1}
+            assert given._metadata["1"].keys() == {"version", "form", "table"}
+            assert given._metadata["1"]["form"] == ("log", 2)
+            assert torch.equal(given._metadata["1"]["table"], torch.tensor([0.5, 2.0]).bfloat16())
+            target = nn.Sequential(Scaled(), Scaled())
+            target.load_state_dict(given)
+            assert target[0].scale.tolist() == Scaled(2.0).scale.exp().tolist()  # type: ignore[union-attr,operator]
+
+
+def test_all_notes_of_modules_come_back_and_count_as_changed(tmp_path: Path) -> None:
+    saved = Noting()
+    with ckptstore.open_store(tmp_path, durable=False) as store:
+        for step, note in enumerate([1, None, "text", {"a": [1.5]}, torch.float16, list(range(2000))]):
+            saved.note = note
+            store.save(step, {"model": saved})
+            target = Scaled()
+            store.load({"model": target})
+            assert (target.seen["version"], target.seen["form"]) == (2, note)
+        saved.note = object()
+        with pytest.raises(InvalidState, match=r"metadata of the module '' at model\.form is a builtins\.object"):
+            store.save(9, {"model": saved})
+        saved.note = Path("x")
+        store.save(9, {"model": saved, "epoch": 1}, allow_pickle=True)
+        store.load({"epoch": 0})
+        with pytest.raises(InvalidState, match="pickle"):
+            store.load({"model": Scaled()})
+        store.load({"model": target}, allow_pickle=True)
+        assert target.seen["form"] == Path("x")
+
+
+def test_stock_dcp_has_no_versions(tmp_path: Path) -> None:
+    saved = nn.Sequential(Scaled(2.0), nn.BatchNorm1d(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": dict(saved.state_dict())}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    target = nn.Sequential(Scaled(), nn.BatchNorm1d(3))
+    Checkpoint.from_directory(tmp_path / "stock").load({"model": target})
+    assert target[0].seen == {}
+    assert held(target) == held(by_torch(saved, nn.Sequential(Scaled(), nn.BatchNorm1d(3)), metadata=False))
+
+
+def test_what_no_code_takes_is_listed_and_the_module_stays_as_it_is(tmp_path: Path) -> None:
+    class Failing(Fused):
+        def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+            if state[f"{prefix}q"].sum() > 0:  # needs numbers
+                super()._load_from_state_dict(state, prefix, *rest)
+
+    with ckptstore.open_store(tmp_path, durable=False) as store:
+        store.save(1, {"model": nn.ModuleDict({"fused": Split(), "rest": nn.Linear(3, 3)})})
+        target = nn.ModuleDict({"fused": Fused(), "other": nn.Linear(3, 3)})
+        before = held(target)
+        with pytest.raises(StateMismatch, match=r"2 missing.*model\.other\.bias.*2 without a place.*model\.rest\.bias"):
+            store.load({"model": target})
+        assert held(target) == before
+        report = store.latest().load({"model": target}, strict=False)
+        assert report.missing == ("model.other.bias", "model.other.weight")
+        assert report.unexpected == ("model.rest.bias", "model.rest.weight")
+        assert held(target["other"]) == {key[6:]: item for key, item in before.items() if key.startswith("other.")}
+        assert held(target["fused"]) != {key[6:]: item for key, item in before.items() if key.startswith("fused.")}
+        with pytest.raises(StateMismatch, match=r"has code that loads its entries\. It was tried .* failed"):
+            store.load({"model": nn.ModuleDict({"fused": Failing()})})
+
+
+def test_ranks_with_other_modules_under_one_key(tmp_path: Path) -> None:
+    """Rank 0 has the first stage of a pipeline, rank 1 the second; both have a root, and of a last part versions."""
+
+    def stage(rank: int, kind: Any) -> nn.Module:
+        return nn.ModuleDict({f"stage{rank}": kind(2.0 + rank), "last": (Scaled if rank else kind)(7.0)})
+
+    def save(store: Any, rank: int) -> None:
+        store.save(1, {"model": stage(rank, Old), "own": per_rank((Old, Noting)[rank](3.0))})
+
+    def load(store: Any, rank: int) -> Any:
+        mine, theirs = stage(rank, Scaled), stage(1 - rank, Scaled)
+        own = Scaled()
+        store.load({"model": mine, "own": per_rank(own)})
+        store.load({"model": theirs}, include=f"model.stage{1 - rank}*")
+        return [held(mine), mine["last"].seen, held(theirs[f"stage{1 - rank}"]), own.seen["version"], held(own)]
+
+    run_threads(2, str(tmp_path), save)
+    upgraded = [held(by_torch(Old(2.0 + rank), Scaled())) for rank in (0, 1)]
+    for rank, (mine, last, theirs, version, own) in enumerate(run_threads(2, str(tmp_path), load)):
+        assert mine[f"stage{rank}.scale"] == upgraded[rank]["scale"]
+        assert last == {"version": 1 + rank}
+        assert theirs == upgraded[1 - rank]
+        assert (version, own) == ((1, held(by_torch(Old(3.0), Scaled()))), (2, held(Scaled(3.0))))[rank]
+    whole = nn.ModuleDict({"stage0": Scaled(), "stage1": Scaled(), "last": Scaled()})
+    with ckptstore.open_store(tmp_path) as store:
+        store.load({"model": whole}, per_rank="first")
+    assert [held(whole[name]) for name in ("stage0", "stage1")] == upgraded
+    assert whole["last"].seen == {"version": 1}
+
+
+def test_a_thinned_checkpoint_keeps_the_versions_of_what_it_keeps(tmp_path: Path) -> None:
+    with ckptstore.open_store(tmp_path, durable=False) as store:
+        store.save(1, {"model": Old(2.0), "other": Old(1.0)})
+        store.save(2, {"model": Old(3.0), "other": Old(1.0)})
+        store.thin(1, ["other.*"])
+        target = Scaled()
+        store[1].load({"model": target}, strict=False)
+        assert held(target) == held(by_torch(Old(2.0), Scaled()))
+
+
+def test_the_golden_modules() -> None:
+    data = (Path(__file__).parents[1] / "golden" / "state-v1" / "modules.index").read_bytes()
+    saved = StoredState(index_of(data), lambda _: None, "", rank=0, world_size=1).saved()
+    table = {"form": ("log", 2), "scale": [0.5, 2.0]}
+    for found in (saved.modules["model"](), saved.values["weights"]._metadata):
+        notes = {name: {**note} for name, note in found.items()}
+        notes["0"]["scale"] = notes["0"]["scale"].tolist()
+        assert notes == {"": {"version": 1}, "0": {"version": 1, **table}, "1": {"version": 1}, "1.0": {"version": 2}}
+    assert read_modules(data)["model", "1.0"] == {"version": 2}
