@@ -274,9 +274,9 @@ class Checkpoint:
             per_rank: what to do with values that differed between ranks, unless one rank saved: raise an "error", take
                 the lowest rank's ("first"), or "skip" them. A mapping chooses by pattern, as in `load`.
 
-        Raises InvalidInput for a checkpoint without a state, or one that does not tell how its keys are nested;
-        StateMismatch for values that differed; InvalidState for pickles, and for tensors that only a live object of
-        their class can take; CheckpointDamaged. Each names the keys.
+        Raises InvalidInput for a checkpoint without a state; StateMismatch for values that differed; InvalidState for
+        pickles, and for tensors that only a live object of their class can take; CheckpointDamaged. Each names the
+        keys.
         """
         from ckptstore.loading.as_dict import state_as_dict
 

@@ -28,6 +28,7 @@ from ckptstore.interchange.to_torch import build_tree, write_torch
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
 from ckptstore.loading.nesting import paths_of
+from ckptstore.state.index.key_paths import KeyPaths
 from ckptstore.state.live.patterns import fitting
 from ckptstore.state.read.stored import StoredState
 from ckptstore.transfer.executor import Executor, InProcess
@@ -141,7 +142,7 @@ def _export(
     except InvalidState as error:
         raise InvalidState(error.message, hint="Leave it out: include takes patterns of keys") from None
     is_copy = to == "dcp" and include is None and not strip_prefix and DCP_METADATA_NAME in manifest.by_name
-    paths = {} if to == "safetensors" or is_copy else paths_of(files, manifest)
+    paths = KeyPaths() if to == "safetensors" or is_copy else paths_of(files, manifest, stored)
     selection = select(saved, all_keys=stored.all_keys(), include=include, strip_prefix=strip_prefix, paths=paths)
     durable = files.config.transfer.durable
     notices = _notices_of_ranks(stored, selection)
@@ -160,7 +161,6 @@ def _export(
         notices += [
             f"{key} is left out, torch.load(weights_only=True) refuses it: {why}" for key, why in tree.left_out.items()
         ]
-        notices += [] if paths else ["the checkpoint tells no paths, so the keys are flat"]
         with place.opened() as path:
             names = write_torch(stored, tree, path, durable=durable)
         size_bytes = tree.size_bytes

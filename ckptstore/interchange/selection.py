@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ckptstore.errors import InvalidInput
-from ckptstore.loading.nesting import Path, path_of
+from ckptstore.state.index.key_paths import KeyPaths, Path, key_of
 from ckptstore.state.live.flatten import references_in
 from ckptstore.state.live.matching import Saved
 from ckptstore.state.live.patterns import check_used, fitting
@@ -26,8 +26,8 @@ class Selection:
     values: Mapping[str, Any]
     """The plain values, with references to tensors in them."""
     strip_prefix: str
-    paths: Mapping[str, Path]
-    """The paths in the saved state of keys and of their beginnings, as far as the checkpoint has them."""
+    paths: KeyPaths
+    """The paths in the saved state, as far as the checkpoint has them."""
 
     def name_of(self, key: str) -> str:
         """Return a key's name in the export."""
@@ -35,9 +35,9 @@ class Selection:
 
     def path_of(self, key: str) -> Path:
         """Return the path of a key, without the prefix."""
-        path = path_of(key, self.paths)
+        path = self.paths.path_of(key)
         for count in range(1, len(path)):
-            if ".".join(map(str, path[:count])) + "." == self.strip_prefix:
+            if f"{key_of(path[:count])}." == self.strip_prefix:
                 return path[count:]
         return path if self.name_of(key) == key else (self.name_of(key),)
 
@@ -48,7 +48,7 @@ def select(
     all_keys: Collection[str],
     include: str | Sequence[str] | None,
     strip_prefix: str,
-    paths: Mapping[str, Path],
+    paths: KeyPaths,
 ) -> Selection:
     """Select the keys that fit a pattern, and the tensors in such values. `all_keys` has those of left out values too.
 

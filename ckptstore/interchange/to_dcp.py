@@ -14,6 +14,7 @@ from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.interchange.selection import Selection
 from ckptstore.interchange.streaming import close_off, stream_tensors
+from ckptstore.state.index.key_paths import untyped
 from ckptstore.state.index.part import Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import (
@@ -40,7 +41,7 @@ def write_dcp(stored: StoredState, selection: Selection, directory: Path, *, dur
     names: dict[str, list[str]] = {}
     for key, source in selection.sources.items():
         names.setdefault(source, []).append(selection.name_of(key))
-    known = {selection.name_of(key): selection.path_of(key) for key in selection.sources}
+    known = {selection.name_of(key): untyped(selection.path_of(key)) for key in selection.sources}
     values, leaf_paths = _value_frames(stored, selection)
     places: dict[str, Any] = {}
     with (directory / FILE_NAME).open("xb") as file:
@@ -51,9 +52,10 @@ def write_dcp(stored: StoredState, selection: Selection, directory: Path, *, dur
         close_off(file, durable=durable)
     index = _index(stored, names, chunks)
 
-    def is_meant(_: str, optimizer_names: Collection[str]) -> bool:
-        saved_as = (prefix + name for name in optimizer_names for prefix in {"", selection.strip_prefix})
-        return not selection.paths or any(name in selection.paths for name in saved_as)
+    def is_meant(optimizer: str, _: Collection[str]) -> bool:
+        """Return True unless it was saved as a plain value, or in one."""
+        keys = {optimizer, f"{selection.strip_prefix}{optimizer}"}
+        return not any(key == name or key.startswith(f"{name}.") for key in keys for name in selection.values)
 
     with (directory / DCP_METADATA_NAME).open("xb") as file:
         file.write(stock_metadata(index, places, {**known, **leaf_paths}, is_meant))
@@ -102,7 +104,7 @@ def _value_frames(
     needed: dict[str, tuple[torch.Tensor, str]] = {}
     key_of = {id(tensor): key for key, tensor in tensors.items()}
     for key, value in selection.values.items():
-        path = selection.path_of(key)
+        path = untyped(selection.path_of(key))
         name = join_path(path)
         flat.values[name] = map_tensors(value, path, lambda _key, reference: tensors[reference.key])
         flat.paths[name] = path

@@ -26,6 +26,7 @@ from ckptstore.interchange.selection import Selection
 from ckptstore.interchange.streaming import close_off, stream_tensors
 from ckptstore.loading.nesting import nested
 from ckptstore.runtime.torch_private import own_safe_globals, tensor_rebuilders
+from ckptstore.state.index.key_paths import Path as KeyPath
 from ckptstore.state.live.flatten import map_tensors
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.boxes import strides_of
@@ -171,7 +172,7 @@ def build_tree(stored: StoredState, selection: Selection) -> Tree:
     for number, source in enumerate(dict.fromkeys(selection.sources.values())):
         entry = stored.entry(source)
         pending[source] = Pending(number, entry.torch_dtype, entry.shape)
-    items: dict[tuple[str | int, ...], Any] = {}
+    items: dict[KeyPath, Any] = {}
     left_out, placed = {}, set[str]()
     for key, value in selection.values.items():
         path = selection.path_of(key)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckptstore.errors import InvalidInput, InvalidState
+from ckptstore.errors import InvalidState
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_any
-from ckptstore.loading.nesting import Path, nested, path_of, paths_of
+from ckptstore.loading.nesting import nested, paths_of
 from ckptstore.runtime.near import shown
 from ckptstore.runtime.torch_private import set_metadata
+from ckptstore.state.index.key_paths import DictKey, Path
 from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.live.flatten import children, find_references, join_path, map_tensors
 from ckptstore.state.live.patterns import check_used, fitting
@@ -36,30 +37,30 @@ def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None
         places = {join_path(path) for path, _ in references}
         sources = {key: saved.aliases.get(key, key) for key in (*saved.tensors, *saved.aliases)}
         alone = [key for key in sources if includes(key) and key not in places]
-        paths = paths_of(files, files.read_manifest()[0])
-        _refuse_unknown_paths([*alone, *saved.values], paths)
+        paths = paths_of(files, files.read_manifest()[0], stored)
         wanted = {sources[key] for key in (*alone, *(reference.key for _, reference in references))}
         tensors = read_whole(stored, {source: saved.tensors[source] for source in sorted(wanted)})
     items: dict[Path, Any] = {
-        path_of(key, paths): map_tensors(value, (key,), lambda _, reference: tensors[sources[reference.key]])
+        paths.path_of(key): map_tensors(value, (key,), lambda _, reference: tensors[sources[reference.key]])
         for key, value in saved.values.items()
     }
-    items |= {path_of(key, paths): tensors[sources[key]] for key in alone}
+    items |= {paths.path_of(key): tensors[sources[key]] for key in alone}
     found: dict[str, Any] = nested(items)
     for key, metadata in saved.modules.items():
-        path = path_of(key, paths) if paths else (key,)
+        path = paths.path_of(key)
         _note(found, path, metadata)
     return found
 
 
 def _note(found: Any, path: Path, metadata: Callable[[], Mapping[str, Any]]) -> None:
     """Make the dict at a path what the module's `state_dict()` returned, with the metadata of the module."""
-    for part in path[:-1]:
+    at: list[Any] = [part.value if isinstance(part, DictKey) else part for part in path]
+    for part in at[:-1]:
         if not (part in found if isinstance(found, dict) else isinstance(found, list) and type(part) is int):
             return
         found = found[part]
-    if isinstance(found, dict | list) and isinstance(dict(children(found)).get(path[-1]), dict):
-        found[path[-1]] = set_metadata(OrderedDict(found[path[-1]]), OrderedDict(metadata()))
+    if isinstance(found, dict | list) and isinstance(dict(children(found)).get(at[-1]), dict):
+        found[at[-1]] = set_metadata(OrderedDict(found[at[-1]]), OrderedDict(metadata()))
 
 
 def _refuse_wrapped(values: Mapping[str, Any]) -> None:
@@ -80,14 +81,3 @@ def _wrapper_in(value: Any) -> str | None:
     if is_plain(value):
         return None
     return next(filter(None, (_wrapper_in(item) for _, item in children(value))), None)
-
-
-def _refuse_unknown_paths(keys: Collection[str], paths: Mapping[str, Path]) -> None:
-    """Raise InvalidInput if the checkpoint has no paths and a key may stand for several."""
-    nested_keys = [] if paths else [key for key in keys if "." in key]
-    if nested_keys:
-        raise InvalidInput(
-            f"The checkpoint does not tell how {shown(nested_keys)} are nested: it was saved without the metadata of "
-            "torch's DCP",
-            hint="Load it into a state, export it, or save it with stock_readable=True",
-        )

@@ -9,6 +9,7 @@ import torch
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.interchange.selection import select
 from ckptstore.loading.load_state import open_alone
+from ckptstore.state.index.key_paths import KeyPaths
 from ckptstore.state.live.patterns import fitting
 from ckptstore.state.read.stored import read_whole
 
@@ -26,7 +27,9 @@ def weights_of(
     with files.held():
         stored = open_alone(files)
         saved = stored.saved(lambda key: False)
-        selection = select(saved, all_keys=stored.all_keys(), include=include, strip_prefix=strip_prefix, paths={})
+        selection = select(
+            saved, all_keys=stored.all_keys(), include=include, strip_prefix=strip_prefix, paths=KeyPaths()
+        )
         found = read_whole(stored, {source: stored.entry(source).restored for source in selection.sources.values()})
         fits = fitting(include)  # but for tensors inside of values
         return {selection.name_of(key): found[source] for key, source in selection.sources.items() if fits(key)}

@@ -111,6 +111,7 @@ def fsdp1_ties(root: Any) -> dict[str, str]:
 _FLAT_PARAMETER = "_flat_param"
 _FSDP1 = "_fsdp_wrapped_module"
 
+
 def may_be_wrapped(name: str) -> bool:
     """Return True if a module's own name of itself or of one inside it may have parts that wrappers add."""
     return any(attribute in name for _, _, attribute in _WRAPPERS)

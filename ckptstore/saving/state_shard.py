@@ -19,6 +19,7 @@ from ckptstore.runtime.beat import beat
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.state.index.items import Structure
+from ckptstore.state.index.key_paths import KeyPaths
 from ckptstore.state.index.outline import INDEX_NAME, part_name
 from ckptstore.state.index.part import Part
 from ckptstore.state.index.tensor_index import TensorIndex, check_files, layout_digest, values_layout
@@ -158,6 +159,7 @@ class StateShard:
         before = self._before.find() if options.incremental and can else None
         compare = self._world_size > 1
         found = describe(flat, compare=compare, allow_pickle=options.allow_pickle, rules=options.casts)
+        found.paths = self._memo.cached("paths", (flat.paths, flat.typed), lambda: KeyPaths.of(flat.typed_paths()))
         return Looked(flat, found, before)
 
     def describe(self) -> bytes:

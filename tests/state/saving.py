@@ -53,7 +53,7 @@ def save_flat(root, flat, *, group=None, memo=None, attempt=ATTEMPT, transfer=No
         options=StateOptions(**options),
     )
     request = Request.of(step=7, kind="state", metrics=None, metadata=None, exists="replace")
-    meet(group, "save", shard, request, lambda decision: {})
+    meet(group, "save", shard, request, lambda request, decision: {})
     receipts = []
 
     def join(stored):

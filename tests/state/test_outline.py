@@ -313,8 +313,8 @@ def test_what_a_rank_has_not_written_is_missed(
 
 
 def test_a_save_refuses_an_outline_that_its_parts_contradict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def another(tensors: list[Tensor], layouts: Any, modules: Any) -> bytes:
-        return encode_table([tensors[0]._replace(dtype="int32"), *tensors[1:]], layouts, modules)
+    def another(tensors: list[Tensor], *rest: Any) -> bytes:
+        return encode_table([tensors[0]._replace(dtype="int32"), *tensors[1:]], *rest)
 
     monkeypatch.setattr(outlining, "encode_table", another)
     monkeypatch.setattr(outlining, "MANY_CHUNKS", 1 << 20)

@@ -19,6 +19,7 @@ from ckptstore.interchange.streaming import stream_tensors
 from ckptstore.interchange.to_safetensors import write_safetensors
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
+from ckptstore.state.index.key_paths import KeyPaths
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.matching import Saved
 from ckptstore.state.live.patterns import fitting
@@ -79,7 +80,7 @@ def write_merged(
     if not saved.tensors and left_out:
         key, why = next(iter(left_out.items()))
         raise InvalidInput(f"No tensor is the same in all checkpoints. For example {key}: {why}")
-    selection = select(saved, all_keys=merged.all_keys(), include=include, strip_prefix=strip_prefix, paths={})
+    selection = select(saved, all_keys=merged.all_keys(), include=include, strip_prefix=strip_prefix, paths=KeyPaths())
     layout = lay_out(merged, selection, shard_size_bytes=shard_size_bytes)
     if source.is_arc:
         with group.meeting("angles") as meeting:

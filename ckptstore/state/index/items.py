@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ckptstore.state.index.key_paths import KeyPaths
 from ckptstore.state.index.part import DTYPES
 from ckptstore.state.tensors.boxes import Box, Sizes
 from ckptstore.state.tensors.layouts import MeshLayout
@@ -106,10 +107,11 @@ class Structure:
     layouts: tuple[MeshLayout, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     """The keys of modules, each with the JSON text of its metadata."""
+    paths: KeyPaths = field(default_factory=KeyPaths)
 
     @staticmethod
-    def of(items: Sequence[Item], modules: Mapping[str, str] | None = None) -> Structure:
-        """Return the structure of items that are sorted by key, and of the metadata of modules."""
+    def of(items: Sequence[Item], modules: Mapping[str, str] | None = None, paths: KeyPaths | None = None) -> Structure:
+        """Return the structure of items that are sorted by key, with the metadata of modules and the paths of keys."""
         places: dict[MeshLayout, int] = {}
         known: dict[int, int] = {}  # a layout lists ranks, and thousands of tensors have the same object
 
@@ -127,21 +129,22 @@ class Structure:
             )
             for item in items
         )  # fmt: skip
-        return Structure(rows, tuple(places), tuple(sorted((modules or {}).items())))
+        return Structure(rows, tuple(places), tuple(sorted((modules or {}).items())), paths or KeyPaths())
 
     def encode(self) -> bytes:
         """Return the structure as bytes; equal structures give equal bytes."""
         layouts = [layout.to_json() for layout in self.layouts]
-        return json.dumps([self.rows, layouts, self.modules], separators=(",", ":")).encode()
+        return json.dumps([self.rows, layouts, self.modules, self.paths.to_json()], separators=(",", ":")).encode()
 
     @staticmethod
     def decode(data: bytes) -> Structure:
         """Read the output of `encode` of another rank of the same job."""
-        rows, layouts, modules = json.loads(data)
+        rows, layouts, modules, paths = json.loads(data)
         return Structure(
             tuple(Row(key, mode, dtype, tuple(shape), *rest) for key, mode, dtype, shape, *rest in rows),
             tuple(map(MeshLayout.from_json, layouts)),
             tuple((key, text) for key, text in modules),
+            KeyPaths.from_json(paths),
         )
 
     def compared(self) -> list[str]:

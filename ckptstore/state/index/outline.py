@@ -24,6 +24,7 @@ from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.format.digest import STRUCTURES, Digest
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.naming import spread_directory
+from ckptstore.state.index.key_paths import KeyPaths
 from ckptstore.state.index.part import DTYPES, MAX_ELEMENTS, PER_RANK, Tensor, inflated
 from ckptstore.state.tensors.boxes import Box, Sizes
 from ckptstore.state.tensors.layouts import MeshLayout, number_of
@@ -149,6 +150,11 @@ class Outline:
         return {tensor.key: tensor.live for tensor in self.tensors if tensor.live}
 
     @property
+    def paths(self) -> KeyPaths:
+        """The paths that the keys stand for."""
+        return self._table[3]
+
+    @property
     def layouts(self) -> tuple[MeshLayout, ...]:
         """The rules by which ranks have tensors."""
         return self._table[1]
@@ -159,7 +165,7 @@ class Outline:
         return self._table[2]
 
     @cached_property
-    def _table(self) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...], tuple[ModuleMetadata, ...]]:
+    def _table(self) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...], tuple[ModuleMetadata, ...], KeyPaths]:
         with _distrusted():
             return _checked_table(json.loads(_inflated(self.table)), self)
 
@@ -239,10 +245,13 @@ class Outline:
 
 
 def encode_table(
-    tensors: Sequence[Tensor], layouts: Sequence[MeshLayout] = (), modules: Sequence[ModuleMetadata] = ()
+    tensors: Sequence[Tensor],
+    layouts: Sequence[MeshLayout] = (),
+    modules: Sequence[ModuleMetadata] = (),
+    paths: KeyPaths | None = None,
 ) -> bytes:
-    """Return the `table` of an outline: its tensors, in the order of keys, the layouts that they have, and the metadata
-    of modules."""
+    """Return the `table` of an outline: its tensors, in the order of keys, the layouts that they have, the metadata of
+    modules, and the paths of keys, None for a state that does not tell them."""
     rows = [(tensor.key, tensor.dtype, tensor.shape, tensor.layout) for tensor in tensors]
     live: dict[str, list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -250,7 +259,8 @@ def encode_table(
             live.setdefault(tensor.live, []).append(place)
     casts = {"live": live} if live else {}
     noted = {"modules": [(*it[:2], it.ranks) if it.ranks else it[:2] for it in modules]} if modules else {}
-    return _deflated({"layouts": [layout.to_json() for layout in layouts], "tensors": rows, **casts, **noted})
+    told = {} if paths is None else {"paths": paths.to_json()}
+    return _deflated({"layouts": [layout.to_json() for layout in layouts], "tensors": rows, **casts, **noted, **told})
 
 
 @contextmanager
@@ -290,7 +300,7 @@ def _checked(content: Mapping[str, Any], table: bytes) -> Outline:
 
 def _checked_table(
     content: Mapping[str, Any], outline: Outline
-) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...], tuple[ModuleMetadata, ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...], tuple[ModuleMetadata, ...], KeyPaths]:
     layouts = tuple(MeshLayout.from_json(value, num_ranks=outline.world_size) for value in content["layouts"])
     tensors = _tensors(content["tensors"], len(layouts), outline.own)
     if "live" in content:
@@ -308,7 +318,9 @@ def _checked_table(
             raise ValueError("a key is tied to one that is not alike")
     if any(span.last >= len(tensors) for span in outline.spans):
         raise ValueError("a span ends behind the last tensor")
-    return tensors, layouts, tuple(_metadata(*row, world_size=outline.world_size) for row in content.get("modules", ()))
+    modules = tuple(_metadata(*row, world_size=outline.world_size) for row in content.get("modules", ()))
+    paths = KeyPaths.from_json(content["paths"]) if "paths" in content else KeyPaths(is_known=False)
+    return tensors, layouts, modules, paths
 
 
 def _metadata(key: Any, content: Any, ranks: Sequence[Any] = (), *, world_size: int) -> ModuleMetadata:

@@ -46,7 +46,7 @@ def collect(state: Mapping[str, Any]) -> FlatState:
     for unit in units:
         known = set(flat.paths) if unit.is_own else set()
         if unit.kind is Kind.MODULE:
-            collect_module(flat, unit.path, unit.item, same)
+            collect_module(flat, unit.typed_path, unit.item, same)
         elif unit.kind is Kind.OPTIMIZER:
             flat.optimizers.add(unit.key)
             scope = scope_of(unit.key, unit.item, modules)
@@ -54,11 +54,11 @@ def collect(state: Mapping[str, Any]) -> FlatState:
                 from ckptstore.state.live.optimizer_fsdp1 import collect_fsdp1_optimizer as collect_one
             else:
                 collect_one = collect_optimizer
-            collect_one(flat, unit.path, unit.item, scope, same)
+            collect_one(flat, unit.typed_path, unit.item, scope, same)
         elif unit.kind is Kind.VALUE:
-            flat.add_value(unit.path, unit.item)
+            flat.add_value(unit.typed_path, unit.item)
         else:
-            flat.add_value(unit.path, unit.item.state_dict())
+            flat.add_value(unit.typed_path, unit.item.state_dict())
         if unit.is_own:
             flat.own |= flat.paths.keys() - known
     return flat

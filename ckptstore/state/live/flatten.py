@@ -18,6 +18,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
+from ckptstore.state.index.key_paths import DictKey, typed
+from ckptstore.state.index.key_paths import Path as TypedPath
 from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.live.values import ATOMS, check_in_sight, check_key
 from ckptstore.state.tensors.dense import Dense, dense_of
@@ -109,6 +111,8 @@ class FlatState:
     aliases: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    typed: dict[str, TypedPath] = field(default_factory=dict)
+    """The paths with keys of dicts that are no text, by key, where `paths` has these as text."""
     own: set[str] = field(default_factory=set)
     """The keys that each rank has of its own, even if the ranks do not differ."""
     optimizers: set[str] = field(default_factory=set)
@@ -189,8 +193,14 @@ class FlatState:
                 hint="Rename one of them",
             )
         is_text = len(path) == 1 and type(path[0]) is str
-        self.paths[key] = path if is_text else tuple([part if isinstance(part, int) else str(part) for part in path])
+        self.paths[key] = path if is_text else tuple([part if type(part) is int else str(part) for part in path])
+        if not is_text and any(type(part) is DictKey for part in path):
+            self.typed[key] = tuple([part if type(part) in (int, DictKey) else str(part) for part in path])
         return key
+
+    def typed_paths(self) -> Iterable[TypedPath]:
+        """Return the paths of all keys, with the keys of dicts as they are."""
+        return {**self.paths, **self.typed}.values() if self.typed else self.paths.values()
 
 
 def _identity_of_dense(tensor: torch.Tensor, dense: Dense) -> Hashable:
@@ -360,6 +370,11 @@ class Unit(NamedTuple):
     def is_in_fixed(self) -> bool:
         """True if its container cannot be changed."""
         return not isinstance(self._containers()[-1], MutableMapping | list)
+
+    @property
+    def typed_path(self) -> Path:
+        """The path, with keys of dicts that are no text marked as such."""
+        return self.path if set(map(type, self.path)) == {str} else typed(self.path, self._containers())
 
     def replace(self, item: Any) -> None:
         """Put another item into its place. Tuples around it, and mappings that cannot be changed, are made anew. Raises

@@ -135,7 +135,7 @@ class Negotiator:
     def begin(self, found: Described, rank: int) -> None:
         """Begin an agreement on the state of this rank."""
         self._found, self._rank, self._asked = found, rank, None
-        self._structure = Structure.of(found.items, found.modules).encode()
+        self._structure = Structure.of(found.items, found.modules, found.paths).encode()
         self._own_identity = fingerprint(self._structure)
         self._digests = {item.key: item.digest for item in found.items if item.mode in (Mode.COMPARE, Mode.VALUE)}
 

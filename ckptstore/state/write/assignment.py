@@ -328,11 +328,11 @@ class SaveMemo:
         def make() -> RankPlan:
             if agreement.world_size == 1:  # else the leader has received them
                 self.negotiator.structures = RankStructures.of(
-                    [Structure.of(items, found.modules)], (0,), (member_of(items),)
+                    [Structure.of(items, found.modules, found.paths)], (0,), (member_of(items),)
                 )
             return plan_rank(items, agreement, rank)
 
-        return self.cached("plan", (without_digests(items), found.modules, agreement, rank), make)
+        return self.cached("plan", (without_digests(items), found.modules, found.paths, agreement, rank), make)
 
     def outliner(self, agreement: Agreement) -> Outliner:
         """Return the outliner of the leader, once it has a plan; the last one itself, if the structures of all ranks

@@ -15,6 +15,7 @@ from ckptstore.errors import InvalidState
 from ckptstore.format.digest import fingerprint, fingerprinter
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode
+from ckptstore.state.index.key_paths import KeyPaths
 from ckptstore.state.index.part import DTYPES
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.live.values import Encoder, encode_metadata
@@ -51,6 +52,7 @@ class Described:
     """The memory of the tensors that are dense, but for those that are cast."""
     modules: dict[str, str] = field(default_factory=dict)
     """The metadata of modules as JSON texts, by the keys of the modules."""
+    paths: KeyPaths = field(default_factory=KeyPaths)
     casts: dict[str, torch.dtype] = field(default_factory=dict)
     """The dtypes in which tensors are stored that have another one in memory."""
 

@@ -18,6 +18,7 @@ from ckptstore.errors import InvalidState
 from ckptstore.format.digest import Digest
 from ckptstore.group.base import spoken
 from ckptstore.state.index.items import Mode, Row, Structure
+from ckptstore.state.index.key_paths import KeyPaths
 from ckptstore.state.index.outline import ModuleMetadata, Outline, PartFile, Span, encode_table
 from ckptstore.state.index.part import Tensor, total_bytes
 from ckptstore.state.index.tensor_index import TensorIndex, are_apart
@@ -202,7 +203,8 @@ class Outliner:
             Tensor(key, row.dtype, row.shape, layout=place(self._layout_of(row, number)), live=row.live)
             for key, row, number in self._tensors
         ]
-        return encode_table(tensors, tuple(places), self._modules)
+        paths = KeyPaths.joined(structure.paths for structure in self._described.structures)
+        return encode_table(tensors, tuple(places), self._modules, paths)
 
     @cached_property
     def _modules(self) -> list[ModuleMetadata]:

@@ -245,11 +245,17 @@ def thinned_outline(
             tied[key] = firsts[first]
         else:
             firsts[first] = key  # the bytes have lost the key that they were under
+    paths = outline.paths if outline.paths.is_known else None
     whole = {it.key for it in outline.modules if any(tensor.key.startswith(f"{it.key}.") for tensor in tensors)}
     return replace(
         outline,
         parts=tuple(PartFile(len(part), Digest.of(part, algorithm=algorithm)) for part in parts),
-        table=encode_table(tensors, outline.layouts, [it for it in outline.modules if it.key in whole]),
+        table=encode_table(
+            tensors,
+            outline.layouts,
+            [it for it in outline.modules if it.key in whole],
+            paths,
+        ),
         tied=tied,
         own={key: rank for key, rank in outline.own.items() if key not in dropped},
         common=tuple(
