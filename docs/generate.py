@@ -370,7 +370,12 @@ def peer_settings() -> str:
     return table(["peer", "`--peers`", "settings that are tried", "what it checks"], [*matrix.settings_rows()])
 
 
-TESTED_SINCE = {"": "2026-11-25", "observed": "2026-11-28", "shared state": "2026-11-28"}
+_OBJECTS_SINCE = (
+    "second optimizer", "cyclic", "step rate", "multi step", "constant", "linear rate", "polynomial", "cosine",
+    "warm restarts", "lambda", "multiplicative", "swa", "sequence", "chain", "own scheduler", "averages",
+    "averages swapped",
+)  # fmt: skip
+TESTED_SINCE = {"": "2026-11-25", **dict.fromkeys(("observed", "shared state", *_OBJECTS_SINCE), "2026-11-28")}
 """Since when the bench of states runs what it has; of a kind that came later by its name."""
 
 

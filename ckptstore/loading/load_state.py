@@ -30,7 +30,6 @@ from ckptstore.log.identity import read_identity
 from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
-from ckptstore.state.live.contents import pass_state
 from ckptstore.state.live.flatten import Kind, check_state, is_loader, takes_all_ranks, units_of
 from ckptstore.state.live.matching import Mismatch, Saved
 from ckptstore.state.live.patterns import fitting, patterns_of
@@ -49,6 +48,8 @@ logger = logging.getLogger("ckptstore")
 
 _SPARE_BYTES = 1 << 20
 """The bytes by which plain values and names may let a file of a rank grow from save to save."""
+_MOST_SHOWN = 10
+"""The most keys in a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,12 +180,10 @@ def _load(
             loading.abandon()
             raise
         load.enter("apply")
-        with group.meeting("finish the load"):
+        with group.meeting("finish the load") as meeting:
             all_ranks = stored.states_of_all_ranks() if isinstance(stored, StoredState) else {}
-            loading.finish()
-            for unit in units_of(state) if all_ranks else ():
-                if all_ranks.get(unit.key):
-                    pass_state(unit, unit.item.load_rank_states, all_ranks[unit.key])
+            every = meeting.gather([*loading.finish(stored.fill, all_ranks)])
+        _warn_of_writes(every)
     made = loading.materialised
     report = LoadReport(
         missing=tuple(sorted(mismatch.missing)),
@@ -194,6 +193,21 @@ def _load(
         left_on_meta=tuple(key for item in made for key in item.left),
     )
     return report, manifest
+
+
+def _warn_of_writes(every: Sequence[tuple[dict[str, str], dict[str, str]]]) -> None:
+    """Warn, on the leader, of what the code of objects wrote over while they were loaded, on any rank."""
+    for number, what in enumerate(
+        (
+            "code of an object of the state wrote over what was loaded, and the saved values were put back",
+            "the load leaves these other than they were saved",
+        )
+    ):
+        found = {key: words for part in reversed(every) for key, words in part[number].items()}
+        if found:
+            shown = ", ".join(f"{key} ({words})" for key, words in sorted(found.items())[:_MOST_SHOWN])
+            more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+            logger.warning("%s: %s%s", what, shown, more)
 
 
 def _refuse_thinned(manifest: Manifest, state: Mapping[str, Any], options: LoadOptions) -> None:

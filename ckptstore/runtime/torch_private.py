@@ -223,6 +223,11 @@ def has_state_dict_hooks(optimizer: Any) -> bool:
     return any(getattr(optimizer, f"_optimizer_{kind}_hooks", None) for kind in kinds)
 
 
+def hooks_of_load(module: Any) -> list[Any]:
+    """Return the hooks that run when a module, without its children, is loaded."""
+    return [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+
+
 def is_wrapper(tensor: Any) -> bool:
     """Return True if a tensor is a subclass that keeps its numbers in other tensors (such as quantised weights)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

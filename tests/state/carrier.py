@@ -36,7 +36,7 @@ def apply(
         loading.abandon()
         raise
     read(loading.targets)
-    loading.finish()
+    loading.finish(read)
     return loading.mismatch
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptstore.errors import InvalidState, StateMismatch
-from ckptstore.state.live import flatten, matching, module_load, values
+from ckptstore.state.live import flatten, held, matching, module_load, values
 from ckptstore.state.tensors import segments
 from ckptstore.state.write import shard_files
 from ckptstore.store import CheckpointStore
@@ -125,6 +125,10 @@ def a_refused_save_is_committed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointStore, "save", committed)
 
 
+def what_objects_write_stays(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(held.Held, "restore", lambda self, fill: held.Written({}, {}))
+
+
 PLANTED: Sequence[tuple[Plant, str]] = [
     (staging_writes_over_the_payload, "other bits"),
     (identity_forgets_conj_and_neg, "other bits"),
@@ -134,6 +138,8 @@ PLANTED: Sequence[tuple[Plant, str]] = [
     (what_has_changed_is_not_seen, "other bits"),
     (learning_rates_stay, "param_groups"),
     (a_load_steps, "optimizer"),
+    (what_objects_write_stays, "param_groups"),
+    (what_objects_write_stays, "module"),
     (a_refused_load_has_begun, "refused, and changes"),
     (a_refused_save_is_committed, "refused save leaves a checkpoint"),
 ]
@@ -150,7 +156,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("plant", "kind"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
+@pytest.mark.parametrize(("plant", "kind"), PLANTED, ids=[f"{plant.__name__}: {kind}" for plant, kind in PLANTED])
 def test_a_mistake_is_found(plant: Plant, kind: str) -> None:
     with _one_thread():
         found = first_found(plant, kind)

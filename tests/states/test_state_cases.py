@@ -21,6 +21,7 @@ from ckptstore.testing.states.case_runner import group_of
 from ckptstore.testing.states.module_makers import MODULES, ROWS, WIDTH
 from ckptstore.testing.states.optimizer_makers import OPTIMIZERS
 from ckptstore.testing.states.program import Program
+from ckptstore.testing.states.state_case import EXTRAS
 from ckptstore.testing.states.tensor_makers import TENSORS
 from ckptstore.testing.states.value_makers import VALUES
 
@@ -39,6 +40,7 @@ def test_every_maker_is_drawn() -> None:
         (TENSORS, {name for case in cases for name in case.tensors}),
         (VALUES, {name for case in cases for name in case.values}),
         (OPTIMIZERS, {case.optimizer for case in cases} - {""}),
+        (EXTRAS, {name for case in cases for name in case.extras}),
     ):
         assert drawn == set(table)
 
@@ -56,6 +58,13 @@ def test_every_optimizer_steps(name: str) -> None:
         before = program.modules["a"].left.weight.detach().clone()  # type: ignore[union-attr, operator]
         program.do("step")
         assert not torch.equal(program.modules["a"].left.weight, before)  # type: ignore[arg-type, union-attr]
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_every_object_is_in_a_state(name: str) -> None:
+    program = Program(StateCase(0, modules=("linear",), optimizer="adam", extras=(name,)), frozenset(), salt=0)
+    program.do("step")
+    assert program.state.keys() > {"a", "optimizer"}
 
 
 def test_a_field_that_there_is_not_is_refused() -> None:

@@ -7,7 +7,7 @@ Loading has two phases, so that bytes are read straight into the memory where th
     ... note in loading.mismatch the loading.conflicts that the checkpoint does not settle ...
     loading.mismatch.check(strict=True)         # of all ranks together: Mismatch.joined
     ... fill every loading.targets[key].tensor with the checkpoint's tensor .source ...
-    loading.finish()                            # modules, optimizers, schedulers, other objects, plain values
+    loading.finish(fill)                        # modules, optimizers, schedulers, other objects, plain values
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.live.contents import load_stateful, load_value
+from ckptstore.state.live.contents import load_stateful, load_value, pass_state
 from ckptstore.state.live.flatten import FlatState, Kind, Unit, units_of
+from ckptstore.state.live.held import Fill, Held, Written
 from ckptstore.state.live.matching import Matching, Saved, Target
 from ckptstore.state.live.module_load import Materialised, load_module
 from ckptstore.state.live.modules import collect_module, same_on_all_ranks, uses_fsdp1
@@ -80,25 +81,26 @@ class Loading:
         self.lacking = matching.lacking
         self.materialised: list[Materialised] = []
         self._casts = matching.casts
-        self._finishes: list[Callable[[], None]] = []
+        self._finishes: list[tuple[Unit, Callable[[], None]]] = []
 
     def begin(self, units: Sequence[Unit], matching: Matching, device: torch.device | None) -> None:
         """Match the units of a state, and those that are there already with what the checkpoint has for them."""
         modules = _modules(units)
         for unit in sorted(units, key=lambda unit: unit.kind):  # stable: the caller's order within a kind
             if type(unit.item) in PLAIN_TYPES and not unit.item.is_meta:
-                matching.take_tensor([unit.key], unit.item)  # once it is filled there is nothing to finish
+                matching.take_tensor([unit.key], unit.item)
+                finish = _done  # once it is filled
             elif unit.kind is Kind.MODULE:
                 materialised, finish = load_module(unit, matching, device=device)
                 matching.take_state_dict(unit.key)
                 self.materialised.append(materialised)
-                self._finishes.append(finish)
             elif unit.kind is Kind.OPTIMIZER and unit.key not in matching.saved.values:
-                self._finishes.append(_optimizer_load(unit, modules, matching))
+                finish = _optimizer_load(unit, modules, matching)
             elif unit.kind is Kind.VALUE:
-                self._finishes.append(load_value(unit, matching, device=device))
+                finish = load_value(unit, matching, device=device)
             else:  # also an optimizer whose state dict was not torch's, and was saved as a whole
-                self._finishes.append(load_stateful(unit, matching, device=device))
+                finish = load_stateful(unit, matching, device=device)
+            self._finishes.append((unit, finish))
         keys = {id(target.tensor): key for key, target in self.targets.items()} if self._casts else {}
         for tensor, filled in self._casts:
             for part in local_memory(tensor):
@@ -112,15 +114,31 @@ class Loading:
         return {key: dtypes[id(it.tensor)] for key, it in self.targets.items() if id(it.tensor) in dtypes}
 
     @outside_inference()
-    def finish(self) -> None:
+    def finish(self, fill: Fill, states_of_all_ranks: Mapping[str, Any] | None = None) -> Written:
         """Set everything that is not a tensor, and pass modules, optimizers, schedulers and other objects their state,
-        in this order; plain values last. Call it once all targets are filled. Collective under FSDP1."""
+        in this order; plain values last. Call it once all targets are filled. Collective under FSDP1.
+
+        What the code of an object writes over on the way is put back, for which `fill` reads targets once more: return
+        what that was. `states_of_all_ranks` has the argument of `load_rank_states` for objects that get it besides.
+        """
         with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
             for tensor, filled in self._casts:
                 tensor.copy_(filled)
-        self._casts.clear()
-        for finish in self._finishes:
+        held = Held([unit for unit, _ in self._finishes], self.targets, self._casts)
+        values = [(unit, finish) for unit, finish in self._finishes if unit.kind is Kind.VALUE]
+        others = [(unit, finish) for unit, finish in self._finishes if unit.kind is not Kind.VALUE]
+        for unit, _ in values:
+            held.hold(unit)
+        for unit, finish in others:
+            held.finish(unit, finish)
+        for unit, _ in others:
+            if states := (states_of_all_ranks or {}).get(unit.key):
+                pass_state(unit, unit.item.load_rank_states, states)
+        written = held.restore(fill)
+        for _, finish in values:
             finish()
+        self._casts.clear()
+        return written
 
     def abandon(self) -> None:
         """Restore the state as it was before `begin_load`, for a load that is not carried out."""
@@ -168,12 +186,16 @@ def _optimizer_load(
 ) -> Callable[[], None]:
     scope = scope_of(unit.key, unit.item, modules)
     if not matching.includes_below(unit.key):
-        return lambda: None
+        return _done
     if not uses_fsdp1(scope.root):
         return OptimizerLoad(unit, scope, matching).finish
     from ckptstore.state.live.optimizer_fsdp1 import Fsdp1OptimizerLoad
 
     return Fsdp1OptimizerLoad(unit, scope, matching).finish
+
+
+def _done() -> None:
+    """Do nothing: there is nothing to finish."""
 
 
 def _modules(units: Sequence[Unit]) -> list[tuple[str, torch.nn.Module]]:

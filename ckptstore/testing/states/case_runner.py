@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -317,10 +318,16 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave torch's random numbers as they were, and suppress warnings of torch."""
+    """Leave torch's random numbers as they were, and suppress warnings of torch and those of a load."""
+    logger = logging.getLogger("ckptstore")
+    level = logger.level
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        yield
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 @contextmanager

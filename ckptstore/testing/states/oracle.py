@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.state.live.flatten import OwnOfRank
+from ckptstore.testing.states.object_makers import WritesAtLoad
 from ckptstore.testing.states.program import plain_name
 
 Path = tuple[Any, ...]
@@ -97,6 +98,8 @@ def give_back(state: Any, kept: Mapping[Path, Any], *, strict: bool = True, name
 
 
 def _rank_of(item: Any) -> int:
+    if isinstance(item, WritesAtLoad):
+        return -1  # before all that it may write to
     kinds = (nn.Module, torch.optim.Optimizer, LRScheduler)
     return next((at for at, kind in enumerate(kinds) if isinstance(item, kind)), 3 + (not is_object(item)))
 

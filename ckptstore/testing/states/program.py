@@ -12,6 +12,7 @@ from torch import nn
 
 from ckptstore.state import per_rank
 from ckptstore.testing.states.module_makers import MODULES, ROWS, UNWRAPPED, WIDTH, WRAPPERS
+from ckptstore.testing.states.object_makers import SCHEDULERS, WRITERS, WritesAtLoad, zero
 from ckptstore.testing.states.optimizer_makers import SPARSE, make_optimizer
 from ckptstore.testing.states.state_case import StateCase
 from ckptstore.testing.states.tensor_makers import TARGETS, TENSORS
@@ -21,13 +22,14 @@ from ckptstore.testing.states.value_makers import VALUES
 class Program:
     """The objects of one process. The same case, flags and salt make the same program bit by bit.
 
-    `state` is saved and loaded. `modules` are the modules in it without their wrappers.
+    `state` is saved and loaded. `modules` are the modules in it without their wrappers,
+    `random` is what its numbers come from.
     """
 
     def __init__(self, case: StateCase, flags: frozenset[str], *, salt: int) -> None:
         """Build the program. `salt` 0 is the program that saves; with another one every number differs."""
         torch.default_generator.manual_seed(2 * case.seed + salt)
-        self._random = Random(2 * case.seed + salt)
+        self.random = Random(2 * case.seed + salt)
         self._case = case
         self._count = 0
         self.state: dict[str, Any] = {}
@@ -45,19 +47,20 @@ class Program:
             self.state[key] = WRAPPERS[wrapper](module) if wraps else module
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
+        self.writers: dict[str, WritesAtLoad] = {}
         if case.optimizer and self._named("over one" in flags):
             self.optimizer = make_optimizer(case.optimizer, self._named("over one" in flags), case.grouping)
             self.state["optimizer"] = self.optimizer
         if case.num_ranks > 1:
             own = salt + 2 * (1 + torch.distributed.get_rank())
             torch.default_generator.manual_seed(2 * case.seed + own)
-            self._random = Random(2 * case.seed + own)
+            self.random = Random(2 * case.seed + own)
         for name in case.extras:
             self._add_extra(name)
         if case.tensors:
             self.state["raw"] = {f"{at} {name}": TENSORS[name]() for at, name in enumerate(case.tensors)}
         if case.values:
-            self.state["values"] = {f"{at} {name}": VALUES[name](self._random) for at, name in enumerate(case.values)}
+            self.state["values"] = {f"{at} {name}": VALUES[name](self.random) for at, name in enumerate(case.values)}
 
     def _named(self, over_one: bool) -> list[tuple[str, nn.Parameter]]:
         modules = list(self.modules.items())[: 1 if over_one else None]
@@ -70,23 +73,25 @@ class Program:
         return [found[each] for each in order]
 
     def _add_extra(self, name: str) -> None:
-        if name in ("scheduler", "one cycle", "plateau"):
+        if name in SCHEDULERS:
             if self.optimizer is None or self.scheduler is not None or not self.optimizer.param_groups:
                 return
-            kinds: dict[str, Any] = {
-                "scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-                "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
-                    optimizer, 0.1, total_steps=100, cycle_momentum=False
-                ),
-                "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
-            }
-            self.scheduler = self.state["scheduler"] = kinds[name](self.optimizer)
+            self.scheduler = self.state["scheduler"] = SCHEDULERS[name](self.optimizer)
+        elif name in WRITERS:
+            if not self._case.wrapper.startswith("fsdp1"):  # whose weights no load can put back
+                self.writers[name] = self.state[name] = WRITERS[name](self)
+        elif name == "second optimizer":
+            self.state["other"] = nn.Linear(2, 2)
+            groups: list[Any] = [
+                {"params": [each], "lr": 0.01 * at} for at, each in enumerate(self.state["other"].parameters())
+            ]
+            self.state["second"] = torch.optim.SGD(groups, momentum=0.9, weight_decay=self.random.random())
         elif name == "scaler":
-            self.state["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0 ** self._random.randint(1, 9))
+            self.state["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0 ** self.random.randint(1, 9))
         elif name == "rng":
             self.state["rng"] = torch.get_rng_state()
         else:
-            loader = _Loader(self._random.randint(0, 99))
+            loader = _Loader(self.random.randint(0, 99))
             self.state[name] = per_rank(loader) if name == "per rank loader" else loader
 
     def use_targets(self, saved: Program) -> None:
@@ -149,31 +154,35 @@ class Program:
         if self.scheduler is not None:
             is_plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
             self.scheduler.step(float(loss or 0)) if is_plateau else self.scheduler.step()
+        if "own scheduler" in self.writers:
+            self.state["own scheduler"].step()
 
     def _trained(self) -> list[torch.Tensor]:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
+    def all_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers of the state."""
+        return [item for item in self.state.values() if isinstance(item, torch.optim.Optimizer)]
+
+    def tensors_outside(self) -> list[torch.Tensor]:
+        """Return the tensors of the state that no module has."""
+        states = [] if self.optimizer is None else list(self.optimizer.state.values())
+        return _tensors_in([self.state.get("raw"), states])
+
     def all_tensors(self) -> list[torch.Tensor]:
         """Return the tensors of the state, including all that share memory."""
-        states = [] if self.optimizer is None else list(self.optimizer.state.values())
-        return _tensors_in(
-            [
-                self.state.get("raw"),
-                self.state.get("values"),
-                [module.state_dict() for module in self.modules.values()],
-                states,
-            ]
-        )
+        modules = [module.state_dict() for module in self.modules.values()]
+        return [*_tensors_in([self.state.get("values"), modules]), *self.tensors_outside()]
 
     def _overwrite_one(self) -> None:
         for tensor in self.all_tensors()[:1]:
-            _fill(tensor)
+            zero(tensor)
 
     def _overwrite(self) -> None:
         """Change everything in place that can change, to expose a copy that is not one."""
         for tensor in self.all_tensors():
-            _fill(tensor)
+            zero(tensor)
         for value in self.state.get("values", {}).values():
             if isinstance(value, list | dict | set | bytearray) and not _tensors_in(value):
                 value.clear()  # a load wants the tensors that the state has
@@ -259,12 +268,3 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [tensor for each in inner for tensor in _tensors_in(each)]
-
-
-def _fill(tensor: Any) -> None:
-    """Write zeros into the memory of a dense tensor, whatever its strides."""
-    is_dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_nested
-    if not is_dense or tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-        return
-    local = getattr(tensor, "_local_tensor", tensor)
-    torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage()).zero_()

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from ckptstore.testing.states.module_makers import DIVIDING, MODULES, NEEDS_GROUP, NEEDS_RANKS, WRAPPERS
+from ckptstore.testing.states.object_makers import SCHEDULERS, WRITERS
 from ckptstore.testing.states.optimizer_makers import GROUPINGS, OPTIMIZERS
 from ckptstore.testing.states.tensor_makers import TARGETS, TENSORS
 from ckptstore.testing.states.value_makers import VALUES
@@ -25,7 +26,7 @@ BETWEEN = ("step", "overwrite", "overwrite one tensor")
 """The last event before the second of two incremental saves; `life` has them too."""
 LATER = ("step", "zero step", "lower lr", "drop optimizer state", "overwrite")
 MEANWHILE = ("", "step", "overwrite")
-EXTRAS = ("scheduler", "one cycle", "plateau", "scaler", "rng", "loader", "per rank loader")
+EXTRAS = ("scaler", "rng", "loader", "per rank loader", "second optimizer", *SCHEDULERS, *WRITERS)
 SAVES = ("save", "save_async", "incremental", "incremental async")
 CONTEXTS = ("", "inference_mode", "no_grad", "default float64", "default meta")
 
@@ -115,7 +116,7 @@ def draw(seed: int, *, num_ranks: int = 1, device: str = "") -> StateCase:
         flags=tuple(flag for flag in FLAGS if random.random() < 0.12) if modules else (),
         optimizer=random.choice(list(OPTIMIZERS)) if has_optimizer else "",
         grouping=random.choice(("one", "named") if change else GROUPINGS),
-        extras=some(EXTRAS, 0, 0, 1, 2),
+        extras=some(EXTRAS, 0, 0, 1, 2, 3),
         tensors=some(TENSORS, 0, 0, 1, 2) if modules else some(TENSORS, 1, 2, 3),
         values=some(VALUES, 0, 0, 1, 2) if modules else some(VALUES, 0, 1, 2),
         life=(*("step",) * several, *some(EVENTS, 0, 1, 1, 2, 3)) if modules else (),
