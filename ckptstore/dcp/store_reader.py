@@ -7,6 +7,7 @@ ranges that a rank needs are read sorted, in parallel and, in checkpoints of ckp
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import uuid
@@ -43,13 +44,19 @@ from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.values import Frame
 from ckptstore.state.read.stored import PerRank, StoredState, check_per_rank
 from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.load_casts import check_cast
+from ckptstore.state.tensors.placement import name_of
 from ckptstore.state.tensors.tensor_memory import check_memory
 from ckptstore.state.tensors.wrapped import Wrapped, check_same, unwrap
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
+logger = logging.getLogger("ckptstore")
+
 _Wanted = tuple[str, Box, torch.Tensor]
+_MOST_SHOWN = 10
+"""The most keys in a warning."""
 
 
 @contextmanager
@@ -208,9 +215,9 @@ class StoreReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of the plan, and pass the planner its plain values."""
         batch = _Batch(self._stored, planner)
+        values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._framed(item.storage_index.fqn))
                 continue
             offsets = tuple(item.storage_index.offset or ())
             wrapped = self._view.wrapped.get((item.storage_index.fqn, offsets))
@@ -222,6 +229,10 @@ class StoreReader(StorageReader):
                 key = self._view.keys.get(item.storage_index.fqn, item.storage_index.fqn)
                 batch.add(item, key, Box(at, tuple(item.lengths)))
         batch.finish()
+        for item in values:  # after the tensors, of which one may be refused
+            planner.load_bytes(item, self._framed(item.storage_index.fqn))
+        if batch.cast:
+            _warn_of_casts(batch.cast)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -270,6 +281,17 @@ def _with_numbers(state: StoredState, leaf: Any, name: str) -> Any:
     return tensor
 
 
+def _warn_of_casts(cast: Mapping[str, tuple[torch.dtype, torch.dtype]]) -> None:
+    """Warn, once for all tensors of a load on this rank: stock DCP casts silently."""
+    shown = [f"{key} from {name_of(saved)} to {name_of(own)}" for key, (saved, own) in cast.items()]
+    more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
+    logger.warning(
+        "tensors were cast to the dtype of the state: %s%s",
+        ", ".join(shown[:_MOST_SHOWN]),
+        more,
+    )
+
+
 class _Batch:
     """Tensors that are read together. None of them may share its memory with another one."""
 
@@ -277,9 +299,13 @@ class _Batch:
         self._state = state
         self._planner = planner
         self._wanted: list[_Wanted] = []
-        self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._apart: list[_Wanted] = []
+        """Those of the tensors that are read into other memory first."""
+        self._converted: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._committed: list[tuple[ReadItem, torch.Tensor]] = []
         self._addresses: set[int] = set()
+        self.cast: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        """The dtypes in the checkpoint and in the state, by key, of tensors where they differ."""
 
     def add(self, item: ReadItem, key: str, box: Box) -> None:
         """Fill the planner's tensor for an item with a box of the tensor stored under `key`. Raises StateMismatch."""
@@ -341,15 +367,24 @@ class _Batch:
             self._addresses.add(target.data_ptr())
         if dtype != target.dtype or is_elsewhere:
             memory = torch.empty(box.sizes, dtype=dtype, device="cpu")
-            self._converted.append((target, memory))
-        self._wanted.append((key, box, memory))
+            self._converted.append((key, target, memory))
+            self._apart.append((key, box, memory))
+        else:
+            self._wanted.append((key, box, memory))
+        if dtype != target.dtype:
+            self.cast[key] = dtype, target.dtype
 
     def finish(self) -> None:
-        """Read the tensors, and commit them to the planner."""
+        """Read the tensors, and commit them to the planner. Raises StateMismatch, before anything is written to any of
+        these, for a number that the dtype of the planner's tensor cannot hold."""
+        self._state.fill_boxes(self._apart)
+        for key, target, memory in self._converted:
+            if target.dtype != memory.dtype:
+                check_cast(key, memory, target.dtype)
         self._state.fill_boxes(self._wanted)
         with torch.no_grad():
-            for target, memory in self._converted:
+            for _, target, memory in self._converted:
                 target.copy_(memory)
         for item, target in self._committed:
             self._planner.commit_tensor(item, target)
-        self._wanted, self._converted, self._committed, self._addresses = [], [], [], set()
+        self._wanted, self._apart, self._converted, self._committed, self._addresses = [], [], [], [], set()

@@ -14,7 +14,6 @@ from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_report import LoadCheck
 from ckptstore.loading.load_state import LoadOptions, matched
 from ckptstore.state.index.part import Tensor
-from ckptstore.state.tensors.placement import name_of
 
 _MOST_PAIRS = 100_000
 _LEAST_RATIO = 0.6
@@ -27,7 +26,7 @@ def check_load(files: CheckpointFiles, state: Mapping[str, Any], options: LoadOp
     try:
         with ExitStack() as stack:
             loading, saved = matched(group, files, state, options, stack)
-            cast_to = dict(sorted(loading.cast_to.items()))
+            cast = loading.casts
             loading.abandon()
     finally:
         group.close()
@@ -48,10 +47,7 @@ def check_load(files: CheckpointFiles, state: Mapping[str, Any], options: LoadOp
             {key: saved.tensors[key] for key in mismatch.unexpected & saved.tensors.keys()},
             casts=options.dtype == "state",
         ),
-        cast={
-            key: f"{saved.tensors[loading.targets[key].source].dtype} to {name_of(dtype)}"
-            for key, dtype in cast_to.items()
-        },
+        cast=cast,
         left_out=tuple(sorted(mismatch.left_out)),
         num_tied=len(loading.conflicts),
     )

@@ -29,6 +29,8 @@ class LoadReport:
     """On this rank: the buffers outside of the state that modules from the meta device initialised themselves."""
     left_on_meta: tuple[str, ...] = ()
     """On this rank: the buffers outside of the state that are still on the meta device. A forward pass needs them."""
+    cast: Mapping[str, str] = field(default_factory=dict)
+    """On this rank: for the keys that dtype="state" has cast, from what and to what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
 from ckptstore.state.live.flatten import Kind, check_state, is_loader, takes_all_ranks, units_of
-from ckptstore.state.live.matching import Mismatch, Saved
+from ckptstore.state.live.matching import Mismatch, Saved, Target
 from ckptstore.state.live.patterns import fitting, patterns_of
 from ckptstore.state.read.settle import unsettled
 from ckptstore.state.read.shared_reads import SharedSteps
@@ -170,12 +170,11 @@ def _load(
         stored, saved, manifest = _open(group, files, reader, state, options, load)
         loading, mismatch = _match(group, stored, saved, state, options)
         load.enter("read")
+        cast, (apart, others) = loading.casts, loading.divided()
         try:
-            if options.read_once == "job":
-                stored.fill(loading.targets, run=SharedSteps(group))
-            else:
-                with group.meeting("read"):
-                    stored.fill(loading.targets)
+            if options.dtype == "state":  # nothing is written before all that is cast was found to fit
+                _fill(group, stored, apart, options, then=loading.check_casts)
+            _fill(group, stored, others, options)
         except BaseException:
             loading.abandon()
             raise
@@ -191,8 +190,28 @@ def _load(
         left_out=tuple(sorted(mismatch.left_out)),
         remade=tuple(key for item in made for key in item.remade),
         left_on_meta=tuple(key for item in made for key in item.left),
+        cast=cast,
     )
     return report, manifest
+
+
+def _fill(
+    group: Group,
+    stored: StoredState | StockState,
+    targets: Mapping[str, Target],
+    options: LoadOptions,
+    *,
+    then: Callable[[], None] = lambda: None,
+) -> None:
+    """Read tensors into memory, and do what follows. Collective."""
+    if options.read_once == "job":
+        stored.fill(targets, run=SharedSteps(group))
+        with group.meeting("look at the casts"):
+            then()
+    else:
+        with group.meeting("read"):
+            stored.fill(targets)
+            then()
 
 
 def _warn_of_writes(every: Sequence[tuple[dict[str, str], dict[str, str]]]) -> None:

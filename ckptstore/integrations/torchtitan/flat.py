@@ -14,6 +14,8 @@ import torch
 
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.live.contents import same_random_numbers
+from ckptstore.state.tensors.overlap import local_memory
+from ckptstore.state.tensors.segments import check_range
 
 MODEL, DATALOADER = "model", "dataloader"
 """torchtitan's names of these two. The keys of the model have no prefix."""
@@ -113,11 +115,15 @@ class Value:
 
 
 def in_dtype(contents: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a model's contents with floating-point tensors in a dtype, copying only those in another one."""
-    return {
-        key: item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
-        for key, item in contents.items()
-    }
+    """Return a model's contents with floating-point tensors in a dtype, copying only those in another one. Raises
+    InvalidState for a number that it cannot hold."""
+    found = dict(contents)
+    for key, item in contents.items():
+        if isinstance(item, torch.Tensor) and item.is_floating_point() and item.dtype != dtype:
+            found[key] = made = item.to(dtype)
+            for part, cast in zip(local_memory(item), local_memory(made), strict=True):
+                check_range(key, part, cast)
+    return found
 
 
 def _loaded(entry: Any) -> Any:

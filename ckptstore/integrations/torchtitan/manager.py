@@ -266,7 +266,10 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             uri = on_leader(self.store, "initial load", lambda: checkpoint_uri(source))
             flat = self._flat(model_only=config.initial_load_model_only)
             checkpoint = Checkpoint.from_uri(uri)
-            checkpoint.load(flat.entries, dtype="state", per_rank=_PER_RANK)
+            report = checkpoint.load(flat.entries, dtype="state", per_rank=_PER_RANK)
+            if report.cast:
+                shown = ", ".join(f"{key} from {how}" for key, how in [*report.cast.items()][:_SHOWN])
+                logger.warning(f"{len(report.cast)} tensors of {redact(source)} were cast: {shown}")
             self._hand_back(flat, checkpoint)
         else:
             logger.info("There is no checkpoint to load: this is a fresh start.")

@@ -26,8 +26,9 @@ from ckptstore.state.live.module_load import Materialised, load_module
 from ckptstore.state.live.modules import collect_module, same_on_all_ranks, uses_fsdp1
 from ckptstore.state.live.optimizer_load import OptimizerLoad
 from ckptstore.state.live.optimizers import collect_optimizer, scope_of
+from ckptstore.state.tensors.load_casts import check_cast
 from ckptstore.state.tensors.overlap import Conflict, local_memory
-from ckptstore.state.tensors.placement import PLAIN_TYPES
+from ckptstore.state.tensors.placement import PLAIN_TYPES, dtype_and_shape, name_of
 from ckptstore.state.tensors.tensor_memory import check_memory, outside_inference
 
 
@@ -108,10 +109,32 @@ class Loading:
                     check_memory(part, keys[id(filled)])
 
     @property
+    def casts(self) -> dict[str, str]:
+        """The dtypes, in words, of tensors that are cast, by key."""
+        return {
+            key: f"{name_of(dtype_and_shape(self.targets[key].tensor)[0])} to {name_of(dtype)}"
+            for key, dtype in sorted(self.cast_to.items())
+        }
+
+    @property
     def cast_to(self) -> Mapping[str, torch.dtype]:
         """The dtypes of the state, by key, of tensors that were saved in another one."""
         dtypes = {id(filled): tensor.dtype for tensor, filled in self._casts}
         return {key: dtypes[id(it.tensor)] for key, it in self.targets.items() if id(it.tensor) in dtypes}
+
+    def divided(self) -> tuple[Mapping[str, Target], Mapping[str, Target]]:
+        """Return the targets that are separate memory, of which the state gets a cast, and all others."""
+        cast_to = self.cast_to
+        parts: tuple[dict[str, Target], dict[str, Target]] = ({}, {})
+        for key, target in self.targets.items():
+            parts[key not in cast_to][key] = target
+        return parts
+
+    def check_casts(self) -> None:
+        """Raise StateMismatch, with the key, if the state cannot hold a number of a tensor that is cast. Call it once
+        the targets of casts are filled."""
+        for key, dtype in self.cast_to.items():
+            check_cast(key, self.targets[key].tensor, dtype)
 
     @outside_inference()
     def finish(self, fill: Fill, states_of_all_ranks: Mapping[str, Any] | None = None) -> Written:
