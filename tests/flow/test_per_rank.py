@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from thread_ranks import run_threads
@@ -181,3 +184,48 @@ def test_what_cannot_be_marked_and_bad_choices_are_refused(tmp_path: Path) -> No
         store.save(1, {"epoch": 1})
         with pytest.raises(InvalidInput, match="per_rank is 'last'"):
             store.load({"epoch": 0}, per_rank={"epoch": "last"})  # type: ignore[dict-item]
+
+
+def _mersenne(rank: int) -> Any:
+    return torch.Generator().manual_seed(rank).get_state()
+
+
+RANDOM: dict[str, tuple[str, Callable[[int], Any]]] = {
+    "the tensor of torch": ("noise", _mersenne),
+    "a tensor in a dict": ("trainer", lambda rank: {"a": [{"state": _mersenne(rank)}]}),
+    "a tensor in a tuple": ("trainer", lambda rank: (1, _mersenne(rank))),
+    "of an accelerator": ("cuda_states", lambda rank: [torch.full((16,), rank, dtype=torch.uint8)]),
+    "python": ("mine", lambda rank: {"shuffle": random.Random(rank).getstate()}),
+    "python from JSON": ("mine", lambda rank: [3, [*random.Random(rank).getstate()[1]], None]),
+    "numpy": ("mine", lambda rank: np.random.RandomState(rank).get_state(legacy=False)),
+    "older numpy": ("mine", lambda rank: np.random.RandomState(rank).get_state()),
+    "a generator of numpy": ("mine", lambda rank: {"of": np.random.default_rng(rank).bit_generator.state}),
+    "a counter by its name": ("dropout_rng", lambda rank: torch.tensor([rank, 7])),
+    "a place by its name": ("random", lambda rank: rank),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_random_numbers_that_ranks_get_from_one_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, num_ranks: int
+) -> None:
+    key, state_of = RANDOM[name]
+    state = lambda rank: {key: state_of(rank), "place": rank, "bytes": torch.full((16,), rank).byte()}  # noqa: E731
+    run_threads(2, tmp_path / "store", lambda store, rank: store.save(1, state(rank)).step)
+    run_threads(num_ranks, tmp_path / "store", lambda store, rank: store.load(state(9 + rank), per_rank="first").step)
+    warned = [record.getMessage() for record in caplog.records if "random numbers" in record.getMessage()]
+    assert len(warned) == (num_ranks == 3)
+    if warned:
+        assert f"by {key}" in warned[0]
+        assert "place" not in warned[0]
+
+
+def test_random_numbers_that_are_left_out_or_not_loaded_are_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = lambda rank: {"rng": _mersenne(rank), "place": rank}  # noqa: E731
+    run_threads(2, tmp_path / "store", lambda store, rank: store.save(1, state(rank)).step)
+    for options in ({"per_rank": {"rng": "skip", "place": "first"}}, {"per_rank": "first", "include": "place"}):
+        run_threads(3, tmp_path / "store", lambda store, rank: store.load(state(9), **options).step)  # noqa: B023
+    assert "random numbers" not in caplog.text

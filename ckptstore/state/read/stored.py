@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +19,15 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.matching import Saved, Target, above
 from ckptstore.state.live.patterns import fits
+from ckptstore.state.live.random_states import holds_random_state
 from ckptstore.state.live.values import Decoder, decode_metadata, needs_code, references
 from ckptstore.state.read.read_plan import SCATTERED_BYTES, Read, ReadPlan, RunSteps, Small, Step, run_steps
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.dense import dense_of
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, name_of, pieces_of
 from ckptstore.state.tensors.tensor_memory import check_memory, outside_inference
+
+logger = logging.getLogger("ckptstore")
 
 Choice = Literal["error", "first", "skip"]
 """The treatment of values that differed between ranks, at another world size: refuse, the lowest rank's, leave out."""
@@ -100,6 +104,7 @@ class StoredState:
                     encoded[key] = rank, value
         unread = {key for key, (_, value) in encoded.items() if wanted(key) and self._stays_unread(key, value)}
         values = self._decoded({key: value for key, value in encoded.items() if wanted(key) and key not in unread})
+        self._warn_of_same_random_numbers(tensors, values)
         return Saved(tensors, {**values, **dict.fromkeys(unread)}, aliases, skipped, self._modules())
 
     def _stays_unread(self, key: str, value: Any) -> bool:
@@ -121,6 +126,22 @@ class StoredState:
             if entry.key == key:
                 found = {**decode_metadata(entry.content, path=key, allow_pickle=self.allow_pickle), **found}
         return found
+
+    def _warn_of_same_random_numbers(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Warn, on rank 0, of generators that all ranks get from one: they would draw the same numbers from now on."""
+        if self.rank != 0 or self.world_size == 1 or self.index.world_size == self.world_size:
+            return
+        taken = [key for key in self._ranks if self.asked(key)]
+        found = [key for key in taken if holds_random_state(key, tensors, values.get(key))]
+        shown = sorted(key for key in found if not above(key).intersection(found))
+        if shown:
+            logger.warning(
+                'per_rank="first" gives all %d ranks the random numbers of one: they draw the same from now on, by %s. '
+                'per_rank={"%s": "skip"} leaves each rank its own',
+                self.world_size,
+                ", ".join(shown),
+                shown[0],
+            )
 
     def _as_taken(self, lowest: Tensor) -> Tensor | None:
         """Return this rank's entry of a tensor, from the lowest rank's."""
