@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptstore.errors import InvalidInput, InvalidName
-from ckptstore.format.layout import check_name, check_user_name
+from ckptstore.format.layout import check_name, check_user_name, known_step
 from ckptstore.tools.run.folders.shape import Shape
 from ckptstore.tools.run.folders.snapshot import FolderSnapshot, Sign
 from ckptstore.tools.run.folders.whole import checksums, ends, number_in
@@ -19,6 +19,9 @@ from ckptstore.transfer.sources import refuse_shortage
 
 T = TypeVar("T")
 
+_MOST_DIGITS = 255
+"""The number of digits that a name can have. Python refuses to read an integer of many more, as a damaged tracker may
+hold."""
 _CLOCKS_DIFFER_NS = 2 * 10**9
 """The difference between clocks of nodes that write to one file system; some keep times of two seconds."""
 _MAX_MARKER_BYTES = 64 << 20
@@ -217,14 +220,6 @@ def text_of(path: Path) -> str | None:
         return None
 
 
-def _ends_or_gone(path: Path) -> tuple[str | None, bool]:
-    try:
-        return ends(path)
-    except OSError as error:
-        refuse_shortage(error, path)
-        return f"cannot be read: {error.strerror}", False
-
-
 @dataclass(frozen=True, slots=True)
 class Sight:
     """One look at a folder, as the shapes see it."""
@@ -275,7 +270,7 @@ class Sight:
             if sign is None or sign.link is not None:
                 is_evident = False
                 continue
-            why, is_shown = self.contents.read(name, sign, _ends_or_gone)
+            why, is_shown = self.contents.read(name, sign, ends)
             if why is not None:
                 return f"{shown} {why}", False
             is_evident = is_evident and is_shown
@@ -308,12 +303,12 @@ def guessed_step(name: str) -> int | None:
     for word in ("step", "iter", "batch", "ba", "update", "checkpoint", "ckpt", "epoch", "ep"):
         for match in _NAMED_STEP.finditer(name):
             if match[0].lower().startswith(word):
-                return int(match[1])
+                return known_step(int(match[1]))
     found = _INTEGER.findall(name)
-    return int(found[-1]) if found else None
+    return known_step(int(found[-1])) if found else None
 
 
 def last_number(name: str) -> int | None:
-    """Return the last number in a name; None without one."""
+    """Return the last number in a name; None without one, or for one that is no number of steps."""
     found = re.findall(r"\d+", name)
-    return int(found[-1]) if found else None
+    return int(found[-1]) if found and len(found[-1]) <= _MOST_DIGITS else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from base64 import b64decode
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.encoding import check_seconds
 from ckptstore.format.layout import check_user_name
 from ckptstore.tools.run.folders.candidate import Beside, MarkerReader, Prospect, fingerprint, text_of
+from ckptstore.tools.run.folders.whole import json_in
 
 METADATA_KEY = "folder"
 TRAINER_STATE = "trainer_state.json"
@@ -40,7 +41,11 @@ class Found(Prospect):
             for name, it in self.beside.items()
         }
         fields = {"name": self.name, "shape": self.shape, "is_directory": self.is_directory, "beside": beside}
-        fields |= {"fingerprint": self.fingerprint, "path": str(folder), "written_at": self.written_at_seconds}
+        fields |= {"fingerprint": self.fingerprint}
+        with suppress(ValueError):  # a file may have any time, and a folder any name
+            fields["written_at"] = check_seconds(self.written_at_seconds)
+        with suppress(UnicodeEncodeError):
+            fields["path"] = str(folder).encode().decode()
         fields["step"] = self.step if self.is_exact else None
         return {METADATA_KEY: fields}
 
@@ -130,10 +135,7 @@ def _metrics(candidate: Prospect, contents: MarkerReader, metrics_file: str | No
 def _loaded(candidate: Prospect, contents: MarkerReader, file: str) -> Any:
     sign = candidate.files.get(file)
     text = None if sign is None else contents.read(candidate.path_of(file), sign, text_of)
-    try:
-        return json.loads(text or "null")
-    except ValueError:
-        return None
+    return json_in(text)
 
 
 def _logged(state: Any, step: int | None) -> dict[str, float]:
@@ -151,8 +153,13 @@ def _numbers(fields: Any) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in items
-        if isinstance(name, str) and isinstance(value, int | float) and not isinstance(value, bool) and _is_float(value)
+        if _is_name(name) and isinstance(value, int | float) and not isinstance(value, bool) and _is_float(value)
     }
+
+
+def _is_name(name: str) -> bool:
+    """Return True if a store can keep a number under this name: JSON can name what no file can."""
+    return name != "$t" and name.isprintable()
 
 
 def _is_float(value: float) -> bool:

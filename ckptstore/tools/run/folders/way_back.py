@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -25,10 +24,12 @@ from ckptstore.errors import (
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import download_files
 from ckptstore.storage.disk import posix
-from ckptstore.tools.run.folders.candidate import Beside, Prospect, fingerprint
+from ckptstore.tools.run.folders.candidate import Beside, Prospect, fingerprint, text_of
 from ckptstore.tools.run.folders.folder import Folder, candidates_of, has_digest, refuse_links
 from ckptstore.tools.run.folders.found import TRAINER_STATE, Found, Home, home_of
 from ckptstore.tools.run.folders.shape import shape_named
+from ckptstore.tools.run.folders.whole import json_in
+from ckptstore.transfer.sources import refuse_shortage
 
 _NEAR = 16
 """The number of checkpoints among which one that says its step is looked for: each is a read of a manifest."""
@@ -257,11 +258,8 @@ def _with_best(folder: Folder, checkpoints: Sequence[Checkpoint], home: Home, re
 def _best_in(folder: Folder, home: Home) -> str | None:
     if home.shape != "transformers":
         return None
-    try:
-        fields = json.loads((folder.path / home.name / TRAINER_STATE).read_text(encoding="utf-8"))
-        name = fields.get("best_model_checkpoint")
-    except (OSError, ValueError, AttributeError):
-        return None
+    fields = json_in(text_of(folder.path / home.name / TRAINER_STATE))
+    name = fields.get("best_model_checkpoint") if isinstance(fields, dict) else None
     if not isinstance(name, str) or _TRAINER_NAME.fullmatch(own := name.rstrip("/").rpartition("/")[2]) is None:
         return None
     return f"{home.parent}/{own}" if home.parent else own
@@ -355,10 +353,14 @@ def _fill(partial: Path, above: Path, checkpoint: Checkpoint, done: _Fetched) ->
 
 
 def _has(path: Path, receipt: Receipt) -> bool:
-    """Return True if a file has the bytes of a receipt: its size and its digest."""
-    if receipt.digest is None or path.is_symlink() or not path.is_file() or path.stat().st_size != receipt.size_bytes:
+    """Return True if a file has the bytes of a receipt: its size and its digest. One that cannot be read has not."""
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != receipt.size_bytes:
+            return False
+        return receipt.digest is not None and has_digest(path, receipt.digest)
+    except OSError as error:
+        refuse_shortage(error, path)
         return False
-    return has_digest(path, receipt.digest)
 
 
 def _replace(folder: Folder, partial: Path, target: Path) -> None:
