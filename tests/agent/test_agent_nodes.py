@@ -55,7 +55,7 @@ def test_disks_of_their_own(start: Start, tmp_path: Path) -> None:
     for folder in (first, second):  # the agents have seen them before they were killed
         seen = Folder(folder, Rules())
         for _ in range(2):
-            seen.look(JobSeen(frozenset(), None, is_alive=False, ended_well=True))
+            seen.look(JobSeen(None, is_started=True, is_alive=False, ended_well=True))
     said = nodes(start, "three", store, [first, second], *own)
     assert all("begins at 7" in output for output in said), said
     assert list((tmp_path / ".ckptstore-node1/aside").glob("*/checkpoint-8")) or "checkpoint-8 →" in said[1]

@@ -19,7 +19,7 @@ from ckptstore.tools.run.folders import Folder, JobSeen, Rules
 from ckptstore.tools.run.notices import CommitsDelayed
 from tests.folders.test_finished_property import zipped
 
-JOB = JobSeen(frozenset([os.getpid()]), frozenset())
+JOB = JobSeen(frozenset(), is_started=True)
 
 
 def test_a_storage_that_is_away_for_a_day_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def job(script: str, outside: dict[str, str], count: int) -> Iterator[StartedJob
         process = subprocess.Popen(["sh", "-c", script], env={**env, **outside}, start_new_session=True)
         try:
             until = time.monotonic() + 30
-            while sleepers(process.pid) < count:
+            while len(sleepers(process.pid)) < count:
                 assert time.monotonic() < until
                 time.sleep(0.01)
             yield StartedJob(process.pid)
@@ -46,13 +46,18 @@ def job(script: str, outside: dict[str, str], count: int) -> Iterator[StartedJob
             process.wait()
 
 
-def sleepers(session: int) -> int:
-    """The number of processes of a session that only wait: then all above them are what they were started for."""
-    found = 0
+def sleepers(session: int, variable: bytes = b"") -> list[int]:
+    """The processes of a session that only wait: then all above them are what they were started for."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             name, _, fields = path.read_text().partition("(")[2].rpartition(")")
-            found += name == "sleep" and int(fields.split()[3]) == session
+            if (
+                name == "sleep"
+                and int(fields.split()[3]) == session
+                and variable in (path.parent / "environ").read_bytes()
+            ):
+                found.append(int(path.parent.name))
     return found
 
 
@@ -89,9 +94,8 @@ def test_what_outlives_a_trainer_is_part_of_the_job_unless_that_has_failed(code:
         seen = trainer.seen()
         assert (seen.is_alive, seen.ended_well) == (is_alive, False)
     finally:
-        for pid in trainer.seen().pids or ():
-            os.kill(pid, 9)
-        while trainer.seen().pids:
+        os.killpg(trainer.pid, 9)
+        while trainer.seen().is_alive:
             time.sleep(0.01)
         seen = trainer.seen()
         trainer.release()
@@ -106,11 +110,11 @@ def test_a_rank_that_has_ended_counts_as_long_as_another_one_runs(tmp_path: Path
     (place / "rng_state_8.pth").write_bytes(zipped(5, ""))
     with job(TORCHRUN.format(8, 9, wait="exec sleep 60"), {"SLURM_PROCID": "1"}, 2) as started:
         assert started.seen().ranks == frozenset({8, 9})
-        (dies,) = (pid for pid in started.seen().pids or () if b"RANK=9\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        (dies,) = sleepers(started.root, b"RANK=9\0")
         os.kill(dies, 9)
-        while dies in (started.seen().pids or ()):
+        while Path(f"/proc/{dies}").exists():
             time.sleep(0.01)
         folder = Folder(tmp_path)
-        folder.look(JobSeen(frozenset(), frozenset()))
+        folder.look(JobSeen(frozenset(), is_started=True))
         folder.look(started.seen())
         assert folder.look(started.seen()).unfinished == {"checkpoint-5": "rng_state_9.pth is not there yet"}

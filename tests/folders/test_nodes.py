@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from ckptstore.tools.run.folders import Folder, JobSeen, Look
 from tests.folders.test_finished_property import zipped
 
-PIDS = frozenset([os.getpid()])
-
 
 def looked(path: Path, rank: int) -> Look:
     """After two looks at the folder of a node with one rank of two."""
-    folder, job = Folder(path), JobSeen(PIDS, frozenset([rank]))
+    folder, job = Folder(path), JobSeen(frozenset([rank]), is_started=True)
     folder.look(job)
     return folder.look(job)
 

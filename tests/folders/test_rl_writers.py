@@ -25,8 +25,8 @@ BESIDE = {
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # The writers open files of this process and map none: what it and others have mapped would take most of the time.
-    monkeypatch.setattr(import_module("ckptstore.tools.run.folders.job_seen"), "_pids", lambda: [os.getpid()])
-    monkeypatch.setattr(import_module("ckptstore.tools.run.folders.job_seen"), "_mappings", lambda *_: ())
+    monkeypatch.setattr(import_module("ckptstore.tools.run.folders.open_files"), "pids", lambda: [os.getpid()])
+    monkeypatch.setattr(import_module("ckptstore.tools.run.folders.open_files"), "_mappings", lambda *_: ())
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 14), marks=pytest.mark.long)], ids=["few", "many"])
@@ -95,7 +95,7 @@ def test_parts_that_are_gone_replace_nothing(tmp_path: Path) -> None:
 def test_sft_on_torchtitan_leaves_its_model_elsewhere_and_is_never_taken_without_it(tmp_path: Path) -> None:
     write_all(tmp_path, {"global_step_3/data_0.pt": zipped(3, "data"), VERL_TRACKER: b"3"})
     folder = Folder(tmp_path)
-    job = JobSeen(frozenset([os.getpid()]), frozenset(), is_alive=False, ended_well=True)
+    job = JobSeen(frozenset(), is_started=True, is_alive=False, ended_well=True)
     folder.look(job)
     assert list(folder.look(job).unfinished) == ["global_step_3"]
 
@@ -106,7 +106,7 @@ def test_a_prime_rl_step_needs_what_both_programs_write(tmp_path: Path) -> None:
     write_all(tmp_path, {f"step_3/{name}": data for name, data in trainer.items()})
     write_all(tmp_path, {"step_3/orchestrator/buffer.json": b"{}"})
     folder = Folder(tmp_path, Rules(quiet_seconds=1e-9))
-    job = JobSeen(frozenset([os.getpid()]), frozenset(), is_alive=False, ended_well=True)
+    job = JobSeen(frozenset(), is_started=True, is_alive=False, ended_well=True)
     folder.look(job)
     (why,) = folder.look(job).unfinished.values()
     assert why == "orchestrator/progress.pt is not there yet"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ckptstore.tools.run.folders import Folder, JobSeen, Rules, read_shapes
 from ckptstore.tools.run.folders.candidate import guessed_step
 from tests.folders.test_finished_property import zipped
 
-JOB = JobSeen(frozenset([os.getpid()]), frozenset())
+JOB = JobSeen(frozenset(), is_started=True)
 OWN = """
 [[shape]]
 name = "mine"

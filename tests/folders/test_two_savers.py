@@ -12,7 +12,7 @@ from ckptstore.tools.run.committer import Committer
 from ckptstore.tools.run.folders import Folder, JobSeen, newest_first, restore_folder
 from tests.folders.test_finished_property import zipped
 
-JOB = JobSeen(frozenset([os.getpid()]), frozenset())
+JOB = JobSeen(frozenset(), is_started=True)
 
 
 def commit(store: CheckpointStore, folder: Path) -> None:

@@ -29,7 +29,7 @@ from ckptstore.tools.run.folders import (
 )
 from tests.folders.test_finished_property import tensors, zipped
 
-ALONE = JobSeen(frozenset([os.getpid()]), frozenset())
+ALONE = JobSeen(frozenset(), is_started=True)
 """A job of one process: this one."""
 RULES = Rules(patterns=("mine_*.npz",), marker=".ok")
 Tree = Mapping[str, bytes | Path]
@@ -238,7 +238,7 @@ def test_what_an_agent_found_finished_is_so_for_fewer_ranks_too(store: Checkpoin
     out = tmp_path / "out"
     of_two = {"checkpoint-7/rng_state_1.pth": zipped(7, "x"), "checkpoint-7/rng_state_0.pth": zipped(7, "x")}
     write(out, {**of_two, **trainer(7)})
-    folder, both = Folder(out), JobSeen(ALONE.pids, frozenset([0, 1]))
+    folder, both = Folder(out), JobSeen(frozenset([0, 1]), is_started=True)
     folder.look(both)
     (found,) = folder.look(both).finished
     with folder.hold(found) as held:

@@ -18,8 +18,8 @@ def test_what_is_committed_was_whole_and_what_is_whole_is_committed(
     tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The writers open files of this process and map none: what it and others have mapped would take most of the time.
-    monkeypatch.setattr(import_module("ckptstore.tools.run.folders.job_seen"), "_pids", lambda: [os.getpid()])
-    monkeypatch.setattr(import_module("ckptstore.tools.run.folders.job_seen"), "_mappings", lambda *_: ())
+    monkeypatch.setattr(import_module("ckptstore.tools.run.folders.open_files"), "pids", lambda: [os.getpid()])
+    monkeypatch.setattr(import_module("ckptstore.tools.run.folders.open_files"), "_mappings", lambda *_: ())
     for seed in range(first, first + 50):
         place = tmp_path / str(seed)
         place.mkdir()

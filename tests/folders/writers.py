@@ -98,7 +98,7 @@ class World:
         return Rules(patterns=patterns, marker=kind.marker if kind.pattern and kind.marker else None, quiet_seconds=1e9)
 
     def job(self) -> JobSeen:
-        return JobSeen(frozenset([os.getpid()]), frozenset(), is_alive=self.is_alive)
+        return JobSeen(frozenset(), is_started=True, is_alive=self.is_alive)
 
     def start_agent(self) -> None:
         self.stop_agent()

@@ -28,7 +28,7 @@ def test_a_tag_that_latest_names_before_all_ranks_have_written(tmp_path: Path) -
     path = tmp_path / "out"
     write_deepspeed(path, 6, (0, 1))
     folder = Folder(path)
-    job = JobSeen(frozenset(), frozenset({0, 1}), is_alive=False)
+    job = JobSeen(frozenset({0, 1}), is_started=True, is_alive=False)
     folder.look(job)
     with open_store(tmp_path / "store", group="solo") as store:
         for found in folder.look(job).finished:
@@ -48,7 +48,7 @@ def test_a_file_that_comes_after_the_look_is_no_part_of_it(tmp_path: Path) -> No
     path = tmp_path / "out"
     write_deepspeed(path, 6, (0,))
     folder = Folder(path)
-    job = JobSeen(frozenset(), frozenset(), is_alive=False)
+    job = JobSeen(frozenset(), is_started=True, is_alive=False)
     folder.look(job)
     (found,) = folder.look(job).finished
     write_deepspeed(path, 6, (1,))

@@ -39,8 +39,6 @@ from ckptstore.tools.run.rounds import NodeOffer, NodeView, choose
 from ckptstore.tools.run.steps import Steps, grows
 
 _NICE = 10
-_LAST_LOOKS = 3
-"""The number of tries of a checkpoint that changes after the trainer's end."""
 _OWN_TRIES = 3
 """The number of tries of a checkpoint that itself is at fault."""
 _LOCAL_COPIES = 2
@@ -211,15 +209,19 @@ class Committer:
                         self._delete_committed()
                     return is_over
                 self._commit(offer)
-            except OSError as error:  # of our own directory: no checkpoint is to blame
-                self._fail(error if isinstance(error, CkptstoreError) else InvalidInput(str(error)))
-                return had_ended
-            except CkptstoreError as error:
-                if isinstance(error, InvalidInput) and offer is not None:
-                    self._blame(offer, error)
+            except Exception as error:  # nothing that a folder holds ends the loop
+                failure = (
+                    error if isinstance(error, CkptstoreError) else CkptstoreError(f"{type(error).__name__}: {error}")
+                )
+                # The system's errors are of our own directory or of a way, and no checkpoint is to blame.
+                is_own = isinstance(error, InvalidInput | SourceChanged) or not isinstance(
+                    error, CkptstoreError | OSError
+                )
+                if is_own and offer is not None:
+                    self._blame(offer, failure)
                     return False  # what is at fault is passed over after some tries
-                self._fail(error)
-                return had_ended and self.failures.changes in (0, _LAST_LOOKS)
+                self._fail(failure)
+                return had_ended
         return True
 
     def _meet(self, had_ended: bool) -> tuple[NodeOffer | None, bool]:
@@ -354,10 +356,6 @@ class Committer:
     def _fail(self, error: CkptstoreError) -> None:
         failures = self.failures
         failures.error = error
-        if isinstance(error, SourceChanged):  # the next look says what is there now
-            failures.changes += 1
-            return
-        failures.changes = 0
         if isinstance(error, FINAL):
             failures.is_final = True
             emit(CommitsStopped(reason=str(error)))

@@ -21,8 +21,6 @@ class Failures:
     """The last one; None after a try that went well."""
     count: int = 0
     not_before: float = 0.0
-    changes: int = 0
-    """The number of times in a row that a checkpoint was no longer what it was."""
     is_final: bool = False
     """True if nothing more is committed."""
     own: Counter[str] = field(default_factory=Counter)

@@ -57,14 +57,17 @@ class Finisher:
         candidates: Iterable[Prospect],
         *,
         open_files: Collection[str],
+        unseen: Collection[str] = (),
         job_lives: bool,
         now_seconds: float,
         ended_well: bool = False,
         began_after: bool = True,
         is_one_process: bool = False,
     ) -> Verdicts:
-        """Judge all candidates of a look. A job that `ended_well` left nothing half-written. One that `began_after` the
-        first look did not write what was there then. A job that `is_one_process` writes one after the other."""
+        """Judge all candidates of a look. Of the files that are `unseen` nobody can tell whether they are open: as long
+        as somebody may write to them, time decides. A job that `ended_well` left nothing half-written. One that
+        `began_after` the first look did not write what was there then. A job that `is_one_process` writes one after the
+        other."""
         verdicts, candidates = Verdicts(), list(candidates)
         first_written = {it.name: min((sign.mtime_ns for sign in it.files.values()), default=0) for it in candidates}
         seen: dict[str, _Seen] = {}
@@ -81,8 +84,10 @@ class Finisher:
             is_settling = bool(why) and not candidate.lacks
             why = self._open(candidate, open_files) or candidate.lacks or why
             is_left_whole = ended_well and not now.is_left_over
-            if not (why or candidate.is_certain or now.was_finished or is_left_whole or self._is_known(candidate)):
-                may_be_followed = is_one_process and not now.is_left_over
+            may_be_written = job_lives and not now.is_left_over and _any_file(candidate, unseen)
+            is_certain = candidate.is_certain and not may_be_written
+            if not (why or is_certain or now.was_finished or is_left_whole or self._is_known(candidate)):
+                may_be_followed = is_one_process and not now.is_left_over and not may_be_written
                 why = self._uncertain(now, now_seconds, job_lives)
                 if why and may_be_followed and _is_followed(candidate, candidates, first_written):
                     why = ""
@@ -105,8 +110,8 @@ class Finisher:
 
     @staticmethod
     def _open(candidate: Prospect, open_files: Collection[str]) -> str:
-        opened = sorted(file for file in candidate.files if candidate.path_of(file) in open_files)
-        return f"{opened[0]} is open for writing" if opened else ""
+        opened = _any_file(candidate, open_files)
+        return f"{opened} is open for writing" if opened else ""
 
     def _uncertain(self, seen: _Seen, now_seconds: float, job_lives: bool) -> str:
         if seen.is_left_over:
@@ -117,6 +122,11 @@ class Finisher:
         if quiet_seconds >= self._quiet_seconds:
             return ""
         return f"it has been quiet for {quiet_seconds:.0f} of {self._quiet_seconds:.0f} seconds"
+
+
+def _any_file(candidate: Prospect, paths: Collection[str]) -> str:
+    """Return a file of it that is among these paths, "" without one."""
+    return min((file for file in candidate.files if candidate.path_of(file) in paths), default="")
 
 
 def _is_followed(candidate: Prospect, others: Iterable[Prospect], first_written: Mapping[str, int]) -> bool:

@@ -8,8 +8,8 @@ import resource
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -17,13 +17,15 @@ from typing import Self
 from ckptstore.errors import InvalidSource, SourceChanged
 from ckptstore.format.digest import Digest, Hasher
 from ckptstore.saving.directories import Directory
-from ckptstore.tools.run.folders.candidate import MarkerReader, Prospect, Rules, Sight, fingerprint
+from ckptstore.tools.run.folders.candidate import MarkerReader, Prospect, Rules, Sight, fingerprint, text_of
 from ckptstore.tools.run.folders.finished import Finisher
 from ckptstore.tools.run.folders.found import Found, found_of
-from ckptstore.tools.run.folders.job_seen import JobSeen, open_below
+from ckptstore.tools.run.folders.job_seen import JobSeen
+from ckptstore.tools.run.folders.open_files import open_files
 from ckptstore.tools.run.folders.own_directory import is_on_one_disk, own_directory
-from ckptstore.tools.run.folders.shapes import candidates_in, left_out
+from ckptstore.tools.run.folders.shapes import candidates_in, left_out, unlisted
 from ckptstore.tools.run.folders.snapshot import RESTORING_NAME, Sign, take
+from ckptstore.tools.run.folders.whole import json_in
 from ckptstore.transfer.sources import FileSource, refuse_shortage
 
 _FINISHED_NAME = "finished.json"
@@ -72,34 +74,40 @@ class Folder:
         self._contents = MarkerReader(self.path)
         self._finisher = Finisher(self.rules.quiet_seconds, self._recorded())
         self._ranks: frozenset[int] | None = None
+        self._unfinished: list[str] = []
+        """The files of what the last look did not find finished."""
         self._recorded_finished: dict[str, str] | None = None
 
     def look(self, job: JobSeen, *, notes: bool = True) -> Look:
         """Look at the folder. What is finished must look the same in two looks: call it every few seconds.
 
-        If the processes of the job are known, the first look comes before the job begins: what it finds was left by
-        others. Open files are read before the directory, so that what is closed between the two has its last size.
-        Without `notes` nothing is remembered for the next process.
+        If the agent starts the job, the first look comes before that: what it finds was left by others. Who writes is
+        asked before the directory is read, so that what is closed between the two has its last size; and of the files
+        of the look before alone, since what was not there then is not finished yet. So a node with many processes is
+        searched only while something may become finished. Without `notes` nothing is remembered for the next process.
         """
         if job.ranks:
             self._ranks = job.ranks
         ranks = None if job.ranks is None else self._ranks or frozenset()
-        # What the job began in a session of its own may have outlived it.
-        open_files = open_below(self.path, job.pids if job.is_alive else None)
+        asked = open_files(self.path, self._unfinished)
         snapshot = take(self.path, follows=self.rules.follows)
         sight = Sight(snapshot, self._contents, self.rules, ranks)
         candidates, unknown = candidates_in(sight)
-        refused = {it.name: it.fault for it in candidates if it.fault}
+        refused = {it.name: it.fault for it in candidates if it.fault} | unlisted(sight, candidates)
         verdicts = self._finisher.judge(
             [it for it in candidates if it.name not in refused],
-            open_files=open_files,
+            open_files=asked.opened,
+            unseen=asked.unseen,
             job_lives=job.is_alive,
             ended_well=job.ended_well and not job.is_alive,
-            began_after=job.pids is not None,
+            began_after=job.is_started,
             is_one_process=ranks is not None and len(ranks) < 2,
             now_seconds=time.monotonic(),
         )
         finished = self._found(verdicts.finished)
+        self._unfinished = [
+            it.path_of(file) for it in candidates if it.name in verdicts.unfinished for file in it.files
+        ]
         self._contents.forget(snapshot.files)
         if notes:
             self._record({it.name: it.fingerprint for it in finished})
@@ -146,7 +154,8 @@ class Folder:
             return False
         if found.is_directory and signs != wanted:
             return False
-        if open_below(self.path, readers=True) & {found.path_of(file) for file in wanted}:
+        asked = open_files(self.path, [found.path_of(file) for file in wanted], readers=True)
+        if asked.opened or asked.unseen:
             return False
         if self.is_near:
             gone = self.new("removed")
@@ -180,7 +189,7 @@ class Folder:
         """Return the signs of the files of a checkpoint now."""
         above = found.name if found.is_directory else found.parent
         if found.is_directory:
-            return take((self.path / above).resolve(), follows=False).below("")
+            return take(self.path, follows=self.rules.follows, only=above).below(above)
         return {file: sign for file in found.files if (sign := _sign_of(self.path / found.path_of(file))) is not None}
 
     def restored(self) -> dict[str, str]:
@@ -222,15 +231,10 @@ class Folder:
 
     def _read(self, name: str) -> dict[str, str] | None:
         """Read a file of ours; nothing where it is torn, None where there is none."""
-        try:
-            fields = json.loads((self.own / name).read_text())
-        except FileNotFoundError:
+        path = self.own / name
+        if not path.exists():
             return None
-        except OSError as error:
-            refuse_shortage(error, self.own / name)
-            return {}
-        except ValueError:
-            return {}
+        fields = json_in(text_of(path))
         return (
             {name: text for name, text in fields.items() if isinstance(text, str)} if isinstance(fields, dict) else {}
         )
@@ -258,35 +262,46 @@ class Held:
         with ExitStack() as failed:
             failed.callback(self.remove)
             place.mkdir()
-            for number, file in enumerate(names):
-                self._held[file] = self._hold(folder.path / found.path_of(file), place / str(number), file)
+            paths = {file: folder.path / found.path_of(file) for file in names}
+            # All are looked at before the first gets a second name, and again after the last: two of them may be one.
+            for file, path in paths.items():
+                with self._tells(path, file):
+                    now = _sign_of(path)
+                    if now != found.files[file] or now.ctime_ns != found.files[file].ctime_ns:
+                        raise _changed(found, file)
+            for number, (file, path) in enumerate(paths.items()):
+                with self._tells(path, file):
+                    paths[file] = self._hold(path, place / str(number))
+            for file, path in paths.items():
+                self._held[file] = path, Sign.of(os.stat(path))
+                if found.files[file].link is None and self._held[file][1] != found.files[file]:
+                    raise _changed(found, file)
             failed.pop_all()
 
-    def _hold(self, path: Path, second: Path, file: str) -> tuple[Path, Sign]:
-        """Hold one file. Return the path to read, and its sign from now on."""
-        seen = self._found.files[file]
+    @contextmanager
+    def _tells(self, path: Path, file: str) -> Iterator[None]:
+        """Raise SourceChanged for a file that is gone, and InvalidSource for one that cannot be read."""
         try:
-            if _sign_of(path) != seen or os.lstat(path).st_ctime_ns != seen.ctime_ns:
-                raise _changed(self._found, file)
-            real = path.resolve()  # of a link, what it leads to
-            try:
-                os.link(real, second, follow_symlinks=False)
-            except FileNotFoundError:
-                raise
-            except OSError:
-                _raise_limit()
-                descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-                self._stack.callback(os.close, descriptor)
-                second = Path(f"/proc/self/fd/{descriptor}")
-            sign = Sign.of(os.stat(second))
+            yield
         except FileNotFoundError as error:
             raise _changed(self._found, file) from error
         except OSError as error:
             refuse_shortage(error, path)
             raise InvalidSource(f"{path} cannot be read: {error.strerror}", step=self._found.step, file=file) from error
-        if seen.link is None and sign != seen:
-            raise _changed(self._found, file)
-        return second, sign
+
+    def _hold(self, path: Path, second: Path) -> Path:
+        """Hold one file. Return the path to read."""
+        real = path.resolve()  # of a link, what it leads to
+        try:
+            os.link(real, second, follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            _raise_limit()
+            descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            self._stack.callback(os.close, descriptor)
+            second = Path(f"/proc/self/fd/{descriptor}")
+        return second
 
     @property
     def names(self) -> Collection[str]:

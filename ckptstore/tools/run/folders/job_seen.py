@@ -1,33 +1,30 @@
-"""Find the processes of a job in the system: their ranks, and the files that they have open for writing."""
+"""Find the processes of a job in the system, and their ranks."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from ckptstore.tools.run.folders.open_files import PROC, pids
 from ckptstore.transfer.sources import refuse_shortage
 
-PROC = Path("/proc")
 RANK_VARIABLES = (b"RANK", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"SLURM_PROCID")
 """The variables with the rank of a process: of torchrun, Open MPI, MPICH, Slurm."""
 _LOCAL_RANK = b"LOCAL_RANK"
 _SET_WITH_RANK = (_LOCAL_RANK, b"WORLD_SIZE")
 """The variables that launchers set beside `RANK`: a node and one of its ranks may have the same number."""
-_FLAGS = re.compile(rb"^flags:\s+([0-7]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class JobSeen:
     """The facts of a job at the moment of a look."""
 
-    pids: frozenset[int] | None = None
-    """Its processes on this node; None when they are unknown: then every process that may be seen counts."""
     ranks: frozenset[int] | None = None
     """The ranks of its processes on this node, empty for a job that has none; None when they are unknown. One that has
     ended counts as long as another one runs: what it has not written is lacking."""
+    is_started: bool = False
+    """True if the agent started it, after its first look into the folder: what was there then is not its own."""
     is_alive: bool = True
     """False once all its processes have ended, or it has failed: what is unfinished stays so."""
     ended_well: bool = False
@@ -39,33 +36,33 @@ class StartedJob:
     parents."""
 
     def __init__(self, root: int) -> None:
-        self._root = root
+        self.root = root
         self._ranks: dict[int, int] = {}
         """The ranks by process. One that has ended stays as long as another one that was started with it runs."""
 
     def seen(self) -> JobSeen:
         """Look at its processes."""
         parents, sessions = _processes()
-        members = {self._root} if self._root in parents else set()
+        members = {self.root} if self.root in parents else set()
         grew = True
         while grew:
             more = {pid for pid, parent in parents.items() if parent in members} - members
             grew = bool(more)
             members |= more
-        members |= {pid for pid, session in sessions.items() if session == self._root}
+        members |= {pid for pid, session in sessions.items() if session == self.root}
         own_ranks = _own_ranks(members, parents)
         if own_ranks:
             self._ranks = {**self._ranks, **own_ranks} if own_ranks.keys() & self._ranks.keys() else own_ranks
         ranks = frozenset(self._ranks.values())
         if members and not ranks and (rank := _rank_in(os.environb, RANK_VARIABLES)) is not None:
             ranks = frozenset([rank])  # nothing in the job got another one: it is that of the whole job
-        return JobSeen(frozenset(members), ranks, is_alive=bool(members))
+        return JobSeen(ranks, is_started=True, is_alive=bool(members))
 
 
 def _processes() -> tuple[dict[int, int], dict[int, int]]:
     """Return the parent of each process, and its session; of those that have not ended."""
     parents, sessions = {}, {}
-    for pid in _pids():
+    for pid in pids():
         try:
             # The name of the program may hold anything, a bracket too; nothing after it does.
             fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
@@ -77,18 +74,14 @@ def _processes() -> tuple[dict[int, int], dict[int, int]]:
     return parents, sessions
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir(PROC) if name.isdigit()] if PROC.is_dir() else []
-
-
-def _own_ranks(pids: Collection[int], parents: Mapping[int, int]) -> dict[int, int]:
+def _own_ranks(members: Collection[int], parents: Mapping[int, int]) -> dict[int, int]:
     """Return the ranks of those of these processes that got one of their own from whoever started them.
 
     What a process has from its parent says nothing: a launcher has the number of its node (`SLURM_PROCID` with one task
     a node, `RANK` in a pod of Kubeflow), and all that it starts inherits that. So who starts others with ranks is none.
     Below a rank of this node there are no further ones: what it starts is a job of its own.
     """
-    variables = {pid: found for pid in pids if (found := _variables(pid)) is not None}
+    variables = {pid: found for pid in members if (found := _variables(pid)) is not None}
     outside = {name: os.environb[name] for name in (*RANK_VARIABLES, *_SET_WITH_RANK) if name in os.environb}
     own_ranks: dict[int, int] = {}
     local: set[int] = set()
@@ -120,53 +113,3 @@ def _variables(pid: int) -> dict[bytes, bytes] | None:
 
 def _rank_in(variables: Mapping[bytes, bytes], names: Collection[bytes]) -> int | None:
     return next((int(variables[name]) for name in names if variables.get(name, b"").isdigit()), None)
-
-
-def open_below(folder: Path, pids: frozenset[int] | None = None, *, readers: bool = False) -> frozenset[str]:
-    """Return the files below a folder that processes have open, or mapped, for writing; relative to it. With `readers`
-    also for reading; without `pids` of all processes.
-
-    Of other users' processes only root hears. Without /proc (macOS) nothing is known, and nothing returned.
-    """
-    root = os.fsencode(os.path.realpath(folder)) + b"/"
-    found: set[str] = set()
-    for pid in _pids() if pids is None else pids:
-        for path, writes in (*_descriptors(pid, root), *_mappings(pid, root)):
-            if writes or readers:
-                found.add(os.fsdecode(path[len(root) :]))
-    return frozenset(found)
-
-
-def _descriptors(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield what a process has open below a directory, and True if for writing."""
-    directory = os.fsencode(PROC / str(pid))
-    try:
-        numbers = os.listdir(directory + b"/fd")
-    except OSError as error:
-        refuse_shortage(error, PROC)
-        return
-    for number in numbers:
-        try:
-            path = os.readlink(directory + b"/fd/" + number)
-            if not path.startswith(root):
-                continue
-            with open(directory + b"/fdinfo/" + number, "rb") as info:
-                flags = _FLAGS.search(info.read())
-        except OSError as error:  # closed meanwhile
-            refuse_shortage(error, PROC)
-            continue
-        yield path, flags is None or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
-
-
-def _mappings(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
-    try:
-        maps = (PROC / str(pid) / "maps").read_bytes()
-    except OSError as error:
-        refuse_shortage(error, PROC)
-        return
-    if root not in maps:  # nearly always; a process of torch has a thousand lines, and a look comes every few seconds
-        return
-    for line in maps.splitlines():
-        fields = line.split(None, 5)
-        if len(fields) == 6 and fields[5].startswith(root):
-            yield fields[5], fields[1] == b"rw-s"

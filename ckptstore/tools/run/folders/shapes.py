@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +10,12 @@ from fnmatch import fnmatchcase
 from functools import cache
 from glob import escape
 
+from ckptstore.errors import InvalidName
+from ckptstore.format.layout import check_name, check_user_name
 from ckptstore.tools.run.folders.candidate import MAX_BESIDE_BYTES, Beside, Prospect, Sight, last_number, outdated
 from ckptstore.tools.run.folders.shape import Shape, known_shapes
-from ckptstore.tools.run.folders.snapshot import Sign
+from ckptstore.tools.run.folders.snapshot import LEADS_OUT, Sign
+from ckptstore.tools.run.folders.whole import json_in
 
 _WEIGHTS = re.compile(
     r".*\.(pt|pth|bin|ckpt|safetensors|distcp|pth\.tar|keras|h5|hdf5|npz|npy|pkl|pickle|joblib|ubj|msgpack|onnx|nemo)"
@@ -36,7 +38,7 @@ def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
                 claimed.update(candidate.path_of(file) for file in candidate.files)
 
     claim(_patterns(sight, claimed))
-    names = [name for name, sign in sight.snapshot.files.items() if sign.link is None]
+    names = [name for name, sign in sight.snapshot.files.items() if sign.link is None or sign.fault == LEADS_OUT]
     known = [name for name in names if _known_file().fullmatch(name)] if names else []
     for shapes, fitting in ((sight.rules.shapes, names), (known_shapes(), known)):
         for shape in shapes:
@@ -172,9 +174,8 @@ def _no_marker(shape: Shape, sight: Sight, name: str, files: Mapping[str, Sign],
         return None if shape.marker_if and not _any(shape.marker_if, files) else f"{shape.marker} is not there yet"
     if shape.marker_key is None:
         return None
-    try:
-        written = json.loads(sight.text(f"{name}/{shape.marker}") or "")
-    except ValueError:
+    written = json_in(sight.text(f"{name}/{shape.marker}"))
+    if written is None:
         return f"{shape.marker} is not whole yet"
     if not isinstance(written, dict) or written.get(shape.marker_key) != step:
         return f"{shape.marker} is of another step"
@@ -183,7 +184,7 @@ def _no_marker(shape: Shape, sight: Sight, name: str, files: Mapping[str, Sign],
 
 def _is_behind(shape: Shape, named: str, step: int | None) -> bool:
     """Return True if the tracker names a later one."""
-    newest = (int(named) if named.isdigit() else None) if shape.tracker_has == "step" else last_number(named)
+    newest = last_number(named) if shape.tracker_has == "name" or named.isdecimal() else None
     return newest is not None and step is not None and step < newest
 
 
@@ -230,9 +231,10 @@ def _lacking_ranks(shape: Shape, sight: Sight, files: Mapping[str, Sign]) -> str
 def _lacking_shards(sight: Sight, name: str, files: Mapping[str, Sign]) -> str | None:
     """Return the first file that an index of a Hugging Face model names, and that is not there."""
     for index in (file for file in files if file.endswith((".safetensors.index.json", ".bin.index.json"))):
+        written = json_in(sight.text(f"{name}/{index}"))
         try:
-            shards = set(json.loads(sight.text(f"{name}/{index}") or "")["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
+            shards = {check_name(shard) for shard in written["weight_map"].values()}
+        except (KeyError, TypeError, AttributeError, InvalidName):
             return f"{index} is not whole yet"
         above = index.rpartition("/")[0]
         missing = sorted(shard for shard in shards if (f"{above}/{shard}" if above else shard) not in files)
@@ -246,14 +248,23 @@ def _links_to(sight: Sight, name: str) -> dict[str, Beside]:
     own = name.rpartition("/")[2]
     others = sight.snapshot.beside(name).items()
     links = {file: sign.link.rstrip("/").rpartition("/")[2] for file, sign in others if sign.link is not None}
-    return {file: Beside(link=own) for file, target in links.items() if target == own}
+    return {file: Beside(link=own) for file, target in links.items() if target == own and not _unnameable(file)}
+
+
+def _unnameable(file: str) -> str:
+    """Return the reason why a file beside a checkpoint cannot come along under its name, "" if it can."""
+    try:
+        check_user_name(file)
+    except InvalidName as error:
+        return f"cannot be stored: {error.message}"
+    return ""
 
 
 def _small(shape: Shape, sight: Sight, name: str, step: int | None) -> dict[str, Beside]:
     """Return the small files beside a checkpoint that come along: those of the shape, and the caller's."""
     found = {}
     for file in _fitting(sight, name, (*shape.beside, *sight.rules.beside), step):
-        data = None if _why_left_out(sight, _next_to(name, file)) else sight.data(_next_to(name, file))
+        data = None if _why_left_out(sight, name, file) else sight.data(_next_to(name, file))
         if data is not None:
             found[file] = _stored(data)
     return found
@@ -297,25 +308,34 @@ def _fitting(sight: Sight, name: str, globs: Sequence[str], step: int | None) ->
                 yield prefix + file
 
 
-def _why_left_out(sight: Sight, name: str) -> str:
-    """Return the reason why a file cannot come along, "" if it can."""
-    sign = sight.snapshot.files[name]
+def _why_left_out(sight: Sight, name: str, file: str) -> str:
+    """Return the reason why a file beside a checkpoint cannot come along, "" if it can."""
+    sign = sight.snapshot.files[_next_to(name, file)]
+    if fault := _unnameable(file):
+        return fault
     if sign.fault or sign.size_bytes > MAX_BESIDE_BYTES:
         return sign.fault or f"has {sign.size_bytes:,} bytes, and at most {MAX_BESIDE_BYTES:,} come along"
     return ""
+
+
+def unlisted(sight: Sight, candidates: Sequence[Prospect]) -> dict[str, str]:
+    """Return the directories that cannot be listed and belong to none of these, with the reasons: nobody knows what is
+    in them."""
+    names = {it.name for it in candidates}
+    files = sight.snapshot.files.items()
+    return {name: sign.fault for name, sign in files if sign.is_unlisted and not _within(name, names)}
 
 
 def left_out(sight: Sight, candidates: Sequence[Prospect]) -> dict[str, str]:
     """Return what fits the caller's globs beside these candidates, and cannot come along, with the reasons."""
     globs, own = sight.rules.beside, {file for it in candidates if not it.is_directory for file in it.files}
     places = {(it.parent, it.step if "{step}" in "".join(globs) else None): it.name for it in candidates}
-    names = {
-        _next_to(name, file)
-        for (_, step), name in places.items()
+    return {
+        _next_to(name, file): why
+        for (_, step), name in sorted(places.items(), key=lambda place: place[1])
         for file in _fitting(sight, name, globs, step)
-        if file not in own
+        if file not in own and (why := _why_left_out(sight, name, file))
     }
-    return {name: why for name in sorted(names) if (why := _why_left_out(sight, name))}
 
 
 def _files(shape: Shape, sight: Sight, names: Sequence[str], claimed: set[str]) -> Iterator[Prospect]:
@@ -332,7 +352,8 @@ def _files(shape: Shape, sight: Sight, names: Sequence[str], claimed: set[str]) 
 
 def _files_of(shape: Shape, sight: Sight, parent: str, steps: Mapping[str, int | None]) -> Iterator[Prospect]:
     """Yield the candidates of one directory. A copy of the same step as another file belongs to that one."""
-    copies = {name for name in steps if shape.duplicates and re.fullmatch(shape.duplicates, name.rpartition("/")[2])}
+    whole = [name for name in steps if not sight.snapshot.files[name].fault]
+    copies = {name for name in whole if shape.duplicates and re.fullmatch(shape.duplicates, name.rpartition("/")[2])}
     named = {step for name, step in steps.items() if name not in copies}
     newest = max((step for step in named if step is not None), default=None)
     copy_is_behind = any(steps[name] is None or (newest is not None and steps[name] < newest) for name in copies)  # type: ignore[operator]
@@ -401,8 +422,8 @@ def _patterns(sight: Sight, claimed: set[str]) -> Iterator[Prospect]:
         is_directory, marker = name in sight.snapshot.directories, rules.marker
         if not is_directory and marker is not None and name.endswith(marker):
             continue
-        if not is_directory and sight.snapshot.files[name].link is not None and not sight.snapshot.files[name].fault:
-            continue  # a second name of something else in the folder
+        if not is_directory and sight.snapshot.files[name].is_second_name:
+            continue
         files = sight.snapshot.below(name) if is_directory else {own: sight.snapshot.files[name]}
         beside = _links_to(sight, name)
         lacks = None if files else "it is empty"

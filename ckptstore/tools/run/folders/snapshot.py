@@ -20,6 +20,11 @@ RESTORING_NAME = ".ckptstore"
 _OF_A_STORE = {STORE_KEY, LOG_PREFIX.rstrip("/")}
 """Names that the directory of a store has."""
 
+LEADS_OUT = "is a link that leads out of the folder"
+LEADS_TO_DIRECTORY = "is a link to a directory of the folder"
+"""A fault of a link in a checkpoint; one beside it is another name of something."""
+_UNLISTED = "is a directory that cannot be listed"
+
 _SET_NS = 2 * 10**9
 """A difference between the times of a file from which on a program has set that of its last write."""
 
@@ -42,6 +47,16 @@ class Sign:
     def is_original(self) -> bool:
         """True if its time is that of its last write, and no program has set it."""
         return self.link is None and abs(self.ctime_ns - self.mtime_ns) < _SET_NS
+
+    @property
+    def is_second_name(self) -> bool:
+        """True for a link to something else in the folder."""
+        return self.link is not None and self.fault in ("", LEADS_TO_DIRECTORY)
+
+    @property
+    def is_unlisted(self) -> bool:
+        """True for a directory that cannot be listed."""
+        return self.fault.startswith(_UNLISTED)
 
     @staticmethod
     def of(status: os.stat_result, link: str | None = None, *, fault: str = "") -> Sign:
@@ -80,12 +95,12 @@ class FolderSnapshot:
         return {other.rpartition("/")[2]: self.files[other] for other in names}
 
 
-def take(folder: Path, *, follows: bool = True) -> FolderSnapshot:
-    """Look at everything below a folder; an empty snapshot where there is none.
+def take(folder: Path, *, follows: bool = True, only: str = "") -> FolderSnapshot:
+    """Look at everything below a folder, or below one directory of it; an empty snapshot where there is none.
 
     With `follows` a link to a directory outside of the folder counts as that directory. All other links are seen, and
-    not followed. A store in the folder is passed over. What disappears meanwhile is left out. No file is opened. Raises
-    InvalidSource for a folder that cannot be listed.
+    not followed. A store in the folder is passed over. What disappears meanwhile is left out; a directory that cannot
+    be listed counts as a file with a fault. No file is opened. Raises InvalidSource for a folder that cannot be listed.
     """
     files: dict[str, Sign] = {}
     directories: set[str] = set()
@@ -98,10 +113,19 @@ def take(folder: Path, *, follows: bool = True) -> FolderSnapshot:
         refuse_shortage(error, folder)
         raise InvalidSource(f"The folder {folder} cannot be listed: {error.strerror}", file=str(folder)) from error
     root = os.path.realpath(folder)
-    pending = [("", root)]
+    pending = [(f"{only}/", _outermost(folder, only, root))] if only else [("", root)]
     while pending:
         prefix, above = pending.pop()
-        entries = _entries(folder / prefix)
+        try:
+            with os.scandir(folder / prefix) as scanned:
+                entries = sorted(scanned, key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):  # removed between the look at its parent and this one
+            continue
+        except OSError as error:
+            refuse_shortage(error, folder / prefix)
+            directories.discard(prefix[:-1])
+            files[prefix[:-1]] = Sign(0, 0, 0, fault=f"{_UNLISTED}: {error.strerror}")
+            continue
         if prefix and {entry.name for entry in entries} >= _OF_A_STORE:
             continue  # it has checkpoints of its own, and they are no trainer's
         for entry in entries:
@@ -114,7 +138,10 @@ def take(folder: Path, *, follows: bool = True) -> FolderSnapshot:
                 real = os.path.realpath(entry.path) if link is not None else ""
                 is_outside = os.path.isdir(real) and os.path.commonpath([real, root]) not in (real, root)
                 is_followed = follows and link is not None and above == root and is_outside
-            except OSError:  # it has gone, or is another thing by now: the next look sees it
+            except FileNotFoundError:  # the next look sees what is there
+                continue
+            except OSError as error:
+                files[name] = Sign(0, 0, 0, fault=f"cannot be looked at: {error.strerror}")
                 continue
             if stat.S_ISDIR(status.st_mode) or is_followed:
                 directories.add(name)
@@ -128,17 +155,20 @@ def _fault(path: str, status: os.stat_result, real: str, above: str) -> str:
     """Return the reason why a file cannot be stored, "" if it can. `above` is what its links may lead to."""
     if stat.S_ISLNK(status.st_mode):
         if os.path.commonpath([real, above]) != above:
-            return "is a link that leads out of the folder"
-        return "" if os.path.isfile(real) or os.path.isdir(real) else "is a link to nothing"
+            return LEADS_OUT
+        if os.path.isdir(real):
+            return LEADS_TO_DIRECTORY
+        return "" if os.path.isfile(real) else "is a link to nothing"
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file: a pipe, a socket or a device"
     return "" if os.access(path, os.R_OK) else "cannot be read by this user"
 
 
-def _entries(path: Path) -> Sequence[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:  # removed between the look at its parent and this one
-        refuse_shortage(error, path)
-        return []
+def _outermost(folder: Path, name: str, root: str) -> str:
+    """Return what the links below a directory may lead to: the folder, or the directory outside that a link on the way
+    to it leads to."""
+    for path in reversed([folder / name, *(folder / name).parents]):
+        real = os.path.realpath(path)
+        if path.is_relative_to(folder) and os.path.commonpath([real, root]) != root:
+            return real
+    return root
