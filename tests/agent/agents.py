@@ -21,10 +21,16 @@ class Agent:
     """`ckptstore run` or `watch-folder`, running."""
 
     def __init__(
-        self, words: list[str], *, events: Path, env: dict[str, str] | None = None, cwd: Path | None = None
+        self,
+        words: list[str],
+        *,
+        events: Path,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        below: tuple[str, ...] = (),
     ) -> None:
         self.events_file = events
-        command = [sys.executable, "-m", "ckptstore.tools.cli", *words]
+        command = [*below, sys.executable, "-m", "ckptstore.tools.cli", *words]
         with open(events.with_suffix(".out"), "ab") as out:
             self.process = subprocess.Popen(
                 command,

@@ -16,7 +16,7 @@ from ckptstore.tools.run.trainer import TrainerProcess
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """After these the end is near."""
-_TAKEN = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+HANDED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 _WAKE_SECONDS = 0.25
 _KILL_SECONDS = 10.0
@@ -34,7 +34,7 @@ class Signals:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        for number in _TAKEN:
+        for number in HANDED_ON:
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN:
                 self._before[number] = before

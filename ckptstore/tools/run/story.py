@@ -25,6 +25,7 @@ from ckptstore.storage.base import Disk
 from ckptstore.store import CheckpointStore
 from ckptstore.tools.run.committer import Committer, Outcome
 from ckptstore.tools.run.failures import FINAL, Failures
+from ckptstore.tools.run.first_process import stay_behind
 from ckptstore.tools.run.folders import Folder, Found, JobSeen, Rules
 from ckptstore.tools.run.guess import folder_in_command, folder_in_store, folder_written
 from ckptstore.tools.run.lock import locked
@@ -116,6 +117,7 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
     the store, and then in what the command writes below the working directory. What is wrong with the store, the folder
     or the command is raised before the command is started; afterwards nothing is raised.
     """
+    stay_behind()
     check_command(command)
     plan = _located(plan, command)
     place = plan.folder or Path.cwd()
@@ -190,7 +192,7 @@ def _written(plan: AgentPlan, handing: Handing, place: Path, *, since_seconds: f
         why_not = f"nothing below {place} has the shape of a checkpoint; give --folder"
         try:
             folder = folder_written(place, plan.rules, since_seconds=since_seconds)
-        except (CkptstoreError, OSError) as error:  # the training goes on, and the next look may go well
+        except Exception as error:  # the training goes on, and the next look may go well
             folder, why_not = None, str(error)
             if not has_ended and why_not not in noted:
                 emit(FolderNotice(text=why_not))
@@ -291,7 +293,7 @@ class _Late:
             place.look(job(), notes=False)  # another agent may work on it
             look = place.look(job(), notes=False)
             left, unfinished = look.finished, look.unfinished
-        except (CkptstoreError, OSError) as looked:
+        except Exception as looked:
             emit(FolderNotice(text=f"the folder cannot be looked at: {looked}"))
         _tell_rest({}, 0, left, unfinished, reason)
         return CkptstoreError.exit_code if error is None else error.exit_code
@@ -464,7 +466,7 @@ def _outcome(committer: Committer) -> Outcome | None:
     def look() -> None:
         try:
             found.put(committer.outcome())
-        except (CkptstoreError, OSError) as error:
+        except Exception as error:
             emit(FolderNotice(text=f"the folder cannot be looked at: {error}"))
             found.put(None)
 

@@ -52,7 +52,7 @@ class TrainerProcess:
     ) -> None:
         """Start it, with the environment of this process and `variables`. `ended` is called with its exit code, on a
         thread; `lock` is held until nothing of it is left."""
-        self.on_terminal = _has_terminal()
+        self.on_terminal = has_terminal()
         guarded = [sys.executable, "-I", "-S", str(Path(guard.__file__)), f"{ORPHAN_SECONDS:g}"]
         self._guard = subprocess.Popen(
             guarded,
@@ -126,7 +126,8 @@ class TrainerProcess:
                 pipe.close()
 
 
-def _has_terminal() -> bool:
+def has_terminal() -> bool:
+    """Return True if this process reads from a terminal, and signals of the terminal come to it."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
