@@ -249,6 +249,19 @@ def test_6_one_bad_checkpoint_keeps_nobody_out(start: Start, tmp_path: Path) -> 
     assert {name for it in agent.events("CheckpointsPassedOver") for name in it["names"]} == set(reasons)
 
 
+def test_6_a_damaged_file_keeps_no_trainer_from_its_start(start: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    text = "top = Path(sys.argv[1])\nfor n in (1, 2, 3):\n save(top / f'mine_{n}/a.pt', x=n)\n"
+    text += " if n == 2: (top / 'mine_2/a.h5').write_bytes(b'\\x89HDF\\r\\n\\x1a\\n')\n"
+    text += " (top / f'mine_{n}/DONE').touch(); until(2 if n == 3 else 1)"
+    for _ in range(2):
+        options = ("--pattern", "mine_{step}", "--marker", "DONE")
+        agent = start(tmp_path / "store", out, *options, trainer=[*script(text), out])
+        assert agent.code() == 0, agent.output
+        assert names_of(tmp_path / "store") == {1: "mine_1", 3: "mine_3"}
+        assert agent.events("UnfinishedLeft")[-1]["reasons"] == ["a.h5 has a header that cannot be read"]
+
+
 def test_6_a_checkpoint_that_is_a_link_to_a_directory_outside_is_followed(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     text = "top = Path(sys.argv[1])\nfast = top.parent / 'fast'\nsave(fast / 'step_5/a.pt', x=1)\n"
@@ -270,7 +283,7 @@ def test_7_a_writer_that_outlives_the_trainer_is_asked_too(start: Start, tmp_pat
     text += (
         f"subprocess.Popen([sys.executable, '-c', {writer!r}, sys.argv[1] + '/mine_1.dat'], start_new_session=True)\n"
     )
-    text += "time.sleep(1)"
+    text += "while not (path := Path(sys.argv[1], 'mine_1.dat')).exists() or not path.stat().st_size: time.sleep(0.01)"
     agent = start(
         tmp_path / "store", out, "--pattern", "mine_{step}.dat", "--quiet", "0.3s", trainer=[*script(text), out]
     )
@@ -278,6 +291,24 @@ def test_7_a_writer_that_outlives_the_trainer_is_asked_too(start: Start, tmp_pat
     assert agent.committed == []
     (out / "mine_1.dat.stop").touch()
     assert "open for writing" in agent.events("UnfinishedLeft")[0]["reasons"][0]
+
+
+def test_7_a_daemon_of_the_trainer_is_asked_while_that_lives(start: Start, tmp_path: Path) -> None:
+    """Its parent has ended and it leads a session: nothing says any more whose it is."""
+    out = tmp_path / "out"
+    writer = "import os, sys, time; f = open(sys.argv[1], 'wb', 0); f.write(b'a' * 9)\n"
+    writer += "while not os.path.exists(sys.argv[1] + '.stop'): time.sleep(0.02)\nf.write(b'a' * 9)"
+    text = "import subprocess\nout = Path(sys.argv[1]); out.mkdir(exist_ok=True); first = out / 'mine_1.dat'\n"
+    text += f"words = [sys.executable, '-c', {writer!r}, str(first)]\n"
+    text += "if os.fork() == 0: subprocess.Popen(words, start_new_session=True); os._exit(0)\nos.wait()\n"
+    text += "while not first.exists() or not first.stat().st_size: time.sleep(0.01)\n"
+    text += "(out / 'mine_2.dat').write_bytes(b'a' * 18); until(1); (out / 'mine_1.dat.stop').touch(); until(2)"
+    options = ("--pattern", "mine_{step}.dat", "--quiet", "0.3s")
+    agent = start(tmp_path / "store", out, *options, trainer=[*script(text), out])
+    assert agent.code() == 0, agent.output
+    assert agent.committed == [2, 1]
+    with open_store(tmp_path / "store") as store:
+        assert {item.size_bytes for item in store.history()} == {18}
 
 
 def test_8_after_a_crash_the_newest_whole_file_is_taken(start: Start, tmp_path: Path) -> None:

@@ -164,14 +164,17 @@ def print_explained(directory: str, rules: Rules, *, as_json: bool) -> int:
     folder.look(JobSeen(), notes=False)
     look = folder.look(JobSeen(), notes=False)
     rows = explained(look)
+    unseen = {name: why for name, why in look.refused.items() if name not in {row["name"] for row in rows}}
     if as_json:
-        print_json(found=rows, unknown=list(look.unknown))
+        print_json(found=rows, unknown=list(look.unknown), passed_over=unseen)
     else:
         for row in rows:
-            click.echo(f"{row['name']}  {row['shape']}  {row['step']}  {row['verdict']}")
+            click.echo(printable(f"{row['name']}  {row['shape']}  {row['step']}  {row['verdict']}"))
         for name in look.unknown:
-            click.echo(f"{name}  no known shape: --pattern {pattern_for(name)!r} takes it")
-        if not rows and not look.unknown:
+            click.echo(printable(f"{name}  no known shape: --pattern {pattern_for(name)!r} takes it"))
+        for name, why in unseen.items():
+            click.echo(printable(f"{name}  {why}"))
+        if not rows and not look.unknown and not unseen:
             click.echo(f"nothing in {directory} has the shape of a checkpoint; --pattern GLOB says what one is called")
     return 0 if rows else NOTHING_FOUND
 

@@ -125,6 +125,8 @@ def _ends_array(head: bytes, size_bytes: int) -> tuple[str | None, bool]:
 
 def _torn_hdf5(head: bytes, size_bytes: int) -> str | None:
     """Check the end of the file that its superblock names (HDF5 file format 3.0, "Superblock")."""
+    if len(head) < 14:
+        return "has a header that cannot be read"
     version = head[8]
     at, width = ({0: 24, 1: 28}[version], head[13]) if version < 2 else (12, head[9])
     if version >= 2 and head[11] & 1:
