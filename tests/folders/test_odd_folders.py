@@ -14,7 +14,7 @@ import pytest
 
 from ckptstore import CheckpointStore, open_store
 from ckptstore.tools.run.committer import Committer
-from ckptstore.tools.run.folders import Folder, JobSeen, Rules
+from ckptstore.tools.run.folders import Folder, JobSeen, Rules, newest_first, restore_folder
 from tests.folders.test_finished_property import zipped
 
 MARKED = Rules(patterns=("step_{step}",), marker="done")
@@ -143,7 +143,7 @@ def test_a_file_that_is_itself_a_link_out_of_the_folder_is_named(tmp_path: Path,
 def test_what_another_user_may_not_read_is_named_and_taken_later() -> None:
     text = """
 import encodings.cp437, os, sys
-from ckptstore.tools.run.folders import Folder, JobSeen, Rules
+from ckptstore.tools.run.folders import Folder, JobSeen, Rules, newest_first, restore_folder
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 folder = Folder(sys.argv[1], Rules(patterns=("step_{step}",), marker="done", quiet_seconds=1e-9))
 for _ in range(2):
@@ -179,3 +179,19 @@ for _ in range(2):
     assert f"('step_3', 'step_3 {listed}')" in said
     assert said.endswith("['step_4']\n")
     assert later == "[] ['step_1', 'step_2', 'step_3', 'step_4']\n"
+
+
+def test_a_link_out_of_the_folder_is_left_alone_by_a_restore(tmp_path: Path, store: CheckpointStore) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/epoch=0-step=4.ckpt").write_bytes(zipped(4, "x"))
+    committer = agent(store, tmp_path / "out", Rules())
+    for _ in range(2):
+        committer._round()
+    (tmp_path / "fast.ckpt").write_bytes(zipped(9, "x"))
+    link = tmp_path / "out/epoch=0-step=9.ckpt"
+    link.symlink_to(tmp_path / "fast.ckpt")
+    (tmp_path / "out/epoch=0-step=4.ckpt").unlink()
+    report = restore_folder(Folder(tmp_path / "out", Rules()), newest_first(store))
+    assert report is not None
+    assert (report.name, report.is_restored, report.moved_aside) == ("epoch=0-step=4.ckpt", True, ())
+    assert link.is_symlink()

@@ -71,6 +71,6 @@ def _is_alive(holder: str) -> bool:
         return False
     try:
         os.kill(int(holder), 0)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         return isinstance(error, PermissionError)  # another user's
     return True

@@ -149,8 +149,15 @@ def newest_first(store: Catalogue, step: int | None = None) -> list[Checkpoint]:
 def whole_in(folder: Folder, like: Checkpoint) -> list[tuple[int, str]]:
     """Return step and name of everything that a folder has finished, where no job writes to it. `like` is a checkpoint
     of the same training."""
-    local = candidates_of(folder, _ranks_of(like))
+    local = _local(folder, like)
     return [(it.step, it.name) for it in local if it.step is not None and folder.is_whole(it)]
+
+
+def _local(folder: Folder, like: Checkpoint) -> list[Prospect]:
+    """Return the candidates of a folder. A file that is itself a link out of it is the trainer's affair: it is neither
+    what the store might have, nor moved aside."""
+    local = candidates_of(folder, _ranks_of(like))
+    return [it for it in local if it.is_directory or it.files[it.name.rpartition("/")[2]].link is None]
 
 
 def same(folder: Folder, found: Found, checkpoint: Checkpoint) -> bool:
@@ -177,7 +184,7 @@ def _restore(
 ) -> RestoreReport:
     refuse_links(folder.path, home.parent)
     done = _Fetched()
-    local = candidates_of(folder, _ranks_of(checkpoint))
+    local = _local(folder, checkpoint)
     stays, why_not = _staying(folder, [it for it in local if may_stay(it.name)], checkpoint, home)
     if stays is None:
         if (folder.path / home.name).is_symlink():  # to a directory elsewhere, in which nothing is written
