@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckptstore import KeepAll, KeepBest, KeepLatest, open_store
+from ckptstore.errors import InvalidInput
 from ckptstore.integrations.lightning import CheckpointStoreCallback
 from ckptstore.integrations.loaders import MapLoader, StreamLoader
 
@@ -35,6 +36,12 @@ class Small(pytorch_lightning.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.layer(batch).square().mean())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.layer(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -221,6 +228,103 @@ def requeued_by_slurm(root: str) -> list[int | None]:
             trainer.save_checkpoint(f"{root}/hpc_ckpt_1.ckpt")
         found += [callback.resumed.step if callback.resumed else None, len(module.batches)]
     return found
+
+
+def last_of_a_store(root: str) -> tuple[list[str], dict[str, Any]]:
+    """The calls with ckpt_path="last" that do not have the weights of the newest checkpoint then; and the steps, or the
+    errors, of `fit` with it."""
+    data = DataLoader(torch.arange(48.0).reshape(12, 4) / 48, batch_size=4)
+
+    def weights(module: Any) -> list[float]:
+        return list(module.layer.weight.flatten().tolist())
+
+    def fit(name: str, epochs: int, path: str | None = None, **options: Any) -> tuple[Any, list[float], list[Any]]:
+        callback = CheckpointStoreCallback(f"{root}/{name}", **options)
+        trainer, module = quiet_trainer(callback, max_epochs=epochs), Small()
+        trainer.fit(module, data, ckpt_path=path)
+        return trainer, weights(module), [callback.resumed and callback.resumed.step, len(module.batches)]
+
+    trainer, newest, _ = fit("run", 2)
+    for name in ("beside", "weights", "files"):
+        shutil.copytree(f"{root}/run", f"{root}/{name}")
+    wrong = []
+    for name in ("validate", "test", "predict"):
+        for resume in (True, False):
+            fresh, module = quiet_trainer(CheckpointStoreCallback(f"{root}/run", resume=resume)), Small()
+            getattr(fresh, name)(module, data, ckpt_path="last")
+            assert weights(module) == newest, name
+            for had in (fresh, trainer):
+                torch.nn.init.zeros_(had.lightning_module.layer.weight)
+                getattr(had, name)(dataloaders=data, ckpt_path="last")
+                wrong += [f"{name} {resume} alone"] * (weights(had.lightning_module) != newest)
+
+    found: dict[str, Any] = {}
+    torch.nn.init.zeros_(trainer.lightning_module.layer.weight)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(trainer.lightning_module, data, ckpt_path="last")  # one that has trained
+    shutil.copytree(f"{root}/beside", f"{root}/again")
+    found["fresh"] = fit("beside", 4, "last")[2]
+    _, whole, found["no resume"] = fit("again", 4, "last", resume=False)
+    wrong += ["fit of a trainer that has trained"] * (weights(trainer.lightning_module) != whole)
+    found["empty"] = fit("empty", 1, "last", resume=False)[2]
+    fit("files of Lightning", 1, as_file=True, resume=False)
+    found["as_file"] = fit("files of Lightning", 2, "last", as_file=True, resume=False)[2]
+
+    # A file of ModelCheckpoint beside the store: the newer one counts.
+    both = [ModelCheckpoint(f"{root}/theirs", save_last=True), CheckpointStoreCallback(f"{root}/both")]
+    quiet_trainer(*both, max_epochs=1).fit(Small(), data)
+    _, newest, _ = fit("both", 2)
+    for later in (quiet_trainer(*both), quiet_trainer(*both[::-1])):
+        later.validate(module, data, ckpt_path="last")
+        wrong += ["beside ModelCheckpoint"] * (weights(module) != newest)
+    quiet_trainer(*both, max_epochs=3).fit(Small(), data, ckpt_path="last")
+    found["beside ModelCheckpoint"] = both[1].resumed and both[1].resumed.step
+
+    def refused(call: Any, name: str, **options: Any) -> str:
+        try:
+            call(quiet_trainer(CheckpointStoreCallback(f"{root}/{name}", **options)), Small())
+        except InvalidInput as error:
+            return str(error)
+        return "not refused"
+
+    found["nothing"] = refused(lambda one, module: one.test(module, data, ckpt_path="last"), "nothing")
+    only = {"save_weights_only": True, "resume": False}
+    found["weights"] = refused(lambda one, module: one.fit(module, data, ckpt_path="last"), "weights", **only)
+    found["best"] = refused(lambda one, module: one.fit(module, data, ckpt_path="best"), "run")
+    return wrong, found
+
+
+def places_in_a_store(root: str) -> list[str]:
+    """What is said to each place in a store as a ckpt_path, with our callback and without."""
+    callback = CheckpointStoreCallback(f"{root}/store")
+    data, module = DataLoader(torch.ones(4, 4)), Small()
+    quiet_trainer(callback, max_epochs=1).fit(module, data)
+    checkpoint = callback.store.latest()
+    assert checkpoint is not None
+    files = CheckpointStoreCallback(f"{root}/files", as_file=True, resume=False)
+    quiet_trainer(files, max_epochs=1).fit(module, data)
+    stored = files.store.latest()
+    assert stored is not None
+    quiet_trainer().validate(module, data, ckpt_path=f"{stored.uri}/checkpoint.ckpt")  # is Lightning's own
+    copy = shutil.copytree(checkpoint.uri, f"{root}/copy")
+    places = [
+        checkpoint.uri,
+        f"{root}/store/",
+        copy,
+        "s3://no-such-bucket/run/checkpoints/" + Path(checkpoint.uri).name,
+    ]
+    places += [f"{checkpoint.uri}/{receipt.name}" for receipt in checkpoint.files]
+    said = []
+    for path in [*map(Path, places[:3]), *places, stored.uri]:
+        for given in ([], [callback], [CheckpointStoreCallback(f"{root}/store", resume=False)]):
+            for name in ("fit", "validate", "test", "predict"):
+                try:
+                    getattr(quiet_trainer(*given), name)(module, data, ckpt_path=path)
+                except InvalidInput as error:
+                    said.append(f"{str(path) == stored.uri} {name} {bool(given)} {error}")
+                else:
+                    said.append(f"{path} was read by {name}")
+    return said
 
 
 class Rows(Small):

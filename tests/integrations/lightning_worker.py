@@ -392,8 +392,9 @@ def mistyped(root: str) -> tuple[str, int]:
     return "", 0
 
 
-def validated_best(root: str, strategy: str) -> tuple[float, float | None]:
-    """The loss of the best checkpoint in another model, and what was told of it at its save, to a fast tier first."""
+def validated_best(root: str, strategy: str) -> tuple[float, float | None, float, float]:
+    """The loss of the best and of the last checkpoint in another model, each with what was told of it at its save, to a
+    fast tier first."""
     store = open_store(root, retention=KeepBest(1, "val_loss") | KeepLatest(1), fast=on_node(root, {}))
     callback = CheckpointStoreCallback(store, monitor="val_loss")
     trainer = pl.Trainer(
@@ -409,5 +410,8 @@ def validated_best(root: str, strategy: str) -> tuple[float, float | None]:
     trainer.fit(Model(0))
     (found,) = trainer.validate(Model(9), ckpt_path="best", weights_only=False, verbose=False)
     told = callback.best_model_score
+    (last,) = trainer.validate(Model(9), ckpt_path="last", weights_only=False, verbose=False)
+    latest = store.latest()
+    assert latest is not None
     store.close()
-    return found["val_loss"], told
+    return found["val_loss"], told, last["val_loss"], latest.metrics["val_loss"]

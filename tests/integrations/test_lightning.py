@@ -181,8 +181,10 @@ def test_a_monitor_that_is_never_logged_ends_the_first_epoch(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("auto", 1), ("fsdp2", 2)])
 def test_a_trainer_reads_the_best(tmp_path: Path, strategy: str, num_ranks: int) -> None:
-    for found, told in run_ranks(num_ranks, call, "validated_best", f"{tmp_path}/store", strategy, env=ELASTIC):
+    ranks = run_ranks(num_ranks, call, "validated_best", f"{tmp_path}/store", strategy, env=ELASTIC)
+    for found, told, last, told_last in ranks:
         assert found == pytest.approx(told, rel=1e-5)
+        assert last == pytest.approx(told_last, rel=1e-5)
 
 
 @pytest.mark.long
@@ -250,3 +252,28 @@ def test_a_trainer_goes_on_with_the_position_of_a_loader(tmp_path: Path) -> None
     assert interrupted == [(2, 12.0), (3, 0.0), (3, -1.0)], "the batch is left out, and the rest is as it would be"
     assert ["one batch of StreamLoader" in text for text in warnings] == [True, True, False]
     assert "does not step ReduceLROnPlateau" in warnings[2]
+
+
+def test_the_last_checkpoint_of_a_store_is_that_of_every_call_of_a_trainer(tmp_path: Path) -> None:
+    """Lightning itself looks for it at ModelCheckpoint alone, and goes on with untrained weights."""
+    ((wrong, found),) = forked_ranks.run_ranks(1, call_alone, "last_of_a_store", str(tmp_path))
+    assert wrong == []
+    expected = {"fresh": [6, 6], "no resume": [6, 6], "empty": [None, 3], "as_file": [None, 3]}
+    assert {name: found[name] for name in expected} == expected
+    assert found["beside ModelCheckpoint"] == 6
+    assert "the store has no checkpoint" in found["nothing"]
+    assert "store.latest().load" in found["weights"]
+    assert "roll_back" in found["best"]
+
+
+def test_a_place_in_a_store_is_no_file_of_lightning(tmp_path: Path) -> None:
+    (said,) = forked_ranks.run_ranks(1, call_alone, "places_in_a_store", str(tmp_path))
+    for text in said:
+        is_file, name, has_callback, *words = text.split()
+        assert words[0].startswith("ckpt_path="), text
+        if is_file == "True":
+            assert text.endswith("/checkpoint.ckpt"), text
+        else:
+            assert ("Give the Trainer callbacks=[" in text) == (has_callback == "False"), text
+            assert "ckpt_path='last'" in text
+            assert ("roll_back" in text) == (name == "fit")

@@ -21,6 +21,7 @@ from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.format.manifest import sha256_of
 from ckptstore.integrations.lazy_store import LazyStore, StoreSource, reports_to_ray
 from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
+from ckptstore.integrations.lightning.ckpt_path import watch_trainers
 from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import (
     check_strategy,
@@ -29,7 +30,7 @@ from ckptstore.integrations.lightning.trainer_parts import (
     is_last_epoch,
     leave_finished_epoch,
     leave_finished_pass,
-    leave_requeued,
+    leave_older_file,
     metrics_of,
     recount_batches,
     state_of,
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from ckptstore.store import CheckpointStore
 
 logger = logging.getLogger("ckptstore.lightning")
+
+watch_trainers()
 
 CHECKPOINT_NAME = "checkpoint.ckpt"
 """The name of Lightning's file in a checkpoint, as Ray's callback has it."""
@@ -99,7 +102,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         open_keywords: those of `open_store`, for a URI, or of the function. With `fast`, or an open store that has a
             fast tier, a save is complete when it is on the disks of the nodes.
 
-    `trainer.test(ckpt_path="best")` and its like read the best checkpoint by `monitor`, see `best_model_path`.
+    `trainer.test(ckpt_path="best")` and its like read the best checkpoint by `monitor`, see `best_model_path`, and with
+    "last" the latest.
 
     An error of a save is raised in the training loop, the same on all ranks; of an asynchronous one, by the next save
     or at the end of training.
@@ -154,7 +158,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         self._interval_seconds = None if train_time_interval is None else train_time_interval.total_seconds()
         self._due_at_seconds = 0.0
         self._saves_last, self._saves_on_exception = save_last, save_on_exception
-        self._weights_only, self._as_file = save_weights_only, as_file
+        self.weights_only, self._as_file = save_weights_only, as_file
         self._monitor = monitor
         self._asynchronous = asynchronous
         self._resume = resume
@@ -163,6 +167,9 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         self._pending: PendingSave | None = None
         self._file: tuple[str, str] | None = None
         self._held_file = ExitStack()
+        self._is_last_wanted = False
+        self.reads: Any = None
+        """The path that Lightning reads in the run that has begun; set by Lightning's choice."""
         self._has_left_epoch = False
         self.resumed: Checkpoint | None = None
         """The checkpoint that the last `fit` resumed from."""
@@ -194,22 +201,55 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         disappear once this process has ended. Raises the errors of `best`.
         """
         checkpoint = self.best()
-        if checkpoint is None:
-            return ""
+        return "" if checkpoint is None else self.file_of(checkpoint)
+
+    @property
+    def last_model_path(self) -> str:
+        """The weights of the latest checkpoint in the store, as `best_model_path` has those of the best one."""
+        checkpoint = self.store.latest()
+        return "" if checkpoint is None else self.file_of(checkpoint)
+
+    def file_of(self, checkpoint: Checkpoint) -> str:
+        """Return the path of a checkpoint of this store as a file in Lightning's format, see `best_model_path`."""
+        if self._file is not None and self._file[0] == checkpoint.uri:
+            return self._file[1]
+        self._held_file.close()
         if self._as_file:
-            self._held_file.close()
-            return str(self._held_file.enter_context(checkpoint.as_directory()) / CHECKPOINT_NAME)
-        if self._file is None or self._file[0] != checkpoint.uri:
-            self._held_file.close()
+            held, name = checkpoint.as_directory(), CHECKPOINT_NAME
+        else:
             files, allow = files_behind(checkpoint), bool(self._load_options.get("allow_pickle", False))
-            fetched = NodeCache(files.config.cache).fetch_once(
+            name = FILE_NAME
+            held = NodeCache(files.config.cache).fetch_once(
                 copy_key(f"{checkpoint.uri}/{FILE_NAME} {sha256_of(files.read_manifest()[1])}"),
                 step=checkpoint.step,
                 size_bytes=checkpoint.size_bytes,
                 download=lambda path: write_file(checkpoint, path, version=_version, allow_pickle=allow),
             )
-            self._file = checkpoint.uri, str(self._held_file.enter_context(fetched) / FILE_NAME)
+        self._file = checkpoint.uri, str(self._held_file.enter_context(held) / name)
         return self._file[1]
+
+    def last_to_fit(self, found: str | None) -> str | None:
+        """Return the path for `fit(ckpt_path="last")`: Lightning's own, which it has found beside the store, or none.
+
+        The store is read at the start of `fit`, when the ranks can agree on what they read.
+        """
+        if self.weights_only:
+            raise InvalidInput(
+                "ckpt_path='last', and save_weights_only=True stores nothing that a training can go on from",
+                hint="Load the weights before fit: store.latest().load({'model': module})",
+            )
+        if self._as_file:
+            return self.last_model_path or found
+        self._is_last_wanted = True
+        return found
+
+    def check_best_fits(self) -> None:
+        """Raise InvalidInput unless `best_model_path` is a file that a training can go on from."""
+        if self.weights_only or not self._as_file:
+            raise InvalidInput(
+                "ckpt_path='best' of fit: the file of the best checkpoint has its weights alone",
+                hint="To go on from it, call callback.store.roll_back(callback.best().step), and fit(ckpt_path='last')",
+            )
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
@@ -221,31 +261,46 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         return self._lazy_store.get()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse a Trainer that cannot be saved, before anything is trained."""
+        """Refuse a Trainer that cannot be saved, before anything is trained, and ranks that read different files."""
         if stage == "fit":
             check_strategy(trainer.strategy)
         elif self._file is not None:
             trainer.strategy.optimizers = []  # those of a `fit` before; ModelParallelStrategy wants their states too
+        if self._file is not None and self._file[1] == self.reads:
+            is_same = trainer.strategy.broadcast(self._file[0]) == self._file[0]
+            if not trainer.strategy.reduce_boolean_decision(is_same):
+                raise InvalidInput(
+                    f"the ranks have found different checkpoints, this one {self._file[0]}: a job saves into the store",
+                    hint="Call it again",
+                )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Resume: model and optimizers are in their final form by now, under every strategy."""
         self.resumed, self._has_left_epoch = None, False
+        is_last, self._is_last_wanted = self._is_last_wanted, False
         if trainer.fast_dev_run:
+            if is_last:
+                logger.warning("fast_dev_run=True: nothing of the store is loaded for ckpt_path='last'")
             return
-        if self._resume and self._goes_first(trainer) and trainer.global_step == 0:
+        resumes = is_last or (self._resume and trainer.global_step == 0)
+        if resumes and self._goes_first(trainer, is_last=is_last):
             options = {"strict": pl_module.strict_loading, **self._load_options}
             self.resumed = self.store.resume(state_of(trainer), **options)
             self._has_left_epoch = self.resumed is not None and leave_finished_epoch(trainer)
+            if is_last and self.resumed is None:
+                logger.warning("ckpt_path='last', and the store has no checkpoint: the training begins anew")
         self._schedule.restart(step=trainer.global_step)
         self._due_at_seconds = time.monotonic() + (self._interval_seconds or 0)
 
-    def _goes_first(self, trainer: Any) -> bool:
+    def _goes_first(self, trainer: Any, *, is_last: bool) -> bool:
         """Return True if the store is asked, and no file of Lightning's own: on all ranks alike."""
-        if not found_requeued(trainer):
-            return not trainer.ckpt_path
+        if not trainer.ckpt_path:
+            return True
+        if not is_last and not found_requeued(trainer):
+            return False
         latest = self.store.latest()
         step = trainer.strategy.broadcast(-1 if latest is None else latest.step)
-        return step >= 0 and leave_requeued(trainer, step)
+        return step >= 0 and leave_older_file(trainer, step)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the schedule at the step of a `ckpt_path` too, and see to the loaders: they have positions by now."""
@@ -337,7 +392,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
     def _save(self, trainer: Any) -> None:
         if trainer.fast_dev_run:
             return
-        step, only = trainer.global_step, self._weights_only
+        step, only = trainer.global_step, self.weights_only
         metrics, epoch = metrics_of(trainer), trainer.current_epoch
         if self._monitor is not None and not self._schedule.is_known(step, metrics):
             metrics.pop(self._monitor, None)  # of older weights: a save that waits for none, at the end or an exception

@@ -1,6 +1,7 @@
 """Create the callback for a program that does not name it: Lightning finds this by the package's entry points.
 
-Nothing happens unless `CKPTSTORE_LIGHTNING_STORE` is set. Every Trainer of the program gets the callback then.
+No Trainer gets it unless `CKPTSTORE_LIGHTNING_STORE` is set; then every one of the program does. Without it, a
+`ckpt_path` that is a place in a store is refused with what to do instead.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptstore.errors import InvalidInput
+from ckptstore.integrations.lightning.ckpt_path import watch_trainers
 
 STORE, KEEP, EVERY = "CKPTSTORE_LIGHTNING_STORE", "CKPTSTORE_LIGHTNING_KEEP", "CKPTSTORE_LIGHTNING_EVERY_N_TRAIN_STEPS"
 _PREFIX = "CKPTSTORE_LIGHTNING_"
@@ -21,6 +23,7 @@ def callbacks(environ: Mapping[str, str] | None = None) -> list[Any]:
     Variables that begin with `CKPTSTORE_LIGHTNING_FAST` describe a fast tier. Raises InvalidInput for an unreadable
     value, and for an unknown variable with this prefix.
     """
+    watch_trainers()
     environ = os.environ if environ is None else environ
     variables = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
     if not variables:

@@ -2,7 +2,7 @@
 
 The keys follow the wrapped objects' own names, which DDP and sharding leave as they are: a state saved under one
 strategy is loaded under another. Only public names of Lightning are used, but for
-`leave_finished_pass` and `leave_requeued`.
+`leave_finished_pass` and `leave_older_file`.
 """
 
 from __future__ import annotations
@@ -145,9 +145,10 @@ def found_requeued(trainer: Any) -> bool:
     return bool(trainer.ckpt_path) and _REQUEUED.fullmatch(str(trainer.ckpt_path).rpartition("/")[2]) is not None
 
 
-def leave_requeued(trainer: Any, step: int) -> bool:
-    """Leave out the file of `found_requeued` if it is older than the checkpoint of `step` in the store, and return True
-    then. Nothing removes the file: Lightning would take it at each later start, too.
+def leave_older_file(trainer: Any, step: int) -> bool:
+    """Leave out a file that Lightning has found by itself if it is older than the checkpoint of `step` in the store.
+
+    Returns True then. Nothing removes the file: Lightning would take it at each later start, too.
 
     FSDP and ModelParallel read the file later, and cannot be kept from it: a warning says so, and for a release of
     Lightning that holds what it has read under another name.
@@ -156,15 +157,15 @@ def leave_requeued(trainer: Any, step: int) -> bool:
     their_step = getattr(connector, "_loaded_checkpoint", {}).get("global_step")
     if their_step is None:
         logger.warning(
-            "Lightning goes on from %s, which Slurm's requeue left, though the store has step %d: remove the file if "
-            "that is later",
+            "Lightning goes on from %s, which it has found, though the store has step %d: remove the file if that is "
+            "later",
             trainer.ckpt_path,
             step,
         )
     if their_step is None or their_step >= step:
         return False
     logger.warning(
-        "%s, which Slurm's requeue left, is of step %d: going on from step %d in the store",
+        "%s, which Lightning has found, is of step %d: going on from step %d in the store",
         trainer.ckpt_path,
         their_step,
         step,
