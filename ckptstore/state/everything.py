@@ -10,7 +10,8 @@ def all_state(*objects: Any, **named: Any) -> dict[str, Any]:
 
     Objects without a name are known by their kind: "model", "optimizer", "scheduler", "scaler", "loader", "generator".
     Of a kind that there is more than once, and of an object of another kind, each needs a name:
-    `all_state(model, optimizer, ema=ema, epoch=0)`. The optimizer of a scheduler is found if it is not given. "rng" has
+    `all_state(model, optimizer, ema=ema, epoch=0)`. The optimizer of a scheduler is found if it is not given. An
+    `Accelerator` stands for what it has prepared and registered: "model", "model_1", "loader", "custom" ... "rng" has
     the random numbers of torch, numpy and Python, and of each accelerator that has a tensor of the modules. Data
     loaders and samplers are marked with `per_rank`, since the same position means other samples on other ranks.
 

@@ -37,16 +37,23 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         data = torch.arange(20.0) + 100 * rank
         self.loader = StatefulDataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers)
-        named: dict[str, Any] = {}
-        if layout == "accelerate":
+        if layout.startswith("accelerat"):
             from accelerate import Accelerator, DataLoaderConfiguration
 
-            accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
-            parts = (self.model, optimizer, self.loader, self.scheduler)
+            seeded = (
+                {"use_seedable_sampler": True, "dispatch_batches": "dispatched" in layout} if layout[-1] != "e" else {}
+            )
+            config = DataLoaderConfiguration(use_stateful_dataloader=True, **seeded)
+            accelerator = Accelerator(cpu=True, dataloader_config=config)
+            data = torch.arange(20.0 * accelerator.num_processes)  # which it deals out
+            plain = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+            parts = (self.model, optimizer, plain if seeded else self.loader, self.scheduler)
             self.model, optimizer, self.loader, self.scheduler = accelerator.prepare(*parts)
-            named = {"optimizer": optimizer, "scheduler": self.scheduler}
-        found = [self.model, self.scaler, self.loader, self.noise] + ([] if named else [self.scheduler])
-        self.state = ckptstore.all_state(*found, **named, epoch=0, step=0)
+        if layout.startswith("accelerator"):
+            found = [accelerator, self.scaler, self.noise]
+        else:
+            found = [self.model, self.scaler, self.loader, self.noise, self.scheduler]
+        self.state = ckptstore.all_state(*found, epoch=0, step=0)
         self.optimizer = self.state["optimizer"]
         assert self.optimizer is optimizer
 
@@ -134,13 +141,85 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert found == {"ddp 7": [], "ddp 10": [], "fsdp2 7": [], "fsdp2 10": []}
 
 
-def with_accelerate(directory: Path) -> list[int]:
+def with_accelerate(directory: Path, layouts: list[tuple[str, int]]) -> dict[str, list[int]]:
     torch.set_num_threads(1)
-    return differences(directory, "accelerate", 7)
+    return {
+        f"{layout} {save_at}": differences(directory / layout / str(save_at), layout, save_at, at_the_end=save_at == 10)
+        for layout, save_at in layouts
+    }
 
 
 def test_the_wrappers_of_accelerate(tmp_path: Path) -> None:
-    assert run_ranks(1, with_accelerate, tmp_path) == [[]]
+    (found,) = run_ranks(
+        1, with_accelerate, tmp_path, [(layout, step) for layout in ("accelerate", "accelerator") for step in (7, 10)]
+    )
+    assert found == {layout: [] for layout in found}
+
+
+def test_an_accelerator_on_two_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(
+        2, with_accelerate, tmp_path, [("accelerator", 7), ("accelerator", 10), ("accelerator, dispatched", 10)]
+    ):
+        assert found == {layout: [] for layout in found}
+
+
+def of_an_accelerator(directory: Path) -> dict[str, Any]:
+    """What an `Accelerator` has in a state, what comes back, and what is refused."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from torch.utils.data import DataLoader
+
+    def prepared(seed: int, **config: bool) -> tuple[Any, Any]:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+        net, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        torch.manual_seed(seed)
+        loader = DataLoader(torch.arange(16.0), batch_size=2, shuffle=True)
+        parts = accelerator.prepare(net, other, optimizer, schedule, loader)
+        accelerator.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        return accelerator, parts
+
+    found: dict[str, Any] = {}
+    accelerator, (model, _, _, schedule, loader) = prepared(
+        1, use_stateful_dataloader=True, use_seedable_sampler=True
+    )
+    found["keys"] = sorted(ckptstore.all_state(accelerator, model, epoch=1))
+    with ckptstore.open_store(directory, group="solo") as store:
+        accelerator.step, accelerator.project_configuration.iteration = 3, 4
+        orders = [torch.cat(list(loader)).tolist() for _ in range(3)]
+        store.save(1, ckptstore.all_state(accelerator))
+        later = torch.cat(list(loader)).tolist()
+        again, parts = prepared(2, use_stateful_dataloader=True, use_seedable_sampler=True)  # another seed
+        store.resume(ckptstore.all_state(again))
+        found["counts"] = again.step, again.project_configuration.iteration
+        found["order"] = later == torch.cat(list(parts[-1])).tolist() and later not in orders
+
+        def refused(**config: bool) -> str:
+            accelerator, parts = prepared(1, **config)
+            try:
+                state = ckptstore.all_state(accelerator)
+                for _ in parts[-1]:
+                    store.save(2, state)
+            except ckptstore.InvalidState as error:
+                return str(error)
+            return "not refused"
+
+        found["no position"], found["drawn"] = refused(), refused(use_stateful_dataloader=True)
+    found["parts"] = sorted(ckptstore.all_state(model, schedule))
+    return found
+
+
+def test_what_an_accelerator_has(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, of_an_accelerator, tmp_path)
+    kinds = ["accelerator", "custom", "epoch", "loader", "model", "model_1", "optimizer", "rng", "scheduler"]
+    assert found["keys"] == kinds
+    assert found["parts"] == ["model", "optimizer", "rng", "scheduler"]
+    assert found["counts"] == (3, 4)
+    assert found["order"], "the fourth pass has the order that its seed gives it"
+    assert "loader is a DataLoaderShard" in found["no position"]
+    assert "use_stateful_dataloader=True" in found["no position"]
+    assert "loader is in the middle of a pass" in found["drawn"]
+    assert "use_seedable_sampler=True" in found["drawn"]
 
 
 def test_what_has_no_name_or_no_state_is_refused() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
+from ckptstore.state.live.accelerated import PreparedLoader, is_of_accelerate, is_prepared_loader, prepared_by
 from ckptstore.state.live.flatten import Kind, is_loader, kind_of, per_rank, takes_all_ranks, units_of
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,13 @@ RANDOM_KEY = "rng"
 def state_of(objects: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of these objects; see `ckptstore.all_state`."""
     state: dict[str, Any] = {}
+    for accelerator in (item for item in objects if is_of_accelerate(item, "Accelerator")):
+        prepared = dict(prepared_by(accelerator))
+        if twice := prepared.keys() & named.keys():
+            raise InvalidState(f"{min(twice)!r} is what the Accelerator has, too", hint="Give it another name")
+        named = {**prepared, **named}
+        has = {id(item) for item in (accelerator, *prepared.values())}  # of a model in DDP, the model
+        objects = [item for item in objects if not {id(item), id(getattr(item, "module", item))} & has]
     for item in _with_optimizers([*objects, *named.values()], objects):
         name = _name_of(item)
         if name in state or name in named:
@@ -94,18 +102,23 @@ class RandomNumbers:
 def _with_optimizers(all_objects: list[Any], unnamed: Iterable[Any]) -> Iterator[Any]:
     """Yield the objects without a name, and the optimizers of schedulers that nobody has given."""
     known = {id(item) for item in all_objects}
+    known |= {id(item.optimizer) for item in all_objects if is_of_accelerate(item, "AcceleratedOptimizer")}
     yield from unnamed
     for item in all_objects:
-        optimizer = getattr(item, "optimizer", None)
-        if isinstance(item, LRScheduler) and id(optimizer) not in known:
-            known.add(id(optimizer))
-            yield optimizer
+        found = [item.optimizer] if isinstance(item, LRScheduler) else []
+        found = item.optimizers if is_of_accelerate(item, "AcceleratedScheduler") else found
+        for optimizer in found:
+            if id(optimizer) not in known:
+                known.add(id(optimizer))
+                yield optimizer
 
 
 def _name_of(item: Any) -> str:
     kind = kind_of(item)
     if kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.SCHEDULER):
         return {Kind.MODULE: "model", Kind.OPTIMIZER: "optimizer", Kind.SCHEDULER: "scheduler"}[kind]
+    if is_of_accelerate(item, "AcceleratedScheduler"):
+        return "scheduler"
     if isinstance(item, torch.Generator):
         return "generator"
     if is_loader(item):
@@ -122,6 +135,8 @@ def _storable(name: str, item: Any) -> Any:
     """Return what stands for an object in a state."""
     if isinstance(item, torch.Generator):
         return _GeneratorState(item)
+    if is_prepared_loader(item):
+        return per_rank(PreparedLoader(name, item))
     if not is_loader(item) or takes_all_ranks(item):
         return item
     if kind_of(item) is not Kind.STATEFUL:
