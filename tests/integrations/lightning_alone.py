@@ -327,6 +327,43 @@ def places_in_a_store(root: str) -> list[str]:
     return said
 
 
+class Drawing(Small):
+    """Has a dropout, and a learning rate that falls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.nn.functional.dropout(self.layer(batch) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+def with_random_numbers(root: str) -> list[str]:
+    """The fits with a dropout and a shuffled loader that do not go on as one that never ended: at the ends of epochs,
+    by either limit, and in the middle of one."""
+    different = []
+    cases: dict[str, tuple[Any, dict[str, int], dict[str, int], int]] = {
+        "epochs": (DataLoader, {"every_n_epochs": 1}, {"max_epochs": 4}, 2),
+        "steps": (DataLoader, {"every_n_epochs": 1}, {"max_steps": 12}, 6),
+        "middle": (StatefulDataLoader, {"every_n_train_steps": 2}, {"max_steps": 12}, 4),
+    }
+    for name, (loader, every, limit, first) in cases.items():
+        found = []
+        for ends in ([], [first]):
+            torch.manual_seed(1)
+            for at in (*ends, *limit.values()):
+                module = Drawing()
+                callback = CheckpointStoreCallback(f"{root}/{name}{len(ends)}", **every)
+                rows = loader(torch.arange(48.0).reshape(12, 4) / 48, batch_size=4, shuffle=True)
+                trainer = quiet_trainer(callback, **dict.fromkeys(limit, at))
+                trainer.fit(module, rows, DataLoader(torch.ones(2, 4)))
+                torch.manual_seed(7)  # another process
+            assert (callback.resumed is not None) == bool(ends)
+            found.append(module.layer.weight.tolist())
+        different += [name] * (found[0] != found[1])
+    return different
+
+
 class Rows(Small):
     """Trains on the rows that a loader gives, and notes with the step whether a validation has followed it."""
 

@@ -266,6 +266,10 @@ def test_the_last_checkpoint_of_a_store_is_that_of_every_call_of_a_trainer(tmp_p
     assert "roll_back" in found["best"]
 
 
+def test_a_fit_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
+    assert forked_ranks.run_ranks(1, call_alone, "with_random_numbers", str(tmp_path)) == [[]]
+
+
 def test_a_place_in_a_store_is_no_file_of_lightning(tmp_path: Path) -> None:
     (said,) = forked_ranks.run_ranks(1, call_alone, "places_in_a_store", str(tmp_path))
     for text in said:

@@ -180,9 +180,7 @@ def of_an_accelerator(directory: Path) -> dict[str, Any]:
         return accelerator, parts
 
     found: dict[str, Any] = {}
-    accelerator, (model, _, _, schedule, loader) = prepared(
-        1, use_stateful_dataloader=True, use_seedable_sampler=True
-    )
+    accelerator, (model, _, _, schedule, loader) = prepared(1, use_stateful_dataloader=True, use_seedable_sampler=True)
     found["keys"] = sorted(ckptstore.all_state(accelerator, model, epoch=1))
     with ckptstore.open_store(directory, group="solo") as store:
         accelerator.step, accelerator.project_configuration.iteration = 3, 4
@@ -205,6 +203,8 @@ def of_an_accelerator(directory: Path) -> dict[str, Any]:
             return "not refused"
 
         found["no position"], found["drawn"] = refused(), refused(use_stateful_dataloader=True)
+        with pytest.raises(ckptstore.InvalidState, match=r"data\.train is a DataLoaderShard.*use_stateful"):
+            store.save(3, {"data": {"train": prepared(1)[1][-1]}})
     found["parts"] = sorted(ckptstore.all_state(model, schedule))
     return found
 

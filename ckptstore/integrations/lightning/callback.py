@@ -24,6 +24,7 @@ from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
 from ckptstore.integrations.lightning.ckpt_path import watch_trainers
 from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import (
+    Numbers,
     check_strategy,
     count_interrupted_batch,
     found_requeued,
@@ -73,7 +74,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
     """Saves a Trainer's checkpoints in a store, every rank its own part, and resumes from the newest.
 
     It replaces `ModelCheckpoint`: with it in the list the Trainer writes no files of its own. Saved and resumed are the
-    model, optimizers, schedulers, loops, precision, DataModule, callbacks, and the entries of `on_save_checkpoint`.
+    model, optimizers, schedulers, loops, precision, DataModule, callbacks, random numbers, and the entries of
+    `on_save_checkpoint`.
     Nothing is gathered on one rank. Works with one device, DDP, FSDP and ModelParallelStrategy; other strategies are
     refused with InvalidInput.
 
@@ -170,7 +172,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         self._is_last_wanted = False
         self.reads: Any = None
         """The path that Lightning reads in the run that has begun; set by Lightning's choice."""
-        self._has_left_epoch = False
+        self._has_left_epoch = self._is_in_epoch = False
+        self._numbers: Numbers | None = None
         self.resumed: Checkpoint | None = None
         """The checkpoint that the last `fit` resumed from."""
 
@@ -285,7 +288,9 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         resumes = is_last or (self._resume and trainer.global_step == 0)
         if resumes and self._goes_first(trainer, is_last=is_last):
             options = {"strict": pl_module.strict_loading, **self._load_options}
-            self.resumed = self.store.resume(state_of(trainer), **options)
+            state = state_of(trainer)
+            self.resumed, self._numbers = self.store.resume(state, **options), state["rng"]
+            self._is_in_epoch = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
             self._has_left_epoch = self.resumed is not None and leave_finished_epoch(trainer)
             if is_last and self.resumed is None:
                 logger.warning("ckpt_path='last', and the store has no checkpoint: the training begins anew")
@@ -309,6 +314,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         if self.resumed is None:
             return
         warn_of_plateaus(trainer)
+        if self._numbers is not None and (self._has_left_epoch or self._is_in_epoch):
+            self._numbers.set_again()  # Lightning has made an iterator since, which a run without an end has not
         if self._has_left_epoch:
             leave_finished_pass(trainer)
         else:

@@ -11,10 +11,11 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptstore.errors import InvalidInput, InvalidState
+from ckptstore.state.live.run_state import RandomNumbers
 
 logger = logging.getLogger("ckptstore.lightning")
 
@@ -47,6 +48,7 @@ def state_of(trainer: Any, *, weights_only: bool = False) -> dict[str, Any]:
         "callbacks": Callbacks(trainer),
         "precision": MaybeMissing(trainer.precision_plugin),
         "loops": trainer.fit_loop,
+        "rng": Numbers(trainer.model),
     }
 
 
@@ -206,6 +208,32 @@ class MaybeMissing:
         """Restore the object's state."""
         if state and self._item is not None:
             self._item.load_state_dict(dict(state))
+
+
+class Numbers:
+    """The random numbers of this rank, which Lightning's own file does not have."""
+
+    def __init__(self, model: Any) -> None:
+        self._numbers = RandomNumbers([model])
+        self._saved: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the generators."""
+        return self._numbers.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the generators."""
+        self._saved = state
+        self._numbers.load_state_dict(state)
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Leave the generators as they are: the numbers of other ranks would be the same on several."""
+        logger.warning("%d ranks have saved: the random numbers of dropout and shuffling begin anew", len(states))
+
+    def set_again(self) -> None:
+        """Set the generators once more, after Lightning has drawn for a loader that has its position already."""
+        if self._saved is not None:
+            self._numbers.load_state_dict(self._saved)
 
 
 class Callbacks:

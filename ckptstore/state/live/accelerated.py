@@ -1,4 +1,4 @@
-"""What Accelerate's objects are in a state: an `Accelerator` with all that it has prepared, and its loaders.
+"""Take Accelerate's objects into a state: an `Accelerator` with all that it has prepared, and its loaders.
 
 Known by their names, so that Accelerate is not loaded for it.
 """
@@ -69,6 +69,15 @@ def is_prepared_loader(item: Any) -> bool:
     return is_of_accelerate(item, *_LOADERS)
 
 
+def check_has_position(name: str, loader: Any) -> None:
+    """Raise InvalidState for a loader that Accelerate has prepared without a position: its `state_dict` only fails."""
+    if not hasattr(loader.base_dataloader, "state_dict"):
+        raise InvalidState(
+            f"{name} is a {type(loader).__name__}, which cannot say where it is in its data",
+            hint=f"{_CONFIGURATION}; or leave it out and save at the ends of epochs",
+        )
+
+
 class PreparedLoader:
     """A loader that Accelerate has prepared: its position, and what its order follows from.
 
@@ -82,11 +91,7 @@ class PreparedLoader:
 
     def __init__(self, name: str, loader: Any) -> None:
         self._name, self._loader = name, loader
-        if not hasattr(loader.base_dataloader, "state_dict"):
-            raise InvalidState(
-                f"{name} is a {type(loader).__name__}, which cannot say where it is in its data",
-                hint=f"{_CONFIGURATION}; or leave it out and save at the ends of epochs",
-            )
+        check_has_position(name, loader)
 
     def _sampler(self) -> Any:
         find = getattr(self._loader, "get_sampler", None)

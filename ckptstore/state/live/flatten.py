@@ -21,6 +21,7 @@ from ckptstore.errors import InvalidState
 from ckptstore.state.index.key_paths import DictKey, typed
 from ckptstore.state.index.key_paths import Path as TypedPath
 from ckptstore.state.index.packed_values import is_plain
+from ckptstore.state.live.accelerated import check_has_position, is_prepared_loader
 from ckptstore.state.live.values import ATOMS, check_in_sight, check_key
 from ckptstore.state.tensors.dense import Dense, dense_of
 from ckptstore.state.tensors.overlap import identity_of
@@ -464,6 +465,8 @@ def _walk(item: Any, path: Path, state: Mapping[str, Any]) -> Iterator[Unit]:
     if is_own := isinstance(item, OwnOfRank):
         item = item.item
     kind = kind_of(item)
+    if kind is Kind.STATEFUL and is_prepared_loader(item):
+        check_has_position(join_path(path), item)
     holds_objects = isinstance(item, OwnOfRank) or (kind is None and _holds_objects(item))
     if not holds_objects:
         yield Unit(Kind.VALUE if kind is None else kind, path, item, state, is_own)
