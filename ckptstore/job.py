@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import (
+    AccessDenied,
     CheckpointGone,
     CkptstoreError,
     FileMissing,
@@ -111,6 +112,7 @@ class Job:
     _group: Group | None = None
     _is_checked: bool = False
     _pruning: threading.Thread | None = None
+    _may_delete: bool = True
     _at_close: ExitStack = field(default_factory=ExitStack)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -346,13 +348,16 @@ class Job:
 
     def prune_in_background(self, prune: Callable[[], object]) -> None:
         """Leader: run `prune` on a thread of its own, one at a time, or at once if no thread can start. Failures are
-        emitted as events, not raised."""
+        emitted as events, not raised; that a right is lacking only once, as long as that is so."""
 
         def run() -> None:
             try:
                 prune()
+                self._may_delete = True
             except Exception as error:  # the next commit tries again
-                emit(PruneFailed(error=str(error)))
+                if self._may_delete or not isinstance(error, AccessDenied):
+                    emit(PruneFailed(error=str(error)))
+                self._may_delete = not isinstance(error, AccessDenied)
 
         with self._lock:
             if self._pruning is not None and self._pruning.is_alive():

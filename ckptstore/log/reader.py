@@ -85,6 +85,8 @@ class LogReader:
         new_lock_in_child(self, "_lock")
         self._cache: dict[int, Record] = {}
         self._times: dict[int, float] = {}
+        self._clock_key = ""
+        """The file that shows the time, where this process may not delete it."""
         self._own: Record | None = None
         """The record with the highest number that was read from the log itself, or written."""
         self._tip: Record | None = None
@@ -206,7 +208,7 @@ class LogReader:
         If this process may not write, it is the time of the newest record, 0.0 in an empty log: never later than now,
         so that nothing looks older than it is.
         """
-        key = f"{PROBE_PREFIX}clock-{uuid.uuid4().hex}"
+        key = self._clock_key or f"{PROBE_PREFIX}clock-{uuid.uuid4().hex}"
         try:
             self._retrying(f"write {key}", lambda: self._storage.write(key, [memoryview(b"{}")]))
             return self._retrying(f"stat {key}", lambda: self._storage.stat(key)).modified_seconds
@@ -214,7 +216,12 @@ class LogReader:
             newest = self.newest()
             return self.record_time(newest.number) if newest else 0.0
         finally:
-            self._best_effort(f"delete {key}", lambda: self._storage.delete([key]))
+            try:
+                self._storage.delete([key])
+            except AccessDenied:
+                self._clock_key = key  # one file stays, not one for each call
+            except CkptstoreError as error:
+                logger.debug("%s stays, which does no harm: %s", key, error)
 
     # Finding the newest record
 

@@ -128,13 +128,15 @@ def prune_behind(job: Job) -> None:
     The leader calls this after each commit."""
 
     def run() -> None:
-        prune(job.log, job.storage, job.config, epoch=job.epoch)
-        if job.policy.thins():
-            from ckptstore.loading.thinning import thin_as_decided
+        try:
+            prune(job.log, job.storage, job.config, epoch=job.epoch)
+        finally:
+            if job.policy.thins():
+                from ckptstore.loading.thinning import thin_as_decided
 
-            verdicts = verdicts_on(job.log, job.log.newest(), job.policy, unthinned=job.unthinned)
-            for step, error in thin_as_decided(job, verdicts).items():
-                emit(PruneFailed(error=f"step {step} was not thinned: {error}"))
-        job.saves_left = warn_of_full_disk(job.log, job.storage, warned=job.saves_left)
+                verdicts = verdicts_on(job.log, job.log.newest(), job.policy, unthinned=job.unthinned)
+                for step, error in thin_as_decided(job, verdicts).items():
+                    emit(PruneFailed(error=f"step {step} was not thinned: {error}"))
+            job.saves_left = warn_of_full_disk(job.log, job.storage, warned=job.saves_left)
 
     job.prune_in_background(run)

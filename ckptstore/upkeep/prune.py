@@ -17,19 +17,23 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CkptstoreError, StorageError, StoreFenced
+from ckptstore.errors import AccessDenied, CkptstoreError, StorageError, StoreFenced
 from ckptstore.events import CheckpointsPruned, PruneFailed, emit
 from ckptstore.format.changes import RESUMED_FROM, Claim, Commit, Remove
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.record import Record
 from ckptstore.log import Log
 from ckptstore.runtime.beat import beat
+from ckptstore.runtime.shown import show_size
 from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.disk import posix
 from ckptstore.upkeep import leases
 
 logger = logging.getLogger("ckptstore")
 
 _BATCH_RECORDS = 256
+_MAY_DELETE = "may-delete"
+"""The name of a file that never exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,8 @@ def prune(
     """Delete the checkpoints that were in the trash for the grace period, and return them; a dry run only returns them.
 
     `epoch` is the caller's writer epoch; None for a command line, which fences nobody and is fenced by nobody. Raises
-    StoreFenced, and deletes nothing, if a later job has claimed the store.
+    StoreFenced, and deletes nothing, if a later job has claimed the store; AccessDenied, after the deletion of the
+    others, if the storage does not let this process delete some: they stay in the trash.
     """
     due = [item for item in trash(log, storage, grace_seconds=config.grace_seconds) if item.goes]
     if dry_run:
@@ -97,6 +102,46 @@ def prune(
     gone = _remove(log, storage, due, epoch=epoch, reason="grace period over") if due else []
     _remove_left_over(log, storage, epoch=epoch)
     return gone
+
+
+def _deletable(storage: Storage, items: Collection[Trashed]) -> tuple[list[Trashed], AccessDenied | None]:
+    """Return the checkpoints that this process may delete, and an error that tells of the others, if any.
+
+    On a disk the right is that of each directory; elsewhere that of the first one counts for all.
+    """
+    # After the `remove` record nobody finds them any more: what may not be deleted would lie there unseen for ever.
+    denied: list[Trashed] = []
+    why = ""
+    for item in items if isinstance(storage, Disk) else list(items)[:1]:
+        try:
+            _check_may_delete(storage, f"{CHECKPOINT_PREFIX}{item.attempt}/")
+        except AccessDenied as error:
+            why = why or error.message
+            denied.append(item)
+    if not denied:
+        return list(items), None
+    if not isinstance(storage, Disk):
+        denied = list(items)
+    size = show_size(sum(item.size_bytes for item in denied))
+    steps = ", ".join(str(item.step) for item in denied[:5]) + (" …" if len(denied) > 5 else "")
+    error = AccessDenied(
+        f"Checkpoints stay in the trash (step {steps}; {size}), for this process may not delete them: {why}",
+        hint="They take room until a user who may delete them calls `ckptstore prune`",
+    )
+    return [item for item in items if item not in denied], error
+
+
+def _check_may_delete(storage: Storage, prefix: str) -> None:
+    """Raise AccessDenied if this process may not delete the files of a directory. Deletes nothing."""
+    key = prefix + MANIFEST_NAME
+    if not isinstance(storage, Disk):
+        storage.delete([f"{prefix}{_MAY_DELETE}"])  # servers look at the right before they look for the file
+        return
+    try:
+        os.rmdir(storage.local_path(key))  # of a file: the system checks the right first, then what it is
+    except OSError as error:
+        if error.errno in posix.DENIED:
+            raise AccessDenied(f"{storage.local_path(key)}: {error.strerror}", file=key) from error
 
 
 def empty_trash(log: Log, storage: Storage, *, epoch: int | None) -> None:
@@ -119,6 +164,9 @@ def _remove(
     reason: str,
 ) -> list[Trashed]:
     started = time.monotonic()
+    items, denied = _deletable(storage, items)
+    if denied is not None and not items:
+        raise denied
 
     def decide(newest: Record | None) -> Remove | None:
         if newest is None or (epoch is not None and newest.state.epoch != epoch):
@@ -139,6 +187,8 @@ def _remove(
     emit(CheckpointsPruned(steps=steps, size_bytes=size_bytes, seconds=time.monotonic() - started))
     for attempt, why in left.items():
         emit(PruneFailed(error=f"step {dropped[attempt].step} stays in {CHECKPOINT_PREFIX}{attempt}: {why}"))
+    if denied is not None:
+        raise denied
     return gone
 
 
@@ -190,8 +240,8 @@ def backwards(log: Log, newest: Record) -> Iterator[Record]:
 def delete_attempts(log: Log, storage: Storage, newest: Record, attempts: Collection[str]) -> dict[str, str]:
     """Delete the directories that nobody reads, and return those that stay, with the reason.
 
-    Call it after the record that dropped them, or if they can never be committed. On a disk an error of deletion is a
-    reason to stay; on other storages it is raised, as StorageError.
+    Call it after the record that dropped them, or if they can never be committed. A lacking right is a reason to stay,
+    and on a disk any error of deletion; on other storages those are raised, as StorageError.
     """
     left: dict[str, str] = {}
     is_disk = isinstance(storage, Disk)
@@ -204,7 +254,7 @@ def delete_attempts(log: Log, storage: Storage, newest: Record, attempts: Collec
         try:
             delete_attempt(storage, attempt)
         except StorageError as error:
-            if not is_disk:
+            if not is_disk and not isinstance(error, AccessDenied):
                 raise
             left[attempt] = str(error)
     return left

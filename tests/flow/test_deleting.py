@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import patch
 from uuid import uuid4
 
+import forked_ranks
 import pytest
 import torch
 from small_disks import mounted
@@ -27,7 +30,7 @@ from ckptstore import (
     StoreFenced,
     open_store,
 )
-from ckptstore.errors import InvalidInput, StorageUnavailable
+from ckptstore.errors import AccessDenied, InvalidInput, StorageUnavailable
 from ckptstore.events import CheckpointsPruned, DiskFillsUp, Event, PruneFailed, listening
 from ckptstore.format.changes import Claim, Commit
 from ckptstore.format.layout import HINT_KEY, record_key
@@ -38,6 +41,7 @@ from ckptstore.interchange.exporting import export
 from ckptstore.log.reader import Hint
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import Call, with_faults, wrap
+from ckptstore.testing.s3_server import Fault, s3_server
 from ckptstore.transfer.opened import open_place
 from ckptstore.upkeep import leases
 from ckptstore.upkeep.retain import retain
@@ -512,3 +516,73 @@ def test_a_disk_that_fills_up_is_told_before_it_is_full(tmp_path: Path) -> None:
                 assert "the disk of the store is full in about" in events[0].line()
             assert bool(events) == (retention == KeepLatest(20) or bool(grace_seconds))
             shutil.rmtree(root)
+
+
+# Who may not delete
+
+NOBODY = 65534
+
+
+def trash_of_who_may_not_delete(root: str, **options: Any) -> list[PruneFailed]:
+    """Save three steps, of which retention keeps one, and return the failures of the prunes behind them."""
+    failures: list[PruneFailed] = []
+    with (
+        listening(cast(Callable[[Event], None], failures.append), PruneFailed),
+        open_store(root, grace_seconds=0, group="solo", retention=KeepLatest(1), **options) as store,
+    ):
+        for step in (10, 20, 30):
+            store.save(step, {"w": torch.ones(3)})
+            store._held.wait_for_prune()
+        with pytest.raises(AccessDenied, match=r"stay in the trash \(step .*; .* KiB\)"):
+            store.prune()
+    return failures
+
+
+def test_what_a_job_may_not_delete_in_a_bucket_stays_in_the_trash() -> None:
+    with s3_server(buckets=["b"]) as server:
+        options = {"storage_options": server.storage_options}
+        denied = Fault(action="status", status=403, code="AccessDenied", match="^(DELETE|POST .*delete)", times=None)
+        server.faults.add(denied)
+        (failure,) = trash_of_who_may_not_delete("s3://b/run", **options)  # said once
+        assert "(step 10; 2.0 KiB)" in failure.error
+        assert len([key for key in server.objects.buckets["b"] if "/clock-" in key]) == 1
+        server.faults.clear()
+        with open_store("s3://b/run", grace_seconds=0, group="solo", **options) as host:
+            assert [item.step for item in host.trash()] == [10, 20]
+            host.restore(10).verify().raise_if_damaged()
+            assert [item.step for item in host.prune()] == [20]
+        kept = {key.split("/")[2] for key in server.objects.buckets["b"] if "/checkpoints/" in key}
+        assert sorted(name[:15] for name in kept) == ["step-0000000010", "step-0000000030"]
+
+
+def as_nobody(root: str) -> list[str]:
+    """Return the errors of the prunes of a job of a user with no rights."""
+    os.setgroups([])
+    os.setegid(NOBODY)
+    os.seteuid(NOBODY)
+    os.environ["CKPTSTORE_CACHE_DIR"] = f"{root}-cache"
+    try:
+        return [failure.error for failure in trash_of_who_may_not_delete(root)]
+    finally:
+        os.seteuid(0)  # to tell it
+
+
+def test_what_a_job_may_not_delete_on_a_disk_stays_in_the_trash_and_its_own_goes() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    with tempfile.TemporaryDirectory(prefix="ckptstore-users-") as directory:
+        Path(directory).chmod(0o755)
+        root = f"{directory}/run"
+        with open_store(root, group="solo") as store:
+            store.save(1, {"w": torch.ones(3)})
+            store.save(2, {"w": torch.ones(3)})  # the one that the job resumes from
+        for path in (Path(root), *Path(root).iterdir()):
+            if path.is_dir():
+                path.chmod(0o777)
+        ((failure,),) = forked_ranks.run_ranks(1, as_nobody, root)
+        assert "(step 1; 2.0 KiB)" in failure
+        kept = sorted(path.name[:15] for path in Path(f"{root}/checkpoints").iterdir())
+        assert kept == [f"step-{step:010}" for step in (1, 2, 30)]
+        with open_store(root, grace_seconds=0, group="solo") as host:
+            assert [item.step for item in host.trash()] == [1]
+            host.restore(1).verify().raise_if_damaged()

@@ -61,7 +61,7 @@ _HINTS = {
     errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or take a file system that holds larger ones",
 }
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
-_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _PASSING = frozenset(
     {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY, errno.ENETDOWN, errno.ENETUNREACH}
     | {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOLCK}
@@ -400,7 +400,7 @@ def translate(error: OSError, *, what: str, file: str, directory: str, needed_by
         return StorageFull(reason, file=file, hint="Make room, or have retention keep less")
     if code in _MISSING:
         return FileMissing(reason, file=file)
-    if code in _DENIED:
+    if code in DENIED:
         return AccessDenied(reason, file=file, hint="Check owner, permissions and mount options")
     if code in (errno.EOPNOTSUPP, errno.ENOTSUP):
         return Unsupported(reason, file=file)
