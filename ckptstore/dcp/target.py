@@ -23,9 +23,10 @@ from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME, Attempt, c
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.format.timings import Timings
 from ckptstore.group import SoloGroup
+from ckptstore.group.base import LEADER
 from ckptstore.job import Job, Start
 from ckptstore.log import Log
-from ckptstore.saving.commit import check_receipts, commit, tell
+from ckptstore.saving.commit import check_receipts, commit, tell, wait_for_files
 from ckptstore.saving.log_publisher import LogPublisher, prune_behind
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
@@ -94,8 +95,10 @@ class DirectoryTarget:
         """Write the manifest, last. Raises StorageError for a file that is missing: another save into the directory
         takes the files of this one for those that a failed save left."""
         storage, _ = self.open()
+        stored = {file.key: file.size_bytes for file in storage.list(prefix)}
         try:
-            check_receipts({file.key: file.size_bytes for file in storage.list(prefix)}, prefix, receipts)
+            seen = wait_for_files(storage, self._config, stored, prefix, receipts, rank=LEADER)
+            check_receipts(seen, prefix, receipts)
         except StorageError:
             storage.delete([prefix + INDEX_NAME, prefix + DCP_METADATA_NAME])  # of this save; the other one needs them
             raise

@@ -14,14 +14,15 @@ from ckptstore.errors import CkptstoreError, FileMissing, GroupMissing, InvalidI
 from ckptstore.format.layout import PROBE_PREFIX
 from ckptstore.group.base import LEADER, Group, SoloGroup, spoken
 from ckptstore.group.storage_group import StorageGroup
+from ckptstore.runtime.beat import beat
 from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import retrying
 
 SOLO = "solo"
 """The value of `group` for a process that works alone, whatever the environment says."""
 
-_SEEN_LATE_SECONDS = 3.0
-"""The delay after which a network file system shows a new directory entry."""
+_SEEN_LATE_SECONDS = 30.0
+"""The longest time after which a node sees what another one has written; at most a quarter of the rank timeout."""
 
 
 def find_group(given: object, *, storage: Storage, config: StoreConfig) -> Group:
@@ -98,7 +99,8 @@ def check_shared(group: Group, storage: Storage, *, config: StoreConfig | None =
     """Raise StoreNotShared, with the nodes, unless every rank can read a file that the leader writes. Collective."""
     if group.world_size == 1:
         return
-    retry = (config or StoreConfig()).retry
+    config = config or StoreConfig()
+    retry = config.retry
     nonce = secrets.token_hex(16)
     key = f"{PROBE_PREFIX}{nonce}"
 
@@ -110,7 +112,7 @@ def check_shared(group: Group, storage: Storage, *, config: StoreConfig | None =
         with group.meeting("probe the root") as meeting:
             probe = meeting.tell(write)
         with group.meeting("read the probe") as meeting:
-            nodes = meeting.gather(None if _sees(probe, storage, config=retry) else group.node)
+            nodes = meeting.gather(None if _sees(probe, storage, config) else group.node)
             meeting.tell(lambda: _judge(nodes, group, storage))
     finally:
         if group.rank == LEADER:
@@ -118,11 +120,13 @@ def check_shared(group: Group, storage: Storage, *, config: StoreConfig | None =
                 storage.delete([key])
 
 
-def _sees(key: str, storage: Storage, *, config: Any) -> bool:
-    until = time.monotonic() + _SEEN_LATE_SECONDS
+def _sees(key: str, storage: Storage, config: StoreConfig) -> bool:
+    nonce = key.removeprefix(PROBE_PREFIX).encode()
+    until = time.monotonic() + min(_SEEN_LATE_SECONDS, config.rank_timeout_seconds / 4)
     while True:
+        beat()
         try:
-            return retrying(config, f"read {key}", lambda: storage.read(key)) == key.removeprefix(PROBE_PREFIX).encode()
+            return retrying(config.retry, f"read {key}", lambda: storage.read(key)) == nonce
         except FileMissing:
             if time.monotonic() > until:
                 return False

@@ -6,7 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckptstore.config import StoreConfig
@@ -24,11 +26,14 @@ from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import mapped
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
-from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.base import Disk, Doubts, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import created, looked_twice
 
 logger = logging.getLogger("ckptstore")
+
+_LATE_SECONDS = 0.2
+"""Between two looks at a file of another node that this one does not see yet."""
 
 
 def commit(
@@ -45,7 +50,7 @@ def commit(
     `after` is the number of a record: InvalidInput is raised if a checkpoint was committed later than that.
     `world_size` is the number of ranks that stored files, if they are not the ranks of the job's group.
     """
-    check_stored(job.storage, attempt, contents.receipts)
+    check_stored(job.storage, job.config, attempt, contents.receipts, rank=job.group.rank)
     beat()
     world_size = job.group.world_size if world_size is None else world_size
     config, store_id = job.config, job.store_id()
@@ -74,7 +79,7 @@ def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: i
     checkpoint is no longer live or a roll back has voided this save, and the errors of `commit`.
     """
     attempt, contents = Attempt.of(manifest.attempt), Contents(manifest.files, manifest.directories)
-    check_stored(job.storage, attempt, contents.receipts, also=[MANIFEST_NAME])
+    check_stored(job.storage, job.config, attempt, contents.receipts, rank=job.group.rank, also=[MANIFEST_NAME])
     beat()
     write_manifest(job.storage, job.config, attempt, contents, data, counts=False)
     beat()
@@ -226,9 +231,15 @@ def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, 
 
 
 def check_stored(
-    storage: Storage, attempt: Attempt, receipts: Sequence[Receipt], *, also: Collection[str] = ()
+    storage: Storage,
+    config: StoreConfig,
+    attempt: Attempt,
+    receipts: Sequence[Receipt],
+    *,
+    rank: int,
+    also: Collection[str] = (),
 ) -> None:
-    """Compare the stored files with the receipts, once, before anything refers to them.
+    """Compare the stored files with the receipts, before anything refers to them. `rank` is that of this process.
 
     Files named in `also`, and parts that could not be deleted, may exist too. Raises StorageError for a file that is
     missing, has another size, or is in no receipt.
@@ -237,13 +248,48 @@ def check_stored(
     stored = {file.key: file.size_bytes for file in storage.list(prefix)}
     for name in also:
         stored.pop(prefix + name, None)
-    check_receipts(stored, prefix, receipts)
+    check_receipts(wait_for_files(storage, config, stored, prefix, receipts, rank=rank), prefix, receipts)
     known = {prefix + receipt.name for receipt in receipts if receipt.attempt is None}
     others = [key for key in stored if key not in known and not PART_NAME.search(key)]
     if others:
         raise StorageError(
             f"{len(others)} files are in the directory of this attempt and in no receipt, for instance {min(others)}"
         )
+
+
+def wait_for_files(
+    storage: Storage,
+    config: StoreConfig,
+    stored: Mapping[str, int],
+    prefix: str,
+    receipts: Sequence[Receipt],
+    *,
+    rank: int,
+) -> Mapping[str, int]:
+    """Return the sizes of the stored files, by key, after another look at those of other ranks that a listing lacks or
+    shows too short.
+
+    On a disk each is looked at by name, with signs of life, until it has its size or `rank_timeout_seconds` are over:
+    NFS and Lustre show a file that another node has written seconds later. On other storages it is looked at once.
+    """
+    seen = dict(stored)
+    until = time.monotonic() + (config.rank_timeout_seconds if isinstance(storage, Disk) else 0.0)
+    is_told = False
+    for receipt in (receipt for receipt in receipts if receipt.attempt is None and receipt.rank != rank):
+        key = prefix + receipt.name
+        while seen.get(key, -1) < receipt.size_bytes:
+            beat()
+            if isinstance(storage, Doubts):
+                storage.doubt(key)  # opens it, after which NFS asks the server
+            with suppress(FileMissing):
+                seen[key] = retrying(config.retry, f"stat {key}", partial(storage.stat, key)).size_bytes
+            if time.monotonic() >= until or seen.get(key, -1) >= receipt.size_bytes:
+                break
+            if not is_told:
+                logger.info("waiting for %s of rank %d, which this node does not see yet", key, receipt.rank)
+            is_told = True
+            time.sleep(_LATE_SECONDS)
+    return seen
 
 
 def check_receipts(stored: Mapping[str, int], prefix: str, receipts: Sequence[Receipt]) -> None:

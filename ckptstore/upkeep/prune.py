@@ -150,6 +150,8 @@ def empty_trash(log: Log, storage: Storage, *, epoch: int | None) -> None:
     if due:
         try:
             _remove(log, storage, due, epoch=epoch, reason="the disk was full")
+        except AccessDenied as error:
+            emit(PruneFailed(error=str(error)))  # the room that there is then decides
         except CkptstoreError as error:
             error.committed = False  # it is said of the checkpoint that needs the room
             raise

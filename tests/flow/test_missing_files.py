@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ from thread_ranks import run_threads
 from trees import Once
 
 from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, open_store
+from ckptstore.config import StoreConfig
 from ckptstore.errors import StorageError, StorageUnavailable
 from ckptstore.events import CheckpointSkipped, Event, listening
-from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.format.layout import MANIFEST_NAME, Attempt
+from ckptstore.format.manifest import Receipt
+from ckptstore.runtime.beat import beating
+from ckptstore.saving.commit import check_stored
 from ckptstore.storage.base import Storage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
-from ckptstore.testing import Call, FailAt, with_faults
+from ckptstore.testing import Call, FailAt, with_faults, wrap
 
 FILES = ["tensors.index", "*.distcp", "ckptstore.json"]
 
@@ -162,6 +168,36 @@ def test_what_is_not_there_as_its_rank_stored_it_is_not_committed(
             store.save(1, state(1))
         assert caught.value.committed is False
         assert list(store) == []
+
+
+@pytest.mark.parametrize("shown", [b"", b"x" * 99], ids=["not at all", "too short"])
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_leader_waits_for_a_file_of_another_node_that_is_shown_late(
+    tmp_path: Path, shown: bytes, comes: bool
+) -> None:
+    attempt, signs = Attempt(1, 1, "a" * 8), list[int]()
+    path = tmp_path / attempt.key("late")
+
+    def hook(call: Call) -> None:
+        if call.verb == "stat" and call.phase == "before":
+            signs.append(1)
+            if comes and signs.count(1) == 2:
+                path.write_bytes(b"x" * 100)
+
+    storage = wrap(LocalStorage(tmp_path), hook)
+    storage.write(attempt.key("own"), [memoryview(b"o")])
+    path.write_bytes(shown)
+    if not shown:
+        path.unlink()
+    receipts = [Receipt("own", 1, None, 0), Receipt("late", 100, None, 1)]
+    config = StoreConfig(rank_timeout_seconds=600 if comes else 0.3)
+    outcome = nullcontext() if comes else pytest.raises(StorageError, match=r"late .*, its rank stored 100 bytes")
+    with outcome, beating(lambda: signs.append(0)):
+        check_stored(storage, config, attempt, receipts, rank=0)
+    assert signs.count(0) >= signs.count(1) >= 2
+    path.unlink(missing_ok=True)
+    with pytest.raises(StorageError, match="late is not there"):  # no wait for a file of its own
+        check_stored(storage, config, attempt, receipts, rank=1)
 
 
 @pytest.mark.parametrize(

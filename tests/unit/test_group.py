@@ -508,7 +508,7 @@ def test_a_root_that_is_not_shared_names_the_nodes(memory: MemoryStorage, tmp_pa
     roots = [tmp_path / "a", tmp_path / "a", tmp_path / "b", tmp_path / "b"]
 
     def run(rank: int) -> None:
-        check_shared(opened(memory, rank, 4), LocalStorage(roots[rank]))
+        check_shared(opened(memory, rank, 4), LocalStorage(roots[rank]), config=StoreConfig(rank_timeout_seconds=8))
 
     for error in in_threads(4, run):
         assert type(error) is StoreNotShared

@@ -150,7 +150,7 @@ class RayPublisher:
     def publish(self, request: Request, attempt: Attempt, contents: Contents) -> Any:
         """See `Publisher.publish`: the manifest, last."""
         run = self.run
-        check_stored(run.storage, attempt, contents.receipts)
+        check_stored(run.storage, run.config, attempt, contents.receipts, rank=LEADER)
         beat()
         for name, data in self.beside().items():
             run.storage.write(attempt.key(name), [memoryview(data)])
