@@ -22,6 +22,7 @@ from ckptstore.errors import NotDurable as NotDurable
 from ckptstore.errors import NoUsableCheckpoint as NoUsableCheckpoint
 from ckptstore.errors import RankFailed as RankFailed
 from ckptstore.errors import RankTimeout as RankTimeout
+from ckptstore.errors import RecordMissing as RecordMissing
 from ckptstore.errors import SaveBusy as SaveBusy
 from ckptstore.errors import SourceChanged as SourceChanged
 from ckptstore.errors import StateMismatch as StateMismatch

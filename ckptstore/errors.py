@@ -13,6 +13,7 @@
     |   +-- CheckpointThinned               it lacks what thinning dropped; load the rest with include=
     +-- SourceChanged                       a file changed or vanished while it was read; save again
     +-- CheckpointDamaged                   use another checkpoint; `ckptstore verify` names the files
+    |   +-- RecordMissing                   a record of the log is lost, or has not arrived yet in a replica
     +-- CheckpointGone                      it was removed; the message names what is left
     +-- NoUsableCheckpoint                  every candidate failed; the message says why each did
     +-- StoreMissing                        no store at that URI
@@ -173,6 +174,12 @@ class CheckpointDamaged(CkptstoreError):
     """Stored bytes are not those that were written: missing, truncated, flipped or swapped."""
 
     code, exit_code = "checkpoint-damaged", 3
+
+
+class RecordMissing(CheckpointDamaged):
+    """Newer records of the log are there, and this one is not: it is lost, or has not arrived yet in a replica."""
+
+    code, exit_code = "record-missing", 27
 
 
 class CheckpointGone(CkptstoreError):

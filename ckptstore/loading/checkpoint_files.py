@@ -97,7 +97,8 @@ class CheckpointFiles:
             stock = _stock_manifest(self) if self.record is None else None
             if stock is None:
                 raise CheckpointGone(
-                    f"{self.uri} has no manifest: it was removed, or it was never complete", file=MANIFEST_NAME
+                    f"{self.uri} has no manifest: it was removed, was never complete or, in a replica, is not here yet",
+                    file=MANIFEST_NAME,
                 ) from None
             return stock, stock.encode()
         return Manifest.decode(data, file=key), data

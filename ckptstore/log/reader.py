@@ -15,6 +15,7 @@ from ckptstore.errors import (
     CheckpointDamaged,
     CkptstoreError,
     FileMissing,
+    RecordMissing,
     StorageArchived,
     StorageError,
     UnsupportedVersion,
@@ -91,8 +92,10 @@ class LogReader:
         """The record with the highest number that was read from the log itself, or written."""
         self._tip: Record | None = None
         """The newest record as last found; None if only a hint has named it."""
-        self._archived: set[str | None] = set()
-        """The files of records in an archive class of which a warning was logged."""
+        self._left_out: set[str | None] = set()
+        """The files of records that cannot be read now, of which a warning was logged."""
+        self._is_writer = False
+        """True once this process has appended: then a record that is missing is an error, never left out."""
         self._fork: str | None = None
         """The proof that the log has two histories; None if there is none."""
 
@@ -115,7 +118,7 @@ class LogReader:
         """Return the record of the latest live checkpoint; None if there is none.
 
         Costs the requests of `newest`, one more if neither the newest record, the hint nor the cache has it, and one
-        more if it was annotated.
+        more if it was annotated. In a replica that lacks its record it is the one before, as in `readable`.
         """
         newest, hint = self._find()
         number = newest.state.latest if newest else None
@@ -125,50 +128,61 @@ class LogReader:
             return newest
         if hint is not None and hint.latest is not None and hint.latest.number == number:
             return self.annotated([hint.latest], newest)[0]
-        return self.annotated(self.records([number]), newest)[0]
+        found = self.readable([number], or_else=newest.state.in_order)
+        return self.annotated(found[-1:], newest)[0]
 
     def records(self, numbers: Iterable[int]) -> list[Record]:
         """Return these records in the same order, from the cache or read in parallel.
 
-        Raises CheckpointDamaged for a record that is missing or cannot be read.
+        Raises RecordMissing, or CheckpointDamaged for a record that cannot be read.
         """
         return self._each(self._read, numbers)
 
     def annotated(self, records: Sequence[Record], newest: Record | None) -> list[Record]:
         """Return these records, those of checkpoints that were annotated as of `newest` with these metrics.
 
-        Costs a request for each annotated one, once. Raises CheckpointDamaged for an annotation that cannot be read.
+        Costs a request for each annotated one, once. An annotation that is missing is left out as in `readable`. Raises
+        CheckpointDamaged for one that cannot be read.
         """
         if newest is None or not newest.state.annotated:
             return list(records)
         annotated_by = newest.state.annotated
         places = [newest.state.place(record.number) for record in records]
         found = sorted(annotated_by.keys() & set(places))
-        read = self.records(annotated_by[place] for place in found)
-        changes = {place: record.change for place, record in zip(found, read, strict=True)}
+        read = {record.number: record.change for record in self.readable(annotated_by[place] for place in found)}
+        changes = {place: read.get(annotated_by[place]) for place in found}
         return [_with_metrics(record, place, changes.get(place)) for record, place in zip(records, places, strict=True)]
 
-    def readable(self, numbers: Iterable[int]) -> list[Record]:
-        """Return these records without those in an archive class; a warning names each of these once.
+    def readable(self, numbers: Iterable[int], *, or_else: Callable[[], Iterable[int]] = lambda: ()) -> list[Record]:
+        """Return these records without those in an archive class, and in a process that does not write without those
+        that are missing; a warning names each of these once. If all are left out, return those of `or_else`.
 
-        Raises StorageArchived if all of them are in one.
+        Raises StorageArchived or RecordMissing if no record is left.
         """
 
-        # A bucket may have a rule that archives old objects, and a job needs only the newest to resume.
-        def read(number: int) -> Record | StorageArchived:
+        # A bucket may have a rule that archives old objects, and a job needs only the newest to resume. A replica gets
+        # its objects in any order: what has arrived whole is used, and the rest may come.
+        def read(number: int) -> Record | StorageArchived | RecordMissing:
             try:
                 return self._read(number)
-            except StorageArchived as error:
+            except (StorageArchived, RecordMissing) as error:
                 return error
 
         found = self._each(read, numbers)
-        if found and isinstance(found[0], StorageArchived) and not any(isinstance(one, Record) for one in found):
-            raise found[0]
-        for error in found:
-            if isinstance(error, StorageArchived) and error.file not in self._archived:
-                self._archived.add(error.file)
+        left_out = [one for one in found if not isinstance(one, Record)]
+        missing = [error for error in left_out if isinstance(error, RecordMissing)]
+        if missing and self._is_writer:
+            raise _all_missing(missing)
+        for error in left_out:
+            if error.file not in self._left_out:
+                self._left_out.add(error.file)
                 logger.warning("a record of the log is left out: %s", error)
-        return [record for record in found if isinstance(record, Record)]
+        records = [one for one in found if isinstance(one, Record)]
+        if left_out and not records:
+            records = self.readable(others) if (others := list(or_else())) else []
+            if not records:
+                raise _all_missing(missing) if missing else left_out[0]
+        return records
 
     def commit_of(self, attempt: Attempt) -> Record | None:
         """Return the record that committed the attempt; None if there is none (yet) or the log cannot be read."""
@@ -278,7 +292,7 @@ class LogReader:
             self._storage.doubt(key)
             found = self._probe(number)
         if found is None:
-            raise CheckpointDamaged(f"{key} is missing, and no record is ever removed from a log", file=key)
+            raise RecordMissing(f"{key} is missing: it is lost, or, in a replica, not here yet", file=key)
         if isinstance(found, CkptstoreError):
             raise found
         return found
@@ -343,6 +357,15 @@ class LogReader:
             logger.debug("%s failed, which does no harm: %s", what, error)
 
 
+def _all_missing(errors: Sequence[RecordMissing]) -> RecordMissing:
+    """Return one error for all these missing records."""
+    if len(errors) == 1:
+        return errors[0]
+    keys = [str(error.file) for error in errors]
+    shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+    return RecordMissing(f"{shown} are missing: they are lost, or, in a replica, not here yet", file=keys[0])
+
+
 def _with_metrics(record: Record, place: int, change: Change | None) -> Record:
     if change is None:
         return record
@@ -362,7 +385,7 @@ def link_problem(before: Record | None, record: Record) -> str | None:
 def record_problem(number: int, before: Record | None, found: Record | CkptstoreError | None) -> list[str]:
     """Return the faults of the finding at a number; `before` is the record before it, if that could be read."""
     if found is None:
-        return [f"{record_key(number)} is missing"]
+        return [f"{record_key(number)} is missing, or, in a replica, not here yet"]
     if isinstance(found, CkptstoreError):
         return [found.message]
     if before is None and number > 1:

@@ -33,6 +33,8 @@ from ckptstore.storage.probe import has_exclusive_create, is_server
 from ckptstore.storage.second_look import looked_twice, tell
 
 _CHECKED_LINKS = 64
+_CHECKED_BEYOND = 8
+"""The numbers that a writer tries beyond the end of the log: a replica may lack a record in the middle."""
 _BATCH_RECORDS = 1000
 
 SALVAGE_HINT = "Stop the job. What is left of a store that was damaged so is copied by `ckptstore cp --salvage`"
@@ -165,6 +167,7 @@ class Log(LogReader):
 
     def _append(self, decide: Decide) -> Record | None:
         with self._appending:
+            self._is_writer = True
             self.check_safe()
             failures = 0
             while True:
@@ -230,7 +233,7 @@ class Log(LogReader):
         """Read the newest record from the log itself, whatever a hint says, and check the links that lead to it."""
         known = self._own
         if known is None:
-            newest = self._hinted() or self._gallop(self._own)
+            newest = self._first_look()
         elif self._on_server:  # both in one round trip
             looks: list[Callable[[], Any]] = [lambda: self._gallop(known), self.check_there]
             newest, _ = mapped(lambda look: look(), looks, num_threads=2, name="ckptstore-log")
@@ -244,19 +247,34 @@ class Log(LogReader):
         if self._fork is not None:
             raise StoreForked(
                 f"The log of {self._storage.uri} does not hold together: {self._fork}",
-                hint="It can still be read: copy it with `ckptstore cp`, or, where that fails, with `--salvage`",
+                hint="If it is a replica, wait until all of it is here. It can still be read: copy it with "
+                "`ckptstore cp`, or, where that fails, with `--salvage`",
             )
         return newest
 
-    def _hinted(self) -> Record | None:
-        """Return the newest record if the hint names it, else None; read the records before it in the same round trip,
-        for the links between them are checked next."""
+    def _first_look(self) -> Record | None:
+        """Return the newest record; set `_fork` if there are records behind the one that is missing after it.
+
+        Where the hint names it, the records before it are read in the same round trip: the links between them are
+        checked next.
+        """
         hint = self._read_hint()
-        if hint is None:
-            return None
-        number = hint.newest.number
-        *_, found, after = self.found(range(max(1, number - _CHECKED_LINKS), number + 2))
-        return found if isinstance(found, Record) and after is None else None
+        newest, beyond = None, list[Probed]()
+        if hint is not None:
+            first = max(1, hint.newest.number - _CHECKED_LINKS)
+            looked = self.found(range(first, hint.newest.number + 2 + _CHECKED_BEYOND))
+            found, after, *beyond = looked[hint.newest.number - first :]
+            newest = found if isinstance(found, Record) and after is None else None
+        if newest is None:
+            newest = self._gallop(None)
+            end = newest.number if newest else 0
+            beyond = self.found(range(end + 2, end + 2 + _CHECKED_BEYOND)) if newest else []
+        if any(beyond):
+            end = newest.number if newest else 0
+            if self._probe(end + 1) is not None:  # other writers have gone on meanwhile
+                return self._gallop(newest)
+            self._fork = f"{record_key(end + 1)} is missing, and newer ones are there"
+        return newest
 
     def _linked_to(self, newest: Record) -> Record:
         """Check the chain, with a second look if it does not hold, and return the newest record. Sets `_fork` to the

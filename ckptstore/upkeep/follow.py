@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TypeVar
 
-from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
+from ckptstore.errors import CkptstoreError, InvalidInput, RecordMissing, StoreMissing
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.format.changes import EMPTY, Commit
 from ckptstore.format.cursor import Cursor
@@ -115,7 +115,8 @@ class Follower:
                 result = call()
             except CkptstoreError as error:
                 is_waited_for = isinstance(error, StoreMissing) and not self._store_id
-                if not (error.retryable or is_waited_for) or _left(ends_at) <= 0:
+                is_on_its_way = isinstance(error, RecordMissing)  # in a replica: each comes once, in their order
+                if not (error.retryable or is_waited_for or is_on_its_way) or _left(ends_at) <= 0:
                     raise
                 if away_since is None:
                     away_since = time.monotonic()

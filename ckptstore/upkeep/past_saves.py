@@ -74,7 +74,7 @@ def past_saves(log: Log) -> SaveHistory:
     """The places of the thinned checkpoints that ever were."""
     commits: list[Record] = []
     annotated: dict[int, Mapping[str, float]] = {}
-    for record in backwards(log, newest):
+    for record in backwards(log, newest, may_lack=True):
         removed.extend(removals(record))
         if isinstance(record.change, Annotate):
             annotated.setdefault(record.change.number, record.change.metrics)  # the last one has them all
@@ -126,7 +126,7 @@ def usage(log: Log) -> Usage:
     held: dict[int, int] = {}
     taken = 0
     points: list[tuple[float, int]] = []
-    for record in reversed(list(backwards(log, newest))) if newest else ():
+    for record in reversed(list(backwards(log, newest, may_lack=True))) if newest else ():
         if isinstance(record.change, Commit):
             held[record.number] = record.entry.held_bytes
             taken += record.entry.held_bytes

@@ -14,10 +14,11 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import AccessDenied, CkptstoreError, StorageError, StoreFenced
+from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StoreFenced
 from ckptstore.events import CheckpointsPruned, PruneFailed, emit
 from ckptstore.format.changes import RESUMED_FROM, Claim, Commit, Remove
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
@@ -62,9 +63,12 @@ def trash(log: Log, storage: Storage, *, grace_seconds: float) -> list[Trashed]:
         return []
     now_seconds = log.store_now_seconds()
     held = _held(newest, leases.fresh(storage, now_seconds=now_seconds))
-    since = {number: log.record_time(number) for number in set(newest.state.trash.values())}
+    since = dict.fromkeys(newest.state.trash.values(), now_seconds)
+    for number in since:
+        with suppress(FileMissing):  # in a replica, it is not here yet
+            since[number] = log.record_time(number)
     found = []
-    for record in log.records(sorted(newest.state.trash)):
+    for record in log.readable(sorted(newest.state.trash)):
         age_seconds = now_seconds - since[newest.state.trash[record.number]]
         found.append(
             Trashed(
@@ -233,10 +237,12 @@ def dropped_attempts(log: Log, newest: Record, unnamed: Collection[str]) -> list
     return found
 
 
-def backwards(log: Log, newest: Record) -> Iterator[Record]:
-    """Iterate over all records, newest first, reading them in batches."""
+def backwards(log: Log, newest: Record, *, may_lack: bool = False) -> Iterator[Record]:
+    """Iterate over all records, newest first, reading them in batches; with `may_lack` over those that are
+    `readable`."""
+    read = log.readable if may_lack else log.records
     for end in range(newest.number, 0, -_BATCH_RECORDS):
-        yield from reversed(log.records(range(max(1, end - _BATCH_RECORDS + 1), end + 1)))
+        yield from reversed(read(range(max(1, end - _BATCH_RECORDS + 1), end + 1)))
 
 
 def delete_attempts(log: Log, storage: Storage, newest: Record, attempts: Collection[str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ CODES = {
     "access-denied": 32,
     "cache-error": 24,
     "checkpoint-damaged": 3,
+    "record-missing": 27,
     "checkpoint-gone": 4,
     "error": 1,
     "file-missing": 31,
