@@ -89,6 +89,8 @@ class Job:
     policy: Policy
     missing: Missing
     given_group: object = None
+    open_at: Callable[[str], Storage] | None = None
+    """Opens the storage at another URI with the options of this one; None if they fit this one alone."""
     epoch: int | None = None
     """The writer epoch that this job has claimed; None before the claim."""
     resume_from: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckptstore.boundary import boundary
@@ -13,6 +14,7 @@ from ckptstore.format.layout import store_of
 from ckptstore.job import Job, Tier
 from ckptstore.log import Log
 from ckptstore.retention import KeepAll, Missing, Policy
+from ckptstore.storage.open import open_storage
 from ckptstore.storage.uri import parse_uri
 from ckptstore.store import CheckpointStore
 from ckptstore.transfer.opened import open_place
@@ -99,5 +101,6 @@ def open_store(
         missing=missing,
         given_group=group,
         tier=tier,
+        open_at=None if fs is not None else partial(open_storage, storage_options=storage_options, engine=engine),
     )
     return CheckpointStore(job)

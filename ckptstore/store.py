@@ -349,6 +349,7 @@ class CheckpointStore(Catalogue):
         read_once: ReadOnce = "rank",
         per_rank: PerRank = "error",
         allow_pickle: bool = False,
+        required: bool = False,
     ) -> Checkpoint | None:
         """Claim the store for this job, load the newest checkpoint that verifies, and return it. Collective.
 
@@ -356,16 +357,24 @@ class CheckpointStore(Catalogue):
         nothing that it still writes can become visible. The keywords are those of `load`. Without a state nothing is
         loaded: the returned checkpoint has the committed manifest, and every file exists with its size.
 
+        Where there is none, a line of the log names a store with checkpoints beside this place, if there is one. With
+        `required`, StoreMissing is raised instead, and nothing is written: this start expects something to resume.
+
         Raises NoUsableCheckpoint if there are checkpoints but none can be used; StateMismatch.
         """
-        from ckptstore.loading.newest import refuse_load_options, resume
+        from ckptstore.loading.newest import refuse_load_options, require_checkpoint, resume, say_what_is_beside
 
         asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
         asked |= {"per_rank": per_rank, "allow_pickle": allow_pickle}
+        if required:
+            require_checkpoint(self._in_turn())
         if state is None:
             refuse_load_options(asked)
             files = resume(self._in_turn())
-            return self._gone_on_from(Checkpoint(files)) if files else None
+            if files is None:
+                say_what_is_beside(self._job)
+                return None
+            return self._gone_on_from(Checkpoint(files))
         return self._load(state, claim=True, **asked)
 
     def close(self) -> None:
@@ -416,7 +425,7 @@ class CheckpointStore(Catalogue):
         self, state: Mapping[str, Any], *, claim: bool, order: Order | None = None, **options: Any
     ) -> Checkpoint | None:
         from ckptstore.loading.load_state import LoadOptions, load_newest
-        from ckptstore.loading.newest import newest_first
+        from ckptstore.loading.newest import newest_first, say_what_is_beside
 
         job = self._in_turn()
         try:
@@ -425,6 +434,8 @@ class CheckpointStore(Catalogue):
             job.raise_on_all(error)
         found = load_newest(job, state, asked, claim=claim, order=order or newest_first)
         if found is None:
+            if claim:
+                say_what_is_beside(self._job)
             return None
         checkpoint = Checkpoint(found.files, load_report=found.report)
         if claim:

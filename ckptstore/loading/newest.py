@@ -14,11 +14,13 @@ from ckptstore.errors import (
     InvalidName,
     NoUsableCheckpoint,
     StorageError,
+    StoreMissing,
 )
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.job import Job, Tier
+from ckptstore.loading.beside import full_store_beside
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.load_watch import watched
 from ckptstore.runtime.beat import beat
@@ -104,6 +106,30 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
     files = files_of(job, record)
     told_resumed(job, files)
     return files
+
+
+def require_checkpoint(job: Job) -> None:
+    """Raise StoreMissing on all ranks if there is nothing to resume from. Writes nothing to the store. Collective."""
+    near = 0 if job.tier is None else len(job.tier.near(job))
+
+    def find(nears: Sequence[int]) -> None:
+        newest = job.log.newest()
+        if not any(nears) and not (newest and newest.state.live):
+            beside = "" if job.open_at is None else full_store_beside(job.storage, job.open_at)
+            raise StoreMissing(
+                f"There is no checkpoint at {job.storage.uri} to resume from, and this start requires one",
+                hint=f"{beside}. Was that meant?" if beside else "Look for a typo in the URI",
+            )
+
+    with job.group.meeting("require") as meeting:
+        nears = meeting.gather(near)
+        meeting.tell(lambda: find(nears))
+
+
+def say_what_is_beside(job: Job) -> None:
+    """Leader: log a line on a store with checkpoints beside the empty place of this job. Other ranks do nothing."""
+    if job.is_leader and job.open_at is not None:
+        full_store_beside(job.storage, job.open_at)
 
 
 def _resume_first(job: Job, tier: Tier) -> CheckpointFiles | None:

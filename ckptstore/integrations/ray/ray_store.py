@@ -246,7 +246,12 @@ class RayStore(CheckpointStore):
             return str(meeting.tell(decide))
 
     def resume(
-        self, state: Mapping[str, Any] | None = None, *, prefer: Prefer = "newest", **options: Any
+        self,
+        state: Mapping[str, Any] | None = None,
+        *,
+        prefer: Prefer = "newest",
+        required: bool = False,
+        **options: Any,
     ) -> Checkpoint | None:
         """Claim the store for this start of the run and load the checkpoint to resume from. Collective.
 
@@ -260,6 +265,7 @@ class RayStore(CheckpointStore):
             prefer: "newest" for the newest checkpoint, which may be ahead of what Ray has registered when the run died
                 in between; "ray" for the one that `ray.train.get_checkpoint()` gives, and from there on older ones,
                 then newer ones. Outside of Ray Train there is only the newest.
+            required: raise StoreMissing, and write nothing, if there is none.
             options: the keywords of `CheckpointStore.resume`: `include`, `strict`, `device`, `read_once`, `per_rank`,
                 `allow_pickle`.
 
@@ -272,7 +278,7 @@ class RayStore(CheckpointStore):
         if state is None:
             refuse_load_options(options)
         if self._reports is None:
-            return super().resume(state, **options)
+            return super().resume(state, required=required, **options)
         self._background.wait()
         handed = handed_back()
 
@@ -286,7 +292,7 @@ class RayStore(CheckpointStore):
         if path:
             return self._resume_from_ray(path, state, prefers_ray=prefer == "ray", **options)
         if prefer == "newest" or number is None:
-            checkpoint = super().resume(state, **options)
+            checkpoint = super().resume(state, required=required, **options)
         elif state is not None:
             checkpoint = self._load(state, claim=True, order=RaysOrder(number), **options)
         else:
