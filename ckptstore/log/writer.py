@@ -56,6 +56,8 @@ class Log(LogReader):
         self._appending = RLock()  # a decision may append something of its own first
         self._on_server = is_server(storage)
         self._is_tried = not self._on_server
+        self.may_have_left_over = True
+        """True if a prune of this process may have left directories that no record names."""
         self._linked = 0
         """The number of the record up to which the chain has been checked."""
 
@@ -284,6 +286,7 @@ class Log(LogReader):
             self._storage.doubt(record_key(newest.number))
             with self._lock:
                 self._cache.clear()
+                self._steps.clear()
                 self._own = self._fork = None
             newest = self._read(newest.number)
             problem = self._link_problem(newest)

@@ -21,7 +21,7 @@ from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_recei
 from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
 from ckptstore.job import Job, held_by_bases
-from ckptstore.retention import Candidate, decide
+from ckptstore.retention import Candidate, KeepAll, Verdict, decide
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import mapped
 from ckptstore.saving.request import Request
@@ -192,10 +192,24 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references:
     newest = job.claim(newest)
     save_number = entry.save_number or job.next_save_number(newest.state)  # saves are ordered: this is the next
     entry = replace(entry, bases=_bases(job, newest, references), save_number=save_number)
+    same_step = job.log.of_step(entry.step, newest.state.live)
+    replaces = {record.number for record in same_step} - set(newest.state.pinned)
+    # With thousands of live checkpoints the verdicts would be most of the time of a save.
+    dropped = [] if isinstance(job.policy, KeepAll) else _dropped(job, newest, entry, replaces)
+    for verdict in dropped:
+        logger.info("step %d goes to the trash: %s", verdict.step, verdict.reason)
+    return Commit(
+        entry=entry,
+        replaces=tuple(sorted(replaces)),
+        drops=tuple(verdict.number for verdict in dropped),
+        reasons={verdict.number: verdict.reason for verdict in dropped},
+    )
+
+
+def _dropped(job: Job, newest: Record, entry: CheckpointEntry, replaces: Collection[int]) -> list[Verdict]:
+    """Return the verdicts on the checkpoints that retention drops for the new one."""
     is_timed = job.policy.compares_times()
     earlier = job.candidates(newest, timed=is_timed)
-    pinned = set(newest.state.pinned)
-    replaces = {item.number for item in earlier if item.step == entry.step} - pinned
     number = newest.number + 1
     manifest_key = entry.prefix + MANIFEST_NAME  # just written, so its time is now
     committed_at = job.storage.stat(manifest_key).modified_seconds if is_timed else math.nan
@@ -208,15 +222,7 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references:
     )
     left = [item for item in earlier if item.number not in replaces]
     verdicts = decide(job.policy, [*left, candidate], protected=newest.state.protected(latest=number))
-    dropped = [verdict for verdict in verdicts if not verdict.keep]
-    for verdict in dropped:
-        logger.info("step %d goes to the trash: %s", verdict.step, verdict.reason)
-    return Commit(
-        entry=entry,
-        replaces=tuple(sorted(replaces)),
-        drops=tuple(verdict.number for verdict in dropped),
-        reasons={verdict.number: verdict.reason for verdict in dropped},
-    )
+    return [verdict for verdict in verdicts if not verdict.keep]
 
 
 def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ class LogPublisher:
         return record
 
     def _refuse_existing(self, newest: Record, step: int) -> None:
-        if any(candidate.step == step for candidate in self.job.candidates(newest)):
+        if self.job.log.of_step(step, newest.state.live):
             raise StepExists(f"Step {step} is committed already", step=step, hint='Use exists="replace" to replace it')
 
     def _check_room(self, decision: Decision) -> None:
@@ -129,7 +129,7 @@ def prune_behind(job: Job) -> None:
 
     def run() -> None:
         try:
-            prune(job.log, job.storage, job.config, epoch=job.epoch)
+            prune(job.log, job.storage, job.config, epoch=job.epoch, behind_save=True)
         finally:
             if job.policy.thins():
                 from ckptstore.loading.thinning import thin_as_decided

@@ -92,9 +92,18 @@ def _held(newest: Record, readers: Mapping[int, int]) -> dict[int, str]:
 
 
 def prune(
-    log: Log, storage: Storage, config: StoreConfig, *, epoch: int | None, dry_run: bool = False
+    log: Log,
+    storage: Storage,
+    config: StoreConfig,
+    *,
+    epoch: int | None,
+    dry_run: bool = False,
+    behind_save: bool = False,
 ) -> list[Trashed]:
     """Delete the checkpoints that were in the trash for the grace period, and return them; a dry run only returns them.
+
+    One that runs `behind_save` looks for what earlier ones have left only where this process may have left something:
+    that takes a look at all directories.
 
     `epoch` is the caller's writer epoch; None for a command line, which fences nobody and is fenced by nobody. Raises
     StoreFenced, and deletes nothing, if a later job has claimed the store; AccessDenied, after the deletion of the
@@ -104,7 +113,8 @@ def prune(
     if dry_run:
         return due
     gone = _remove(log, storage, due, epoch=epoch, reason="grace period over") if due else []
-    _remove_left_over(log, storage, epoch=epoch)
+    if log.may_have_left_over or not behind_save:
+        log.may_have_left_over = _remove_left_over(log, storage, epoch=epoch)
     return gone
 
 
@@ -187,6 +197,7 @@ def _remove(
     assert isinstance(record.change, Remove)
     dropped = {item.attempt: item for item in items if item.number in record.change.drop}
     left = delete_attempts(log, storage, record, dropped)
+    log.may_have_left_over |= bool(left)
     gone = [item for attempt, item in dropped.items() if attempt not in left]
     steps = tuple(item.step for item in gone)
     size_bytes = sum(item.size_bytes for item in gone)
@@ -198,16 +209,19 @@ def _remove(
     return gone
 
 
-def _remove_left_over(log: Log, storage: Storage, *, epoch: int | None) -> None:
-    """On a disk: delete the directories that earlier prunes of this epoch left to readers or could not delete."""
+def _remove_left_over(log: Log, storage: Storage, *, epoch: int | None) -> bool:
+    """On a disk: delete the directories that earlier prunes of this epoch left to readers or could not delete. Return
+    True if some are still left."""
     directories = attempt_directories(storage)
     newest = log.checked_newest() if directories else None
     if newest is None or (epoch is not None and newest.state.epoch != epoch):
-        return
+        return False
     named = {record.entry.attempt for record in log.records([*newest.state.live, *newest.state.trash])}
     dropped = dropped_attempts(log, newest, directories - named)
-    for attempt, why in delete_attempts(log, storage, newest, dropped).items():
+    left = delete_attempts(log, storage, newest, dropped)
+    for attempt, why in left.items():
         logger.debug("%s%s stays: %s", CHECKPOINT_PREFIX, attempt, why)
+    return bool(left)
 
 
 def attempt_directories(storage: Storage) -> set[str]:
@@ -215,7 +229,8 @@ def attempt_directories(storage: Storage) -> set[str]:
     if not isinstance(storage, Disk):
         return set()
     try:
-        return {path.name for path in storage.local_path(CHECKPOINT_PREFIX.rstrip("/")).iterdir() if path.is_dir()}
+        with os.scandir(storage.local_path(CHECKPOINT_PREFIX.rstrip("/"))) as entries:  # a look at none by itself
+            return {entry.name for entry in entries if entry.is_dir()}
     except OSError:
         return set()
 
