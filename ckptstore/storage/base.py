@@ -28,6 +28,11 @@ class Unsupported(StorageError):
     """The server or the file system does not know such an operation, create-if-absent for one."""
 
 
+class UploadGone(StorageError):
+    """An upload in parts that is not finished is gone, or some of its parts: somebody has aborted it. Its file can be
+    written from the beginning."""
+
+
 class Shortage(StorageUnavailable):
     """This process, or the system, has no descriptor or no memory left. That is no fault of a file, and another try of
     the same process soon is no help."""

@@ -5,6 +5,7 @@ Small files are read, hashed and written many at a time, because each costs more
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -17,12 +18,14 @@ from ckptstore.errors import AccessDenied, CkptstoreError, StorageError, Storage
 from ckptstore.events import BytesMoved, FileStored, emit, is_heard
 from ckptstore.format.digest import Digest, FileDigest, file_digest
 from ckptstore.runtime.beat import beat
-from ckptstore.storage.base import PartWriter, WritesParts
+from ckptstore.storage.base import PartWriter, UploadGone, WritesParts
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
 from ckptstore.transfer.moves import PlannedFile, Stored
 from ckptstore.transfer.pool import Operation, Task
 from ckptstore.transfer.sources import FileSource, Read
+
+logger = logging.getLogger("ckptstore")
 
 _PERSIST_FILES = 4096
 """The number of small files after which they are made durable, while other threads write the next ones."""
@@ -61,25 +64,26 @@ class _Upload:
         self.total_bytes = sum(self._sizes_bytes)
         self.stored: dict[int, Stored] = {}
         self.failed: dict[int, CkptstoreError] = {}
-        """The files whose last step failed."""
+        """The files that are to be written again from the beginning."""
         self._lock = threading.Lock()
         self._written: list[str] = []
         """The keys that are not durable yet."""
         self._not_durable: CkptstoreError | None = None
 
     def write_all(self) -> None:
-        """Write all files. A file whose last step fails is written again from the beginning, once."""
+        """Write all files. A file whose upload is gone, or whose last step fails, is written again from the beginning,
+        once."""
         indices: Iterable[int] = range(len(self.files))
         for _ in range(2):
+            for error in self.failed.values():
+                logger.warning("a file is written from the beginning: %s", error)
             self.failed = {}
             large, tasks = self._tasks(indices)
             try:
                 self.engine.pool.run(tasks, check=self._check)
-            except BaseException:
+            finally:
                 for file in large:
                     file.abort()
-                raise
-            finally:
                 self.engine.scratch.trim()
             if not self.failed:
                 return
@@ -253,6 +257,8 @@ class _InParts:
 
     def _write(self, start: int, run: Operation) -> None:
         """Write the parts of one task, and finish the file after its last part."""
+        if self._index in self._upload.failed:
+            return
         end = min(start + self._task_bytes, self._source.size_bytes)
         scratch_bytes = 0 if self._source.in_memory else self._part_bytes
         try:
@@ -274,6 +280,8 @@ class _InParts:
                 is_last = self._left_bytes == 0
             if is_last:
                 self._finish(run, writer)
+        except UploadGone as error:
+            self._upload.failed[self._index] = error.at(file=self._key)
         except CkptstoreError as error:
             raise error.at(file=self._key) from None
 
@@ -291,8 +299,7 @@ class _InParts:
         except CkptstoreError as error:
             if error.retryable or not _is_worth_writing_again(error):  # it has been retried by now
                 raise
-            writer.abort()
             self._upload.failed[self._index] = error.at(file=self._key)
         else:
+            self._writer = None
             self._upload.done(self._index, self._digest, seconds=time.monotonic() - self._began)
-        self._writer = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from ckptstore.errors import (
 )
 from ckptstore.format.digest import Digest
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import Unsupported
+from ckptstore.storage.base import Unsupported, UploadGone
+from ckptstore.storage.cloud import aws
 from ckptstore.storage.cloud.files import Renewals
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3.objects import S3Error
@@ -210,6 +212,30 @@ def test_abort_after_a_failed_finish_leaves_nothing(storage: Any, fault: Any, ac
     writer.abort()
     assert type(error_of(lambda: storage.stat("whole"))) is FileMissing
     assert list(storage.unfinished("")) == []
+
+
+def test_a_copy_in_parts_begins_again(
+    storage: Any, fault: Any, fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aws, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(aws, "_COPY_PART_BYTES", 6 * MIB)
+    storage.write("large", [PART])
+    fault(action="status", match="^PUT .*partNumber=2", status=404, code="NoSuchUpload")
+    storage.copy("large", "copied")
+    assert fast_s3.faults.pending == 0
+    assert storage.read("copied") == PART
+    fault(action="status", match="^PUT .*partNumber=2", status=404, code="NoSuchUpload", times=None)
+    assert type(error_of(lambda: storage.copy("large", "never"))) is UploadGone
+    assert list(storage.unfinished("")) == []
+
+
+@pytest.mark.parametrize("match", ["^PUT .*partNumber=2", "^POST .*uploadId"])
+def test_an_upload_of_fsspec_begins_again(fast_s3: S3Server, fault: Any, match: str) -> None:
+    with closing(open_storage("s3://test/again", storage_options=fast_s3.storage_options, engine="fsspec")) as storage:
+        fault(action="status", match=match, status=404, code="NoSuchUpload")
+        storage.write("large", [PART] * 3)
+        assert fast_s3.faults.pending == 0
+        assert storage.stat("large").size_bytes == 3 * len(PART)
 
 
 def test_expired_credentials_are_looked_up_anew_once(storage: Any, fault: Any) -> None:

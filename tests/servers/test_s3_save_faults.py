@@ -15,6 +15,7 @@ import pytest
 
 import ckptstore
 from ckptstore.errors import AccessDenied
+from ckptstore.storage.base import UploadGone
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import run_ranks
 from ckptstore.testing.s3_server import Fault, S3Server
@@ -29,9 +30,19 @@ COMMITTED = {
         action="status", match="^PUT /test/saves/[^?]*/log/", status=409, code="ConditionalRequestConflict"
     ),
     "the manifest's answer is lost": Fault(action="lose_answer", match="^PUT .*ckptstore.json"),
+    "the upload is aborted before a part": Fault(
+        action="status", match="partNumber=2", status=404, code="NoSuchUpload"
+    ),
+    "the upload is aborted before its end": Fault(
+        action="status", match="^POST .*uploadId", status=404, code="NoSuchUpload"
+    ),
+    "a part is lost before the end": Fault(action="status", match="^POST .*uploadId", status=400, code="InvalidPart"),
     "credentials expire": Fault(action="status", match="partNumber=2", status=400, code="ExpiredToken"),
 }
 REFUSED = {
+    "uploads are aborted again and again": Fault(
+        action="status", match="^PUT .*partNumber", times=None, status=404, code="NoSuchUpload"
+    ),
     "access is refused in the middle": Fault(
         action="status", match="^PUT .*partNumber", skip=1, times=None, status=403, code="AccessDenied"
     ),
@@ -74,7 +85,7 @@ def test_it_is_committed_once(store: Any, fast_s3: S3Server, files: Path, name: 
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_fails_clearly_and_nothing_is_seen(store: Any, fast_s3: S3Server, files: Path, name: str) -> None:
     fast_s3.faults.replace([REFUSED[name]])
-    with pytest.raises(AccessDenied) as caught:
+    with pytest.raises((AccessDenied, UploadGone)) as caught:
         store.save_directory(1, files)
     assert caught.value.committed is False
     fast_s3.faults.clear()

@@ -19,9 +19,9 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
+from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageUnavailable
 from ckptstore.format.digest import Digest
-from ckptstore.storage.base import PartWriter, StoredFile
+from ckptstore.storage.base import PartWriter, StoredFile, UploadGone
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.answers import check_head, complete
 from ckptstore.storage.cloud.aws_settings import AwsSettings
@@ -143,6 +143,12 @@ class S3Files(CloudFiles):
         if size_bytes <= _COPY_BYTES:
             self.call("copy_object", file=source_key, Key=self.full(key), CopySource=source, **self.put_options)
             return
+        try:
+            self._copy_in_parts(source, key, size_bytes)
+        except UploadGone:
+            self._copy_in_parts(source, key, size_bytes)
+
+    def _copy_in_parts(self, source: dict[str, str], key: str, size_bytes: int) -> None:
         upload = _Upload(self, key, size_bytes, checksum=False)
         try:
             for number, start in enumerate(range(0, size_bytes, _COPY_PART_BYTES), start=1):
@@ -183,7 +189,7 @@ class S3Files(CloudFiles):
             marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort_unfinished(self, key: str, upload_id: str) -> None:
-        with suppress(FileMissing):
+        with suppress(FileMissing, UploadGone):
             self.call("abort_multipart_upload", file=key, Key=self.full(key), UploadId=upload_id)
 
     def rules(self) -> dict[str, str]:
@@ -374,9 +380,9 @@ class _Upload:
         parts = [part for _, part in sorted(self._parts.items())]
         try:
             self._files.call("complete_multipart_upload", file=self._key, **self._at, MultipartUpload={"Parts": parts})
-        except FileMissing as error:
+        except (FileMissing, UploadGone) as error:
             if not self._landed(len(parts)):
-                raise StorageError("The multipart upload is gone", file=self._key) from error
+                raise foreign.upload_gone("finish", self._key) from error
         self._files.drop_other_uploads(self._key)
 
     def _landed(self, num_parts: int) -> bool:

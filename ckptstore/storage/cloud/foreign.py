@@ -1,6 +1,7 @@
 """Translate foreign errors by type and status, for all object stores, so that both engines agree. Pure.
 
     404                        FileMissing
+    410, NoSuchUpload, ...     UploadGone: the file can be written from the beginning
     412                        ConditionFailed, which the callers of conditional requests expect
     InvalidObjectState, ...    StorageArchived
     401, 403                   AccessDenied
@@ -38,7 +39,7 @@ from ckptstore.errors import (
     StorageThrottled,
     StorageUnavailable,
 )
-from ckptstore.storage.base import Unsupported
+from ckptstore.storage.base import Unsupported, UploadGone
 from ckptstore.storage.cloud.wire.http_client import ProxyRefused
 
 
@@ -189,6 +190,7 @@ _OTHER_BYTES = (
 )
 
 
+_GONE_CODES = frozenset({"InvalidBlockList", "InvalidPart", "NoSuchUpload"})
 _ARCHIVED_CODES = frozenset({"BlobArchived", "BlobBeingRehydrated", "InvalidObjectState"})
 _ARCHIVED_HINT = (
     "Restore it from there, and leave log/, store.json and the checkpoints that you want to load out of the rules that "
@@ -201,6 +203,8 @@ def from_status(status: int | None, code: str, *, key: str, what: str, storage_c
     of an object that cannot be read, if it is known."""
     shown = " ".join(str(part) for part in (status, code) if part) or "no answer"
     message = f"{what}: {shown}"
+    if status == 410 or code in _GONE_CODES:
+        return upload_gone(what, key)
     if status == 404:
         if code in ("NoSuchBucket", "ContainerNotFound"):
             return StorageError(f"{what}: the bucket or container does not exist", file=key)
@@ -224,6 +228,12 @@ def from_status(status: int | None, code: str, *, key: str, what: str, storage_c
     if is_temporary or code in _BUSY_CODES:
         return StorageUnavailable(message, file=key, hint=_OTHER_BYTES if code in _DIGEST_CODES else None)
     return StorageError(message, file=key)
+
+
+def upload_gone(what: str, key: str) -> UploadGone:
+    """Return the error for a part, or a completion, of an upload that is gone."""
+    hint = "Look for what aborts unfinished uploads: a rule of the bucket, or somebody who cleans up"
+    return UploadGone(f"{what}: the upload, or a part of it, is gone", file=key, hint=hint)
 
 
 def _hint(status: int | None, code: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageError, StorageUnavailable
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import Storage, StoredFile
+from ckptstore.storage.base import Storage, StoredFile, UploadGone
 from ckptstore.storage.cloud import foreign
 from ckptstore.storage.cloud.bodies import PART_BYTES, part_bytes, total_bytes
 from ckptstore.storage.cloud.client_options import INSIDE_FSSPEC
@@ -73,6 +73,12 @@ class CloudStorage(GenericStorage):
             self.system.config_kwargs = {"retries": {"total_max_attempts": 1}, **self.system.config_kwargs}
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
+        try:
+            self._write_once(key, views)
+        except (FileMissing, UploadGone):  # gcsfs raises the first for a session of an upload that is gone
+            self._write_once(key, views)
+
+    def _write_once(self, key: str, views: Sequence[memoryview]) -> None:
         path, size_bytes = self.path(key), total_bytes(views)
         with self.seam("write", key):
             if size_bytes <= _WHOLE_BYTES:
