@@ -45,8 +45,9 @@ class S3Server:
     `verify` compares bodies with their digests (0.05 s/GiB for a CRC, 1 s/GiB and more for a signed payload).
     `keep_bodies=False` keeps only sizes of larger objects, which then read as zeros, and answers at the speed of the
     socket. `md5_etags` makes an ETag the MD5 of the body, as real S3 does (1.4 s/GiB). `access_keys` are the access
-    keys let in, None for all; signatures are not checked. `min_part_bytes` defaults to the 5 MiB of S3. With
-    `authority`, a path that `make_certificates` has returned, it speaks TLS, and its clients have to trust that file.
+    keys let in, None for all; of a signature only its time is checked. `min_part_bytes` defaults to the 5 MiB of S3.
+    With `authority`, a path that `make_certificates` has returned, it speaks TLS, and its clients have to trust that
+    file.
     """
 
     def __init__(
@@ -119,6 +120,11 @@ class S3Server:
     def objects(self) -> Objects:
         """The stored objects. Read them; only the server's thread may change them while requests come in."""
         return self._shared.service.objects
+
+    @property
+    def service(self) -> Service:
+        """The operations; the access keys that it lets in, and its clock, may be changed while it works."""
+        return self._shared.service
 
     @property
     def stats(self) -> dict[str, object]:

@@ -58,7 +58,6 @@ ANSWERS = [
     (400, "InvalidRequest", StorageError),
     (403, "AccessDenied", AccessDenied),
     (403, "InvalidAccessKeyId", AccessDenied),
-    (403, "RequestTimeTooSkewed", AccessDenied),
     (401, "Unauthorized", AccessDenied),
     (507, "QuotaExceeded", StorageFull),
 ]

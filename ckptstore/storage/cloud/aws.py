@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 import http.client
+import inspect
 import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,7 +37,7 @@ from ckptstore.storage.cloud.bodies import (
     part_bytes,
     total_bytes,
 )
-from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
+from ckptstore.storage.cloud.files import Clock, CloudFiles, OpenedAs
 from ckptstore.storage.cloud.wire.http_client import HttpAnswer, HttpClient
 from ckptstore.storage.cloud.wire.line import trusting
 from ckptstore.storage.uri import Location
@@ -224,9 +226,12 @@ class S3Files(CloudFiles):
         return self._settings.resolved()
 
     def giver(self) -> chains.Giver:
-        """See `CloudFiles.giver`; the credentials are looked up again."""
-        self._settings.forget_credentials()
-        return chains.aws_giver(self._settings.credentials())
+        """See `CloudFiles.giver`."""
+        found = self._settings.credentials()
+        if found is None:  # a session does not read a file again
+            self._settings.renew_credentials()
+            found = self._settings.credentials()
+        return chains.aws_giver(found)
 
     def close(self) -> None:
         super().close()
@@ -242,6 +247,8 @@ class S3Files(CloudFiles):
             self._http = _http_client(client.meta, self._settings.route.verify)
         if self._http is not None:
             client.meta.events.register_first("before-send.s3", functools.partial(_sent, self._http))
+        if not self._clock.is_own:
+            sign_by(self._clock, client)
         return client
 
     def _renew_connections(self, **kept: int) -> None:
@@ -251,10 +258,17 @@ class S3Files(CloudFiles):
         if http_client is not None:
             http_client.drop_idle()
 
-    def _forget_credentials(self) -> None:
-        """Look up the credentials again, for a new client."""
-        self._settings.forget_credentials()
+    @property
+    def _keys_may_change(self) -> bool:
+        return not self._settings.given_keys and not self._settings.is_anonymous
+
+    def _finds_other_keys(self) -> bool:
+        return self._settings.finds_other_credentials()
+
+    def _renew_credentials(self) -> bool | None:
+        found_others = self._settings.renew_credentials()
         self._renew_connections()
+        return found_others
 
     def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         from botocore import exceptions
@@ -263,13 +277,17 @@ class S3Files(CloudFiles):
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             code = str(error.response.get("Error", {}).get("Code", ""))
             code = "" if code.isdigit() else code
-            if code in foreign.EXPIRED_CODES and self._renewals.renew(number, self._forget_credentials):
-                return foreign.renewed(what, key)
+            date = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+            text = str(error.response.get("Error", {}).get("Message", ""))
+            again = self.remedy(status, code, text, what=what, key=key, number=number, date=date)
+            if again is not None:
+                return again
             storage_class = str(error.response.get("Error", {}).get("StorageClass", ""))
             return foreign.from_status(status, code, key=key, what=what, storage_class=storage_class)
-        refused = chains.aws_refusal(error, what=what, key=key, profile=self._settings.profile)
+        had = self._renewals.has_worked
+        refused = chains.aws_refusal(error, what=what, key=key, profile=self._settings.profile, had=had)
         if refused is not None:
-            self._forget_credentials()  # the client found no credentials when it was made, and would not look again
+            self._renew_credentials()  # the client found no credentials when it was made, and would not look again
             return refused
         broken = (
             exceptions.ConnectionError,
@@ -283,6 +301,33 @@ class S3Files(CloudFiles):
             url, through = self._settings.address.endpoint_url, self._settings.route.through
             return foreign.broken_off(error, what=what, key=key, url=url, through=through)
         return foreign.unexpected(error, what=what, key=key)
+
+
+def sign_by(clock: Clock, client: Any) -> None:
+    """Have a client of botocore, or of aiobotocore, sign its requests by a clock: botocore itself has that of this
+    machine alone."""
+    from botocore.auth import S3SigV4Auth
+
+    class ByClock(S3SigV4Auth):  # type: ignore[misc]
+        def _modify_request_before_signing(self, request: Any) -> None:
+            now = datetime.now(UTC) + timedelta(seconds=clock.ahead_seconds)
+            request.context["timestamp"] = now.strftime("%Y%m%dT%H%M%SZ")
+            super()._modify_request_before_signing(request)
+
+    def with_clock(auth: Any) -> Any:
+        if type(auth).__name__ not in ("S3SigV4Auth", "CrtS3SigV4Auth"):
+            return auth
+        return ByClock(auth.credentials, auth._service_name, auth._region_name)
+
+    async def get_later(*arguments: Any, **keywords: Any) -> Any:
+        return with_clock(await get(*arguments, **keywords))
+
+    def get_now(*arguments: Any, **keywords: Any) -> Any:
+        return with_clock(get(*arguments, **keywords))
+
+    signer = client._request_signer
+    get = signer.get_auth_instance
+    signer.get_auth_instance = signer.get_auth = get_later if inspect.iscoroutinefunction(get) else get_now
 
 
 def _http_client(meta: Any, verify: bool | str) -> HttpClient | None:

@@ -181,9 +181,26 @@ class AwsSettings:
             )
         return self._session.get_credentials()
 
-    def forget_credentials(self) -> None:
-        """Look up the credentials again on their next use."""
-        self._session = self._made_session()
+    def renew_credentials(self) -> bool | None:
+        """Look up the credentials again, for all clients that are made from now on. Return True if others were found,
+        or if they could not be read, as may be while somebody writes them."""
+        if self.given_keys or self.is_anonymous:
+            return None
+        try:
+            found = self._made_session()
+            is_other = _seen(found) != _seen(self._session)
+            self._session = found if is_other else self._made_session()  # which looks once more when it is used
+            return is_other
+        except Exception:  # whoever needs them next raises what is wrong
+            return True
+
+    def finds_other_credentials(self) -> bool:
+        """Return True if other credentials would be found now in place of those of a file or of variables."""
+        try:
+            before = _seen(self._session)
+            return before is not None and "refresh" not in before and _seen(self._made_session()) != before
+        except Exception:
+            return False
 
     def client(self) -> Any:
         """Return a new client of botocore, which uses only these settings."""
@@ -341,6 +358,16 @@ def _refused(error: Exception, profile_from: str) -> Any:
         f"storage_options and the AWS configuration cannot be used: {type(error).__name__}",
         hint="Compare the options with what s3fs and botocore take",
     )
+
+
+def _seen(session: Any) -> tuple[Any, ...] | None:
+    """Return the credentials that the clients of a session use, without having them refreshed."""
+    found = session.get_credentials()
+    if found is None:
+        return None
+    if hasattr(found, "_frozen_credentials"):  # those of a program or a service; None before their first use
+        return ("refresh", *(found._frozen_credentials or ()))
+    return tuple(found.get_frozen_credentials())
 
 
 @functools.cache

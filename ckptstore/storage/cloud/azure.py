@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from email.utils import formatdate
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, FileMissing, StorageUnavailable
@@ -123,6 +124,7 @@ class AzureFiles(CloudFiles):
             connection_verify=self._route.verify,
         )
         options = {
+            "raw_request_hook": self._dated,
             "retry_total": 0,  # there is one layer of retries, above
             "max_single_put_size": _MAX_PUT_BYTES,
             "max_single_get_size": _READ_BYTES,
@@ -136,6 +138,12 @@ class AzureFiles(CloudFiles):
                 names["connection_string"], self._location.container, **options
             )
         return ContainerClient(names["account_url"], self._location.container, credential=self._credential(), **options)
+
+    def _dated(self, request: Any) -> None:
+        """Give a request, before it is signed, the time by the clock of the server."""
+        if self._clock.ahead_seconds:
+            date = formatdate(time.time() + self._clock.ahead_seconds, usegmt=True)
+            request.http_request.headers["x-ms-date"] = date
 
     def resolved(self) -> dict[str, str]:
         names, url = self._names, azure_url(self._names)
@@ -173,7 +181,9 @@ class AzureFiles(CloudFiles):
             code = str(getattr(code, "value", None) or code or "")
             if code == "BlobAlreadyExists":
                 return foreign.ConditionFailed(f"{what}: {code}", file=key)
-            return foreign.from_status(error.status_code, code, key=key, what=what)
+            date = getattr(error.response, "headers", {}).get("date")
+            again = self.remedy(error.status_code, code, str(error), what=what, key=key, number=number, date=date)
+            return again or foreign.from_status(error.status_code, code, key=key, what=what)
         of_network = (exceptions.AzureError, OSError, http.client.HTTPException)
         if isinstance(error, of_network) or type(error).__module__.startswith(("urllib3", "requests")):
             url, through = azure_url(self._names), self._route.through

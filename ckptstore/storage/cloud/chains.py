@@ -50,11 +50,12 @@ Giver = Callable[[], dict[str, Any]]
 class Provider:
     """Gives obstore its credentials, and keeps the last error: obstore reports only that there was one."""
 
-    def __init__(self, kind: Kind, make: Callable[[], Giver], *, profile: str | None = None) -> None:
-        """Find the source. Raises AccessDenied if the SDK finds none, StorageUnavailable if it could not look."""
+    def __init__(self, kind: Kind, make: Callable[[], Giver], *, profile: str | None = None, had: bool = False) -> None:
+        """Find the source. `had` is True if credentials were found before. Raises AccessDenied if the SDK finds none,
+        StorageUnavailable if it could not look."""
         self.error: CkptstoreError | None = None
         """The error of the last try, None if it succeeded."""
-        self._kind, self._profile = kind, profile
+        self._kind, self._profile, self._had = kind, profile, had
         with foreign.seam(self._translated):
             self._give = make()
 
@@ -65,13 +66,13 @@ class Provider:
         except CkptstoreError as error:
             self.error = error
             raise
-        self.error = None
+        self.error, self._had = None, True
         return found
 
     def _translated(self, error: Exception) -> CkptstoreError:
         what = "credentials"
         if self._kind == "s3":
-            refused = aws_refusal(error, what=what, key="", profile=self._profile)
+            refused = aws_refusal(error, what=what, key="", profile=self._profile, had=self._had)
             return refused or _refusal("s3", foreign.passing_trouble(error), what=what, key="")
         return (google_refusal if self._kind == "gcs" else azure_refusal)(error, what=what, key="")
 
@@ -101,10 +102,16 @@ def aws_giver(credentials: Any) -> Giver:
     return give
 
 
-def aws_refusal(error: Exception, *, what: str, key: str, profile: str | None) -> CkptstoreError | None:
-    """Translate an error of AWS' chain; return None if it is not one of credentials."""
+def aws_refusal(
+    error: Exception, *, what: str, key: str, profile: str | None, had: bool = False
+) -> CkptstoreError | None:
+    """Translate an error of AWS' chain; return None if it is not one of credentials. `had` is True if there were some
+    before: then somebody is about to write new ones."""
     from botocore import exceptions
 
+    half = (exceptions.ConfigParseError, exceptions.NoCredentialsError, exceptions.PartialCredentialsError)
+    if had and isinstance(error, half):
+        return StorageUnavailable(f"{what}: the credentials that there were are gone, or only in part there", file=key)
     if isinstance(error, exceptions.NoCredentialsError):
         return _refusal("s3", _aws_metadata_trouble(profile), what=what, key=key)
     if isinstance(error, exceptions.MetadataRetrievalError | exceptions.CredentialRetrievalError):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, FileMissing
@@ -16,43 +19,168 @@ from ckptstore.storage.cloud.bodies import Filling, part_bytes
 from ckptstore.storage.cloud.chains import Giver
 from ckptstore.storage.uri import Location
 
+logger = logging.getLogger("ckptstore")
+
 _DELETE_THREADS = 16
 _MAX_RETIRED = 4
 """The most old clients kept for requests in flight: many doubts in a row must not use up descriptors."""
+
+_CLOCK_SECONDS = 30.0
+"""The difference of two clocks that is not the time of a request on its way."""
+_MOST_IN_VAIN = 8
+"""The most renewals in a row without a request that succeeded, though each one found something new."""
 
 OpenedAs = tuple[Callable[..., Storage], tuple[str, Mapping[str, Any]]]
 """The function, the URI and the options by which a storage was opened, and is opened again in another process."""
 
 
 class Renewals:
-    """The renewals of a client whose requests are refused: one for all requests that were sent before it."""
+    """The renewals of all clients of a storage whose requests are refused: one for all requests sent before it."""
 
     def __init__(self) -> None:
         self.number = 0
         """The number of renewals so far. Read it before a request is sent: at worst it goes by a newer client."""
-        self._proven = 0
+        self._proven = -1
         """The highest number at which a request has succeeded."""
         self._was_worth_a_try = True
         self._lock = threading.Lock()
+
+    @property
+    def has_worked(self) -> bool:
+        """True once a request has succeeded."""
+        return self._proven >= 0
 
     def prove(self, number: int) -> None:
         """Note that a request has succeeded which was sent at this number."""
         if number > self._proven:
             self._proven = number
 
-    def renew(self, number: int, forget: Callable[[], None]) -> bool:
+    def renew(
+        self, number: int, forget: Callable[[], bool | None], *, at_first: bool = True, only_other: bool = False
+    ) -> bool:
         """Call `forget`, after the refusal of a request that was sent at this number, unless another request has done
-        so. Return False if no request has succeeded since the renewal before."""
+        so. It returns True if it has found something else than what was refused.
+
+        Return True if the request is worth another try: something else was found, or a request has succeeded since the
+        renewal before, for which at first none is needed unless `at_first` is False. With `only_other` it is not worth
+        one unless something else was found, and nothing was renewed otherwise.
+        """
         with self._lock:
             if number != self.number:
                 return self._was_worth_a_try or self._proven == self.number
-            self._was_worth_a_try = self._proven == number
-            forget()  # in both cases: a later request may find what is right
+            has_worked = self._proven == number or (at_first and number == 0)
+            found_other = forget()  # in any case: a later request may find what is right
+            if only_other and not found_other:
+                return False
+            in_vain = number - max(0, self._proven)
+            self._was_worth_a_try = has_worked or (bool(found_other) and in_vain < _MOST_IN_VAIN)
             self.number += 1
             return self._was_worth_a_try
 
 
-class CloudFiles(ProcessBound):
+class Clock:
+    """The clock of a server, by which requests are signed once it is known to differ from that of this machine."""
+
+    def __init__(self) -> None:
+        self.ahead_seconds = 0.0
+        """The seconds by which the server's clock is ahead of this machine's."""
+        self.is_doubted = False
+        """True from a refusal that did not come with the server's time to the next response that does."""
+
+    @property
+    def is_own(self) -> bool:
+        """True as long as requests may be signed by the clock of this machine."""
+        return not self.ahead_seconds and not self.is_doubted
+
+    def correct(self, date: str | None, *, server: str) -> bool:
+        """Take over the time in the header `Date` of a response. Return True if it is not what was known."""
+        self.is_doubted = date is None
+        if date is None or not self.differs(date):
+            return False
+        self.ahead_seconds = ahead_seconds = _seconds_ahead(date)
+        logger.warning(
+            "the clock of %s is %+.0f seconds from that of this machine, and requests are signed by it from now on. "
+            "Set the clock of this machine",
+            server,
+            ahead_seconds,
+        )
+        return True
+
+    def differs(self, date: str) -> bool:
+        """Return True if the header `Date` of a response that has just come is not the time by this clock."""
+        return abs(_seconds_ahead(date) - self.ahead_seconds) > _CLOCK_SECONDS
+
+
+def _seconds_ahead(date: str) -> float:
+    try:
+        return parsedate_to_datetime(date).timestamp() - time.time()
+    except ValueError:
+        return 0.0
+
+
+class Renewing(ProcessBound):
+    """A storage whose requests may be refused for what goes out of date: the credentials, the time of a signature."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri)
+        self._renewals = Renewals()
+        self._clock = Clock()
+
+    @property
+    def _keys_may_change(self) -> bool:
+        """True if other credentials than those that were refused may be found."""
+        return False
+
+    @abstractmethod
+    def _renew_connections(self) -> None:
+        """Send later requests by new clients, with credentials that are looked up again."""
+
+    def _renew_credentials(self) -> bool | None:
+        """Look up the credentials again, for all clients. Return True if others were found, None if that is unknown."""
+        self._renew_connections()
+        return None
+
+    def remedy(
+        self,
+        status: int | None,
+        code: str,
+        text: str,
+        *,
+        what: str,
+        key: str,
+        number: int,
+        date: str | None = None,
+    ) -> CkptstoreError | None:
+        """Do what may make a refused request succeed when it is made anew, and return the error for another try; None
+        if the refusal is final. `date` is the server's time, if that is known."""
+
+        def correct_clock() -> bool:
+            is_other = self._clock.correct(date, server=self.uri)
+            self._renew_connections()
+            return is_other
+
+        if foreign.is_out_of_time(code, text):
+            return foreign.signed_anew(what, key) if self._renewals.renew(number, correct_clock) else None
+        if not code and status in (400, 403):  # a response to HEAD, which gives no reason
+
+            def look() -> bool:
+                if date and self._clock.differs(date):
+                    return correct_clock()
+                return self._keys_may_change and self._finds_other_keys() and self._renew_credentials() is not False
+
+            return foreign.renewed(what, key) if self._renewals.renew(number, look, only_other=True) else None
+        is_expired = code in foreign.EXPIRED_CODES or (status == 401 and not self.uri.startswith("s3:"))
+        if is_expired or (self._keys_may_change and code in foreign.KEY_CODES):
+            is_worth_a_try = self._renewals.renew(number, self._renew_credentials, at_first=is_expired)
+            return foreign.renewed(what, key) if is_worth_a_try else None
+        return None
+
+    def _finds_other_keys(self) -> bool:
+        """Return True if other credentials would be found now than those in use."""
+        return False
+
+
+class CloudFiles(Renewing):
     """Files below a prefix of a bucket or container. Safe for threads."""
 
     _has_generations = False
@@ -68,7 +196,6 @@ class CloudFiles(ProcessBound):
         self._client: Any = None
         self._retired: list[Any] = []
         """Old clients, which only requests in flight still use."""
-        self._renewals = Renewals()
 
     def __reduce__(self) -> OpenedAs:
         return self._opened_as
@@ -187,6 +314,7 @@ class CloudFiles(ProcessBound):
         with foreign.seam(lambda error: self._translated_of_sdk(error, what=what, key=key, number=number)):
             yield number
         self._renewals.prove(number)
+        self._clock.is_doubted = False
 
     @abstractmethod
     def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:

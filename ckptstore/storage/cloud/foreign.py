@@ -21,6 +21,7 @@ of causes: the text of an SDK may hold a URL with a signature, a token, or an op
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -156,8 +157,30 @@ def unexpected(error: Exception, *, what: str, key: str) -> StorageError:
     return StorageError(f"{what}: {type(error).__name__}", file=key, hint=hint)
 
 
-EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
+EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 """The codes of S3, with 400 or 403, for expired credentials: new ones may work."""
+KEY_CODES = frozenset(
+    {
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+        "UnrecognizedClientException",
+    }
+)
+"""The codes of S3 for credentials that it does not know: those that took their place may work."""
+_SKEWED_CODES = frozenset({"RequestExpired", "RequestInTheFuture", "RequestTimeTooSkewed"})
+_SKEWED = re.compile(
+    r"signature (has )?expired|signature not yet current|request has expired|date header (too|is)|reasonable timeframe",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_time(code: str, text: str) -> bool:
+    """Return True if a request was refused for its date: its signature grew old on the way, or the clocks differ.
+    `text` is that of the refusal, since AWS, Azure and Google have no code of its own for it everywhere."""
+    return code in _SKEWED_CODES or _SKEWED.search(text) is not None
+
 
 _FULL_CODES = frozenset({"QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "EntityQuotaExceeded"})
 _THROTTLED_CODES = frozenset(
@@ -216,7 +239,7 @@ def from_status(status: int | None, code: str, *, key: str, what: str, storage_c
         return StorageFull(message, file=key)
     if status in (429, 503) or code in _THROTTLED_CODES:  # GCS has a 403 for it
         return StorageThrottled(message, file=key)
-    if status in (401, 403) or code in EXPIRED_CODES:
+    if status in (401, 403) or code in EXPIRED_CODES | _SKEWED_CODES:
         return AccessDenied(message, file=key, hint=_hint(status, code))
     if status == 412:
         return ConditionFailed(message, file=key)
@@ -237,7 +260,7 @@ def upload_gone(what: str, key: str) -> UploadGone:
 
 
 def _hint(status: int | None, code: str) -> str:
-    if code in ("RequestTimeTooSkewed",):
+    if code in _SKEWED_CODES:
         return "The clock of this machine is wrong"
     if code in EXPIRED_CODES:
         return "The credentials have expired, and new ones were not found"
@@ -254,3 +277,8 @@ def other_version(key: str) -> CheckpointDamaged:
 def renewed(what: str, key: str) -> StorageUnavailable:
     """Return the error for expired credentials that the next try looks up again."""
     return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
+
+
+def signed_anew(what: str, key: str) -> StorageUnavailable:
+    """Return the error for a request that was refused for its date, and that the next try signs again."""
+    return StorageUnavailable(f"{what}: the signature was too old or too new to the server, and is made anew", file=key)

@@ -289,15 +289,17 @@ class GcsFiles(CloudFiles):
             reason = str(answer.json()["error"]["errors"][0]["reason"])
         except (ValueError, LookupError, TypeError):
             reason = ""
-        if answer.status_code == 401 and self._renewals.renew(number, self._renew_connections):
-            return foreign.renewed(what, key)
-        return foreign.from_status(answer.status_code, reason, key=key, what=what)
+        again = self.remedy(answer.status_code, reason, "", what=what, key=key, number=number)
+        return again or foreign.from_status(answer.status_code, reason, key=key, what=what)
 
     def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         import google.auth.exceptions
         import requests
 
         if isinstance(error, google.auth.exceptions.GoogleAuthError):
+            again = self.remedy(None, "", str(error), what=what, key=key, number=number)
+            if again is not None:
+                return again
             return chains.google_refusal(error, what=what, key=key)
         is_broken = isinstance(error, requests.RequestException | OSError | http.client.HTTPException)
         if is_broken or type(error).__module__.startswith("urllib3"):

@@ -11,12 +11,13 @@ options that obstore can express. obstore's own retries are off.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
 from ckptstore.runtime.extras import install_command, installed
@@ -27,7 +28,7 @@ from ckptstore.storage.cloud.aws import S3Files
 from ckptstore.storage.cloud.azure import AzureFiles
 from ckptstore.storage.cloud.bodies import Filling
 from ckptstore.storage.cloud.client_options import CannotExpress, ObstoreConfig, address_for_obstore, for_obstore
-from ckptstore.storage.cloud.files import CloudFiles, OpenedAs, Renewals
+from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
 from ckptstore.storage.cloud.gcs import GcsFiles
 from ckptstore.storage.uri import parse_uri
 
@@ -43,6 +44,22 @@ _URL = re.compile(r"https?://\S+")
 _ELSEWHERE = re.compile("redirect without LOCATION|<Code>AuthorizationHeaderMalformed</Code>.*<Region>", re.DOTALL)
 """The parts of obstore's texts for a bucket in another region; botocore and s3fs follow it by themselves."""
 _CLASS = re.compile(r"<StorageClass>(\w+)</StorageClass>")
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _by_own_clock(method: Method) -> Method:
+    """Leave a call to the SDK, the next class in the order of resolution, unless requests may be signed by the clock of
+    this machine: obstore has no other."""
+
+    @functools.wraps(method)
+    def call(self: ObstoreFiles, *arguments: Any, **keywords: Any) -> Any:
+        if self._clock.is_own:
+            return method(self, *arguments, **keywords)
+        return getattr(super(ObstoreFiles, self), method.__name__)(*arguments, **keywords)
+
+    return cast(Method, call)
 
 
 _threads: set[int] = set()
@@ -93,8 +110,8 @@ class ObstoreFiles(CloudFiles):
         self._store_lock = threading.Lock()
         self._store: Any = None
         self._provider: chains.Provider | None = None
-        self._store_renewals = Renewals()
 
+    @_by_own_clock
     def _put(self, key: str, views: Sequence[memoryview], *, new: bool) -> None:
         import obstore
 
@@ -104,6 +121,7 @@ class ObstoreFiles(CloudFiles):
         with self._seam("create" if new else "write", key):
             obstore.put(self._connected(), self.full(key), body, mode=mode, use_multipart=False)
 
+    @_by_own_clock
     def read(self, key: str) -> bytes:
         import obstore
 
@@ -115,6 +133,7 @@ class ObstoreFiles(CloudFiles):
             raise StorageUnavailable(f"The answer has {len(data)} bytes of {answer.meta['size']}", file=key)
         return data
 
+    @_by_own_clock
     def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
         import obstore
 
@@ -156,12 +175,14 @@ class ObstoreFiles(CloudFiles):
             version = version.strip('"')  # a listing has it without quotes
         return StoredFile(key, meta["size"], meta["last_modified"].timestamp(), version)
 
+    @_by_own_clock
     def stat(self, key: str) -> StoredFile:
         import obstore
 
         with self._seam("stat", key):
             return self._stored(key, obstore.head(self._connected(), self.full(key)))
 
+    @_by_own_clock
     def list(self, prefix: str) -> Iterator[StoredFile]:
         import obstore
 
@@ -174,6 +195,7 @@ class ObstoreFiles(CloudFiles):
                     if item["path"].startswith(full):
                         yield self._stored(item["path"][cut:], item)
 
+    @_by_own_clock
     def delete(self, keys: Sequence[str]) -> None:
         import obstore
 
@@ -185,26 +207,18 @@ class ObstoreFiles(CloudFiles):
         except FileMissing:  # not on S3: one that is missing ends the batch
             super().delete(keys)
 
+    @_by_own_clock
     def _delete_one(self, key: str) -> None:
         import obstore
 
         with suppress(FileMissing), self._seam("delete", key):
             obstore.delete(self._connected(), self.full(key))
 
-    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """See `Doubts`."""
-        self._forget_store()
-        super().doubt(key)
-
-    def close(self) -> None:
-        if self.is_here:
-            self._forget_store()
-        super().close()
-
-    def _forget_store(self) -> None:
-        """Make a new store of obstore, with new connections and credentials, for the next request."""
+    def _renew_connections(self, **kept: int) -> None:
+        """Make a new store of obstore too for the next request, with the credentials of the new client."""
         with self._store_lock:
             self._store = None
+        super()._renew_connections(**kept)
 
     def _connected(self) -> Any:
         self.check_process()
@@ -226,7 +240,8 @@ class ObstoreFiles(CloudFiles):
             options |= address_for_obstore(self._settings.located(), location)
         if self._config.chain and location.kind:
             # Only the SDK looks for credentials: obstore would call metadata services that may have been switched off.
-            self._provider = chains.Provider(location.kind, self.giver, profile=profile)
+            had = self._renewals.has_worked
+            self._provider = chains.Provider(location.kind, self.giver, profile=profile, had=had)
             options["credential_provider"] = self._provider
         store = {"s3": S3Store, "gcs": GCSStore, "azure": AzureStore}[location.kind or "s3"]
         client = self._config.client
@@ -235,10 +250,10 @@ class ObstoreFiles(CloudFiles):
     @contextmanager
     def _seam(self, what: str, key: str) -> Iterator[None]:
         """Translate foreign errors to those of ckptstore in a context."""
-        what, number = f"{what} {self.uri}", self._store_renewals.number
+        what, number = f"{what} {self.uri}", self._renewals.number
         with foreign.seam(lambda error: self._translated(error, what=what, key=key, number=number)):
             yield
-        self._store_renewals.prove(number)
+        self._renewals.prove(number)
 
     def _translated(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         import obstore.exceptions as foreign_errors
@@ -247,8 +262,9 @@ class ObstoreFiles(CloudFiles):
         code = (_CODE.findall(text) or [""])[0]
         match = _STATUS.search(text)
         status = int(match[1]) if match else None
-        if code in foreign.EXPIRED_CODES and self._store_renewals.renew(number, self._forget_store):
-            return foreign.renewed(what, key)
+        again = self.remedy(status, code, text, what=what, key=key, number=number)
+        if again is not None:
+            return again
         refused = self._provider.error if self._provider and _ASKED in text else None
         if refused is not None:
             return type(refused)(f"{what}: {refused.message}", file=key, hint=refused.hint)
@@ -306,6 +322,14 @@ def _unanswered(text: str, what: str, key: str) -> CkptstoreError:
 class FastS3(ObstoreFiles, S3Files):
     """S3. The SDK does large reads."""
 
+    def stat(self, key: str) -> StoredFile:
+        try:
+            return super().stat(key)
+        except StorageError as error:  # a response to HEAD gives no reason, and obstore does not show its headers
+            if type(error) not in (AccessDenied, StorageError):
+                raise
+            return S3Files.stat(self, key)
+
     def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
         by = S3Files if filling.missing_bytes >= _DIRECT_BYTES else ObstoreFiles
         return by._fill(self, key, filling, offset, version)
@@ -314,13 +338,13 @@ class FastS3(ObstoreFiles, S3Files):
         if not _ELSEWHERE.search(str(error)):
             return super()._translated(error, what=what, key=key, number=number)
         region = self._settings.address.region
-        kind = StorageUnavailable if self._store_renewals.renew(number, self._relocate) else StorageError
+        kind = StorageUnavailable if self._renewals.renew(number, self._relocate) else StorageError
         hint = "Name its region in AWS_REGION or in client_kwargs.region_name"
         return kind(f"{what}: the bucket is not in the region {region}", file=key, hint=hint)
 
     def _relocate(self) -> None:
         self._settings.relocate()
-        self._forget_store()
+        self._renew_connections()
 
 
 class FastGcs(ObstoreFiles, GcsFiles):

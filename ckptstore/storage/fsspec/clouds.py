@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageError, StorageUnavailable
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import Storage, StoredFile, UploadGone
-from ckptstore.storage.cloud import foreign
+from ckptstore.storage.cloud import chains, foreign
+from ckptstore.storage.cloud.aws import sign_by
 from ckptstore.storage.cloud.bodies import PART_BYTES, part_bytes, total_bytes
 from ckptstore.storage.cloud.client_options import INSIDE_FSSPEC
+from ckptstore.storage.cloud.files import Renewing
 from ckptstore.storage.fsspec.generic import GenericStorage, class_for, stored
 from ckptstore.storage.uri import parse_uri
 
@@ -54,7 +56,7 @@ def _comes_from(package: str, family: type) -> bool:
     )
 
 
-class CloudStorage(GenericStorage):
+class CloudStorage(GenericStorage, Renewing):
     """Files below a prefix of a bucket or container."""
 
     def __init__(self, uri: str, options: Mapping[str, Any], fs: Any = None) -> None:
@@ -65,6 +67,48 @@ class CloudStorage(GenericStorage):
     def reopen(self) -> None:
         super().reopen()
         self._leave_retries()
+        if self._clock.ahead_seconds and _comes_from("s3fs", type(self.system)):
+            sign_by(self._clock, self.system.connect())
+
+    def _renew_connections(self) -> None:
+        self.reopen()
+
+    def _renew_credentials(self) -> bool | None:
+        before = self._keys()
+        self.reopen()
+        return self._keys_may_change and (before is None or self._keys() != before)
+
+    def _finds_other_keys(self) -> bool:
+        before = self._keys()
+        if before is None:
+            return False
+        import botocore.session
+
+        with suppress(Exception):  # half a file, for one
+            found = botocore.session.Session(profile=self._opened_as[1].get("profile")).get_credentials()
+            return found is not None and tuple(found.get_frozen_credentials()) != before
+        return True
+
+    def _keys(self) -> tuple[Any, ...] | None:
+        """Return the credentials in use of s3fs, None if they are refreshed, or not known."""
+        if not _comes_from("s3fs", type(self.system)) or not self._keys_may_change:
+            return None
+        with suppress(Exception):  # half a file, for one
+            found = self.system.connect()._request_signer._credentials
+            if not hasattr(found, "_frozen_credentials"):
+                return found.access_key, found.secret_key, found.token
+        return None
+
+    @property
+    def _keys_may_change(self) -> bool:
+        return not any(self._opened_as[1].get(name) for name in ("anon", "key", "secret", "session", "token"))
+
+    @contextmanager
+    def seam(self, what: str, key: str) -> Iterator[None]:
+        what, number = f"{what} {self.uri}", self._renewals.number
+        with foreign.seam(lambda error: self.translated(error, what=what, key=key, number=number)):
+            yield
+        self._renewals.prove(number)
 
     def _leave_retries(self) -> None:
         """Leave retries to the layer above, which has deadlines. s3fs tries 5 times, and botocore in each 5 times."""
@@ -131,30 +175,40 @@ class CloudStorage(GenericStorage):
             raise InvalidName(f"{key!r} is another name to the file system of {self.uri}", hint="Rename the file")
         return path
 
-    def translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+    def translated(self, error: Exception, *, what: str, key: str, number: int = 0) -> CkptstoreError:
         if isinstance(error, FileExistsError):
             return foreign.ConditionFailed(f"{what}: it exists", file=key)
         if any(type(item).__name__ in _DAMAGED for item in foreign.chain_of(error)):
             return StorageUnavailable(f"{what}: the bytes were damaged on their way", file=key)
-        status, code = _status_of(error)
+        status, code, text, date = _refusal_of(error)
+        for item in foreign.chain_of(error) if _comes_from("s3fs", type(self.system)) else ():
+            refused = chains.aws_refusal(item, what=what, key=key, profile=None, had=self._renewals.has_worked)  # type: ignore[arg-type]
+            if refused is not None:
+                self.reopen()
+                return refused
         if status is None:
             return super().translated(error, what=what, key=key)
-        return foreign.from_status(status, code, key=key, what=what)
+        again = self.remedy(status, code, text, what=what, key=key, number=number, date=date)
+        return again or foreign.from_status(status, code, key=key, what=what)
 
 
-def _status_of(error: Exception) -> tuple[int | None, str]:
-    """Return the status of an answer and the store's code for it, from the errors of the three packages."""
+def _refusal_of(error: Exception) -> tuple[int | None, str, str, str | None]:
+    """Return the status of a response, the store's code for it, its text and its date, from the errors of the three
+    packages."""
     for item in foreign.chain_of(error):
         answer = getattr(item, "response", None)
         if isinstance(answer, Mapping):  # of botocore
-            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            return status, str(answer.get("Error", {}).get("Code", ""))
+            head, refusal = answer.get("ResponseMetadata", {}), answer.get("Error", {})
+            code = str(refusal.get("Code", ""))
+            text, date = str(refusal.get("Message", "")), head.get("HTTPHeaders", {}).get("date")
+            return head.get("HTTPStatusCode"), "" if code.isdigit() else code, text, date
         if type(item).__name__ == "HttpError":  # of gcsfs
             code = str(getattr(item, "code", ""))
-            return (int(code) if code.isdigit() else None), ""
+            return (int(code) if code.isdigit() else None), "", "", None
         status = getattr(item, "status_code", None)
         if isinstance(status, int):  # of Azure
             named = getattr(item, "error_code", None)
-            return status, str(getattr(named, "value", None) or named or "")
+            date = getattr(answer, "headers", {}).get("date")
+            return status, str(getattr(named, "value", None) or named or ""), str(item), date
     is_refusal = type(error) is OSError and str(error).startswith("Forbidden")  # of gcsfs
-    return (403 if is_refusal else None), ""
+    return (403 if is_refusal else None), "", "", None

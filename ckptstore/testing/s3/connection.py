@@ -272,7 +272,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             **answer.headers,
             "x-amz-request-id": new_id()[:16].upper(),
             "server": "ckptstore-testing",
-            "date": formatdate(usegmt=True),
+            "date": formatdate(self._shared.service.now(), usegmt=True),
         }
         if status not in _NO_BODY:
             headers["content-length"] = str(answer.size_bytes)

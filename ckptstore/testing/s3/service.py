@@ -8,7 +8,9 @@ known: signatures (only the access key is checked), versions, access rules; mult
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from email.utils import formatdate
 
 from ckptstore.testing.s3 import checksums, listing
@@ -25,13 +27,19 @@ from ckptstore.testing.s3.messages import (
 from ckptstore.testing.s3.objects import Objects, S3Error, StoredObject
 from ckptstore.testing.s3.uploads import Uploads, copy_source
 
+_SKEW_SECONDS = 900.0
+"""The most by which the time of a signature may differ from the server's."""
+
 
 class Service:
     """The operations on the contents."""
 
     def __init__(self, objects: Objects, *, access_keys: frozenset[str] | None, min_part_bytes: int | None) -> None:
         self.objects = objects
-        self._access_keys = access_keys
+        self.access_keys = access_keys
+        """The access keys let in now, None for all."""
+        self.clock_ahead_seconds = 0.0
+        """The seconds by which its clock is ahead of that of this machine."""
         self._uploads = Uploads(objects, min_part_bytes=min_part_bytes)
 
     def answer(self, request: HttpRequest) -> Answer:
@@ -52,12 +60,21 @@ class Service:
         raise S3Error(501, "NotImplemented", f"{request.method} {request.path}")
 
     def _authorize(self, request: HttpRequest) -> None:
-        if self._access_keys is None:
+        signed = request.headers.get("x-amz-date", "")
+        if signed:
+            signed_at = datetime.strptime(signed, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp()
+            if abs(signed_at - self.now()) > _SKEW_SECONDS:
+                raise S3Error(403, "RequestTimeTooSkewed", "The difference between the times is too large")
+        if self.access_keys is None:
             return
         match = re.search(r"Credential=([^/]+)/", request.headers.get("authorization", ""))
         key = match[1] if match else request.query.get("X-Amz-Credential", "").partition("/")[0]
-        if key not in self._access_keys:
+        if key not in self.access_keys:
             raise S3Error(403, "InvalidAccessKeyId", "The access key you provided does not exist in our records")
+
+    def now(self) -> float:
+        """Return the time by its clock."""
+        return time.time() + self.clock_ahead_seconds
 
     # Buckets
 
