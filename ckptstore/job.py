@@ -7,6 +7,7 @@ import math
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -35,16 +36,21 @@ from ckptstore.log import SALVAGE_HINT, Log
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_or_create_identity, read_store_json
 from ckptstore.log.reader import LogReader
 from ckptstore.retention import Candidate, KeepAll, Missing, Policy
-from ckptstore.runtime.beat import beat
+from ckptstore.runtime.beat import beat, beating
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.runtime.parallel import mapped, started
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.probe import is_server
-from ckptstore.storage.retry import retrying
+from ckptstore.storage.retry import briefly, retrying
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore")
+
+
+_IDLE_SECONDS = 10.0
+"""The longest wait in `close` for work that gives no sign of life."""
+_PRUNE_SECONDS = 60.0
 
 
 class Tier(Protocol):
@@ -115,6 +121,8 @@ class Job:
     _is_checked: bool = False
     _pruning: threading.Thread | None = None
     _may_delete: bool = True
+    _pruned_at: float = 0.0
+    """The time of the last sign of life of the prune."""
     _at_close: ExitStack = field(default_factory=ExitStack)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -354,12 +362,15 @@ class Job:
 
         def run() -> None:
             try:
-                prune()
+                with briefly(), beating(self._note_prune):
+                    prune()
                 self._may_delete = True
             except Exception as error:  # the next commit tries again
                 if self._may_delete or not isinstance(error, AccessDenied):
                     emit(PruneFailed(error=str(error)))
                 self._may_delete = not isinstance(error, AccessDenied)
+
+        self._note_prune()
 
         with self._lock:
             if self._pruning is not None and self._pruning.is_alive():
@@ -372,20 +383,31 @@ class Job:
         """Have `close` call `call` before it closes anything else. No save is in flight then."""
         self._at_close.callback(call)
 
+    def _note_prune(self) -> None:
+        self._pruned_at = time.monotonic()
+
     def wait_for_prune(self) -> None:
-        """Wait until no prune runs in the background."""
+        """Wait until no prune runs in the background, at most a minute, and a few seconds for one that gets nowhere."""
         with self._lock:
             pruning = self._pruning
-        if pruning is not None:
-            pruning.join()
+        ends_at = time.monotonic() + _PRUNE_SECONDS
+        while pruning is not None and pruning.is_alive():
+            left_seconds = min(ends_at, self._pruned_at + _IDLE_SECONDS) - time.monotonic()
+            if left_seconds <= 0:
+                what = "the prune has not ended, and nobody waits any longer; `ckptstore gc` finds what it leaves"
+                emit(PruneFailed(error=what))
+                return
+            pruning.join(left_seconds)
 
     def close(self) -> None:
         """Wait for the work in the background, and close the group, the transfer and the storage."""
         self.is_closed = True
         self._at_close.close()
         self.wait_for_prune()
+        self.log.close(_IDLE_SECONDS)
         if self._group is not None:
-            self._group.close()
+            with briefly():
+                self._group.close()
         self.transfer.close()
         self.storage.close()
 

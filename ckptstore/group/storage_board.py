@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
@@ -24,13 +25,15 @@ from ckptstore.format.layout import AGAIN, GROUP_PREFIX
 from ckptstore.group.life import LEFT
 from ckptstore.runtime.parallel import mapped, started
 from ckptstore.storage.base import Storage, create_if_able
-from ckptstore.storage.retry import retrying
+from ckptstore.storage.retry import briefly, retrying
 
 logger = logging.getLogger("ckptstore.group")
 
 T = TypeVar("T")
 
 _NUM_THREADS = 32
+_REMOVAL_SECONDS = 10.0
+"""The longest wait at the end for messages that are being removed; `gc` removes those that stay."""
 _SIGN_SIZES = 61
 _LAST_SIGN_BYTES = 64
 """The size of the last sign: larger than any other, so that no half-written sign is taken for it."""
@@ -135,7 +138,8 @@ class StorageBoard:
 
     def _remove_now(self, keys: Sequence[str]) -> None:
         try:
-            self._request("remove messages", lambda: self._storage.delete(keys))
+            with briefly():
+                self._request("remove messages", lambda: self._storage.delete(keys))
         except CkptstoreError as error:
             logger.warning("messages of a finished meeting could not be removed: %s", error)
 
@@ -143,8 +147,11 @@ class StorageBoard:
         """See `Board.close`. The storage is not closed."""
         with self._lock:
             removals, self._removals = self._removals, []
+        ends_at = time.monotonic() + _REMOVAL_SECONDS
         for thread in removals:
-            thread.join()
+            thread.join(max(0.0, ends_at - time.monotonic()))
+        if any(thread.is_alive() for thread in removals):
+            logger.warning("messages below %s may stay: %s does not answer", self._prefix, self._storage.uri)
         if emptied:
             try:
                 self._storage.remove_directories(self._prefix.rstrip("/"))

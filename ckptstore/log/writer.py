@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -27,14 +28,19 @@ from ckptstore.format.changes import Change, Noop
 from ckptstore.format.layout import CHECKPOINT_PREFIX, HINT_KEY, LOG_PREFIX, Attempt, parse_record_key, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Hint, LogReader, Probed, link_problem, record_problem
-from ckptstore.runtime.parallel import mapped
+from ckptstore.runtime.parallel import Behind, mapped
 from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage, Unsupported
 from ckptstore.storage.probe import has_exclusive_create, is_server
+from ckptstore.storage.retry import briefly
 from ckptstore.storage.second_look import looked_twice, tell
+
+logger = logging.getLogger("ckptstore")
 
 _CHECKED_LINKS = 64
 _CHECKED_BEYOND = 8
 """The numbers that a writer tries beyond the end of the log: a replica may lack a record in the middle."""
+_HINT_SECONDS = 1.0
+"""The longest that an append waits for its hint, so that on a server that answers the next reader finds it."""
 _BATCH_RECORDS = 1000
 
 SALVAGE_HINT = "Stop the job. What is left of a store that was damaged so is copied by `ckptstore cp --salvage`"
@@ -60,6 +66,7 @@ class Log(LogReader):
         """True if a prune of this process may have left directories that no record names."""
         self._linked = 0
         """The number of the record up to which the chain has been checked."""
+        self._hints = Behind("ckptstore-hint")
 
     @property
     def is_exclusive(self) -> bool:
@@ -417,7 +424,7 @@ class Log(LogReader):
 
     def _write_hint(self, record: Record) -> None:
         """Write the hint, as a best effort, unless a newer record is known. This also corrects a hint that is ahead of
-        the log."""
+        the log. Nobody waits for a server that does not answer."""
         if self._own is not None and self._own.number > record.number:
             return
 
@@ -430,7 +437,21 @@ class Log(LogReader):
             else:
                 self._storage.write(HINT_KEY, [memoryview(data)])
 
-        self._best_effort(f"writing {HINT_KEY}", write)
+        def try_it() -> None:
+            try:
+                with briefly():
+                    write()
+            except Exception as error:  # on a thread of its own nobody would be told
+                logger.warning("%s was not written, so readers look further for the newest: %s", HINT_KEY, error)
+
+        if not self._on_server:
+            try_it()
+        elif not self._hints.do(try_it, wait_seconds=_HINT_SECONDS):
+            logger.warning("%s is written late: %s does not answer", HINT_KEY, self._storage.uri)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Wait for the hint, at most so long."""
+        self._hints.close(timeout_seconds)
 
 
 def _unknown(record: Record, error: CkptstoreError) -> CkptstoreError:

@@ -10,7 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from typing import TypeVar
+
+from ckptstore.runtime.fork import in_forked_child
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -57,7 +61,9 @@ def mapped(
     threads: list[threading.Thread] = []
     try:
         names = [f"{name}-{number}" for number in range(wanted if begin is not None else wanted - 1)]
-        all(started(run, name=one, threads=threads) for one in names)  # up to the first that cannot start
+        works = (partial(copy_context().run, run) for _ in names)  # what holds for the caller holds for its threads
+        begun = zip(works, names, strict=True)
+        all(started(work, name=one, threads=threads) for work, one in begun)  # up to the first that cannot start
         if begin is None or not threads:
             run()
         for thread in threads:
@@ -87,3 +93,46 @@ def started(
         threads.pop()
         return None
     return thread
+
+
+class Behind:
+    """Work that nobody waits for long, on a thread of its own. Of several pieces that wait, the newest is done.
+
+    The work raises nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._next: Callable[[], object] | None = None
+        self._is_busy = False
+        in_forked_child(self, Behind._after_fork)
+
+    def _after_fork(self) -> None:
+        self._changed, self._next, self._is_busy = threading.Condition(), None, False
+
+    def do(self, work: Callable[[], object], *, wait_seconds: float) -> bool:
+        """Begin `work`, after what is being done, and wait at most so long for it; not at all if something is. Return
+        False if it is not done by then."""
+        with self._changed:
+            self._next = work
+            if self._is_busy:
+                return False
+            self._is_busy = True
+        if started(self._run, name=self._name) is None:
+            self._run()
+        return self.close(wait_seconds)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is left to do, at most so long. Return False after that."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_busy, timeout_seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                work, self._next = self._next, None
+                if work is None:
+                    self._is_busy = False
+                    self._changed.notify_all()
+                    return
+            work()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import TypeVar
 
@@ -28,25 +29,38 @@ ONCE = RetryConfig(retry_attempts=1)
 class _Here(threading.local):
     is_inside = False
     """True if this thread is inside a request that is retried."""
-    is_hurried = False
-    """True if it is in `hurried`."""
 
 
 _here = _Here()
 
 
 _HURRIED_SHARE = 0.1
+_limited: ContextVar[Callable[[RetryConfig], RetryConfig]] = ContextVar("ckptstore-retries", default=lambda it: it)
+"""The limit to the retries of the present work, on all its threads."""
 
 
 @contextmanager
 def hurried() -> Iterator[None]:
-    """Retry requests of this thread for only a tenth of the deadline while the context lasts. For requests after a
-    failure, which may mean that the storage has been unreachable for a whole deadline already."""
-    before, _here.is_hurried = _here.is_hurried, True
+    """Retry requests for only a tenth of the deadline while the context lasts. For requests after a failure, which may
+    mean that the storage has been unreachable for a whole deadline already."""
+    with _limiting(lambda it: replace(it, retry_deadline_seconds=it.retry_deadline_seconds * _HURRIED_SHARE)):
+        yield
+
+
+@contextmanager
+def briefly() -> Iterator[None]:
+    """Try each request twice at most, the second time soon, while the context lasts. For what follows a commit."""
+    with _limiting(lambda it: replace(it, retry_attempts=min(2, it.retry_attempts))):
+        yield
+
+
+@contextmanager
+def _limiting(limit: Callable[[RetryConfig], RetryConfig]) -> Iterator[None]:
+    token = _limited.set(limit)
     try:
         yield
     finally:
-        _here.is_hurried = before
+        _limited.reset(token)
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -81,8 +95,7 @@ def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: Ckpt
     except OSError:  # what is retried may be that no file can be opened
         raise first from None
 
-    if _here.is_hurried:
-        config = replace(config, retry_deadline_seconds=config.retry_deadline_seconds * _HURRIED_SHARE)
+    config = _limited.get()(config)
     failed = [first]
 
     def once() -> T:

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageUnavailable
 from ckptstore.format.digest import Digest
+from ckptstore.runtime.beat import beat
 from ckptstore.storage.base import PartWriter, StoredFile, UploadGone
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.answers import check_head, complete
@@ -133,6 +134,7 @@ class S3Files(CloudFiles):
             for refused in answer.get("Errors", ()):
                 if refused.get("Code") != "NoSuchKey":
                     raise _refusal(refused, cut=len(self.full("")))
+            beat()
 
     def source_of_copy(self, key: str) -> dict[str, str]:
         """Return a file in the form for a request that copies it."""

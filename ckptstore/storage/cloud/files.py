@@ -12,6 +12,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, FileMissing
+from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import ProcessBound, Storage
 from ckptstore.storage.cloud import foreign
@@ -241,7 +242,11 @@ class CloudFiles(Renewing):
         """Read a range, as far as the file goes, and return the size of the file, None if it is not stated."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        mapped(self._delete_one, list(dict.fromkeys(keys)), num_threads=_DELETE_THREADS, name="ckptstore-delete")
+        def delete(key: str) -> None:
+            self._delete_one(key)
+            beat()
+
+        mapped(delete, list(dict.fromkeys(keys)), num_threads=_DELETE_THREADS, name="ckptstore-delete")
 
     def _delete_one(self, key: str) -> None:
         raise NotImplementedError
