@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.runtime.extras import install_command, install_line
 from ckptstore.storage.base import Storage
-from ckptstore.storage.uri import KINDS, parse_uri
+from ckptstore.storage.uri import KINDS, Location, parse_uri
 
 if TYPE_CHECKING:
     from ckptstore.storage.cloud.client_options import ObstoreConfig
@@ -57,7 +57,7 @@ def open_storage(
     URI, option or engine that cannot be used, naming the extra to install if one is missing.
     """
     location = parse_uri(uri)
-    uri = location.uri
+    uri, storage_options = location.uri, _spelled_out(location, storage_options)
     if fs is not None and engine not in (None, "fsspec"):
         raise InvalidInput(f"fs and engine={engine!r} are both given", hint="Leave engine out")
     if fs is not None and location.scheme in ("", "memory"):
@@ -99,12 +99,28 @@ def open_storage(
     raise refused  # outside the handler, so that its context does not show the text of the other error
 
 
+def _spelled_out(location: Location, options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the options for S3 with the region where every client looks for it. Raises InvalidInput for two regions."""
+    if location.kind != "s3" or not options or "region" not in options:
+        return options
+    rest = {name: value for name, value in options.items() if name != "region"}
+    inside = rest.get("client_kwargs") or {}
+    region = options["region"]
+    if not isinstance(inside, Mapping) or region is None:
+        return rest
+    if inside.get("region_name") not in (None, region):
+        raise InvalidInput(
+            "storage_options['region'] and client_kwargs.region_name are two regions", hint="Leave one out"
+        )
+    return {**rest, "client_kwargs": {**inside, "region_name": region}}
+
+
 def choose_engine(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, engine: str | None = None
 ) -> EngineChoice:
     """Return the engine that `open_storage` uses for the same arguments. Raises InvalidInput as it does."""
     location = parse_uri(uri)
-    scheme = location.scheme
+    scheme, storage_options = location.scheme, _spelled_out(location, storage_options)
     if scheme in ("", "memory"):
         if engine is not None:
             raise InvalidInput(f"engine={engine!r} does not serve {location.uri!r}", hint="Leave engine out")

@@ -25,6 +25,7 @@ from page_runner import run_blocks
 import ckptstore
 from ckptstore.integrations.lightning.from_environment import EVERY, KEEP, STORE
 from ckptstore.integrations.tier_settings import FAST_SETTINGS
+from ckptstore.storage.open import choose_engine
 from ckptstore.testing import states
 from ckptstore.tools.cli import main
 from ckptstore.tools.cli.commands import follow
@@ -149,7 +150,12 @@ def test_every_command_line_parses(page: Path) -> None:
                 name, found, words = command.resolve_command(context, words)
                 assert found is not None, f"{page}:{line}: there is no command {' '.join(written)}"
                 command = found
-            command.make_context(name, words, parent=context)
+            made = command.make_context(name, words, parent=context)
+            if options := made.params.get("storage_options"):
+                places = [word for word in written if "://" in word and "=" not in word]
+                assert places, f"{page}:{line}: options for no place"
+                for place in places:
+                    choose_engine(place.partition("@")[0], storage_options=options)
         except click.exceptions.Exit:
             continue  # --help
         except click.UsageError as error:
