@@ -26,7 +26,7 @@ from ckptstore.format.layout import HINT_KEY, PROBE_PREFIX, Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.runtime.fork import new_lock_in_child
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage
+from ckptstore.storage.base import MAY_NOT_LIST, CreatesExclusively, Disk, Doubts, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice
 
@@ -327,8 +327,8 @@ class LogReader:
         except (CheckpointDamaged, StorageArchived, UnsupportedVersion) as error:
             return error
         except AccessDenied as error:
-            if isinstance(self._storage, Disk):
-                raise
+            if isinstance(self._storage, Disk) or error.hint not in (None, MAY_NOT_LIST):
+                raise  # the credentials are not there, or not right
             raise AccessDenied(
                 f"The storage denies reading {key}, which perhaps only does not exist yet: {error.message}",
                 file=key,

@@ -23,6 +23,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from ckptstore.errors import StorageError, StorageUnavailable
 from ckptstore.format.digest import Digest
 
+MAY_NOT_LIST = (
+    "Check the permissions; without the one to list the bucket, S3 also answers 403 for a file that is not there"
+)
+"""The hint of a refusal to somebody whose credentials are known."""
+
 
 class Unsupported(StorageError):
     """The server or the file system does not know such an operation, create-if-absent for one."""

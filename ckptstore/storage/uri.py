@@ -123,6 +123,11 @@ def _split(uri: str, scheme: str, authority: str) -> tuple[str, str]:
             hint = "Write container@account.dfs.core.windows.net, another host goes into storage_options"
             _refuse(uri, "it does not name a storage account of Azure's", hint=hint)
         account = f"{match[1]}.dfs.core.windows.net"
+    if authority.startswith("arn:") and kind == "s3":
+        hint = (
+            "Write s3://ALIAS/path with the access point's alias, which ends in -s3alias: AWS shows it beside the ARN"
+        )
+        _refuse(uri, "it is an ARN: use its alias", hint=hint)
     if "@" in authority or (":" in authority and scheme not in ("http", "https")):
         hint = "Users, credentials, hosts with a port and endpoints go into storage_options"
         _refuse(uri, "it has a user, a port or a secret in it", hint=hint)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptstore.errors import AccessDenied, InvalidInput
+from ckptstore import open_store
+from ckptstore.errors import AccessDenied, InvalidInput, StorageError
+from ckptstore.storage.base import Configured
 from ckptstore.storage.open import choose_engine, open_storage
-from ckptstore.testing.s3_server import S3Server, s3_server
+from ckptstore.testing.s3.objects import S3Error
+from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
 ENGINES = ["obstore", "sdk"]
 
@@ -93,6 +97,46 @@ def test_gcs_from_variables(fake_gcs: Any, engine: str, monkeypatch: pytest.Monk
 def test_azure_from_variables(azurite: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azurite.storage_options["connection_string"])
     roundtrip("az://test/environment", engine)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "fsspec"])
+def test_a_region_by_its_short_name(fast_s3: S3Server, engine: str) -> None:
+    options = {"key": "k", "secret": "s", "endpoint_url": fast_s3.endpoint_url, "region": "eu-west-9"}
+    roundtrip("s3://test/x", engine, storage_options=options)
+    if engine != "fsspec":
+        with closing(open_storage("s3://test/x", storage_options=options, engine=engine)) as storage:
+            assert isinstance(storage, Configured)
+            assert storage.resolved()["region"].startswith("eu-west-9")
+    with pytest.raises(InvalidInput, match="two regions"):
+        open_storage("s3://test/x", storage_options={**options, "client_kwargs": {"region_name": "us-east-1"}})
+
+
+@pytest.mark.parametrize("engine", ["obstore", "sdk", "fsspec"])
+def test_whoever_has_no_credentials_is_not_told_to_allow_listings(fast_s3: S3Server, engine: str) -> None:
+    options = {"endpoint_url": fast_s3.endpoint_url, "client_kwargs": {"region_name": "us-east-1"}}
+    fast_s3.faults.add(Fault(action="status", status=403, code="AccessDenied", times=None))
+    for more, said in ({"anon": True}, "anon"), ({}, "redentials"):
+        with pytest.raises(AccessDenied, match=said) as caught:
+            open_store("s3://test/x", storage_options={**options, **more}, engine=engine, group="solo").latest()
+        assert "ListBucket" not in str(caught.value)
+        assert "list the bucket" not in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["obstore", "sdk", "fsspec"])
+def test_a_bucket_that_wants_checksums_says_so(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    with s3_server(buckets=["test"]) as server:
+
+        def refuse(_request: Any) -> None:
+            sentence = "Content-MD5 HTTP header is required for Put Object requests with Object Lock parameters"
+            raise S3Error(400, "InvalidRequest", f"{sentence} https://host/?X-Amz-Signature=secretsecret")
+
+        monkeypatch.setattr(server.service, "_authorize", refuse)
+        with closing(open_storage("s3://test/x", storage_options=server.storage_options, engine=engine)) as storage:
+            with pytest.raises(StorageError, match="Content-MD5 HTTP header is required for Put Object") as caught:
+                storage.write("k", [memoryview(b"1")])
+            assert "secretsecret" not in str(caught.value)
+            assert "request_checksum_calculation" in str(caught.value)
 
 
 def test_fsspecs_own_configuration_counts(fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

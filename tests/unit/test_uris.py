@@ -151,6 +151,12 @@ def test_runs_whose_names_differ_behind_a_mark_do_not_meet(server: S3Server, tmp
         assert ckptstore.Checkpoint.from_uri(checkpoint.uri, storage_options=options).step == 1
 
 
+@pytest.mark.parametrize("rest", ["", "/name", "/name/path"])
+def test_an_access_point_is_named_by_its_alias(rest: str) -> None:
+    with pytest.raises(InvalidInput, match="alias"):
+        parse_uri(f"s3://arn:aws:s3:eu-west-1:123456789012:accesspoint{rest}")
+
+
 @pytest.mark.parametrize("uri", ["s3://bucket/out", "memory://out", "gs://bucket/out"])
 def test_what_lies_on_this_machine_is_not_made_of_a_uri(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str

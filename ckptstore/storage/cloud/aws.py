@@ -285,7 +285,8 @@ class S3Files(CloudFiles):
             if again is not None:
                 return again
             storage_class = str(error.response.get("Error", {}).get("StorageClass", ""))
-            return foreign.from_status(status, code, key=key, what=what, storage_class=storage_class)
+            more = {"storage_class": storage_class, "text": text, "anonymous": self._settings.is_anonymous}
+            return foreign.from_status(status, code, key=key, what=what, **more)
         had = self._renewals.has_worked
         refused = chains.aws_refusal(error, what=what, key=key, profile=self._settings.profile, had=had)
         if refused is not None:

@@ -40,7 +40,7 @@ from ckptstore.errors import (
     StorageThrottled,
     StorageUnavailable,
 )
-from ckptstore.storage.base import Unsupported, UploadGone
+from ckptstore.storage.base import MAY_NOT_LIST, Unsupported, UploadGone
 from ckptstore.storage.cloud.wire.http_client import ProxyRefused
 
 
@@ -221,9 +221,19 @@ _ARCHIVED_HINT = (
 )
 
 
-def from_status(status: int | None, code: str, *, key: str, what: str, storage_class: str = "") -> CkptstoreError:
+def from_status(
+    status: int | None,
+    code: str,
+    *,
+    key: str,
+    what: str,
+    storage_class: str = "",
+    text: str = "",
+    anonymous: bool = False,
+) -> CkptstoreError:
     """Return the error for an HTTP status (None: no response) and the store's own code for it. `storage_class` is that
-    of an object that cannot be read, if it is known."""
+    of an object that cannot be read, `text` the store's own sentence, if they are known; `anonymous` is True if the
+    request had no credentials."""
     shown = " ".join(str(part) for part in (status, code) if part) or "no answer"
     message = f"{what}: {shown}"
     if status == 410 or code in _GONE_CODES:
@@ -240,7 +250,7 @@ def from_status(status: int | None, code: str, *, key: str, what: str, storage_c
     if status in (429, 503) or code in _THROTTLED_CODES:  # GCS has a 403 for it
         return StorageThrottled(message, file=key)
     if status in (401, 403) or code in EXPIRED_CODES | _SKEWED_CODES:
-        return AccessDenied(message, file=key, hint=_hint(status, code))
+        return AccessDenied(message, file=key, hint=_UNSIGNED if anonymous else _hint(status, code))
     if status == 412:
         return ConditionFailed(message, file=key)
     if status == 416:
@@ -250,7 +260,24 @@ def from_status(status: int | None, code: str, *, key: str, what: str, storage_c
     is_temporary = status is None or status in (408, 409, 429) or status >= 500
     if is_temporary or code in _BUSY_CODES:
         return StorageUnavailable(message, file=key, hint=_OTHER_BYTES if code in _DIGEST_CODES else None)
-    return StorageError(message, file=key)
+    said = spoken(text) if code in _SPOKEN_CODES else ""
+    hint = _WANTS_CHECKSUMS if re.search("content-md5|checksum", said, re.IGNORECASE) else None
+    return StorageError(f'{message}: "{said}"' if said else message, file=key, hint=hint)
+
+
+_WANTS_CHECKSUMS = "Leave request_checksum_calculation out, or set it to when_supported: this bucket wants checksums"
+_UNSIGNED = "The requests have no credentials (anon): give some, or ask whether the bucket is public"
+_SPOKEN_CODES = frozenset(
+    {"InvalidArgument", "InvalidDigest", "InvalidRequest", "MissingContentMD5", "MissingSecurityHeader"}
+)
+"""The codes that say nothing without the sentence beside them."""
+_SAID_CHARACTERS = 200
+
+
+def spoken(text: str) -> str:
+    """Return the sentence of a store for a message: on one line, without URLs and without whatever may be a secret."""
+    words = (word for word in text.split() if "://" not in word and len(word) <= 30 and "=" not in word)
+    return " ".join(words)[:_SAID_CHARACTERS]
 
 
 def upload_gone(what: str, key: str) -> UploadGone:
@@ -266,7 +293,7 @@ def _hint(status: int | None, code: str) -> str:
         return "The credentials have expired, and new ones were not found"
     if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed") or status == 401:
         return "Check the credentials"
-    return "Check the permissions; without the one to list the bucket, S3 also answers 403 for a file that is not there"
+    return MAY_NOT_LIST
 
 
 def other_version(key: str) -> CheckpointDamaged:

@@ -290,7 +290,8 @@ class GcsFiles(CloudFiles):
         except (ValueError, LookupError, TypeError):
             reason = ""
         again = self.remedy(answer.status_code, reason, "", what=what, key=key, number=number)
-        return again or foreign.from_status(answer.status_code, reason, key=key, what=what)
+        is_anonymous = self._token == "anon"
+        return again or foreign.from_status(answer.status_code, reason, key=key, what=what, anonymous=is_anonymous)
 
     def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         import google.auth.exceptions

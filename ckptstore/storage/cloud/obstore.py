@@ -40,6 +40,7 @@ _DIRECT_BYTES = 4 << 20
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _URL = re.compile(r"https?://\S+")
 _ELSEWHERE = re.compile("redirect without LOCATION|<Code>AuthorizationHeaderMalformed</Code>.*<Region>", re.DOTALL)
 """The parts of obstore's texts for a bucket in another region; botocore and s3fs follow it by themselves."""
@@ -274,7 +275,8 @@ class ObstoreFiles(CloudFiles):
             return foreign.ConditionFailed(f"{what}: {code}", file=key)
         if isinstance(error, foreign_errors.PermissionDeniedError | foreign_errors.UnauthenticatedError):
             storage_class = (_CLASS.findall(text) or [""])[0]
-            return foreign.from_status(status or 403, code, key=key, what=what, storage_class=storage_class)
+            more: dict[str, Any] = {"storage_class": storage_class, "anonymous": self._config.config["skip_signature"]}
+            return foreign.from_status(status or 403, code, key=key, what=what, **more)
         if isinstance(error, foreign_errors.AlreadyExistsError):
             if self._location.kind == "s3" and status == 409:
                 # two creates met, and this one was refused; the other one may have been as well
@@ -286,7 +288,8 @@ class ObstoreFiles(CloudFiles):
                     f"{what}: obstore does not understand the server", file=key, hint='Open it with engine="sdk"'
                 )
             if status:
-                return foreign.from_status(status, code, key=key, what=what)
+                said = (_MESSAGE.findall(text) or [""])[0]
+                return foreign.from_status(status, code, key=key, what=what, text=said)
             server = foreign.server_of(self._config.config.get("endpoint") or self._config.config.get("base_url"))
             return _unanswered(text, f"{what} at {server}{self._config.route.through}", key)
         return foreign.unexpected(error, what=f"{what}: {status or ''} {code}".rstrip(": "), key=key)

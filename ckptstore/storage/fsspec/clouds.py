@@ -189,7 +189,8 @@ class CloudStorage(GenericStorage, Renewing):
         if status is None:
             return super().translated(error, what=what, key=key)
         again = self.remedy(status, code, text, what=what, key=key, number=number, date=date)
-        return again or foreign.from_status(status, code, key=key, what=what)
+        is_anonymous = bool(self._opened_as[1].get("anon"))
+        return again or foreign.from_status(status, code, key=key, what=what, text=text, anonymous=is_anonymous)
 
 
 def _refusal_of(error: Exception) -> tuple[int | None, str, str, str | None]:

@@ -28,7 +28,7 @@ from ckptstore.errors import (
 from ckptstore.format.layout import CHECKPOINT_PREFIX, PROBE_PREFIX
 from ckptstore.node_cache.place import filesystem_of, is_network, open_place
 from ckptstore.opening import open_store
-from ckptstore.storage.base import Bucket, Configured, Disk, Storage, WritesParts
+from ckptstore.storage.base import MAY_NOT_LIST, Bucket, Configured, Disk, Storage, WritesParts
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.storage.uri import parse_uri
@@ -167,6 +167,8 @@ def _get(place: _Place) -> str:
     except FileMissing:
         return "what was written reads the same" if place.is_writable else "a file that is not there is told as such"
     except AccessDenied as error:
+        if error.hint not in (None, MAY_NOT_LIST):
+            raise
         hint = "Give the permission to list the bucket: without it a file that is not there is refused, not missing"
         raise AccessDenied(error.message, hint=hint) from error
     raise StorageError("A file that nobody wrote is there")
