@@ -282,16 +282,15 @@ class Catalogue:
         """Put the live checkpoint of a step in the trash, from which `restore` brings it back; a prune deletes it.
 
         The latest, a pinned one, the one that the job resumed from and one with files that others refer to are refused
-        without `force`. With it, a pinned one is unpinned first, and the checkpoint before the latest becomes the
-        latest, as after a roll back. No file is deleted that a job, a reader on a disk or another checkpoint needs: a
-        prune leaves it in the trash. Raises CheckpointGone if the step is not live, InvalidInput.
+        without `force`. With it, a pinned one loses its pin in the same record, and the checkpoint before the latest
+        becomes the latest, as after a roll back; it must be a whole one. No file is deleted that a job, a reader on a
+        disk or another checkpoint needs: a prune leaves it in the trash. Raises CheckpointGone if the step is not live,
+        InvalidInput.
         """
         job = self._job
 
         from ckptstore.upkeep.retain import remove
 
-        if force:
-            self._unpin_for_removal(lambda newest: (self._record_of(step, newest).number,))
         self._change(
             lambda newest: remove(job.log, newest, step, epoch=job.epoch, next_save=job.next_fast_save, force=force)
         )
@@ -306,16 +305,9 @@ class Catalogue:
 
         from ckptstore.upkeep.retain import roll_back
 
-        if force:
-            self._unpin_for_removal(lambda newest: tuple(newest.state.live))
-        self._change(lambda newest: roll_back(newest, None, epoch=job.epoch, next_save=job.next_fast_save))
-
-    def _unpin_for_removal(self, numbers: Callable[[Record], tuple[int, ...]]) -> None:
-        def change(newest: Record | None) -> Unpin | None:
-            pinned = [number for number in numbers(newest) if number in newest.state.pinned] if newest else []
-            return Unpin(tuple(pinned), self._job.epoch) if pinned else None
-
-        self._change(change)
+        self._change(
+            lambda newest: roll_back(newest, None, epoch=job.epoch, next_save=job.next_fast_save, unpins=force)
+        )
 
     def thin(self, step: int, drop: str | Sequence[str], *, force: bool = False, dry_run: bool = False) -> ThinReport:
         """Drop the keys that fit `drop` ("optimizer.*"), one pattern or several, from the live checkpoint of a step.
@@ -352,15 +344,19 @@ class Catalogue:
         """
         from ckptstore.upkeep.retain import retain
 
-        verdicts = retain(self._job.log, policy, dry_run=dry_run)
-        if policy.thins() and not dry_run:
-            from ckptstore.loading.thinning import thin_as_decided
+        if not policy.thins() or dry_run:
+            return retain(self._job.log, policy, dry_run=dry_run)
 
-            for error in thin_as_decided(self._job, verdicts).values():
-                raise error
-            gone = [verdict for verdict in verdicts if not verdict.keep]
-            return gone + retain(self._job.log, policy)  # only now a budget knows what they take
-        return verdicts
+        from ckptstore.loading.thinning import thin_as_decided
+
+        planned = retain(self._job.log, policy, dry_run=True)
+        for error in thin_as_decided(self._job, planned, dry_run=True).values():
+            raise error  # before anything goes
+        verdicts = retain(self._job.log, policy)
+        for error in thin_as_decided(self._job, verdicts).values():
+            raise error
+        gone = [verdict for verdict in verdicts if not verdict.keep]
+        return gone + retain(self._job.log, policy)  # only now a budget knows what they take
 
     def prune(self, *, dry_run: bool = False) -> list[Trashed]:
         """Delete, and return, the checkpoints that were in the trash for the grace period and that nothing protects.

@@ -66,7 +66,7 @@ def numbers(text):
 
 def read_log(directory):
     """The records, the chain checked, and for each what is live, worked out anew from the changes."""
-    records, live, trash, previous, places = [], set(), {}, "", {}
+    records, live, pinned, trash, previous, places = [], set(), set(), {}, "", {}
     for number, path in enumerate(sorted(Path(directory).glob("[0-9]*.json")), 1):
         data = path.read_bytes()
         head, _, body = data.partition(b",")
@@ -82,6 +82,7 @@ def read_log(directory):
             gone = set(numbers(change["drops"])) | set(numbers(change["replaces"])) - kept
         elif record["kind"] == "remove":
             gone = set(numbers(change["trash"]))
+            need(change.get("unpins") or not gone & pinned, f"{path} removes what is pinned")
         elif record["kind"] == "thin":
             whole = change["thins"]
             need(change["checkpoint"]["thinned"]["dropped"], f"{path} does not say what was dropped")
@@ -99,6 +100,7 @@ def read_log(directory):
         thinned = state.get("thinned", {"numbers": "", "wholes": ""})
         pairs = zip(numbers(thinned["numbers"]), numbers(thinned["wholes"]), strict=True)
         need(dict(pairs) == places, f"{path} has other thinned checkpoints than its changes give")
+        pinned = set(numbers(state.get("pinned", "")))
         records.append(record)
     return records
 

@@ -65,6 +65,8 @@ class Remove:
     reason: str = ""
     voids: Void | None = None
     """The fast checkpoints that a roll back makes void, since they are newer than its target."""
+    unpins: bool = False
+    """True if `trash` may have pinned ones, which lose their pins in the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +299,8 @@ def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
     _check_named((*change.trash, *change.drop))
     _check_droppable(state, change.drop)
     _check_live(state, change.trash)
-    _check_unpinned(state, change.trash)
+    if not change.unpins:
+        _check_unpinned(state, change.trash)
     is_roll_back = state.latest is not None and state.latest in change.trash
     if is_roll_back:
         _check_roll_back(state, change.trash)
@@ -312,6 +315,7 @@ def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
     known = {*trash, *thinned.values()}
     return replace(
         after,
+        pinned=state.pinned.without(change.trash) if change.unpins else state.pinned,
         trash=trash,
         annotated={place: by for place, by in after.annotated.items() if place in known or place in after.live},
         bases={base: users for base, users in rest.items() if users},

@@ -267,6 +267,7 @@ def _change_to_json(change: Change) -> dict[str, Any]:
         case Remove():
             return {
                 **({} if change.voids is None else {"voids": change.voids.to_json()}),
+                **({"unpins": True} if change.unpins else {}),
                 "trash": encode_sequence(change.trash),
                 "drop": encode_sequence(change.drop),
                 "epoch": change.epoch,
@@ -300,7 +301,14 @@ def _change_from_json(kind: str, value: dict[str, Any], *, limit: int) -> Change
             return Commit(_entry_from_json(value["checkpoint"], limit), thins=_integer(value["thins"]))
         case "remove":
             voids = None if value.get("voids") is None else Void.from_json(value["voids"])
-            return Remove(numbers("trash"), numbers("drop"), _optional(value["epoch"]), _text(value["reason"]), voids)
+            return Remove(
+                numbers("trash"),
+                numbers("drop"),
+                _optional(value["epoch"]),
+                _text(value["reason"]),
+                voids,
+                _boolean(value.get("unpins", False)),
+            )
         case "pin":
             return Pin(numbers("numbers"), _optional(value["epoch"]))
         case "unpin":

@@ -114,8 +114,8 @@ def thin(job: Job, step: int, patterns: Sequence[str], *, force: bool = False, d
     return replace(report, left_bytes=committed.entry.size_bytes)
 
 
-def thin_as_decided(job: Job, verdicts: Sequence[Verdict]) -> dict[int, CkptstoreError]:
-    """Thin the checkpoints that are to be, and return the errors by step.
+def thin_as_decided(job: Job, verdicts: Sequence[Verdict], *, dry_run: bool = False) -> dict[int, CkptstoreError]:
+    """Thin the checkpoints that are to be, and return the errors by step; a dry run only finds those of bad patterns.
 
     Checkpoints of files, which have no keys, stay as they are, and so do those with files that others refer to, and
     those that somebody reads, as long as these do. One that failed is not tried again by this process.
@@ -137,7 +137,7 @@ def thin_as_decided(job: Job, verdicts: Sequence[Verdict]) -> dict[int, Ckptstor
             if not drops:
                 job.unthinned.add(record.number)
             elif record_of_step(job.log, newest, entry.step).number == record.number:
-                thin(job, entry.step, drops)
+                thin(job, entry.step, drops, dry_run=dry_run)
         except (CheckpointGone, StoreFenced):
             raise
         except CkptstoreError as error:

@@ -49,10 +49,13 @@ class LogPublisher:
     def begin(self, request: Request, decision: Decision) -> Mapping[str, Any]:
         """See `Publisher.begin`. Raises StepExists; StorageFull; StoreMissing if the store has lost checkpoints or its
         log; and the errors of `claim`."""
+        may_exist = request.options["exists"] != "error"
+        if not may_exist and self.job.epoch is None:  # what is refused does not take the store over from another job
+            self._refuse_existing(self.job.log.newest(), request.step)
         newest = self.claim(request)
         if isinstance(self.job.storage, Disk):  # elsewhere it is a request, and a commit looks
             self.job.check_latest_there(newest)
-        if request.options["exists"] == "error":
+        if not may_exist:
             self._refuse_existing(newest, request.step)
         self._check_room(decision)
         return {**self.job.claimed(), "attempt": str(self.job.new_attempt(request.step))}
@@ -74,8 +77,8 @@ class LogPublisher:
             prune_behind(job)
         return record
 
-    def _refuse_existing(self, newest: Record, step: int) -> None:
-        if self.job.log.of_step(step, newest.state.live):
+    def _refuse_existing(self, newest: Record | None, step: int) -> None:
+        if newest is not None and self.job.log.of_step(step, newest.state.live):
             raise StepExists(f"Step {step} is committed already", step=step, hint='Use exists="replace" to replace it')
 
     def _check_room(self, decision: Decision) -> None:

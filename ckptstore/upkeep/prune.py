@@ -56,12 +56,15 @@ class Trashed:
         return self.due_in_seconds <= 0 and self.held_by is None
 
 
-def trash(log: Log, storage: Storage, *, grace_seconds: float) -> list[Trashed]:
-    """Return the checkpoints in the trash, each with its reason to stay, if any. `prune` acts on this list."""
+def trash(log: Log, storage: Storage, *, grace_seconds: float, just_committed: bool = False) -> list[Trashed]:
+    """Return the checkpoints in the trash, each with its reason to stay, if any. `prune` acts on this list.
+
+    With `just_committed` the time of the newest record is the present: nothing is written to learn the time.
+    """
     newest = log.newest()
     if newest is None or not newest.state.trash:
         return []
-    now_seconds = log.store_now_seconds()
+    now_seconds = log.record_time(newest.number) if just_committed else log.store_now_seconds()
     held = _held(newest, leases.fresh(storage, now_seconds=now_seconds))
     since = dict.fromkeys(newest.state.trash.values(), now_seconds)
     for number in since:
@@ -102,14 +105,15 @@ def prune(
 ) -> list[Trashed]:
     """Delete the checkpoints that were in the trash for the grace period, and return them; a dry run only returns them.
 
-    One that runs `behind_save` looks for what earlier ones have left only where this process may have left something:
-    that takes a look at all directories.
+    One that runs `behind_save` takes the time of the newest record for the present, and looks for what earlier ones have
+    left only where this process may have left something: that takes a look at all directories.
 
     `epoch` is the caller's writer epoch; None for a command line, which fences nobody and is fenced by nobody. Raises
     StoreFenced, and deletes nothing, if a later job has claimed the store; AccessDenied, after the deletion of the
     others, if the storage does not let this process delete some: they stay in the trash.
     """
-    due = [item for item in trash(log, storage, grace_seconds=config.grace_seconds) if item.goes]
+    found = trash(log, storage, grace_seconds=config.grace_seconds, just_committed=behind_save)
+    due = [item for item in found if item.goes]
     if dry_run:
         return due
     gone = _remove(log, storage, due, epoch=epoch, reason="grace period over") if due else []

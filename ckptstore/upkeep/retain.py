@@ -38,7 +38,7 @@ def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
 
 
 def roll_back(
-    newest: Record | None, target: Record | None, *, epoch: int | None, next_save: int = 0
+    newest: Record | None, target: Record | None, *, epoch: int | None, next_save: int = 0, unpins: bool = False
 ) -> Remove | Resumed | None:
     """Return the change that makes a live checkpoint the latest: those above it go to the trash, all for None.
 
@@ -46,7 +46,7 @@ def roll_back(
 
     Fast checkpoints that are newer than the target become void, but not those that the job `epoch` saves afterwards:
     `next_save` is the number of its next save, if it has saved to the nodes. If `epoch` is None, a running job does not
-    know of the roll back, and all its saves to the nodes are void.
+    know of the roll back, and all its saves to the nodes are void. Only with `unpins` may pinned ones go.
     """
     if newest is None:
         return None
@@ -67,7 +67,8 @@ def roll_back(
         return None
     before = SaveOrder(state.epoch, next_save) if is_job else SaveOrder(state.epoch + 1, 0)
     reason = f"roll back to step {target.entry.step}" if target else _BY_HAND
-    return Remove(trash=later, epoch=epoch, reason=reason, voids=Void(order, before))
+    unpins = unpins and not state.pinned.isdisjoint(later)
+    return Remove(trash=later, epoch=epoch, reason=reason, voids=Void(order, before), unpins=unpins)
 
 
 def remove(
@@ -75,7 +76,7 @@ def remove(
 ) -> Remove | Resumed | None:
     """Return the change that puts the live checkpoint of a step in the trash; see `Catalogue.remove`.
 
-    Of the latest it is a roll back to the one before it. A pinned one must have been unpinned before.
+    Of the latest it is a roll back to the one before it. With `force` the same change takes the pin of a pinned one.
     """
     target = record_of_step(log, newest, step)
     state, number = newest.state if newest else EMPTY, target.number
@@ -92,8 +93,16 @@ def remove(
                 hint="With force it goes to the trash all the same; its files stay as long as they are needed",
             )
     if number != state.latest:
-        return Remove(trash=(number,), epoch=epoch, reason=_BY_HAND)
-    return roll_back(newest, None if before is None else log.records([before])[0], epoch=epoch, next_save=next_save)
+        return Remove(trash=(number,), epoch=epoch, reason=_BY_HAND, unpins=number in state.pinned)
+    record = None if before is None else log.records([before])[0]
+    if record is not None and record.entry.thinned is not None:
+        raise InvalidInput(
+            f"Step {step} was not removed: step {record.entry.step} before it {record.entry.thinned}, so no job could"
+            " go on from what is left",
+            step=step,
+            hint="Remove that one first, restore the whole one of it, or remove all checkpoints",
+        )
+    return roll_back(newest, record, epoch=epoch, next_save=next_save, unpins=force)
 
 
 def verdicts_on(log: Log, newest: Record | None, policy: Policy, *, unthinned: Collection[int] = ()) -> list[Verdict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,45 @@ def test_what_somebody_needs_goes_by_force_alone(store: CheckpointStore, step: i
     assert steps(store) == left
     assert [item.step for item in store.prune()] == ([] if step == 2 else [step]), "the job may still need what it read"
     assert store.verify_log() == []
+
+
+def test_a_pin_goes_with_its_checkpoint_or_stays(tmp_path: Path) -> None:
+    state = {"model": torch.ones(400), "optimizer": {"m": torch.ones(9000)}}
+    with open_store(tmp_path) as store:
+        for step in (1, 2, 3):
+            store.save(step, state)
+        store.thin(1, "optimizer.*")
+        for step in (2, 3):
+            store.pin(step)
+        first = store._job.log.newest()
+        assert first is not None
+        store.remove(3, force=True)
+        newest = store._job.log.newest()
+        assert newest is not None
+        assert newest.number == first.number + 1, "one record, not two"
+        assert (steps(store), len(newest.state.pinned)) == ([1, 2], 1)
+        with pytest.raises(InvalidInput, match="Step 2 was not removed: step 1 before it was thinned"):
+            store.remove(2, force=True)
+        assert [(entry.checkpoint.step, entry.is_pinned) for entry in store.entries()] == [(1, False), (2, True)]
+        store.remove_all(force=True)
+        assert (steps(store), store.verify_log()) == ([], [])
+
+
+def test_a_prune_that_deletes_nothing_writes_nothing(tmp_path: Path) -> None:
+    writes: list[str] = []
+
+    def hook(call: Call) -> None:
+        if call.verb in ("write", "create", "overwrite", "delete") and threading.current_thread().name.endswith(
+            "prune"
+        ):
+            writes.append(f"{call.verb} {call.key}")
+
+    with with_faults(open_store(tmp_path / "store", retention=KeepLatest(1)), hook) as store:
+        for step in (1, 2):
+            save_tree(store, tmp_path, step)
+            settle(store)
+        assert [item.step for item in store.trash()] == [1]
+        assert set(writes) <= {"delete "}, "a directory that its owner removes after the save stays removed"
 
 
 def test_a_budget_counts_the_files_that_checkpoints_share_once(tmp_path: Path) -> None:

@@ -425,6 +425,7 @@ changes = st.one_of(
         st.none() | epochs,
         st.text(max_size=9),
         st.none() | orders.map(lambda order: Void(SaveOrder(0, 0), order)),
+        st.booleans(),
     ),
     st.builds(Pin, numbers_of, st.none() | epochs),
     st.builds(Unpin, numbers_of, st.none() | epochs),

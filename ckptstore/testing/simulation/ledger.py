@@ -129,8 +129,9 @@ class Ledger:
         self._require(self.live, trash, record)
         self._require(self.trash, drop, record)
         self._check_kept(record, drop)
-        if trash & self.pinned:
+        if trash & self.pinned and not change.unpins:
             self._fail("what is pinned stays", record)
+        self.pinned -= trash
         if self._latest() in trash:
             last = max(self.live - trash, key=self.place, default=0)
             higher = {number for number in self.live if self.place(number) > self.place(last)}

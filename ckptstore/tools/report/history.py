@@ -217,9 +217,11 @@ class History:
         is_roll_back = bool(change.trash) and self._latest() in change.trash
         for number in change.trash:
             self._move(number, "trash", record, change.reason)
+        self._pinned.difference_update(change.trash)
         for number in change.drop:
             self._move(number, "deleted", record, change.reason)
-        parts = [f"{self._named(change.trash)} to the trash"] if change.trash else []
+        unpinned = ", no longer pinned" if change.unpins else ""
+        parts = [f"{self._named(change.trash)} to the trash{unpinned}"] if change.trash else []
         parts += [f"{self._named(change.drop)} dropped for good"] if change.drop else []
         text = "; ".join(parts) + (f": {change.reason}" if change.reason else "")
         kind: ChangeKind = "rollback" if is_roll_back else "remove" if change.trash else "prune"

@@ -323,7 +323,8 @@ def _happenings(record: Record, commits: Mapping[int, SeenCommit]) -> list[Happe
             step = change.entry.step
             return [Happening(kind="commit", number=number, step=step, text=f"step {step} is committed")]
         case Remove() if change.trash or change.drop:
-            words = [f"{named(change.trash)} moved to the trash"] if change.trash else []
+            unpinned = ", and unpinned" if change.unpins else ""
+            words = [f"{named(change.trash)} moved to the trash{unpinned}"] if change.trash else []
             words += [f"{named(change.drop)} deleted from the trash"] if change.drop else []
             return [Happening(kind="log", number=number, text="; ".join(words))]
         case Annotate():
