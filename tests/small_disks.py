@@ -23,3 +23,20 @@ def mounted(place: Path, size: str) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", place], check=True)
+
+
+@contextmanager
+def overlaid(lower: Path, place: Path) -> Iterator[Path]:
+    """Mount a layer over a directory, as containers do with an image: its directories cannot be renamed (EXDEV)."""
+    for name in ("upper", "work", "merged"):
+        (place / name).mkdir(parents=True)
+    options = f"lowerdir={lower},upperdir={place}/upper,workdir={place}/work"
+    done = subprocess.run(
+        ["mount", "-t", "overlay", "-o", options, "overlay", place / "merged"], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    try:
+        yield place / "merged"
+    finally:
+        subprocess.run(["umount", place / "merged"], check=True)

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,8 @@ from typing import Any
 from ckptstore.config import StoreConfig
 from ckptstore.errors import FileMissing, InvalidInput, InvalidSource, StorageError
 from ckptstore.format.layout import DCP_METADATA_NAME, PART_NAME
-from ckptstore.storage.disk.posix import check_replaceable, translate
+from ckptstore.interchange.appearing import appearing, finish_others, put_export
+from ckptstore.storage.disk.posix import check_replaceable, flush, translate
 from ckptstore.storage.uri import local_path, parse_uri, redact
 from ckptstore.transfer import Wanted
 from ckptstore.transfer.moves import PlannedFile
@@ -176,18 +176,31 @@ class ExportPlace:
                 raise InvalidInput(f"storage_options mean nothing for {self.uri}", hint="Leave them out")
             with translated("Reading", path):
                 check_replaceable(path)
+                finish_others(path, is_own=_is_own)
                 if path.exists() and not path.is_dir():
                     raise InvalidInput(f"{path} exists and is not a directory")
                 present = sorted(item.name for item in path.iterdir()) if path.exists() else []
+        if resumable and self._aside is not None:
+            self._check_aside(self._aside)
         begun = {name for name in present if name.startswith(PROGRESS_FOLDER)}
         if present and not self.overwrite and not (resumable and begun):
             raise InvalidInput(f"{self.uri} exists and is not empty", hint="Give another directory, or overwrite it")
         own = {file.name for file in self.beside}
-        others = [name for name in present if name not in begun and not PART_NAME.search(name)]
-        foreign = [name for name in others if "/" in name or not (_OWN_NAMES.fullmatch(name) or name in own)]
+        others = [name for name in present if name not in begun]
+        foreign = [name for name in others if "/" in name or not (_is_own(name) or name in own)]
         if foreign:
             hint = "Give another directory"
             raise InvalidInput(f"{self.uri} also holds {foreign[0]}, which no export wrote", hint=hint)
+
+    def _check_aside(self, aside: Path) -> None:
+        """Raise InvalidInput for a partial directory that no export has begun."""
+        with translated("Reading", aside):
+            held = sorted(item.name for item in aside.iterdir()) if aside.exists() else []
+        if held and PROGRESS_FOLDER.rstrip("/") not in held:
+            raise InvalidInput(
+                f"{aside} holds {held[0]}, and no export has begun there",
+                hint="Move it away, or give another directory",
+            )
 
     @contextmanager
     def opened_target(self) -> Iterator[OpenedPlace]:
@@ -199,17 +212,18 @@ class ExportPlace:
         with closing(open_place(uri, config=config, storage_options=self.storage_options)) as place:
             yield place
 
-    def publish(self) -> None:
-        """Move the complete local directory into its place."""
+    def publish(self, finish: Callable[[], None]) -> None:
+        """Call `finish`, which removes the last traces of the way, and move the local directory into its place."""
         target, aside = self.path, self._aside
         if target is None or aside is None:
+            finish()
             return
         with translated("Writing", target):
             mode = aside.stat().st_mode & 0o666
             # It was written read-only.
             for item in aside.iterdir():
                 item.chmod(mode)
-            _put(aside, target)
+            put_export(aside, target, finish=finish, is_own=_is_own, beside=[file.name for file in self.beside])
 
     def remove_aside(self) -> None:
         """Remove the partial local directory."""
@@ -222,13 +236,15 @@ class ExportPlace:
 
         After an error no local files remain.
         """
+        names = [file.name for file in self.beside]
         with (
             translated("Writing", self.path or Path(tempfile.gettempdir())),
-            self._sent() if self.path is None else _appearing(self.path) as directory,
+            self._sent() if self.path is None else appearing(self.path, is_own=_is_own, beside=names) as directory,
         ):
             yield directory
             for file in self.beside:
                 shutil.copyfile(file, directory / file.name)
+                flush(str(directory / file.name))
 
     @contextmanager
     def _sent(self) -> Iterator[Path]:
@@ -253,24 +269,6 @@ def leads(name: str) -> bool:
     return name.endswith(".index.json") or name in (DCP_METADATA_NAME, "config.json")
 
 
-@contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """Yield a directory next to the target that takes its place when complete."""
-    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        _put(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _put(made: Path, target: Path) -> None:
-    """Move a directory to its place, replacing another one if necessary."""
-    if target.exists() and any(target.iterdir()):
-        replaced = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
-        target.rename(replaced)
-        made.rename(target)
-        shutil.rmtree(replaced)
-    else:
-        made.replace(target)
+def _is_own(name: str) -> bool:
+    """True for the name of a file that an export makes, also of one on its way."""
+    return bool(_OWN_NAMES.fullmatch(name) or PART_NAME.search(name))

@@ -168,8 +168,7 @@ def _finish(layout: Layout, place: ExportPlace, progress: ExportProgress, replac
     names = [name for name, _ in layout.files] + [file.key for file in index] + [file.name for file in beside]
     target.storage.delete([name for name in replaced if name not in names])
     progress.abort_unfinished(names)
-    progress.forget()
-    place.publish()
+    place.publish(progress.forget)
     return names
 
 

@@ -22,6 +22,7 @@ from ckptstore.loading.checkpoint_files import files_of
 from ckptstore.publication.wire import Index, directory_of, version_of
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CopiesInside, Disk
+from ckptstore.storage.disk.replacing import replace_directory
 
 logger = logging.getLogger("ckptstore")
 
@@ -62,7 +63,8 @@ class Directories:
     def _listed(self) -> dict[int, str]:
         storage = self._job.storage
         if isinstance(storage, Disk):  # a process that was killed may have left one on its way, with links to files
-            for left in Path(storage.local_path(_PREFIX)).parent.glob(f".{_PREFIX}*"):
+            root = Path(storage.local_path(_PREFIX)).parent
+            for left in (*root.glob(f".{_PREFIX}*"), *root.glob(f"..{_PREFIX}*")):
                 shutil.rmtree(left, ignore_errors=True)
         found: dict[int, str] = {}
         for file in storage.list(_PREFIX):
@@ -93,12 +95,15 @@ class Directories:
         job, directory = self._job, directory_of(version)
         manifest, _ = files_of(job, record).read_manifest()
         names = sorted((item.name for item in manifest.files), key=lambda name: name == INDEX_NAME)
-        self._remove_directory(version)
         if isinstance(job.storage, Disk):
-            aside = f".{directory}"
-            self._link(names, record.entry.prefix, f"{aside}/")
-            os.rename(job.storage.local_path(aside), job.storage.local_path(directory))
+            made, target, old = (Path(job.storage.local_path(f"{dots}{directory}")) for dots in (".", "", ".."))
+            shutil.rmtree(made, ignore_errors=True)
+            self._link(names, record.entry.prefix, f".{directory}/")
+            replaced = replace_directory(made, target, aside=old)
+            if replaced is not None:
+                shutil.rmtree(replaced, ignore_errors=True)
             return
+        self._remove_directory(version)
         *files, index = names
         mapped(
             lambda name: _copy(job, record.entry.prefix + name, f"{directory}/{name}"),

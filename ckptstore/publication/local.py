@@ -41,10 +41,13 @@ from ckptstore.publication.work import (
 )
 from ckptstore.runtime.parallel import mapped, started
 from ckptstore.storage.disk import posix
+from ckptstore.storage.disk.replacing import finish_replacement, replace_directory
 
 logger = logging.getLogger("ckptstore")
 
 LOCK_NAME, CONFIRMED_NAME = "lock", "confirmed"
+_OWN_ASIDE = re.compile(r"next|moved|(spool|old)-[0-9a-f]{8}|\.?journal\.json(\.new)?|file\.new")
+"""The names of what is on its way, in the folder beside the directory."""
 _MARGIN_BYTES = 16 << 20
 _FREED_SECONDS = 5.0
 """The time in which a disk frees what a file held whose name is gone already."""
@@ -60,7 +63,7 @@ class LocalModel:
         self.aside = directory.with_name(f".{directory.name}.ckptstore")
         self.spool = self._new("spool")
         """The folder of versions as they were published."""
-        self._next = self.aside / "next"
+        self._next, self._moved = self.aside / "next", self.aside / "moved"
         self._journal = self.aside / "journal.json"
         self._old: list[Path] = []
         self._removal: threading.Thread | None = None
@@ -80,15 +83,14 @@ class LocalModel:
     def recover(self) -> None:
         """Go on with what a process that was killed has begun, and remove what is of no use. Call it with the lock."""
         self.settle()
-        if not self.path.exists() and (self._next / INDEX_NAME).exists():
-            os.rename(self._next, self.path)  # it was killed between two renames
+        finish_replacement(self._next, self.path, aside=self._moved)
         if self._journal.exists():
             self._go_on()
-        for left in self.aside.iterdir():
+        for left in (item for item in self.aside.iterdir() if _OWN_ASIDE.fullmatch(item.name)):
             if left.is_dir():
                 self._room_comes_until = time.monotonic() + _FREED_SECONDS  # if another process removes it just now
                 shutil.rmtree(left, ignore_errors=True)
-            elif left.name not in (LOCK_NAME, CONFIRMED_NAME):
+            else:
                 left.unlink(missing_ok=True)
         self.spool = self._new("spool")
         self.spool.mkdir()
@@ -234,18 +236,10 @@ class LocalModel:
                 os.link(item, self._next / item.name, follow_symlinks=False)
 
     def _put_in_place(self) -> None:
-        if not self.path.exists():
-            os.rename(self._next, self.path)
-            return
-        old = self._new("old")
-        try:
-            posix.exchange(self._next, self.path)
-        except OSError:
-            os.rename(self.path, old)
-            os.rename(self._next, self.path)
-        else:
-            os.rename(self._next, old)
-        self._old.append(old)
+        old = replace_directory(self._next, self.path, aside=self._moved)
+        if old is not None:
+            os.rename(old, free := self._new("old"))
+            self._old.append(free)
 
     def remove_old(self) -> None:
         """Remove the version before, and what was fetched, beside whoever loads the new one: a disk may take a second

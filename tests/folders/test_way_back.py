@@ -407,7 +407,7 @@ def test_a_restore_that_is_killed_leaves_no_half(store: CheckpointStore, tmp_pat
         if codes[-1] == 0:
             break
     assert set(codes) == {0, -signal.SIGKILL}
-    assert len(codes) > 4
+    assert len(codes) > 3
     assert tree_of(out) == whole
     assert not list((out.parent / f".ckptstore-{out.name}").glob("restoring/*"))
 

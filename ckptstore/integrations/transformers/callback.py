@@ -19,6 +19,7 @@ from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_w
 from ckptstore.integrations.lazy_store import LazyStore, StoreSource, reports_to_ray
 from ckptstore.integrations.transformers.shares import is_written_as, link, newest_written, seen_in
 from ckptstore.saving.directory_shard import directory_of
+from ckptstore.storage.disk.replacing import replace_directory
 from ckptstore.store import CheckpointStore
 from ckptstore.tools.run.folders.division import Seen, divide
 
@@ -145,8 +146,9 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             best.to_directory(partial_path)
             if path.is_dir():
                 logger.warning("%s is not what the store has of that step, which takes its place", path)
-                shutil.rmtree(path)
-            partial_path.rename(path)
+            old = replace_directory(partial_path, path, aside=partial_path.with_name(f"{partial_path.name}-old"))
+            if old is not None:
+                shutil.rmtree(old, ignore_errors=True)
             return True
 
         has_best = _exchanged(lambda: bring(_rank() == 0))

@@ -40,7 +40,7 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _SYNC_FILE_RANGE_WRITE = 2
 _FICLONE = 0x40049409
-_REFUSED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM})
+REFUSED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM})
 _SYNCFS_REPORTS_SINCE = (5, 8)
 _PLAIN_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x2FC12FC1})
 """The magic numbers of ext2 to ext4, XFS, Btrfs, F2FS, tmpfs and ZFS. Others, FUSE and those on a network, may be
@@ -165,7 +165,7 @@ def allocate(descriptor: int, size_bytes: int) -> None:
     try:
         _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
     except OSError as error:
-        if error.errno not in _REFUSED:
+        if error.errno not in REFUSED:
             raise
 
 
@@ -222,7 +222,7 @@ def flush_directory(path: str) -> None:
     try:
         flush(path)
     except OSError as error:
-        if error.errno not in _REFUSED:
+        if error.errno not in REFUSED:
             raise
 
 
@@ -273,7 +273,7 @@ def link_new(temporary: str, path: str) -> bool:
         # On a network file system the reply may have been lost and the request repeated: then the file is ours.
         return os.stat(temporary).st_nlink == 2
     except OSError as error:
-        if error.errno not in _REFUSED | {errno.EMLINK}:
+        if error.errno not in REFUSED | {errno.EMLINK}:
             raise
         return _rename_new(temporary, path)
     return True
@@ -285,7 +285,7 @@ def _rename_new(temporary: str, path: str) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        if error.errno not in _REFUSED:
+        if error.errno not in REFUSED:
             raise
         raise OSError(errno.EOPNOTSUPP, "neither hard links nor renames without replacement") from error
     return True
@@ -317,7 +317,7 @@ def copy_contents(source: int, target: int, size_bytes: int) -> None:
         try:
             count = os.copy_file_range(source, target, size_bytes - done, done, done)
         except (OSError, AttributeError) as error:
-            if isinstance(error, OSError) and error.errno not in _REFUSED:
+            if isinstance(error, OSError) and error.errno not in REFUSED:
                 raise
             count = 0
         if count == 0:  # refused, at the end, or on a file system that returns 0 instead of refusing

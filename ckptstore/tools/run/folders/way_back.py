@@ -24,6 +24,7 @@ from ckptstore.errors import (
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import download_files
 from ckptstore.storage.disk import posix
+from ckptstore.storage.disk.replacing import replace_directory
 from ckptstore.tools.run.folders.candidate import Beside, Prospect, fingerprint, text_of
 from ckptstore.tools.run.folders.folder import Folder, candidates_of, has_digest, refuse_links
 from ckptstore.tools.run.folders.found import TRAINER_STATE, Found, Home, home_of
@@ -372,14 +373,11 @@ def _has(path: Path, receipt: Receipt) -> bool:
 
 def _replace(folder: Folder, partial: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        removed = folder.new_near("removed")
-        removed.mkdir()
-        target.rename(removed / target.name)
-        partial.rename(target)
-        shutil.rmtree(removed)
-    else:
-        partial.rename(target)
+    removed = folder.new_near("removed")
+    removed.mkdir()
+    old = replace_directory(partial, target, aside=removed / target.name)
+    for left in (removed, *(() if old is None else (old,))):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _move_aside(folder: Folder, candidate: Prospect, done: _Fetched) -> None:
