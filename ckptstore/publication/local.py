@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -17,13 +18,14 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StorageError, StorageFull
-from ckptstore.format.safetensors import INDEX_NAME, Located
+from ckptstore.format.manifest import sha256_of
+from ckptstore.format.safetensors import INDEX_NAME, Located, header_bytes
 from ckptstore.publication.codec import num_threads
 from ckptstore.publication.wire import Index, full_metadata
 from ckptstore.publication.work import (
@@ -65,6 +67,8 @@ class LocalModel:
         """The folder of versions as they were published."""
         self._next, self._moved = self.aside / "next", self.aside / "moved"
         self._journal = self.aside / "journal.json"
+        self.fault = ""
+        """Why the last call of `state` has found no version, though the directory holds files of one."""
         self._old: list[Path] = []
         self._removal: threading.Thread | None = None
         self._room_comes_until = 0.0
@@ -75,7 +79,14 @@ class LocalModel:
 
     def prepare(self) -> None:
         """Make the folder beside the directory. Raises InvalidInput where a directory cannot be exchanged."""
+        with self._translated():
+            self._prepare()
+
+    def _prepare(self) -> None:
         posix.check_replaceable(self.path, may_be_current=True)
+        for path in (self.path, self.aside):
+            if path.exists() and not path.is_dir():
+                raise InvalidInput(f"{path} is no directory", hint="Give a new or empty directory")
         if self.path.exists() and not (self.path / STATE_NAME).exists() and any(self.path.iterdir()):
             raise InvalidInput(f"{self.path} holds files, and not of a reader", hint="Give a new or empty directory")
         self.aside.mkdir(parents=True, exist_ok=True)
@@ -83,6 +94,21 @@ class LocalModel:
     def recover(self) -> None:
         """Go on with what a process that was killed has begun, and remove what is of no use. Call it with the lock."""
         self.settle()
+        with self._translated():
+            self._recover()
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise posix.translate(
+                error, what=f"Looking at {self.path}", file=self.path.name, directory=str(self.path.parent)
+            ) from error
+
+    def _recover(self) -> None:
         finish_replacement(self._next, self.path, aside=self._moved)
         if self._journal.exists():
             self._go_on()
@@ -110,41 +136,62 @@ class LocalModel:
             self._journal.unlink(missing_ok=True)
 
     def state(self) -> State | None:
-        """Return what the directory holds, if its files are as they were written: else None.
+        """Return what the directory holds, if its files are as they were written: else None, and `fault` says why.
 
-        After the machine has started again, or where times differ, the digests of all tensors are compared.
+        After the machine has started again, or where times differ, all that the state has digests of is compared.
         """
+        self.fault = ""
         state = State.read(self.path)
         if state is None or self._journal.exists():
+            self.fault = f"{INDEX_NAME} or {STATE_NAME} is not there, or cannot be read" if state is None else ""
             return None
-        if state.boot == _boot_id() and all(
-            _stamp(self.path / name) == [*found] for name, found in state.files.items()
-        ):
-            return state
-        if not self._has_digests(state):
-            return None
-        return self._write_state(self.path, state, _boot_id())
+        with self._translated():
+            is_as_written = state.boot == _boot_id() and all(
+                _stamp(self.path / name) == [*found] for name, found in state.files.items()
+            )
+            self.fault = self._fault(state, [INDEX_NAME] if is_as_written else state.checks)
+            if not self.fault and not is_as_written:
+                self.fault = self._damaged_tensor(state)
+                return None if self.fault else self._write_state(self.path, state, _boot_id())
+        return None if self.fault else state
 
-    def _has_digests(self, state: State) -> bool:
+    def _fault(self, state: State, names: Iterable[str]) -> str:
+        """Return which of these files is not what the state says, "" if all are."""
+        for name in names:
+            try:
+                if (
+                    _check_of(self.path / name, has_header=name in state.files and name not in state.config_files)
+                    != (state.checks[name])
+                ):
+                    return f"{name} has been changed"
+            except FileNotFoundError:
+                return f"{name} is gone"
+            except (CheckpointDamaged, KeyError):
+                return f"{name} has been changed"
+        return ""
+
+    def _damaged_tensor(self, state: State) -> str:
+        """Return which tensor does not have its digest, "" if all have."""
         try:
             index = Index.decode((self.path / INDEX_NAME).read_bytes(), INDEX_NAME)
             headers = {name: header_of(self.path / name) for name in {*index.files.values()}}
             items = [(self.path / file, headers[file].tensors[name], name) for name, file in index.files.items()]
-        except (OSError, CheckpointDamaged, KeyError):
-            return False
+        except (CheckpointDamaged, KeyError) as error:
+            return str(error)
 
-        def is_right(item: tuple[Path, Located, str]) -> bool:
+        def fault(item: tuple[Path, Located, str]) -> str:
             path, place, name = item
             if name not in state.digests:
-                return False
+                return f"{name} in {path.name} has no digest to compare with"
             with posix.opened(path, os.O_RDONLY) as descriptor:
                 try:
                     rewrite_tensor(descriptor, None, TensorMove(name, place, place, (), state.digests[name]))
                 except CheckpointDamaged:
-                    return False
-            return True
+                    return f"{name} in {path.name} is not what was written"
+            return ""
 
-        return all(mapped(is_right, items, num_threads=num_threads(), name="ckptstore-verify"))
+        faults = mapped(fault, items, num_threads=num_threads(), name="ckptstore-verify")
+        return next(filter(None, faults), "")
 
     def switch(self, local: State | None, links: Sequence[Spooled]) -> State:
         """Bring the directory from what it holds to the last of `links`.
@@ -211,8 +258,9 @@ class LocalModel:
             if local is None:
                 for name in work.config_files:
                     shutil.copyfile(work.base / name, self._next / name)
+                    posix.flush(str(self._next / name))
             self._link_others(local, {*work.config_files} if local is None else set())
-            state = self._finish(self._next, work, _boot_id())
+            state = self._finish(self._next, work, _boot_id(), local)
         except BaseException:
             shutil.rmtree(self._next, ignore_errors=True)
             raise
@@ -226,7 +274,7 @@ class LocalModel:
         # Without its index the directory is of no version any more, and its state still names its files.
         before = local or State.read(self.path, needs_index=False)
         own = {INDEX_NAME, STATE_NAME, *taken, *(before.files if before else ())}
-        own |= {*before.config_files} if before and local is None else set()
+        own -= {*before.config_files} if before and local is not None else set()
         for item in self.path.iterdir():
             if item.name in own or (local is None and _WEIGHTS.fullmatch(item.name)):
                 continue
@@ -273,17 +321,29 @@ class LocalModel:
                     work.build(name, temporary)
                     os.rename(temporary, self.path / new_name)
                 (self.path / name).unlink()
-            state = self._finish(self.path, work, boot)
+            state = self._finish(self.path, work, boot, local)
             self._journal.unlink()
         return state
 
-    def _finish(self, directory: Path, work: Work, boot: str) -> State:
+    def _finish(self, directory: Path, work: Work, boot: str, local: State | None) -> State:
         """Write the state and the index, in this order: without its index the directory is of no version."""
         version = work.target.version
         index = Index(work.weight_map, full_metadata(version, size_bytes=work.total_bytes))
         names = sorted({*work.weight_map.values()})
-        files = dict.fromkeys(names, ())
-        state = State(version, work.target.identity, work.target.metadata, work.digests, files, work.config_files, "")
+        checks = {name: _check_of(directory / name, has_header=True) for name in names}
+        for name in work.config_files:  # one that came with an earlier version is what it was then
+            checks[name] = local.checks[name] if local else _check_of(directory / name, has_header=False)
+        checks[INDEX_NAME] = sha256_of(index.encode())
+        state = State(
+            version=version,
+            identity=work.target.identity,
+            metadata=work.target.metadata,
+            digests=work.digests,
+            files=dict.fromkeys([*names, *work.config_files], ()),
+            config_files=work.config_files,
+            checks=checks,
+            boot="",
+        )
         state = self._write_state(directory, state, boot)
         write_bytes(directory / INDEX_NAME, index.encode())
         return state
@@ -293,6 +353,16 @@ class LocalModel:
         state = replace(state, files=files, boot=boot)
         write_json(directory / STATE_NAME, state.encode())
         return state
+
+
+def _check_of(path: Path, *, has_header: bool) -> str:
+    """Return the SHA-256 of the header of a file of tensors, or of all of another file. Raises CheckpointDamaged,
+    FileNotFoundError."""
+    with path.open("rb") as file:
+        if not has_header:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        start = file.read(8)
+        return sha256_of(start + file.read(header_bytes(start, path.name) - 8))
 
 
 def _stamp(path: Path) -> list[int]:

@@ -201,16 +201,17 @@ class Subscription:
                 raise CheckpointGone(
                     f"No version is published at {self._place.storage.uri}", hint="Wait for one, or look at the URI"
                 )
-            before = self._state()
+            before, was_there = self._state(), self.path.exists() and any(self.path.iterdir())
             self._local.recover()
             state = self._local.state()
+            notices = [f"{self.path} is fetched anew: {self._local.fault}"] if was_there and self._local.fault else []
             if state is not None and state.identity == target.identity:
                 applied = Applied(
                     version=state.version, identity=state.identity, metadata=state.metadata, path=self.path
                 )
             else:
                 (self._local.aside / CONFIRMED_NAME).unlink(missing_ok=True)  # for it may come back to this version
-                applied = self._bring(source, target, state)
+                applied = self._bring(source, target, state, notices)
             applied = replace(
                 applied, previous=None if before is None else before.version, seconds=time.monotonic() - began
             )
@@ -240,9 +241,12 @@ class Subscription:
                 )
             yield
 
-    def _bring(self, source: VersionSource, target: Link, state: State | None) -> Applied:
+    def _bring(self, source: VersionSource, target: Link, state: State | None, notices: list[str]) -> Applied:
         """Take the smaller way to a version, and the other one if it fails."""
-        ways, notices = self._ways(source, target, state)
+        for notice in notices:
+            logger.warning("%s", notice)
+        ways, closed = self._ways(source, target, state)
+        notices += closed
         for number, (links, local) in enumerate(ways):
             try:
                 new = self._go(links, local)

@@ -56,9 +56,11 @@ class State:
     metadata: Mapping[str, Any]
     digests: Digests
     files: Mapping[str, Sequence[int]]
-    """The size and the time of the last change, in nanoseconds, of each file of tensors."""
+    """The size and the time of the last change, in nanoseconds, of each file of tensors and each of `config_files`."""
     config_files: Sequence[str]
     """The other files that came with the full version."""
+    checks: Mapping[str, str]
+    """The SHA-256 of the header of each file of tensors, and of all of the index and of each of `config_files`."""
     boot: str
     """The boot of this machine in which the files were written, or last compared with their digests."""
 

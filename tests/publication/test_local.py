@@ -18,7 +18,7 @@ from small_disks import mounted
 from weights_made import Weights, bytes_of, changed, read_model, some_weights
 
 import ckptstore
-from ckptstore.errors import StorageFull
+from ckptstore.errors import InvalidInput, StorageFull
 from ckptstore.publication import local, shard, work
 from ckptstore.storage.disk import posix
 
@@ -214,3 +214,112 @@ def test_a_machine_that_fails_while_files_are_replaced_gets_a_whole_version(
     assert len(list(model.glob("*.safetensors"))) == len(
         {*json.loads((model / "model.safetensors.index.json").read_text())["weight_map"].values()}
     )
+
+
+def _other_dtype(model: Path) -> str:
+    file = min(model.glob("*.safetensors"))
+    data = file.read_bytes()
+    assert b'"F32"' in data[:2000]
+    file.unlink()
+    file.write_bytes(data[:2000].replace(b'"F32"', b'"I32"', 1) + data[2000:])
+    return file.name
+
+
+def _other_index(model: Path) -> str:
+    index = json.loads((model / "model.safetensors.index.json").read_bytes())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "gone.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    return "index.json"
+
+
+def _emptied(name: str) -> Any:
+    def empty(model: Path) -> str:
+        (model / name).write_bytes(b"")
+        return name
+
+    return empty
+
+
+def _gone(pattern: str) -> Any:
+    def remove(model: Path) -> str:
+        file = min(model.glob(pattern))
+        file.unlink()
+        return file.name
+
+    return remove
+
+
+def _cut(model: Path) -> str:
+    file = max(model.glob("*.safetensors"))
+    os.truncate(file, 5)
+    return file.name
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _other_dtype,
+        _other_index,
+        _cut,
+        _emptied("config.json"),
+        _emptied("model.safetensors.index.json"),
+        _emptied(".ckptstore-pull.json"),
+        _gone("*.safetensors"),
+        _gone("config.json"),
+        _gone("model.safetensors.index.json"),
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_directory_that_somebody_edited_is_fetched_anew_and_it_is_said(
+    tmp_path: Path, edit: Any, version: int
+) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text('{"hidden_size": 4}')
+    place, model, weights = tmp_path / "published", tmp_path / "model", {"w": torch.ones(700), "v": torch.ones(3)}
+    with ckptstore.open_publication(place, config_from=config) as publication:
+        publication.publish(1, weights)
+        with ckptstore.Subscription(place, model) as subscription:
+            subscription.apply()
+        if version == 2:
+            publication.publish(2, weights := {**weights, "v": torch.zeros(3)})
+    what = edit(model)
+    with ckptstore.Subscription(place, model) as subscription:
+        applied = subscription.apply()
+    assert (applied.version, applied.is_full) == (version, True)
+    assert "is fetched anew" in applied.notices[0]
+    assert what in applied.notices[0]
+    assert read_model(model) == bytes_of(weights)
+    assert (model / "config.json").read_text() == '{"hidden_size": 4}'
+
+
+def test_config_files_are_on_the_disk_when_they_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model = tmp_path / "config", tmp_path / "model"
+    config.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (config / name).write_text("{}")
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino) or fsync(descriptor))
+    with ckptstore.open_publication(tmp_path / "published", config_from=config) as publication:
+        publication.publish(1, {"w": torch.ones(700)})
+        with ckptstore.Subscription(tmp_path / "published", model) as subscription:
+            subscription.apply()
+        publication.publish(2, {"w": torch.zeros(700)})
+        assert {path.stat().st_ino for path in model.glob("[ct]o*.json")} <= synced
+        os.truncate(model / "config.json", 0)
+        os.utime(model / "config.json", ns=(0, 0))  # a power loss, and the machine has started again
+        monkeypatch.setattr(local, "_boot_id", lambda: "another")
+        with ckptstore.Subscription(tmp_path / "published", model) as subscription:
+            assert subscription.apply().is_full
+    assert (model / "config.json").read_text() == "{}"
+
+
+def test_a_directory_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with ckptstore.open_publication(tmp_path / "published") as publication:
+        publication.publish(1, {"w": torch.ones(700)})
+    (tmp_path / "model").write_text("mine")
+    with (
+        ckptstore.Subscription(tmp_path / "published", tmp_path / "model") as subscription,
+        pytest.raises(InvalidInput, match="is no directory"),
+    ):
+        subscription.apply()
