@@ -44,7 +44,7 @@ from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.values import Frame
 from ckptstore.state.read.stored import PerRank, StoredState, check_per_rank
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.tensors.load_casts import check_cast
+from ckptstore.state.tensors.cast_loss import check_load_cast
 from ckptstore.state.tensors.placement import name_of
 from ckptstore.state.tensors.tensor_memory import check_memory
 from ckptstore.state.tensors.wrapped import Wrapped, check_same, unwrap
@@ -380,7 +380,7 @@ class _Batch:
         self._state.fill_boxes(self._apart)
         for key, target, memory in self._converted:
             if target.dtype != memory.dtype:
-                check_cast(key, memory, target.dtype)
+                check_load_cast(key, memory, target.dtype)
         self._state.fill_boxes(self._wanted)
         with torch.no_grad():
             for _, target, memory in self._converted:

@@ -105,8 +105,8 @@ def prune(
 ) -> list[Trashed]:
     """Delete the checkpoints that were in the trash for the grace period, and return them; a dry run only returns them.
 
-    One that runs `behind_save` takes the time of the newest record for the present, and looks for what earlier ones have
-    left only where this process may have left something: that takes a look at all directories.
+    One that runs `behind_save` takes the time of the newest record for the present, and looks for what earlier ones
+    have left only where this process may have left something: that takes a look at all directories.
 
     `epoch` is the caller's writer epoch; None for a command line, which fences nobody and is fenced by nobody. Raises
     StoreFenced, and deletes nothing, if a later job has claimed the store; AccessDenied, after the deletion of the

@@ -11,7 +11,15 @@ import torch
 from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.manifest import sha256_of
 from ckptstore.group.base import Group
-from ckptstore.interchange.merging.sums import CHUNK_ELEMENTS, SumMemories, SumMemory, add_terms, chunks_of, narrow_to
+from ckptstore.interchange.merging.sums import (
+    CHUNK_ELEMENTS,
+    SumMemories,
+    SumMemory,
+    add_terms,
+    chunks_of,
+    has_lost,
+    narrow_to,
+)
 from ckptstore.interchange.places import ExportPlace
 from ckptstore.interchange.safetensors_file import check_shard_size, lay_out
 from ckptstore.interchange.selection import select
@@ -74,6 +82,11 @@ def write_merged(
     dtype = None if source.dtype is None else getattr(torch, source.dtype, None)
     if source.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidInput(f"dtype is {source.dtype!r}, which is no dtype of floats", hint='For example "bfloat16"')
+    if dtype is not None:
+        try:
+            torch.zeros(1, device="cpu").to(dtype)
+        except (RuntimeError, NotImplementedError) as error:
+            raise InvalidInput(f"torch {torch.__version__} cannot cast to {source.dtype}: {error}") from None
     check_shard_size(shard_size_bytes)
     merged = source.opened()
     saved, left_out = merged.agreed(fitting(include))
@@ -285,7 +298,7 @@ class MergedState:
                 terms = [term for term in zip(shares, parts[index :: len(added)], strict=True) if term[0]]
                 add_terms(total, terms, is_first=first == 0)
         for (key, box, memory), total in zip(added, sums, strict=True):
-            if not narrow_to(total, memory) and self._is_beyond(key, box, memory):
+            if not narrow_to(total, memory) and (has_lost(total, memory) or self._is_beyond(key, box, memory)):
                 hint = "Choose a dtype of a wider range, or other weights"
                 raise InvalidState(f"{key} has values that {memory.dtype} cannot hold", hint=hint)
 

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from ckptstore.runtime.new_memory import new_memory
+from ckptstore.state.tensors.cast_loss import lost_in_cast
 
 CHUNK_ELEMENTS = 1 << 15
 """The elements that are calculated with at once: they stay in the processor's cache, and torch does not share so few
@@ -74,14 +75,21 @@ def add_terms(total: torch.Tensor, terms: Sequence[tuple[float, torch.Tensor]], 
 
 
 def narrow_to(total: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Copy sums into memory of their final dtype. Return False if one of them may not be finite there."""
-    most = torch.finfo(memory.dtype).max
+    """Copy sums into memory of their final dtype. Return False if it may not hold one of them."""
+    limits = torch.finfo(memory.dtype)
     pairs = list(zip(chunks_of(memory), chunks_of(total), strict=True))
     ends = _real(total).new_zeros((2, len(pairs)))
     for (narrow, wide), low, high in zip(pairs, *(row.unbind() for row in ends), strict=True):
         narrow.copy_(wide)
         torch.aminmax(_real(wide), out=(low, high))  # both are NaN if one element is
-    return bool((ends.abs() <= most).all())
+    return bool((ends[0] >= min(limits.min, 0.0)).all() and (ends[1] <= limits.max).all())
+
+
+def has_lost(total: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Return True if `narrow_to` has not only rounded a sum."""
+    return any(
+        bool(lost_in_cast(wide, narrow).any()) for narrow, wide in zip(chunks_of(memory), chunks_of(total), strict=True)
+    )
 
 
 def _real(elements: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ckptstore.state.live.module_load import Materialised, load_module
 from ckptstore.state.live.modules import collect_module, same_on_all_ranks, uses_fsdp1
 from ckptstore.state.live.optimizer_load import OptimizerLoad
 from ckptstore.state.live.optimizers import collect_optimizer, scope_of
-from ckptstore.state.tensors.load_casts import check_cast
+from ckptstore.state.tensors.cast_loss import check_load_cast
 from ckptstore.state.tensors.overlap import Conflict, local_memory
 from ckptstore.state.tensors.placement import PLAIN_TYPES, dtype_and_shape, name_of
 from ckptstore.state.tensors.tensor_memory import check_memory, outside_inference
@@ -134,7 +134,7 @@ class Loading:
         """Raise StateMismatch, with the key, if the state cannot hold a number of a tensor that is cast. Call it once
         the targets of casts are filled."""
         for key, dtype in self.cast_to.items():
-            check_cast(key, self.targets[key].tensor, dtype)
+            check_load_cast(key, self.targets[key].tensor, dtype)
 
     @outside_inference()
     def finish(self, fill: Fill, states_of_all_ranks: Mapping[str, Any] | None = None) -> Written:

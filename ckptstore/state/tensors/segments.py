@@ -16,11 +16,10 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from ckptstore.errors import InvalidState
 from ckptstore.state.tensors.boxes import Box, boxes_of_range
+from ckptstore.state.tensors.cast_loss import check_cast
 from ckptstore.state.tensors.dense import address_of_view, copy_bytes
 from ckptstore.state.tensors.frames import Template
-from ckptstore.state.tensors.placement import name_of
 from ckptstore.state.tensors.tensor_memory import as_bytes, is_plain_memory, view_of
 from ckptstore.transfer.sources import Read
 
@@ -87,20 +86,9 @@ class Copied:
 def check_range(key: str, tensor: torch.Tensor, made: torch.Tensor) -> None:
     """Raise InvalidState if a number of a tensor is beyond what the dtype of its cast can hold. Infinities and NaN may
     be cast to dtypes that have them."""
-    if not made.numel():
-        return
-    if made.dtype.itemsize > 1 and all(map(torch.isfinite, made.aminmax())):  # one quick look, which a NaN fails
-        return
-    was, stored = tensor.detach().cpu().double(), made.cpu().double()
-    lost = (was.isfinite() != stored.isfinite()) | (was.isnan() != stored.isnan())
-    if made.dtype.itemsize == 1:  # which may end at the largest number
-        lost |= was.isfinite() & (was.abs() > torch.finfo(made.dtype).max)
-    if lost.any():
-        is_narrow = torch.finfo(made.dtype).max < torch.finfo(torch.bfloat16).max
-        raise InvalidState(
-            f"{key} has the number {float(was[lost][0]):.6g}, which {name_of(made.dtype)} cannot hold",
-            hint=f"Take it out of dtype{', or give bfloat16, which has the range of float32' if is_narrow else ''}",
-        )
+    is_narrow = torch.finfo(made.dtype).max < torch.finfo(torch.bfloat16).max
+    hint = f"Take it out of dtype{', or give bfloat16, which has the range of float32' if is_narrow else ''}"
+    check_cast(key, tensor, made, hint=hint)
 
 
 class SlabLayout:

@@ -13,13 +13,13 @@ from ckptstore.state.index.items import Structure
 from ckptstore.state.index.part import DTYPES
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.live.patterns import fits
-from ckptstore.state.tensors.load_casts import WITHOUT_SIGN
 from ckptstore.state.tensors.overlap import PlacedTensor, conflicts_of, local_memory, overlaps_itself
 from ckptstore.state.tensors.placement import dtype_and_shape, name_of
 from ckptstore.state.tensors.wrapped import Wrapped
 
 Rules = tuple[tuple[str, torch.dtype], ...]
 """The dtypes to store tensors in, each with the pattern that their keys fit."""
+_WITHOUT_SIGN = ("float8_e8m0fnu", "float4_e2m1fn_x2")
 
 
 def rules_of(dtype: Any) -> Rules:
@@ -41,7 +41,7 @@ def _target(pattern: str, name: Any) -> torch.dtype:
         not isinstance(found, torch.dtype)
         or not found.is_floating_point
         or name_of(found) not in DTYPES
-        or name_of(found) in WITHOUT_SIGN
+        or name_of(found) in _WITHOUT_SIGN
     ):
         raise InvalidInput(
             f"{name!r}, for {pattern!r}, is no dtype to cast to",
