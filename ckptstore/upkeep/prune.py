@@ -3,9 +3,9 @@
 The order makes a crash harmless: after the `remove` record no reader finds the checkpoint, and of its directory the
 manifest is deleted first. A crash leaves orphans, never a checkpoint with holes.
 
-A reader on a disk takes a lease, then reads the log; a prune writes its record, then reads the leases before each
-deletion. So one of the two sees the other. A checkpoint that is still being read stays, as an orphan too. The next
-prunes find orphans of their own epoch, and garbage collection finds all.
+A reader takes a lease, on a disk or to follow, then reads the log; a prune writes its record, then reads the leases
+before each deletion, on an object store once. So one of the two sees the other. A checkpoint that is still being read
+stays, as an orphan too. The next prunes find orphans of their own epoch, and garbage collection finds all.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Trashed:
     size_bytes: int
     due_in_seconds: float
     """The time until its grace period is over; at most 0 if it is."""
+    removed_by: int
+    """The number of the record that put it there."""
     held_by: str | None
     """The reason for which it stays after its grace period; None if there is none."""
 
@@ -56,14 +58,21 @@ class Trashed:
         return self.due_in_seconds <= 0 and self.held_by is None
 
 
-def trash(log: Log, storage: Storage, *, grace_seconds: float, just_committed: bool = False) -> list[Trashed]:
-    """Return the checkpoints in the trash, each with its reason to stay, if any. `prune` acts on this list.
+def trash(log: Log, storage: Storage, *, grace_seconds: float) -> list[Trashed]:
+    """Return the checkpoints in the trash, each with its reason to stay, if any. `prune` acts on this list."""
+    return _trash_now(log, storage, grace_seconds=grace_seconds, just_committed=False)[0]
+
+
+def _trash_now(
+    log: Log, storage: Storage, *, grace_seconds: float, just_committed: bool
+) -> tuple[list[Trashed], float]:
+    """Return what `trash` does, and the time of the storage.
 
     With `just_committed` the time of the newest record is the present: nothing is written to learn the time.
     """
     newest = log.newest()
     if newest is None or not newest.state.trash:
-        return []
+        return [], 0.0
     now_seconds = log.record_time(newest.number) if just_committed else log.store_now_seconds()
     held = _held(newest, leases.fresh(storage, now_seconds=now_seconds))
     since = dict.fromkeys(newest.state.trash.values(), now_seconds)
@@ -80,10 +89,11 @@ def trash(log: Log, storage: Storage, *, grace_seconds: float, just_committed: b
                 attempt=record.entry.attempt,
                 size_bytes=record.entry.size_bytes,
                 due_in_seconds=grace_seconds - age_seconds,
+                removed_by=newest.state.trash[record.number],
                 held_by=held.get(record.number),
             )
         )
-    return found
+    return found, now_seconds
 
 
 def _held(newest: Record, readers: Mapping[int, int]) -> dict[int, str]:
@@ -112,11 +122,12 @@ def prune(
     StoreFenced, and deletes nothing, if a later job has claimed the store; AccessDenied, after the deletion of the
     others, if the storage does not let this process delete some: they stay in the trash.
     """
-    found = trash(log, storage, grace_seconds=config.grace_seconds, just_committed=behind_save)
+    found, now_seconds = _trash_now(log, storage, grace_seconds=config.grace_seconds, just_committed=behind_save)
     due = [item for item in found if item.goes]
     if dry_run:
         return due
-    gone = _remove(log, storage, due, epoch=epoch, reason="grace period over") if due else []
+    reason = "grace period over"
+    gone = _remove(log, storage, due, epoch=epoch, reason=reason, now_seconds=now_seconds) if due else []
     if log.may_have_left_over or not behind_save:
         log.may_have_left_over = _remove_left_over(log, storage, epoch=epoch)
     return gone
@@ -164,10 +175,11 @@ def _check_may_delete(storage: Storage, prefix: str) -> None:
 
 def empty_trash(log: Log, storage: Storage, *, epoch: int | None) -> None:
     """Delete everything in the trash that nothing holds, whatever its age, when the disk is about to overflow."""
-    due = [item for item in trash(log, storage, grace_seconds=0.0) if item.held_by is None]
+    found, now_seconds = _trash_now(log, storage, grace_seconds=0.0, just_committed=False)
+    due = [item for item in found if item.held_by is None]
     if due:
         try:
-            _remove(log, storage, due, epoch=epoch, reason="the disk was full")
+            _remove(log, storage, due, epoch=epoch, reason="the disk was full", now_seconds=now_seconds)
         except AccessDenied as error:
             emit(PruneFailed(error=str(error)))  # the room that there is then decides
         except CkptstoreError as error:
@@ -182,6 +194,7 @@ def _remove(
     *,
     epoch: int | None,
     reason: str,
+    now_seconds: float,
 ) -> list[Trashed]:
     started = time.monotonic()
     items, denied = _deletable(storage, items)
@@ -192,7 +205,10 @@ def _remove(
         if newest is None or (epoch is not None and newest.state.epoch != epoch):
             found = newest.state.epoch if newest else 0
             raise StoreFenced(f"A later job has claimed the store (writer epoch {found}), so nothing was pruned")
-        still = newest.state.droppable(item.number for item in items)
+        # Since the list was made, one may have been restored and trashed anew, and another one is read.
+        trash, read = newest.state.trash, leases.fresh(storage, now_seconds=now_seconds)
+        same = [one.number for one in items if trash.get(one.number) == one.removed_by and one.number not in read]
+        still = newest.state.droppable(same)
         return Remove(drop=still, epoch=epoch, reason=reason) if still else None
 
     record = log.append(decide)
@@ -272,10 +288,13 @@ def delete_attempts(log: Log, storage: Storage, newest: Record, attempts: Collec
     """
     left: dict[str, str] = {}
     is_disk = isinstance(storage, Disk)
-    now_seconds = log.store_now_seconds() if is_disk and attempts else 0.0
+    now_seconds = log.store_now_seconds() if attempts else 0.0
+    read = set() if is_disk or not attempts else _leased(log, storage, newest, now_seconds=now_seconds)
     for attempt in attempts:
         beat()
-        if is_disk and attempt in _leased(log, storage, newest, now_seconds=now_seconds):
+        if is_disk:
+            read = _leased(log, storage, newest, now_seconds=now_seconds)
+        if attempt in read:
             left[attempt] = "somebody reads it"
             continue
         try:

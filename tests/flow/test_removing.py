@@ -18,6 +18,7 @@ from ckptstore.format.changes import RESUMED_FROM
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Call, with_faults
+from ckptstore.upkeep import leases
 from ckptstore.upkeep.garbage import collect_garbage
 from ckptstore.upkeep.retain import retain
 
@@ -175,6 +176,38 @@ def test_a_reader_of_what_refers_to_others_keeps_their_files(tmp_path: Path) -> 
         reading.__exit__(None, None, None)
         pruner.prune()
     assert len(directories(tmp_path)) == 1
+
+
+def test_what_was_restored_and_trashed_anew_begins_its_grace_anew(tmp_path: Path) -> None:
+    with open_store(tmp_path, retention=KeepLatest(2)) as store:
+        for step in (1, 2, 3):
+            store.save(step, {"step": step})
+
+    def again() -> None:
+        with open_store(tmp_path) as person:
+            person.restore(1, pin=False)
+            person.remove(1)
+
+    with with_faults(open_store(tmp_path, grace_seconds=0), Once("create", "log/", again)) as pruner:
+        assert pruner.prune() == []
+        assert [item.step for item in pruner.trash()] == [1]
+        assert [item.step for item in pruner.prune()] == [1]
+
+
+@pytest.mark.parametrize("moment", ["list", "create"])
+def test_what_somebody_begins_to_follow_stays_in_an_object_store(moment: str) -> None:
+    uri = f"memory://followed-{moment}"
+    with open_store(uri) as store:
+        first, _ = (store.save(step, {"step": step}) for step in (1, 2))
+        store.remove(1)
+    key = "log/" if moment == "create" else "leases/"  # the look at the leases, or the record that drops it
+    with open_store(uri) as reader:
+        reading = leases.hold(reader._job.storage, files_behind(first).record.number)
+        with with_faults(open_store(uri, grace_seconds=0), Once(moment, key, reading.__enter__)) as pruner:
+            pruner.prune()
+            names = [file.key for file in reader._job.storage.list(files_behind(first).prefix)]
+            assert any(name.endswith(MANIFEST_NAME) for name in names)
+        reading.__exit__(None, None, None)
 
 
 def test_a_manifest_is_deleted_before_the_files_that_it_names(tmp_path: Path) -> None:
