@@ -21,7 +21,7 @@ from ckptstore.state.live.contents import same_random_numbers
 from ckptstore.state.live.flatten import Unit, find_references, join_path
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import ModuleContents, passed, raw_name, uses_fsdp1
-from ckptstore.state.tensors.placement import is_dtensor
+from ckptstore.state.tensors.placement import is_dtensor, is_fsdp1
 from ckptstore.state.tensors.tensor_memory import obstacle_of
 from ckptstore.state.tensors.wrapped import Wrapped
 
@@ -50,7 +50,7 @@ def translate(unit: Unit, contents: ModuleContents, matching: Matching, metadata
     differing = {key.removeprefix(start) for key in mismatch.differing if key.startswith(start)}
     reshaped = {name for name in differing if _has_other_shape(unit, name, contents, matching)}
     extra = _extra(unit, matching)
-    if not (missing or extra or reshaped) or not translators_in(unit.item):
+    if not (missing or extra or reshaped) or all(map(is_fsdp1, translators_in(unit.item))):
         return Translation()
     if uses_fsdp1(unit.item):
         mismatch.advice = (

@@ -226,7 +226,7 @@ class _Run:
         refusal: str | None
         try:
             give_back(theirs.state, saved, strict=case.strict, names=renamed)
-            refusal = holds(theirs.state, saved)
+            refusal = holds(theirs.state, saved, is_upgraded=case.change == "upgraded")
         except Exception as error:
             refusal = f"torch refuses: {type(error).__name__}: {error}"
         if gives_other_sizes(theirs.state):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ckptstore.runtime.torch_private import checkpoint_wrapper
+from ckptstore.testing.states.upgraded_makers import NOTING, WIDTH
 
-WIDTH = 6
 ROWS = 4
 
 
@@ -274,6 +274,7 @@ MODULES: Mapping[str, Callable[[], nn.Module]] = {
     "half": _half,
     "lstm": lambda: _Reshaped(_First(nn.LSTM(WIDTH, WIDTH)), (2, 2, WIDTH)),
     "empty": lambda: nn.Sequential(),
+    **NOTING,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ckptstore.runtime.torch_private import metadata_of, set_metadata
 from ckptstore.state.live.flatten import OwnOfRank
 from ckptstore.testing.states.object_makers import WritesAtLoad
 from ckptstore.testing.states.program import plain_name
@@ -106,10 +108,26 @@ def _rank_of(item: Any) -> int:
 
 def _load_module(module: nn.Module, saved: dict[str, Any], *, strict: bool) -> None:
     own = {plain_name(name): name for name in module.state_dict()}
-    renamed = {own.get(plain_name(name), name): value for name, value in saved.items()}
+    renamed = OrderedDict((own.get(plain_name(name), _renamed(name, own)), value) for name, value in saved.items())
+    noted = {plain_name(f"{name}."): notes for name, notes in (metadata_of(saved) or {}).items()}
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    set_metadata(
+        renamed, {name: noted[plain] for name in names if (plain := plain_name(f"{name}.")) in noted} if noted else None
+    )
+    result: Any = module.load_state_dict(renamed, strict=False)  # a module may leave weights out of its own state_dict
     if strict and renamed.keys() != set(own.values()):
-        raise RuntimeError(f"keys differ: {sorted(renamed.keys() ^ set(own.values()))}")
-    module.load_state_dict(renamed, strict=False)  # a module may leave weights out of its own state_dict
+        lost = {*result.missing_keys, *result.unexpected_keys}
+        if lost:
+            raise RuntimeError(f"keys differ: {sorted(lost)}")
+
+
+def _renamed(name: str, own: Mapping[str, str]) -> str:
+    """Return the name that a module gives to an entry that it no longer has: with the wrappers of those beside it."""
+    if not own:
+        return name
+    plain, first = next(iter(own.items()))
+    wrapped = first.removesuffix(plain) if first.endswith(plain) else ""
+    return f"{wrapped}{plain_name(name)}"
 
 
 def _by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any], old: Any, new: Any) -> dict[str, Any]:
@@ -146,17 +164,19 @@ def _filled(item: Any, saved: Any) -> Any:
     if isinstance(item, dict) and isinstance(saved, dict) and item.keys() == saved.keys():
         for key, value in list(item.items()):
             item[key] = _filled(value, saved[key])
+        if metadata_of(saved) is not None:
+            set_metadata(item, metadata_of(saved))
         return item
     return saved
 
 
-def holds(state: Any, kept: Mapping[Path, Any]) -> str | None:
+def holds(state: Any, kept: Mapping[Path, Any], *, is_upgraded: bool = False) -> str | None:
     """Return None when modules and raw tensors of a state have the values loaded into them, else the difference.
 
-    A difference means that one memory would have to hold two numbers.
+    A difference means that one memory would have to hold two numbers. Modules that were upgraded hold other ones.
     """
     for path, item, _ in _objects_and_values(state):
-        if isinstance(item, nn.Module) and path in kept:
+        if isinstance(item, nn.Module) and path in kept and not is_upgraded:
             own = {plain_name(name): value for name, value in item.state_dict().items()}
             saved = {plain_name(name): value for name, value in kept[path].items()}
             for name in sorted(own.keys() & saved.keys()):
@@ -292,7 +312,9 @@ def _dicts_differ(one: dict[Any, Any], other: dict[Any, Any], path: Path, *, mar
     if path and path[0] == "values" and list(one) != list(other):
         return f"{where}: in another order"
     found = (difference(one[key], other[key], (*path, key), marks=marks) for key in one)
-    return next((each for each in found if each), None)
+    notes = metadata_of(one), metadata_of(other)
+    noted = None if notes == (None, None) else difference(*notes, (*path, "notes"), marks=marks)
+    return next((each for each in found if each), noted)
 
 
 def _tensors_differ(one: torch.Tensor, other: torch.Tensor, *, marks: bool) -> str | None:

@@ -16,6 +16,7 @@ from ckptstore.testing.states.object_makers import SCHEDULERS, WRITERS, WritesAt
 from ckptstore.testing.states.optimizer_makers import SPARSE, make_optimizer
 from ckptstore.testing.states.state_case import StateCase
 from ckptstore.testing.states.tensor_makers import TARGETS, TENSORS
+from ckptstore.testing.states.upgraded_makers import UPGRADED
 from ckptstore.testing.states.value_makers import VALUES
 
 
@@ -35,7 +36,8 @@ class Program:
         self.state: dict[str, Any] = {}
         self.modules: dict[str, nn.Module] = {}
         for key, name in zip("ab", case.modules, strict=False):
-            body = (UNWRAPPED.get(name, MODULES[name]) if "unwrapped" in flags else MODULES[name])()
+            later = UNWRAPPED if "unwrapped" in flags else UPGRADED if "upgraded" in flags else {}
+            body = later.get(name, MODULES[name])()
             if "frozen" in flags:
                 body.requires_grad_(False)
             self.modules[key] = body if case.bare else _network(body, flags)

@@ -86,7 +86,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "load", StateMismatch, r"without a place in the state|missing in the checkpoint|nothing called|differ",
-        "A strict load wants the same keys on both sides.", lambda case: case.strict and bool(case.change),
+        "A strict load wants the same keys on both sides.",
+        lambda case: case.strict and case.change not in ("", "upgraded"),
     ),
     Refusal(
         "load", StateMismatch, r"missing in the checkpoint: optimizer\.param_groups\..*\.d\b",

@@ -13,13 +13,14 @@ from ckptstore.testing.states.module_makers import DIVIDING, MODULES, NEEDS_GROU
 from ckptstore.testing.states.object_makers import SCHEDULERS, WRITERS
 from ckptstore.testing.states.optimizer_makers import GROUPINGS, OPTIMIZERS
 from ckptstore.testing.states.tensor_makers import TARGETS, TENSORS
+from ckptstore.testing.states.upgraded_makers import UPGRADED
 from ckptstore.testing.states.value_makers import VALUES
 
 FLAGS = ("tie", "share", "first layer", "last layer", "no head", "renamed head", "renamed body", "over one", "frozen")
 """Options of a program: two tied layers, a layer that two modules share, a layer more, one fewer, another name, an
 optimizer over the first module only, a frozen body.
 """
-CHANGES = ("", *FLAGS, "unwrapped")
+CHANGES = ("", *FLAGS, "unwrapped", "upgraded", "upgraded")
 """The flag in which the program that loads differs from the one that saved."""
 EVENTS = ("step", "zero step", "lower lr", "freeze", "thaw", "drop optimizer state", "swap storages")
 BETWEEN = ("step", "overwrite", "overwrite one tensor")
@@ -102,8 +103,10 @@ def draw(seed: int, *, num_ranks: int = 1, device: str = "") -> StateCase:
     has_optimizer = bool(modules) and random.random() < (0.9 if several else 0.7)
     into = "running" if random.random() < 0.3 else "fresh"
     change = random.choice(CHANGES) if into == "fresh" and modules and random.random() < 0.4 and not several else ""
-    if change in ("tie", "share"):
-        has_optimizer = False  # no rule says which of two layers owns the moments
+    if change == "upgraded":
+        modules = (random.choice(list(UPGRADED)), *modules[1:])
+    if change in ("tie", "share", "upgraded"):
+        has_optimizer = False  # no rule says which of two layers owns the moments, nor what becomes of them
     wrapper = random.choice(wrappers) if modules and random.random() < (0.9 if several else 0.4) else ""
     save = random.choice((*SAVES, "save", "save_async"))
     case = StateCase(
@@ -134,6 +137,8 @@ def draw(seed: int, *, num_ranks: int = 1, device: str = "") -> StateCase:
     if case.optimizer in ("zero redundancy", "sparse adam", "shared state") and (wrapper in DIVIDING or device):
         # Sharded parameters need no optimizer that shards, nor sparse parts; FSDP1 copies what parameters share.
         case = replace(case, optimizer="adamw")
+    if change == "upgraded" and wrapper.startswith("fsdp1"):  # under which no hook is tried
+        case = replace(case, modules=("log scale",) * len(modules))
     if several and wrapper in DIVIDING:  # torch raises of quantised modules, on the ranks that have a part of them
         case = replace(case, modules=tuple("linear" if name == "quantised" else name for name in modules))
     if save.startswith("incremental"):

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckptstore.testing.states.upgraded_makers import state_dict_of_noting
+
 MANY = 1500
 """Number of values in large containers: overhead per value shows in the bytes of the checkpoint."""
 
@@ -65,6 +67,8 @@ VALUES: Mapping[str, Callable[[Random], Any]] = {
     "slice": lambda random: slice(1, None, 2),
     "empty": lambda random: {"a": {}, "b": [], "c": ()},
     "nested": _nested,
+    "state dict": lambda random: state_dict_of_noting(),
+    "state dict inside": lambda random: {"epoch": random.randint(0, 9), "nets": [state_dict_of_noting()]},
     "tensors in tuple": lambda random: (torch.randn(2), [torch.randn(2), None]),
     "many ints": lambda random: {index: random.randint(0, 9) for index in range(MANY)},
     "many texts": lambda random: [str(random.randint(0, 9)) for _ in range(MANY)],
