@@ -398,9 +398,22 @@ def _open(
                 loaders=_loaders_in(state, included) if group.world_size != manifest.world_size else {},
                 more=reader.more,
             )
-            saved = stored.saved()
+            saved = _by_parameter(stored.saved(), state)
         load.hear(meeting.tell(load.told))
     return stored, saved, manifest
+
+
+def _by_parameter(saved: Saved, state: Mapping[str, Any]) -> Saved:
+    """Return the same, with the settings of optimizers under the names of parameters: a `StoreWriter` got those of
+    torch's `get_state_dict` by group, each with the names in it."""
+    heads = tuple(f"{unit.key}.param_groups." for unit in units_of(state) if unit.kind is Kind.OPTIMIZER)
+    grouped = {key: value for key, value in saved.values.items() if key.startswith(heads)} if heads else {}
+    if not any(key.endswith(".params") for key in grouped):
+        return saved
+    from ckptstore.dcp.stock.stock_read import by_parameter
+
+    others = {key: value for key, value in saved.values.items() if key not in grouped}
+    return replace(saved, values={**others, **by_parameter(grouped)})
 
 
 def _match(

@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import ckptstore
-from ckptstore.dcp import StoreReader, translated
+from ckptstore.dcp import StoreReader, StoreWriter, translated
 from ckptstore.errors import CheckpointDamaged, InvalidState
 from ckptstore.interchange import import_state
 
@@ -187,3 +187,53 @@ def test_numbers_that_stock_dcp_keeps_with_marks_come_as_they_were(odd, tmp_path
             store.load(state)
     for key, tensor in tensors.items():
         assert torch.equal(state[key], tensor), key
+
+
+def in_groups(seed):
+    net = trained(seed)[0]
+    first, *rest = net.parameters()
+    groups = [{"params": [first], "lr": 0.1 * seed}, {"params": rest}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01 * seed)
+    net(torch.ones(8, 30)).sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+def contents(net, optimizer):
+    groups = [{**group, "params": None} for group in optimizer.param_groups]
+    return [*net.state_dict().values(), *(optimizer.state[each]["exp_avg"] for each in net.parameters())], groups
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("way", ["stock", "writer", "store"])
+def test_what_get_state_dict_gave_is_loaded_by_objects(tmp_path, way, flat):
+    net, optimizer = in_groups(1)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, moments = get_state_dict(net, optimizer, options=options)
+    state, fresh, other = {"model": weights, "optimizer": moments}, *in_groups(2)
+    with ckptstore.open_store(tmp_path / "store", durable=False) as store:
+        writer = dcp.FileSystemWriter(tmp_path / "alone")
+        if way != "stock":
+            writer = StoreWriter(store.dcp_target(), step=5) if way == "store" else StoreWriter(tmp_path / "alone")
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        if way == "store":
+            store.resume({"model": fresh, "optimizer": other})
+        else:
+            ckptstore.Checkpoint.from_directory(tmp_path / "alone").load({"model": fresh, "optimizer": other})
+    (mine, groups), (theirs, saved_groups) = contents(fresh, other), contents(net, optimizer)
+    assert groups == saved_groups
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_stock_dcp_reads_an_optimizer_with_flat_names(tmp_path):
+    net, optimizer = in_groups(1)
+    fresh, other = in_groups(2)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    with ckptstore.open_store(tmp_path, durable=False) as store:
+        checkpoint = store.save(1, {"model": net, "optimizer": optimizer})
+    weights, moments = get_state_dict(fresh, other, options=options)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=checkpoint.uri, no_dist=True)
+    set_state_dict(fresh, other, model_state_dict=weights, optim_state_dict=moments, options=options)
+    (mine, groups), (theirs, saved_groups) = contents(fresh, other), contents(net, optimizer)
+    assert groups == saved_groups
+    assert all(map(torch.equal, mine, theirs))

@@ -20,7 +20,7 @@ FLAGS = ("tie", "share", "first layer", "last layer", "no head", "renamed head",
 """Options of a program: two tied layers, a layer that two modules share, a layer more, one fewer, another name, an
 optimizer over the first module only, a frozen body.
 """
-CHANGES = ("", *FLAGS, "unwrapped", "upgraded", "upgraded")
+CHANGES = ("", *FLAGS, "unwrapped", "upgraded")
 """The flag in which the program that loads differs from the one that saved."""
 EVENTS = ("step", "zero step", "lower lr", "freeze", "thaw", "drop optimizer state", "swap storages")
 BETWEEN = ("step", "overwrite", "overwrite one tensor")
@@ -103,6 +103,8 @@ def draw(seed: int, *, num_ranks: int = 1, device: str = "") -> StateCase:
     has_optimizer = bool(modules) and random.random() < (0.9 if several else 0.7)
     into = "running" if random.random() < 0.3 else "fresh"
     change = random.choice(CHANGES) if into == "fresh" and modules and random.random() < 0.4 and not several else ""
+    if into == "fresh" and modules and not several and random.random() < 0.1:
+        change = "upgraded"
     if change == "upgraded":
         modules = (random.choice(list(UPGRADED)), *modules[1:])
     if change in ("tie", "share", "upgraded"):
