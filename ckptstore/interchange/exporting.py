@@ -25,6 +25,7 @@ from ckptstore.interchange.selection import KINDS, Kind, Selection, select
 from ckptstore.interchange.to_dcp import write_dcp
 from ckptstore.interchange.to_safetensors import OneCheckpoint, write_safetensors
 from ckptstore.interchange.to_torch import build_tree, write_torch
+from ckptstore.interchange.training_form import training_form, warn_of_training_form
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
 from ckptstore.loading.nesting import paths_of
@@ -146,6 +147,9 @@ def _export(
     selection = select(saved, all_keys=stored.all_keys(), include=include, strip_prefix=strip_prefix, paths=paths)
     durable = files.config.transfer.durable
     notices = _notices_of_ranks(stored, selection)
+    training = training_form(stored.whole_index(), {*selection.sources, *selection.sources.values()})
+    warn_of_training_form(training if group.rank == 0 else ())
+    notices += training
     names: Sequence[str]
     if to == "safetensors":
         layout = lay_out(stored, selection, shard_size_bytes=shard_size_bytes)

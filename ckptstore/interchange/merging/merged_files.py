@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,6 +25,7 @@ from ckptstore.interchange.safetensors_file import check_shard_size, lay_out
 from ckptstore.interchange.selection import select
 from ckptstore.interchange.streaming import stream_tensors
 from ckptstore.interchange.to_safetensors import write_safetensors
+from ckptstore.interchange.training_form import training_form, warn_of_training_form
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
 from ckptstore.state.index.key_paths import KeyPaths
@@ -98,6 +99,8 @@ def write_merged(
     if source.is_arc:
         with group.meeting("angles") as meeting:
             source = replace(source, arcs=meeting.tell(lambda: merged.arcs(layout.keys.values())))
+    training = merged.training_form({*selection.sources, *selection.sources.values()})
+    warn_of_training_form(training if group.rank == 0 else ())
     identity, executor = source.identity(), executor or InProcess()
     names = write_safetensors(source, layout, place, identity=identity, group=group, executor=executor)
     return MergeReport(
@@ -108,7 +111,7 @@ def write_merged(
         num_tensors=len(selection.sources),
         size_bytes=layout.size_bytes,
         left_out=left_out,
-        notices=(*merged.notices(selection.sources.values(), layout.tied), *place.notices),
+        notices=(*training, *merged.notices(selection.sources.values(), layout.tied), *place.notices),
     )
 
 
@@ -242,6 +245,11 @@ class MergedState:
     def _entry(self, key: str, last: Tensor) -> Tensor:
         is_cast = self._source.dtype is not None and last.torch_dtype.is_floating_point
         return Tensor(key, self._source.dtype if is_cast and self._source.dtype else last.dtype, last.shape)
+
+    def training_form(self, keys: Collection[str]) -> list[str]:
+        """Report optimizers that hold weights of any of the checkpoints in the form of their training."""
+        every = (training_form(each.state.whole_index(), keys) for each in self._states)
+        return [*dict.fromkeys(line for lines in every for line in lines)]
 
     def notices(self, keys: Iterable[str], tied: Mapping[str, str]) -> list[str]:
         """Report what somebody might not expect of the result."""
