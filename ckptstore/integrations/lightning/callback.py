@@ -206,6 +206,10 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         checkpoint = self.best()
         return "" if checkpoint is None else self.file_of(checkpoint)
 
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Ignore the path: Lightning passes that of a spawned process; this one finds its own."""
+
     @property
     def last_model_path(self) -> str:
         """The weights of the latest checkpoint in the store, as `best_model_path` has those of the best one."""
@@ -253,10 +257,6 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
                 "ckpt_path='best' of fit: the file of the best checkpoint has its weights alone",
                 hint="To go on from it, call callback.store.roll_back(callback.best().step), and fit(ckpt_path='last')",
             )
-
-    @best_model_path.setter
-    def best_model_path(self, path: str) -> None:
-        """Ignore the path: Lightning passes that of a spawned process; this one finds its own."""
 
     @property
     def store(self) -> CheckpointStore:
