@@ -111,7 +111,8 @@ def test_an_evaluation_counts_for_its_own_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_does_not_resume_is_warned_of(tmp_path: Path) -> None:
-    ((told, (warning,)),) = run_ranks(1, call, "forgotten", str(tmp_path))
+    ((told, (newer, warning)),) = run_ranks(1, call, "forgotten", str(tmp_path))
+    assert "store has step 6: trainer.train(resume_from_checkpoint=callback.resume())" in newer
     assert told == [(3, 6)]
     assert "begins anew" in warning
     assert "step 6" in warning

@@ -125,10 +125,26 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
                 "resume_from_checkpoint this once",
                 *(args.output_dir, step),
             )
+        if _rank() == 0 and state.global_step != getattr(self.resumed, "step", None):
+            self._warn_of_newer(state.global_step)
         self._began_at, self._stored_step = time.time(), state.global_step
         best_step = getattr(state, "best_global_step", None)
         if self.resumed is not None and args.load_best_model_at_end and best_step:
             self._bring_best(args, state, best_step)
+
+    def _warn_of_newer(self, step: int) -> None:
+        """Warn of a training that goes on from less than the store has: no `resume_from_checkpoint`, True, a path."""
+        try:
+            latest = self.store.latest()
+        except CkptstoreError as error:
+            logger.warning("whether the store has a newer checkpoint cannot be read: %s", error)
+            return
+        if latest is not None and latest.step > step:
+            logger.warning(
+                "training %s, though %s has step %d: trainer.train(resume_from_checkpoint=callback.resume()) goes on "
+                "from that one",
+                *(f"goes on from step {step}" if step else "begins anew", self.store.uri, latest.step),
+            )
 
     def _bring_best(self, args: Any, state: Any, step: int) -> None:
         """Put the best checkpoint where Trainer will look for it at the end, on each node that does not have it.
