@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import TORCH, run_ranks
+from forked_ranks import LIGHTNING, TORCH, run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/coming-from.md"
 END = 4
@@ -24,7 +24,7 @@ class Stopped(Exception):
 def block_after(section: str) -> tuple[str, str]:
     """The set-up of the page, and the block of a section that follows "After:"."""
     page = PAGE.read_text()
-    found = page.split(f"\n## {section}\n")[1].split("\n## ")[0].split("\nAfter:\n")[1]
+    found = page.split(f"\n## {section}\n")[1].split("\n## ")[0].split("\nAfter:\n")[-1]
     blocks = re.compile(r"```python[^\n]*\n(.*?)```", re.DOTALL)
     setup, after = blocks.search(page), blocks.search(found)
     assert setup is not None
@@ -136,7 +136,71 @@ def loop_of_accelerate(directory: Path) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("loop", [loop_of_torch_save, loop_of_dcp, loop_of_accelerate])
+def loop_of_torch_checkpointing(directory: Path) -> tuple[Any, Any]:
+    """The weights after epochs that follow a save, and after the same epochs that follow its load."""
+    import os
+
+    os.chdir(directory)
+    setup, after = block_after("torch_checkpointing")
+    names = with_chance(setup)
+    code = after.replace('"rng":', '"scheduler": scheduler.state_dict(), "rng":')
+    saves, loads = code.split("\nloaded = ")
+    exec(saves, names)
+    found = []
+    for last in (False, True):
+        for _ in range(2):
+            names["train_epoch"](names["model"], names["optimizer"])
+        found.append(weights(names["model"]))
+        if not last:
+            names["model"], names["optimizer"] = names["build"]()
+            names["train_epoch"](names["model"], names["optimizer"])  # which makes the states that are loaded
+            exec(f"loaded = {loads}", names)
+            names["scheduler"].load_state_dict(names["loaded"]["scheduler"])
+    return found[0], found[1]
+
+
+def loop_of_lightning(directory: Path) -> tuple[Any, Any]:
+    """The weights of a fit, and of one that is stopped after two epochs and started anew with the page's lines."""
+    import os
+
+    import torch
+
+    os.chdir(directory)
+    setup, after = block_after("Lightning's ModelCheckpoint")
+    before = PAGE.read_text().split("\n## Lightning's ModelCheckpoint\n")[1].split("```python\n")[1].split("```")[0]
+    code = re.sub(r"(?m)^assert .*$", "", after).replace(".fit(Line(), ", ".fit(model, ")
+    names = with_chance(setup)
+    exec(before.split("\nkeep = ")[0], names)
+
+    class Line(names["Line"]):  # type: ignore[misc] # of the page
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = names["build"]()[0]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)]
+
+    rows = torch.utils.data.TensorDataset(names["inputs"], names["targets"])
+    names["batches"] = torch.utils.data.DataLoader(rows, batch_size=16, shuffle=True)
+    found = []
+    for place, ends in (("whole", (END,)), ("ended", (2, END))):
+        for end in ends:
+            names["model"] = Line()
+            exec(code.replace("max_epochs=2", f"max_epochs={end}").replace("runs/line", place), names)
+            torch.manual_seed(99)  # another process
+        found.append(weights(names["model"]))
+        assert names["keep"].resumed is None or place == "ended"
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+def test_the_fit_of_lightning_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    ((whole, resumed),) = run_ranks(1, loop_of_lightning, tmp_path, modules=LIGHTNING, timeout_seconds=240)
+    assert resumed == whole
+
+
+@pytest.mark.parametrize("loop", [loop_of_torch_save, loop_of_dcp, loop_of_accelerate, loop_of_torch_checkpointing])
 def test_a_recipe_goes_on_to_the_last_bit(loop: Any, tmp_path: Path) -> None:
-    ((whole, resumed),) = run_ranks(1, loop, tmp_path, modules=TORCH)
+    ((whole, resumed),) = run_ranks(1, loop, tmp_path, modules=TORCH, timeout_seconds=240)
     assert resumed == whole
