@@ -120,6 +120,9 @@ class TransferConfig(_Config):
     """Requests in flight at once to a server, in one process; fewer while it throttles."""
     memory_budget_bytes: int = 512 << 20
     """The most memory that buffers of a transfer take, in one process."""
+    part_bytes: int = 32 << 20
+    """The most bytes of one part of a file that goes to a server, and so of one request, unless there would be too many
+    parts. Less than 5 MiB is refused by S3."""
     durable: bool = True
     """Make everything on a disk durable before a checkpoint is committed."""
     direct_io: bool = True
@@ -133,6 +136,8 @@ class TransferConfig(_Config):
 
     def _check(self) -> None:
         self._check_positive("num_threads", "num_requests", "memory_budget_bytes")
+        if self.part_bytes < 5 << 20:
+            raise InvalidInput(f"part_bytes is {self.part_bytes!r}, it must be at least {5 << 20}, the least of S3")
         if self.check_copies not in ("sample", "all"):
             raise InvalidInput(f"check_copies is {self.check_copies!r}, it is 'sample' or 'all'")
         if self.digest not in ALGORITHMS:

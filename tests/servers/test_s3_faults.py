@@ -24,7 +24,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.digest import Digest
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import Unsupported, UploadGone
+from ckptstore.storage.base import Unsupported, UploadGone, WritesParts
 from ckptstore.storage.cloud import aws
 from ckptstore.storage.cloud.files import Renewals
 from ckptstore.storage.open import open_storage
@@ -235,6 +235,31 @@ def test_an_upload_of_fsspec_begins_again(fast_s3: S3Server, fault: Any, match: 
         storage.write("large", [PART] * 3)
         assert fast_s3.faults.pending == 0
         assert storage.stat("large").size_bytes == 3 * len(PART)
+
+
+@pytest.mark.parametrize("engine", ["obstore", "sdk", "fsspec"])
+def test_what_is_too_large_for_a_proxy(
+    fast_s3: S3Server, fault: Any, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says how large, for whom, and what makes it smaller; and that does."""
+    monkeypatch.setenv("CKPTSTORE_PART_BYTES", str(6 * MIB))
+    with closing(open_storage("s3://test/proxy", storage_options=fast_s3.storage_options, engine=engine)) as storage:
+        fault(action="status", status=413, code="", match="^PUT", times=None)
+        error = error_of(lambda: storage.write("k", [PART[: 5 * MIB]]))
+        assert error is not None
+        assert not error.retryable
+        assert "5.0 MiB" in str(error)
+        assert "CKPTSTORE_PART_BYTES" in str(error)
+        assert "ckptstore-testing" in str(error) or engine == "fsspec"
+        fault(action="reset", after_bytes=MIB, match="^PUT", times=None)
+        assert "CKPTSTORE_PART_BYTES" in str(error_of(lambda: storage.write("k", [PART[: 5 * MIB]])))
+        fault()
+        seen = len(fast_s3.log)
+        if isinstance(storage, WritesParts):
+            assert storage.part_bytes(len(PART)) == 6 * MIB
+        else:
+            storage.write("k", [PART])
+        assert max((request.received_bytes for request in fast_s3.log[seen:]), default=0) < 7 * MIB
 
 
 def test_expired_credentials_are_looked_up_anew_once(storage: Any, fault: Any) -> None:

@@ -68,7 +68,7 @@ class S3Files(CloudFiles):
 
     def call(self, operation: str, *, file: str, **parameters: Any) -> Any:
         """Make one request; `file` is the key that an error names."""
-        with self.sdk_seam(operation, file):
+        with self.sdk_seam(foreign.sized(operation, parameters.get("ContentLength", 0)), file):
             payer = {} if operation in _FOR_THE_OWNER else self._payer
             return getattr(self.client, operation)(Bucket=self._location.container, **payer, **parameters)
 
@@ -285,8 +285,14 @@ class S3Files(CloudFiles):
             if again is not None:
                 return again
             storage_class = str(error.response.get("Error", {}).get("StorageClass", ""))
-            more = {"storage_class": storage_class, "text": text, "anonymous": self._settings.is_anonymous}
-            return foreign.from_status(status, code, key=key, what=what, **more)
+            more: dict[str, Any] = {
+                "storage_class": storage_class,
+                "text": text,
+                "anonymous": self._settings.is_anonymous,
+            }
+            head = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+            by = head.get("via") or head.get("server") or ""
+            return foreign.from_status(status, code, key=key, what=what, by=by, **more)
         had = self._renewals.has_worked
         refused = chains.aws_refusal(error, what=what, key=key, profile=self._settings.profile, had=had)
         if refused is not None:

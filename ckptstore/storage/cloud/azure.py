@@ -50,7 +50,7 @@ class AzureFiles(CloudFiles):
 
     def _put(self, key: str, views: Sequence[memoryview], *, new: bool) -> None:
         # The SDK sends a whole blob from bytes alone; parts go out as views.
-        with self.sdk_seam("create" if new else "write", key):
+        with self.sdk_seam(foreign.sized("create" if new else "write", total_bytes(views)), key):
             self.blob(key).upload_blob(b"".join(views), overwrite=not new)
 
     def read(self, key: str) -> bytes:
@@ -204,7 +204,7 @@ class _Blocks:
     def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         number = offset // self._part_bytes
         block_id = base64.b64encode(f"{self._writer_id}-{number:06d}".encode()).decode()
-        with self._files.sdk_seam("write", self._key):
+        with self._files.sdk_seam(foreign.sized("write", total_bytes(views)), self._key):
             self._files.blob(self._key).stage_block(block_id, ViewsBody(views), length=total_bytes(views))
         self._block_ids[number] = block_id
 

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ckptstore.config import TransferConfig
 from ckptstore.errors import CheckpointDamaged, StorageUnavailable
 from ckptstore.format.digest import ALGORITHMS, Digest
 
@@ -27,8 +28,10 @@ def total_bytes(views: Iterable[memoryview]) -> int:
 
 
 def part_bytes(size_bytes: int) -> int:
-    """Return the part size of a file: 16 MiB, 32 MiB for a large one, more if there would be too many parts."""
+    """Return the part size of a file: 16 MiB, 32 MiB for a large one, or less if the configuration says so; more if
+    there would be too many parts."""
     least_bytes = PART_BYTES if size_bytes < _LARGE_FILE_BYTES else _LARGE_PART_BYTES
+    least_bytes = min(least_bytes, TransferConfig.from_env().part_bytes)
     return max(least_bytes, -(-size_bytes // _MAX_PARTS // _MIB) * _MIB)
 
 

@@ -49,6 +49,24 @@ class ConditionFailed(StorageUnavailable):
     it is a passing error of something on the way."""
 
 
+class TooLarge(StorageError):
+    """413: the body of a request is larger than somebody on the way takes."""
+
+
+_LARGE_BYTES = 1 << 20
+_SMALLER = "CKPTSTORE_PART_BYTES makes parts, and so requests, smaller, for proxies that take no large ones"
+
+
+def sized(what: str, size_bytes: int) -> str:
+    """Return the words for a request, with the size of its body if that is large."""
+    return f"{what} of {size_bytes / (1 << 20):.1f} MiB," if size_bytes >= _LARGE_BYTES else what
+
+
+def hint_of_size(what: str) -> str | None:
+    """Return what may help where a request broke off that `sized` says is large."""
+    return _SMALLER if " MiB," in what else None
+
+
 class ForeignError(Exception):
     """A stand-in in a chain of causes for an error of an SDK, with its types and its traceback, without its text."""
 
@@ -140,7 +158,8 @@ def broken_off(error: Exception, *, what: str, key: str, url: object = None, thr
         return StorageError(f"{what}: the URL of the server cannot be used", file=key, hint="Check the endpoint")
     words = passing_trouble(error)
     name = type(error).__name__
-    return StorageUnavailable(f"{what}: {words} ({name})" if words else f"{what}: {name}", file=key)
+    shown = f"{words} ({name})" if words else name
+    return StorageUnavailable(f"{what}: {shown}", file=key, hint=hint_of_size(what))
 
 
 def bad_certificate(fault: str, *, what: str, key: str) -> StorageError:
@@ -229,11 +248,12 @@ def from_status(
     what: str,
     storage_class: str = "",
     text: str = "",
+    by: str = "",
     anonymous: bool = False,
 ) -> CkptstoreError:
     """Return the error for an HTTP status (None: no response) and the store's own code for it. `storage_class` is that
-    of an object that cannot be read, `text` the store's own sentence, if they are known; `anonymous` is True if the
-    request had no credentials."""
+    of an object that cannot be read, `text` the store's own sentence, `by` the name of whoever answered, if they are
+    known; `anonymous` is True if the request had no credentials."""
     shown = " ".join(str(part) for part in (status, code) if part) or "no answer"
     message = f"{what}: {shown}"
     if status == 410 or code in _GONE_CODES:
@@ -245,6 +265,10 @@ def from_status(
     if code in _ARCHIVED_CODES:
         where = f"the archive class {storage_class}" if storage_class else "an archive class"
         return StorageArchived(f"{what}: it lies in {where}", file=key, hint=_ARCHIVED_HINT)
+    if status == 413 or code == "EntityTooLarge":
+        return TooLarge(
+            f"{message}: too large for {spoken(by) or 'the server, or for a proxy'}", file=key, hint=_SMALLER
+        )
     if status == 507 or code in _FULL_CODES:
         return StorageFull(message, file=key)
     if status in (429, 503) or code in _THROTTLED_CODES:  # GCS has a 403 for it

@@ -33,6 +33,7 @@ from ckptstore.storage.cloud.bodies import (
     ViewsBody,
     checksum_of,
     checksum_text,
+    part_bytes,
     total_bytes,
 )
 from ckptstore.storage.cloud.client_options import GOOGLE, gcs_endpoint, requests_route, seconds_of
@@ -134,7 +135,7 @@ class GcsFiles(CloudFiles):
         with self._stream(
             "POST",
             f"/upload/storage/v1{self._bucket}/o",
-            what="write",
+            what=foreign.sized("write", len(body)),
             key=key,
             params={"uploadType": "multipart", "fields": f"size,{CHECKSUM}", **condition},
             data=body,
@@ -216,7 +217,7 @@ class GcsFiles(CloudFiles):
 
     def part_bytes(self, size_bytes: int) -> int:
         """Return 16 MiB, or more if two rounds of composing 32 objects would not be enough."""
-        return max(_PART_BYTES, -(-size_bytes // (_MAX_COMPOSED - 1) ** 2 // _MIB) * _MIB)
+        return max(min(_PART_BYTES, part_bytes(0)), -(-size_bytes // (_MAX_COMPOSED - 1) ** 2 // _MIB) * _MIB)
 
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
         return _Composition(self, key, size_bytes)

@@ -119,7 +119,7 @@ class ObstoreFiles(CloudFiles):
         views = [view for view in views if len(view)]
         body = views[0] if len(views) == 1 else (views or b"")
         mode: Literal["create", "overwrite"] = "create" if new else "overwrite"
-        with self._seam("create" if new else "write", key):
+        with self._seam(foreign.sized("create" if new else "write", sum(map(len, views))), key):
             obstore.put(self._connected(), self.full(key), body, mode=mode, use_multipart=False)
 
     @_by_own_clock
@@ -319,11 +319,17 @@ def _unanswered(text: str, what: str, key: str) -> CkptstoreError:
     words = next((words for sign, words in _NETWORK if sign in text), None)
     if words is None and re.search("redential|token", text):
         return AccessDenied(f"{what}: no usable credentials were found", file=key)
-    return StorageUnavailable(f"{what}: {words or 'no answer'}", file=key)
+    return StorageUnavailable(f"{what}: {words or 'no answer'}", file=key, hint=foreign.hint_of_size(what))
 
 
 class FastS3(ObstoreFiles, S3Files):
     """S3. The SDK does large reads."""
+
+    def _put(self, key: str, views: Sequence[memoryview], *, new: bool) -> None:
+        try:
+            super()._put(key, views, new=new)
+        except foreign.TooLarge:  # whose error does not say who has answered
+            S3Files._put(self, key, views, new=new)
 
     def stat(self, key: str) -> StoredFile:
         try:

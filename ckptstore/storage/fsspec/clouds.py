@@ -124,8 +124,9 @@ class CloudStorage(GenericStorage, Renewing):
 
     def _write_once(self, key: str, views: Sequence[memoryview]) -> None:
         path, size_bytes = self.path(key), total_bytes(views)
-        with self.seam("write", key):
-            if size_bytes <= _WHOLE_BYTES:
+        least_bytes = part_bytes(0)
+        with self.seam(foreign.sized("write", size_bytes), key):
+            if size_bytes <= (_WHOLE_BYTES if least_bytes == PART_BYTES else least_bytes):
                 data = b"".join(views)
                 resumable = {"chunksize": len(data)} if self._has_border(data) else {}
                 self.system.pipe_file(path, data, **resumable)

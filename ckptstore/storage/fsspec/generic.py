@@ -81,8 +81,9 @@ class GenericStorage(ProcessBound):
             for view in views:
                 done = 0
                 while done < len(view):
-                    written = file.write(view[done:])
-                    done += len(view) - done if written is None else written
+                    piece = view[done : done + options.get("block_size", len(view))]  # else a part is all of it
+                    written = file.write(piece)
+                    done += len(piece) if written is None else written
 
     def read(self, key: str) -> bytes:
         with self.seam("read", key):
