@@ -7,6 +7,7 @@ into memory, since they may lie in pieces.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import re
@@ -30,6 +31,8 @@ from ckptstore.state.live.optimizers import GROUPS, STATE
 from ckptstore.state.read.stored import read_whole
 from ckptstore.transfer import RangeRead
 
+_EXPANDED_BYTES = 64 << 20
+"""The most bytes of a tensor whose elements share memory."""
 _REFUSED_CLASS = re.compile(r"GLOBAL (\w[\w.]*)")
 _PART = re.compile(r"(.*-)(\d{4,})(-of-)(\d{4,})(\..*)")
 """Names of the files among which tools divide one state."""
@@ -44,15 +47,38 @@ def read_torch_file(path: Path, intake: Intake) -> FlatState:
     _check_single(path, intake)
     try:
         mapped = zipfile.is_zipfile(path)
+        if mapped:
+            _check_stored(path)
         loaded = torch.load(path, map_location="cpu", weights_only=not intake.allow_pickle, mmap=mapped)
-    except OSError:  # of the disk
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOVERFLOW):  # of memory that is mapped: the file is shorter than it says
+            raise CheckpointDamaged(f"{path} has been cut off, or is not whole", file=path.name) from None
+        raise  # of the disk
+    except InvalidSource:
         raise
     except Exception as error:  # torch raises many kinds here
         raise _unreadable(path, str(error) or type(error).__name__) from None
     if not isinstance(loaded, Mapping) or not loaded or not _has_text_keys(loaded):
         raise InvalidSource(f"{path} holds a {type(loaded).__name__}, and not a dict with text as keys")
-    _add(intake, (), loaded)
+    try:
+        _check_inside((), loaded)
+        _add(intake, (), loaded)
+    except RecursionError:
+        raise InvalidSource(
+            f"{path} holds a value that contains itself, or that is nested very deep", hint="Save it without that value"
+        ) from None
     return intake.finish()
+
+
+def _check_stored(path: Path) -> None:
+    """Raise InvalidSource for entries that are packed: torch.save makes none, and a small one may become very large."""
+    with zipfile.ZipFile(path) as archive:
+        packed = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        raise InvalidSource(
+            f"{path} has packed entries, such as {packed[0].filename} of {packed[0].file_size:,} bytes",
+            hint="It is no file of torch.save. If you trust it, load it, and save it again with torch.save",
+        )
 
 
 def _unreadable(path: Path, reason: str) -> InvalidSource:
@@ -83,6 +109,32 @@ def _add(intake: Intake, path: tuple[Any, ...], item: Any) -> None:
             _add(intake, (*path, index), inner)
     else:
         intake.add_value(path, item)
+
+
+def _check_inside(path: tuple[Any, ...], item: Any) -> None:
+    """Look at all tensors of a value. Raises RecursionError for one that contains itself."""
+    if isinstance(item, torch.Tensor):
+        _check_expanded(path, item)
+    elif isinstance(item, Mapping):
+        for part, inner in item.items():
+            _check_inside((*path, part), inner)
+    elif isinstance(item, list | tuple):
+        for index, inner in enumerate(item):
+            _check_inside((*path, index), inner)
+
+
+def _check_expanded(path: tuple[Any, ...], tensor: torch.Tensor) -> None:
+    """Raise InvalidSource for a large tensor whose elements share memory: a file of a few bytes may say that it has
+    many GiB, all of which an import would write."""
+    if tensor.layout != torch.strided or tensor.numel() * tensor.element_size() <= _EXPANDED_BYTES:
+        return
+    size_bytes, held_bytes = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if size_bytes > held_bytes:
+        raise InvalidSource(
+            f"{'.'.join(map(str, path))} has {size_bytes:,} bytes in {held_bytes:,} bytes of the file, for its elements"
+            " share memory",
+            hint="If that is meant, load the file, make the tensor contiguous, and save it again",
+        )
 
 
 def _has_text_keys(mapping: Mapping[Any, Any]) -> bool:

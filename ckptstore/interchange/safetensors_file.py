@@ -148,8 +148,8 @@ class Layout:
 
 def check_shard_size(shard_size_bytes: int) -> None:
     """Raise InvalidInput unless a file can have that size."""
-    if shard_size_bytes <= 0:
-        raise InvalidInput(f"shard_size_bytes is {shard_size_bytes}, it is at least 1")
+    if type(shard_size_bytes) is not int or shard_size_bytes <= 0:
+        raise InvalidInput(f"shard_size_bytes is {shard_size_bytes!r}, it is a whole number of at least 1")
 
 
 def lay_out(stored: ReadableState, selection: Selection, *, shard_size_bytes: int) -> Layout:

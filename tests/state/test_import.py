@@ -6,7 +6,10 @@ import argparse
 import json
 import os
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -472,3 +475,48 @@ def test_a_source_in_another_storage(tmp_path: Path, kind: str, request: pytest.
     if kind != "dcp":
         with pytest.raises(FileMissing, match="nothing to import at memory://"):
             imported(tmp_path, f"{uri}/no.safetensors", kind)
+
+
+def _of_itself(path: Path) -> None:
+    value: list[Any] = [1]
+    value.append(value)
+    torch.save({"w": torch.ones(3), "v": value}, path)
+
+
+def _expanded(path: Path) -> None:
+    torch.save({"w": torch.ones(1).expand(1 << 33)}, path)
+
+
+def _expanded_inside(path: Path) -> None:
+    torch.save({"w": [torch.ones(1).expand(1 << 33)]}, path)
+
+
+def _packed(path: Path) -> None:
+    torch.save({"w": torch.zeros(1000)}, path)
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+
+
+def _cut_off(path: Path) -> None:
+    torch.save({"w": torch.zeros(100_000)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data[:1000] + data[200_000:])  # its directory of entries is whole
+
+
+def _ended_early(path: Path) -> None:
+    torch.save({"w": torch.zeros(100_000)}, path)
+    os.truncate(path, 1000)
+
+
+@pytest.mark.parametrize("make", [_of_itself, _expanded, _expanded_inside, _packed, _cut_off, _ended_early])
+def test_files_that_are_not_what_they_seem_are_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "state.pt")
+    with (
+        open_store(tmp_path / "store") as store,
+        pytest.raises((InvalidInput, CheckpointDamaged), match=r"state\.pt|w"),
+    ):
+        import_state(tmp_path / "state.pt", store, 1, kind="torch")
+    assert not (tmp_path / "store").exists()

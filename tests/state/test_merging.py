@@ -354,3 +354,29 @@ def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
     assert int(done.stdout) < 256 * MIB
     found = load_file(tmp_path / "large/model.safetensors")
     assert (found["a"] == 2).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": [math.inf, 1.0]},
+        {"weights": [math.inf, -math.inf]},
+        {"weights": [1e308, 1e308]},
+        {"weights": [10**400, 1]},
+        {"weights": ["1", 1]},
+        {"weights": [None, 1]},
+        {"weights": 1},
+        {"weights": "12"},
+        {"method": "ema", "decay": "0.9"},
+        {"dtype": 3},
+        {"dtype": "float4_e2m1fn_x2"},
+        {"include": 3},
+        {"shard_size_bytes": "1GB"},
+    ],
+)
+def test_whatever_is_passed_the_error_is_ours(tmp_path: Path, options: dict[str, Any]) -> None:
+    with open_store(tmp_path / "store") as store:
+        checkpoints = [store.save(step, {"w": torch.ones(3)}) for step in (1, 2)]
+        with pytest.raises(InvalidInput, match=r"[a-z]"):
+            merge(checkpoints, tmp_path / "out", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]

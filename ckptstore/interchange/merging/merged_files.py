@@ -80,7 +80,7 @@ def write_merged(
     executor: Executor | None,
 ) -> MergeReport:
     """Write the safetensors files of a merge. Collective; see `merge`."""
-    dtype = None if source.dtype is None else getattr(torch, source.dtype, None)
+    dtype = getattr(torch, source.dtype, None) if isinstance(source.dtype, str) else None
     if source.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidInput(f"dtype is {source.dtype!r}, which is no dtype of floats", hint='For example "bfloat16"')
     if dtype is not None:

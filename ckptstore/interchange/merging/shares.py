@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ckptstore.errors import InvalidInput
 
@@ -36,7 +36,7 @@ def shares(
         if value is not None and method not in _OPTIONS[name]:
             raise InvalidInput(f"{name} means nothing for {method!r}", hint=f"It is for {' and '.join(_OPTIONS[name])}")
     if method == "ema":
-        if decay is None or not 0 <= decay < 1:
+        if decay is None or not (_is_number(decay) and 0 <= decay < 1):
             hint = "0.9 keeps 90 % of the average before"
             raise InvalidInput(f"decay is {decay}, it is at least 0 and below 1", hint=hint)
         return (decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - number) for number in range(1, count)))
@@ -49,14 +49,23 @@ def shares(
 def _normalized(count: int, weights: Sequence[float], *, is_arc: bool) -> tuple[float, ...]:
     if is_arc and count != 2:
         raise InvalidInput(f'"slerp" is of two checkpoints, {count} were passed')
+    if isinstance(weights, str) or not isinstance(weights, Sequence) or not all(map(_is_number, weights)):
+        raise InvalidInput(f"weights is {weights!r}, it is a list of numbers, one for each checkpoint")
     if len(weights) != count:
         raise InvalidInput(f"There are {len(weights)} weights for {count} checkpoints")
-    total = math.fsum(weights)
-    if not all(math.isfinite(weight) for weight in weights) or total == 0 or not math.isfinite(total):
+    try:
+        total = math.fsum(weights)
+    except (OverflowError, ValueError):  # of the largest numbers, and of infinities of both signs
+        total = math.inf
+    if total == 0 or not math.isfinite(total):
         raise InvalidInput(f"The weights {list(weights)} cannot be divided by their sum")
     if is_arc and min(weights) < 0:
         raise InvalidInput(f"The weights {list(weights)} lie beyond the ends of the arc", hint="None is below 0")
     return tuple(weight / total for weight in weights)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _rate(schedule: Schedule, progress: float) -> float:

@@ -23,7 +23,8 @@ def patterns_of(include: Include) -> tuple[str, ...] | None:
     and nobody asks for that."""
     if include is None:
         return None
-    found = (include,) if isinstance(include, str) else tuple(include)
+    given: Any = include
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else ()
     if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
         raise InvalidInput(
             f"include is {include!r}, it must be one or several patterns of keys",
