@@ -19,8 +19,9 @@ import torch
 
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.live.contents import load_stateful, load_value, pass_state
-from ckptstore.state.live.flatten import FlatState, Kind, Unit, units_of
+from ckptstore.state.live.flatten import FlatState, Kind, Unit, is_loader, units_of
 from ckptstore.state.live.held import Fill, Held, Written
+from ckptstore.state.live.loader_state import warn_of_order
 from ckptstore.state.live.matching import Matching, Saved, Target
 from ckptstore.state.live.module_load import Materialised, load_module
 from ckptstore.state.live.modules import collect_module, same_on_all_ranks, uses_fsdp1
@@ -60,7 +61,10 @@ def collect(state: Mapping[str, Any]) -> FlatState:
         elif unit.kind is Kind.VALUE:
             flat.add_value(unit.typed_path, unit.item)
         else:
-            flat.add_value(unit.typed_path, unit.item.state_dict())
+            contents = unit.item.state_dict()
+            if unit.kind is Kind.STATEFUL and is_loader(unit.item):
+                warn_of_order(unit.key, unit.item, contents)
+            flat.add_value(unit.typed_path, contents)
         if unit.is_own:
             flat.own |= flat.paths.keys() - known
     return flat

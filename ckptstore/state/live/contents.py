@@ -26,6 +26,7 @@ from ckptstore.state.live.flatten import (
     children,
     find_references,
     find_tensors,
+    is_loader,
     join_path,
     map_tensors,
     marked_as,
@@ -34,6 +35,7 @@ from ckptstore.state.live.flatten import (
     unmarked,
     with_items,
 )
+from ckptstore.state.live.loader_state import warn_of_empty_pass
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import blaming
 from ckptstore.state.live.values import ATOMS
@@ -223,7 +225,10 @@ def load_stateful(unit: Unit, matching: Matching, *, device: torch.device | None
     def finish() -> None:
         if contents.is_skipped:
             return
-        pass_state(unit, unit.item.load_state_dict, contents.result())
+        state = contents.result()
+        pass_state(unit, unit.item.load_state_dict, state)
+        if is_loader(unit.item):
+            warn_of_empty_pass(unit.key, unit.item, state)
 
     return finish
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.live.accelerated import PreparedLoader, is_of_accelerate, is_prepared_loader, prepared_by
 from ckptstore.state.live.flatten import Kind, is_loader, kind_of, per_rank, takes_all_ranks, units_of
+from ckptstore.state.live.loader_state import LoaderState, random_numbers, set_random_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +58,7 @@ class RandomNumbers:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all generators. Draws no number and initialises no accelerator."""
         return {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=False),
+            **random_numbers(),
             "accelerators": {
                 str(device): torch.get_device_module(device).get_rng_state(*_number_of(device))
                 for device in self._accelerators()
@@ -70,9 +67,7 @@ class RandomNumbers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set all generators. A warning names the accelerators that only the checkpoint or only this process has."""
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
+        set_random_numbers(state)
         saved = state["accelerators"]
         present = {str(device): device for device in self._accelerators()}
         for name in saved.keys() & present.keys():
@@ -145,24 +140,7 @@ def _storable(name: str, item: Any) -> Any:
             hint="Use torchdata's StatefulDataLoader; or leave it out, save at the ends of epochs, and give all_state "
             "the generator that shuffles, if it has one",
         )
-    return per_rank(_LoaderState(item))
-
-
-class _LoaderState:
-    """A data loader or sampler whose next iteration draws no random number that the saved one had drawn already."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def state_dict(self) -> Any:
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._loader.load_state_dict(state)
-        # torchdata's loader makes its iterator when it is asked for its state, and that draws a seed. Left to the first
-        # `iter` of the training, it would be drawn from the random numbers that are restored after this. Accelerate's
-        # loader has one of torchdata's inside, and does not ask it.
-        getattr(self._loader, "base_dataloader", self._loader).state_dict()
+    return per_rank(LoaderState(item))
 
 
 class _GeneratorState:

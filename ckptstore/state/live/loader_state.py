@@ -1,0 +1,307 @@
+"""The state of a data loader, and what the order of its samples was drawn from.
+
+torchdata's StatefulDataLoader keeps how many samples of a pass it has given, and repeats the pass up to there. Only a
+sampler with a state of its own keeps the order. Any other one draws it once more, from what the process has then: the
+epoch that it was set to, its generator, the random numbers of the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from ckptstore.state.live.dataset_digest import digests_of, warn_of_other_data
+
+logger = logging.getLogger("ckptstore")
+
+_PASS = "pass"
+"""The key of what is added to the state of a loader, which takes no notice of it."""
+_FINISHED = "_iterator_finished"
+_COUNTERS = ("epoch", "iteration")
+"""Attributes that have the number of the epoch: of samplers, and of Accelerate's loaders."""
+_INNER = ("base_dataloader", "sampler", "batch_sampler")
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_warned: WeakSet[Any] = WeakSet()
+
+
+class LoaderState:
+    """A data loader or sampler whose next pass is the rest of the saved one, and takes no random number from the
+    training that the saved one had taken already.
+
+    The pass begins with the training's loop, not with the load: only then the loop has set the epoch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._passes = Passes.of(loader)
+        self._digests = {} if self._passes is None else digests_of(loader.dataset)
+
+    def state_dict(self) -> Any:
+        if self._passes is None:
+            return self.loader.state_dict()
+        if self._passes.loaded is not None:
+            return self._passes.loaded  # asked for its state, the loader would begin the pass
+        if self._passes.base._iterator is None:
+            return {}  # which torchdata takes for the state of a loader that has not begun
+        now = {"counters": _counters(self.loader), "generators": _generator_states(self.loader)}
+        added = {"began": self._passes.began, **now, "data": self._digests}
+        return {**self.loader.state_dict(), _PASS: added}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self._passes is not None:
+            warn_of_other_data(_added(state).get("data", {}), self._digests)
+            self.loader.load_state_dict({name: item for name, item in state.items() if name != _PASS})
+            self._passes.load(state)
+            return
+        self.loader.load_state_dict(state)
+        if type(self.loader).__module__.startswith("torchdata.nodes"):
+            # It begins its pass when it is asked for its state. Left to the loop, it would draw from the random numbers
+            # that are restored after this. The epochs of its samplers are in its state.
+            self.loader.state_dict()
+
+    @property
+    def can_repeat(self) -> bool:
+        """True if the order of the pass that is under way can be drawn once more."""
+        return self._passes is not None and (self._passes.began is not None or self._passes.loaded is not None)
+
+
+class Passes:
+    """Makes the iterators of a StatefulDataLoader, and keeps what the order of the pass under way was drawn from."""
+
+    def __init__(self, loader: Any, base: Any) -> None:
+        self.base, self._loader, self._make = base, loader, base._get_iterator
+        self.began: dict[str, Any] | None = None
+        """The counters, generators and random numbers at the beginning of the pass; None if it began before this."""
+        self.loaded: Mapping[str, Any] | None = None
+        """The state that the next pass begins with."""
+        base._get_iterator = self._iterator
+
+    @classmethod
+    def of(cls, loader: Any) -> Passes | None:
+        """Return the one of a loader, made on first use; None for loaders of another kind."""
+        base = getattr(loader, "base_dataloader", loader)
+        if not hasattr(base, "next_iter_state"):
+            return None
+        found = getattr(vars(base).get("_get_iterator"), "__self__", None)
+        return found if isinstance(found, cls) else cls(loader, base)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on with a state, and set the counters for a loop that does not set them."""
+        self.loaded = state or None
+        counters, began = _added(state).get("counters", {}), _added(state).get("began") or {"counters": {}}
+        if not state.get(_FINISHED):
+            counters = {**counters, **began["counters"]}
+        else:  # Accelerate's loader says that its pass is over before it counts it
+            ended = {name: number + 1 for name, number in began["counters"].items() if name.endswith("iteration")}
+            counters = {**counters, **ended}
+        _set_counters(self._loader, counters)
+
+    def _iterator(self) -> Any:
+        if self.loaded is None:
+            self._begin()
+            return self._watched(self._make())
+        loaded, self.loaded = self.loaded, None
+        self.began, wanted = _added(loaded).get("began"), _counters(self._loader)
+        with _same_numbers():
+            iterator = self._repeated(self.began, is_over=loaded[_FINISHED])
+        _set_generators(self._loader, _added(loaded).get("generators", {}))
+        before = {} if self.began is None else self.began["counters"]
+        if not loaded[_FINISHED] and all(wanted[name] == before[name] for name in wanted.keys() & before.keys()):
+            return self._watched(iterator)
+        if not loaded[_FINISHED] and not _is_complete(self.base, loaded):
+            logger.warning(
+                "a loader was saved in the middle of an epoch, and the loop has set its sampler to another one: %s, "
+                "which was %s. The rest of the saved epoch is left out. Begin the loop with the epoch that was saved",
+                *({name: found[name] for name in wanted.keys() & before.keys()} for found in (wanted, before)),
+            )
+        iterator._finished = True  # so that torchdata begins a new pass
+        _set_counters(self._loader, wanted)
+        return self._watched(iterator)
+
+    def _begin(self) -> None:
+        counters, generators = _counters(self._loader), _generator_states(self._loader)
+        self.began = {"counters": counters, "generators": generators, "random": random_numbers()}
+
+    def _repeated(self, began: Mapping[str, Any] | None, *, is_over: bool) -> Any:
+        """Return an iterator of the pass that was saved, with the order that it had."""
+        if began is None or isinstance(self.base.dataset, IterableDataset):
+            return self._make()
+
+        def go_back() -> None:
+            set_random_numbers(began["random"])
+            _set_generators(self._loader, began["generators"])
+            _set_counters(self._loader, began["counters"])
+
+        index_sampler = self.base._index_sampler
+        with ExitStack() as stack:
+            for holder, sampler in ((self.base, index_sampler), (index_sampler, getattr(index_sampler, "sampler", self))):
+                for name in ("sampler", "batch_sampler"):
+                    held = getattr(holder, "__dict__", {})  # torch's loader lets nobody set them
+                    if held.get(name) is sampler and not hasattr(sampler, "state_dict"):
+                        stack.callback(held.__setitem__, name, sampler)
+                        held[name] = _Again(sampler, go_back)
+            go_back()
+            iterator = self._make()
+            if not (is_over or iterator._num_workers or hasattr(iterator._sampler_iter, "state_dict")):
+                # Draws its order with its first sample, which the loop would ask for after this.
+                iterator._sampler_iter = chain([*islice(iterator._sampler_iter, 1)], iterator._sampler_iter)
+        iterator._index_sampler = index_sampler
+        return iterator
+
+    def _watched(self, iterator: Any) -> Any:
+        """Have an iterator with persistent workers, which makes all passes, say when one begins."""
+        if self.base.persistent_workers:
+            reset = iterator._reset
+
+            def begin(*arguments: Any, **options: Any) -> None:
+                self._begin()
+                reset(*arguments, **options)
+
+            iterator._reset = begin
+        return iterator
+
+
+class _Again:
+    """A sampler each of whose iterators has the order of the pass that was saved: torchdata makes several for one."""
+
+    def __init__(self, sampler: Any, go_back: Callable[[], None]) -> None:
+        self._sampler, self._go_back = sampler, go_back
+
+    def __iter__(self) -> Iterator[Any]:
+        self._go_back()
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def warn_of_order(key: str, item: Any, state: Any) -> None:
+    """Warn, once for each loader, that a position in the middle of a pass stands for other samples after a load."""
+    loader = item.loader if isinstance(item, LoaderState) else item
+    if not _num_given(state) or state[_FINISHED] or loader in _warned:
+        return
+    if isinstance(item, LoaderState) and item.can_repeat:
+        return
+    drawing = [part for _, part in _parts(loader) if _draws_anew(part)]
+    if drawing:
+        _warned.add(loader)
+        logger.warning(
+            "the %s at %r is saved in the middle of a pass, whose order its %s draws anew in each process: a resume goes "
+            "on with other samples, some of them twice. Make the state with ckptstore.all_state before the loop, which "
+            "keeps what the order was drawn from; or take a sampler with a state_dict, or save at the ends of epochs",
+            *(type(loader).__name__, key, type(drawing[0]).__name__),
+        )
+
+
+def warn_of_empty_pass(key: str, item: Any, state: Any) -> None:
+    """Warn that nothing is left of the pass that a loader goes on with."""
+    loader = item.loader if isinstance(item, LoaderState) else item
+    if _num_given(state) and not state[_FINISHED] and _is_complete(loader, state):
+        logger.warning(
+            "the %s at %r was saved when it had given the last batch of an epoch, and its pass had not ended: its next "
+            "pass is the rest of that epoch, which is empty, and the one after it is the next epoch. A loop that has "
+            "counted that epoch already loses one by it: save when the pass has ended, or count the epoch after it",
+            *(type(loader).__name__, key),
+        )
+
+
+def _added(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    added: Mapping[str, Any] = state.get(_PASS, {})
+    return added
+
+
+def _num_given(state: Any) -> int:
+    """Return how many batches of the pass a StatefulDataLoader has given; 0 for a state of another kind."""
+    if not isinstance(state, Mapping) or _FINISHED not in state:
+        return 0
+    if "_snapshot" in state:
+        return int(state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"])
+    return int(state.get("_num_yielded", 0))
+
+
+def _is_complete(loader: Any, state: Any) -> bool:
+    """Return True if a loader has given all batches of the pass; False where nobody knows their number."""
+    return not isinstance(loader.dataset, IterableDataset) and _num_given(state) >= len(loader)
+
+
+def _draws_anew(part: Any) -> bool:
+    if hasattr(part, "set_epoch") or hasattr(part, "state_dict") or type(part).__module__.startswith("torchdata."):
+        return False
+    return isinstance(part, _DRAWING) or isinstance(getattr(part, "generator", None), torch.Generator)
+
+
+def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a loader and the samplers in it, each once, with the names that lead to it."""
+    seen: list[Any] = []
+    waiting = [("", loader)]
+    while waiting:
+        path, part = waiting.pop(0)
+        if any(part is other for other in seen) or not hasattr(part, "__dict__"):
+            continue
+        seen.append(part)
+        yield path, part
+        waiting += [(f"{path}{name}.", vars(part)[name]) for name in _INNER if vars(part).get(name) is not None]
+
+
+def _counters(loader: Any) -> dict[str, int]:
+    return {
+        f"{path}{name}": vars(part)[name]
+        for path, part in _parts(loader)
+        for name in _COUNTERS
+        if type(vars(part).get(name)) is int
+    }
+
+
+def _set_counters(loader: Any, counters: Mapping[str, int]) -> None:
+    for path, part in _parts(loader):
+        for name in _COUNTERS:
+            if f"{path}{name}" in counters:
+                setattr(part, name, counters[f"{path}{name}"])
+
+
+def _generators(loader: Any) -> dict[str, torch.Generator]:
+    found = {path: vars(part).get("generator") for path, part in _parts(loader)}
+    return {path: item for path, item in found.items() if isinstance(item, torch.Generator)}
+
+
+def _generator_states(loader: Any) -> dict[str, torch.Tensor]:
+    return {path: generator.get_state() for path, generator in _generators(loader).items()}
+
+
+def _set_generators(loader: Any, states: Mapping[str, torch.Tensor]) -> None:
+    for path, generator in _generators(loader).items():
+        if path in states:
+            generator.set_state(states[path])
+
+
+def random_numbers() -> dict[str, Any]:
+    """Return the random numbers of the process, without those of accelerators."""
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+
+
+def set_random_numbers(state: Mapping[str, Any]) -> None:
+    """Set them to what `random_numbers` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+
+
+@contextmanager
+def _same_numbers() -> Iterator[None]:
+    before = random_numbers()
+    try:
+        yield
+    finally:
+        set_random_numbers(before)
