@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ckptstore.errors import InvalidInput, InvalidState, StateMismatch
+
+logger = logging.getLogger("ckptstore")
 
 _WAYS_OUT = (
     "Give the loader what it was saved with; or leave it out of the load with include=, and it begins an epoch; or "
@@ -31,7 +34,7 @@ class CountingLoader(ABC):
         self.batch_size, self.seed, self.epoch = batch_size, seed, 0
         self.rank, self.world_size = _own_place(rank, world_size)
         self._pass = object()
-        self._is_complete = False
+        self._is_complete = self._is_told = False
         self._generator = torch.Generator()
 
     def set_epoch(self, epoch: int) -> None:
@@ -39,6 +42,7 @@ class CountingLoader(ABC):
         _check_number("epoch", epoch, 0)
         if epoch != self.epoch:
             self._go_to(epoch)
+        self._is_told = True
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the epoch that are left; those of the next epoch if this process was given all of it.
@@ -48,12 +52,25 @@ class CountingLoader(ABC):
         own = self._pass = object()
         # A seed of its own: torch's loader would draw one from the random numbers of the training at each start.
         self._generator.manual_seed(hash((self.seed, self.epoch, self._place(), self.rank)) & (1 << 62) - 1)
+        was_under_way = self._place() > 0
+        counted = None
         for batch in self._batches():
             self._check_own(own)
             counted = self._counted(batch)
             self._is_complete = not self._has_more()
-            yield counted
+            try:
+                yield counted
+            except GeneratorExit:  # the loop has left the pass, by `break` for instance
+                if self._is_complete and self._pass is own:
+                    self._go_to(self.epoch + 1)
+                raise
         self._check_own(own)
+        if counted is None and was_under_way and not self._is_told:
+            logger.warning(
+                "a pass over a %s is empty: it is the rest of epoch %d, all of which was given before the save. The next "
+                "pass is epoch %d. A loop that counts epochs itself says so with set_epoch, and loses none",
+                *(type(self).__name__, self.epoch, self.epoch + 1),
+            )
         self._go_to(self.epoch + 1)
 
     def _check_own(self, own: object) -> None:
@@ -69,7 +86,7 @@ class CountingLoader(ABC):
         self._go_to(state["epoch"])
 
     def _go_to(self, epoch: int) -> None:
-        self._pass, self._is_complete = object(), False
+        self._pass, self._is_complete, self._is_told = object(), False, False
         self._begin(epoch)
 
     def _check_state(self, state: Any) -> None:

@@ -178,18 +178,25 @@ class StreamLoader(CountingLoader):
         return collated
 
 
-class _Streams(IterableDataset[tuple[str, Position, Any]]):
-    """The samples of streams, each with its stream and the position behind it. Workers share the streams."""
+class _Streams(IterableDataset[tuple[dict[str, Position], Any]]):
+    """The samples of streams, each with the positions behind it. Workers share the streams."""
 
     def __init__(self, left: Sequence[tuple[str, int]], read: Callable[[str, int], Iterable[Any]]) -> None:
         self._left, self._read = left, read
 
-    def __iter__(self) -> Iterator[tuple[str, Position, Any]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, Position], Any]]:
         worker = get_worker_info()
+        held: tuple[str, int, Any] | None = None  # read one sample ahead: the last one says that its stream is finished
+        finished: dict[str, Position] = {}
         for name, start in self._left if worker is None else self._left[worker.id :: worker.num_workers]:
-            samples = iter(self._read(name, start))
-            for count, (sample, is_last) in enumerate(_with_last(samples), start + 1):
-                yield name, FINISHED if is_last else count, sample
+            for count, sample in enumerate(self._read(name, start), start + 1):
+                if held is not None:
+                    yield {held[0]: held[1], **finished}, held[2]
+                    finished = {}
+                held = name, count, sample
+            finished[name] = FINISHED  # one without samples too
+        if held is not None:
+            yield {held[0]: held[1], **finished}, held[2]
 
 
 class _Counted:
@@ -199,16 +206,6 @@ class _Counted:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, samples: list[tuple[str, Position, Any]]) -> tuple[dict[str, Position], Any]:
-        positions = {name: position for name, position, _ in samples}
-        return positions, self._collate([sample for _, _, sample in samples])
-
-
-def _with_last(samples: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield each sample, and whether it is the last one. Reads one sample ahead."""
-    end = object()
-    sample = next(samples, end)
-    while sample is not end:
-        following = next(samples, end)
-        yield sample, following is end
-        sample = following
+    def __call__(self, samples: list[tuple[dict[str, Position], Any]]) -> tuple[dict[str, Position], Any]:
+        positions = {name: position for behind, _ in samples for name, position in behind.items()}
+        return positions, self._collate([sample for _, sample in samples])

@@ -35,7 +35,7 @@ from ckptstore.state.live.flatten import (
     unmarked,
     with_items,
 )
-from ckptstore.state.live.loader_state import warn_of_empty_pass
+from ckptstore.state.live.loader_state import go_on
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import blaming
 from ckptstore.state.live.values import ATOMS
@@ -228,7 +228,7 @@ def load_stateful(unit: Unit, matching: Matching, *, device: torch.device | None
         state = contents.result()
         pass_state(unit, unit.item.load_state_dict, state)
         if is_loader(unit.item):
-            warn_of_empty_pass(unit.key, unit.item, state)
+            go_on(unit.key, unit.item, state)
 
     return finish
 

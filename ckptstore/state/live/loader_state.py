@@ -11,9 +11,8 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import chain, islice
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import numpy as np
 import torch
@@ -75,10 +74,13 @@ class LoaderState:
 
 
 class Passes:
-    """Makes the iterators of a StatefulDataLoader, and keeps what the order of the pass under way was drawn from."""
+    """Makes the iterators of a StatefulDataLoader, and keeps what the order of the pass under way was drawn from.
+
+    The loader refers to this, and this to the loader only weakly: workers end as soon as nobody has their loader.
+    """
 
     def __init__(self, loader: Any, base: Any) -> None:
-        self.base, self._loader, self._make = base, loader, base._get_iterator
+        self._loader_ref, self._base_ref = ref(loader), ref(base)
         self.began: dict[str, Any] | None = None
         """The counters, generators and random numbers at the beginning of the pass; None if it began before this."""
         self.loaded: Mapping[str, Any] | None = None
@@ -94,6 +96,16 @@ class Passes:
         found = getattr(vars(base).get("_get_iterator"), "__self__", None)
         return found if isinstance(found, cls) else cls(loader, base)
 
+    @property
+    def base(self) -> Any:
+        """The loader of torchdata."""
+        return self._base_ref()
+
+    @property
+    def _loader(self) -> Any:
+        """The loader with the one of torchdata in it, or that one."""
+        return self._loader_ref() or self.base
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on with a state, and set the counters for a loop that does not set them."""
         self.loaded = state or None
@@ -106,65 +118,92 @@ class Passes:
         _set_counters(self._loader, counters)
 
     def _iterator(self) -> Any:
+        """Return an iterator in place of the loader's `_get_iterator`, which is called when a pass begins."""
         if self.loaded is None:
-            self._begin()
+            self._begin(draws_seed=True)
             return self._watched(self._make())
         loaded, self.loaded = self.loaded, None
         self.began, wanted = _added(loaded).get("began"), _counters(self._loader)
-        with _same_numbers():
-            iterator = self._repeated(self.began, is_over=loaded[_FINISHED])
-        _set_generators(self._loader, _added(loaded).get("generators", {}))
+        is_over = bool(loaded[_FINISHED])
         before = {} if self.began is None else self.began["counters"]
-        if not loaded[_FINISHED] and all(wanted[name] == before[name] for name in wanted.keys() & before.keys()):
-            return self._watched(iterator)
-        if not loaded[_FINISHED] and not _is_complete(self.base, loaded):
+        changed = [] if is_over else [name for name in wanted.keys() & before.keys() if wanted[name] != before[name]]
+        with _same_numbers():
+            iterator = self._make() if self.began is None else self._repeated(self.began)
+            if not iterator._num_workers and (is_over or changed):
+                next(iterator._sampler_iter, None)  # where samplers leave the position that they were loaded with
+        if self.began is None and not self.base.persistent_workers and self._shares_generator():
+            _draw_seed(self.base)  # torchdata has set the generator back to what it was before this
+        _set_generators(self._loader, _added(loaded).get("generators", {}))
+        if changed and not _is_complete(self.base, loaded):
             logger.warning(
                 "a loader was saved in the middle of an epoch, and the loop has set its sampler to another one: %s, "
                 "which was %s. The rest of the saved epoch is left out. Begin the loop with the epoch that was saved",
-                *({name: found[name] for name in wanted.keys() & before.keys()} for found in (wanted, before)),
+                *({name: found[name] for name in changed} for found in (wanted, before)),
             )
-        iterator._finished = True  # so that torchdata begins a new pass
-        _set_counters(self._loader, wanted)
+        if changed or is_over:
+            iterator._finished = True  # so that torchdata begins a new pass
+            _set_counters(self._loader, wanted)
         return self._watched(iterator)
 
-    def _begin(self) -> None:
-        counters, generators = _counters(self._loader), _generator_states(self._loader)
-        self.began = {"counters": counters, "generators": generators, "random": random_numbers()}
+    def _make(self) -> Any:
+        return type(self.base)._get_iterator(self.base)
 
-    def _repeated(self, began: Mapping[str, Any] | None, *, is_over: bool) -> Any:
+    def _begin(self, *, draws_seed: bool) -> None:
+        counters, generators = _counters(self._loader), _generator_states(self._loader)
+        drawn_from = {"generators": generators, "random": random_numbers(), "draws_seed": draws_seed}
+        self.began = {"counters": counters, **drawn_from}
+
+    def _repeated(self, began: Mapping[str, Any]) -> Any:
         """Return an iterator of the pass that was saved, with the order that it had."""
-        if began is None or isinstance(self.base.dataset, IterableDataset):
+        if isinstance(self.base.dataset, IterableDataset):
             return self._make()
 
-        def go_back() -> None:
+        def begin(sampler: Any) -> Iterator[Any]:
             set_random_numbers(began["random"])
             _set_generators(self._loader, began["generators"])
             _set_counters(self._loader, began["counters"])
+            iterator = iter(sampler)
+            if began["draws_seed"]:  # as torch does between making the iterator and its first sample
+                _draw_seed(self.base)
+            return iterator
 
         index_sampler = self.base._index_sampler
+        holder, sampler = self.base, index_sampler
+        if type(index_sampler).__module__.startswith("torchdata."):  # its iterators begin those of the sampler inside
+            holder, sampler = index_sampler, index_sampler.sampler
+        if hasattr(sampler, "state_dict"):
+            return self._make()
         with ExitStack() as stack:
-            for holder, sampler in ((self.base, index_sampler), (index_sampler, getattr(index_sampler, "sampler", self))):
-                for name in ("sampler", "batch_sampler"):
-                    held = getattr(holder, "__dict__", {})  # torch's loader lets nobody set them
-                    if held.get(name) is sampler and not hasattr(sampler, "state_dict"):
-                        stack.callback(held.__setitem__, name, sampler)
-                        held[name] = _Again(sampler, go_back)
-            go_back()
+            held = vars(holder)  # torch's loader lets nobody set its samplers
+            for name in ("sampler", "batch_sampler"):
+                if held.get(name) is sampler:
+                    stack.callback(held.__setitem__, name, sampler)
+                    held[name] = _Again(sampler, begin)
             iterator = self._make()
-            if not (is_over or iterator._num_workers or hasattr(iterator._sampler_iter, "state_dict")):
-                # Draws its order with its first sample, which the loop would ask for after this.
-                iterator._sampler_iter = chain([*islice(iterator._sampler_iter, 1)], iterator._sampler_iter)
+            inner = getattr(iterator._sampler_iter, "sampler_iter", iterator._sampler_iter)
+            if not iterator._num_workers and not hasattr(inner, "state_dict"):
+                # Batch by batch, as the saved one: samplers draw with their first sample, and some after the last one.
+                iterator._sampler_iter = iter(self.base._index_sampler)
+                for _ in range(iterator._sampler_iter_yielded):
+                    next(iterator._sampler_iter, None)
         iterator._index_sampler = index_sampler
         return iterator
+
+    def _shares_generator(self) -> bool:
+        """Return True if the seed of workers is drawn from the generator of a sampler that keeps its state."""
+        sampler = self.base.sampler
+        shared = type(sampler).__module__.startswith("torchdata.") and getattr(sampler, "generator", None)
+        return shared is not None and shared is self.base.generator
 
     def _watched(self, iterator: Any) -> Any:
         """Have an iterator with persistent workers, which makes all passes, say when one begins."""
         if self.base.persistent_workers:
-            reset = iterator._reset
+            iterator_ref = ref(iterator)
 
             def begin(*arguments: Any, **options: Any) -> None:
-                self._begin()
-                reset(*arguments, **options)
+                self._begin(draws_seed=False)
+                found = iterator_ref()
+                type(found)._reset(found, *arguments, **options)
 
             iterator._reset = begin
         return iterator
@@ -173,12 +212,11 @@ class Passes:
 class _Again:
     """A sampler each of whose iterators has the order of the pass that was saved: torchdata makes several for one."""
 
-    def __init__(self, sampler: Any, go_back: Callable[[], None]) -> None:
-        self._sampler, self._go_back = sampler, go_back
+    def __init__(self, sampler: Any, begin: Callable[[Any], Iterator[Any]]) -> None:
+        self._sampler, self._begin = sampler, begin
 
     def __iter__(self) -> Iterator[Any]:
-        self._go_back()
-        return iter(self._sampler)
+        return self._begin(self._sampler)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -205,9 +243,13 @@ def warn_of_order(key: str, item: Any, state: Any) -> None:
         )
 
 
-def warn_of_empty_pass(key: str, item: Any, state: Any) -> None:
-    """Warn that nothing is left of the pass that a loader goes on with."""
+def go_on(key: str, item: Any, state: Any) -> None:
+    """See to the next pass of a loader that has got its state. Warn if nothing is left of the one that it goes on with."""
+    if not isinstance(state, Mapping) or _FINISHED not in state:
+        return
     loader = item.loader if isinstance(item, LoaderState) else item
+    if loader is item and (passes := Passes.of(loader)) is not None:
+        passes.load(state)
     if _num_given(state) and not state[_FINISHED] and _is_complete(loader, state):
         logger.warning(
             "the %s at %r was saved when it had given the last batch of an epoch, and its pass had not ended: its next "
@@ -269,6 +311,11 @@ def _set_counters(loader: Any, counters: Mapping[str, int]) -> None:
         for name in _COUNTERS:
             if f"{path}{name}" in counters:
                 setattr(part, name, counters[f"{path}{name}"])
+
+
+def _draw_seed(base: Any) -> None:
+    """Draw the seed of workers, as torch does for each iterator."""
+    torch.empty((), dtype=torch.int64).random_(generator=base.generator)
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
