@@ -153,11 +153,11 @@ def _deletable(storage: Storage, items: Collection[Trashed]) -> tuple[list[Trash
         denied = list(items)
     size = show_size(sum(item.size_bytes for item in denied))
     steps = ", ".join(str(item.step) for item in denied[:5]) + (" …" if len(denied) > 5 else "")
-    error = AccessDenied(
+    refusal = AccessDenied(
         f"Checkpoints stay in the trash (step {steps}; {size}), for this process may not delete them: {why}",
         hint="They take room until a user who may delete them calls `ckptstore prune`",
     )
-    return [item for item in items if item not in denied], error
+    return [item for item in items if item not in denied], refusal
 
 
 def _check_may_delete(storage: Storage, prefix: str) -> None:

@@ -28,7 +28,7 @@ def check_cast(key: str, tensor: torch.Tensor, made: torch.Tensor, *, hint: str 
 def check_load_cast(key: str, saved: torch.Tensor, dtype: torch.dtype) -> None:
     """Raise StateMismatch if a tensor that was saved, whole or in part, has a value that a dtype cannot hold."""
     for part in local_memory(saved):
-        for piece in part.detach().reshape(-1).split(_CHUNK_ELEMENTS):
+        for piece in torch.split(part.detach().reshape(-1), _CHUNK_ELEMENTS):
             try:
                 check_cast(key, piece, piece.to(dtype))
             except (InvalidState, NotImplementedError) as error:
@@ -78,7 +78,7 @@ def _chunks(tensor: torch.Tensor, made: torch.Tensor) -> Iterator[tuple[torch.Te
             yield from _chunks(was, stored)
         return
     rows = max(1, _CHUNK_ELEMENTS // max(1, tensor[0].numel()))
-    yield from zip(tensor.split(rows), made.split(rows), strict=True)
+    yield from zip(torch.split(tensor, rows), torch.split(made, rows), strict=True)
 
 
 def _shown(value: torch.Tensor) -> str:
