@@ -56,9 +56,7 @@ def _note(found: Any, path: Path, metadata: Callable[[], Mapping[str, Any]]) -> 
     """Make the dict at a path what the module's `state_dict()` returned, with the metadata of the module."""
     at: list[Any] = [part.value if isinstance(part, DictKey) else part for part in path]
     for part in at[:-1]:
-        if not (part in found if isinstance(found, dict) else isinstance(found, list) and type(part) is int):
-            return
-        found = found[part]
+        found = dict(children(found)).get(part)
     if isinstance(found, dict | list) and isinstance(dict(children(found)).get(at[-1]), dict):
         found[at[-1]] = set_metadata(OrderedDict(found[at[-1]]), OrderedDict(metadata()))
 

@@ -141,6 +141,11 @@ def _child(module: Any, name: str | None) -> Any:
     return module._modules[name]
 
 
+def absent_children(module: Any) -> list[str]:
+    """Return the names of modules that would be inside a module and are None."""
+    return [name for name, child in module._modules.items() if child is None]
+
+
 def metadata_of(given: Any) -> Any:
     """Return what modules have noted in a state dict beside its items, by the names of the modules, as their versions;
     None if it is no state dict that a module made."""

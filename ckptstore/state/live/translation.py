@@ -1,5 +1,5 @@
-"""What the code of a module makes of the names that a checkpoint has for it: hooks that translate old names, classes
-that take old entries, or fill in new ones.
+"""Translation of stored names by the code of a module: hooks that rename entries, classes that take old ones or fill in
+new ones.
 
 It is tried before anything is read: the module's own `load_state_dict` runs on tensors without numbers, and all its
 attributes are restored. So a load knows which stored names have a place, and which of the module's own names need none.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ckptstore.errors import StateMismatch
-from ckptstore.runtime.torch_private import translators_in
+from ckptstore.runtime.torch_private import absent_children, translators_in
 from ckptstore.state.live.contents import same_random_numbers
 from ckptstore.state.live.flatten import Unit, find_references, join_path
 from ckptstore.state.live.matching import Matching
@@ -137,10 +137,10 @@ def _left_by_torch(module: torch.nn.Module) -> Iterator[set[str]]:
     left = set[str]()
 
     def look(inner: torch.nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        gone = [f"{prefix}{name}." for name, child in inner._modules.items() if child is None]
+        gone = [f"{prefix}{name}." for name in absent_children(inner)]
         left.update(key for key in state if any(map(key.startswith, gone)))
 
-    handles = [inner.register_load_state_dict_pre_hook(look) for inner in module.modules()]
+    handles = [inner.register_load_state_dict_pre_hook(look) for inner in module.modules()]  # type: ignore[no-untyped-call]
     try:
         yield left
     finally:

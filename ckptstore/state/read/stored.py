@@ -105,14 +105,14 @@ class StoredState:
         unread = {key for key, (_, value) in encoded.items() if wanted(key) and self._stays_unread(key, value)}
         values = self._decoded({key: value for key, value in encoded.items() if wanted(key) and key not in unread})
         self._warn_of_same_random_numbers(tensors, values)
-        return Saved(tensors, {**values, **dict.fromkeys(unread)}, aliases, skipped, self._modules())
+        return Saved(tensors, {**values, **dict.fromkeys(unread)}, aliases, skipped, self._noted_modules())
 
     def _stays_unread(self, key: str, value: Any) -> bool:
         """Return True for a value that code would have to read and nobody asks for: it counts as a key alone."""
         is_asked = self.asked(key) or any(map(self.asked, references(value)))
         return not is_asked and not self.allow_pickle and needs_code(value)
 
-    def _modules(self) -> dict[str, Callable[[], dict[str, Any]]]:
+    def _noted_modules(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Return the functions that return the metadata of modules, by key."""
         entries = () if self.index.outline is None else self.index.outline.modules
         return {entry.key: partial(self._metadata_of, entry.key, entries) for entry in entries}

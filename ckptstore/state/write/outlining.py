@@ -204,10 +204,10 @@ class Outliner:
             for key, row, number in self._tensors
         ]
         paths = KeyPaths.joined(structure.paths for structure in self._described.structures)
-        return encode_table(tensors, tuple(places), self._modules, paths)
+        return encode_table(tensors, tuple(places), self._noted_modules, paths)
 
     @cached_property
-    def _modules(self) -> list[ModuleMetadata]:
+    def _noted_modules(self) -> list[ModuleMetadata]:
         """The metadata of modules: once for all ranks that have the same."""
         found: dict[tuple[str, str], list[int]] = {}
         for number in sorted(range(len(self._rows)), key=self._lowest.__getitem__):

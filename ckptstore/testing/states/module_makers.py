@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ckptstore.runtime.torch_private import checkpoint_wrapper
-from ckptstore.testing.states.upgraded_makers import NOTING, WIDTH
+from ckptstore.testing.states.upgraded_makers import NOTING
+from ckptstore.testing.states.upgraded_makers import WIDTH as WIDTH
 
 ROWS = 4
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptstore.runtime.torch_private import metadata_of
+
 WIDTH = 6
 
 
@@ -134,7 +136,7 @@ class _Noting(nn.Module):
 
     def _save_to_state_dict(self, state: Any, prefix: str, keep: bool) -> None:
         super()._save_to_state_dict(state, prefix, keep)
-        state._metadata[prefix[:-1]].update(
+        metadata_of(state)[prefix[:-1]].update(
             calls=(self._calls, [1.5]), amax=torch.tensor([2.0, -0.0]), dtype=torch.half
         )
 
