@@ -122,7 +122,7 @@ def test_a_watch_whose_thread_has_failed_ends_with_a_code(tmp_path: Path, monkey
         raise RuntimeError("no error of ours")
 
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(Committer, "_meet", fails)
+    monkeypatch.setattr(Committer, "_round", fails)
     plan = AgentPlan(store=str(tmp_path / "store"), folder=tmp_path / "out", rules=Rules(), interval_seconds=0.1)
     assert watch(plan, once=False) == 1
 

@@ -99,6 +99,22 @@ def test_a_shortage_of_open_files_is_no_fault_of_a_checkpoint(
         assert committer.outcome().passed == {}
 
 
+def test_an_error_of_no_kind_ends_no_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a look throws, the next one is tried, and says what it was."""
+    with open_store(tmp_path / "store", durable=False, group="solo") as store:
+        store.resume()
+        folder = Folder(tmp_path / "out", Rules(patterns=("mine_*",), quiet_seconds=0.001))
+        committer = Committer(store=store, folder=folder, job=lambda: JOB, interval_seconds=0.001, began_at=0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(folder, "look", lambda _: {}["no error of ours"])
+            assert not committer._round()
+            assert "KeyError" in str(committer.failures.error)
+        many_files(tmp_path / "out")
+        time.sleep(0.002)
+        while not list(store):
+            assert not committer._round()
+
+
 def test_what_cannot_be_looked_at_is_not_taken_for_gone(tmp_path: Path, few_files: None) -> None:
     """With no file left to open, nothing says that a checkpoint is closed, or that a directory is empty."""
     many_files(tmp_path / "out")
