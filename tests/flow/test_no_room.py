@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from draining import board_at, opened
+from small_disks import mounted
 from thread_ranks import in_threads
 from trees import steps
 
-from ckptstore import KeepLatest, StorageFull, StorageGroup, open_store
+from ckptstore import CheckpointStore, KeepLatest, StorageFull, StorageGroup, open_store
 from ckptstore.errors import AccessDenied, CkptstoreError, StorageUnavailable
 from ckptstore.format.layout import MANIFEST_NAME, parse_record_key
 from ckptstore.storage.disk import posix
@@ -166,3 +167,16 @@ def test_a_drain_makes_room_and_is_tried_once_more(tmp_path: Path) -> None:
 
     assert in_threads(2, run) == [[1, 2, 3, "full", 10]] * 2
     assert Counter(refused) == {"step-0000000003": 1, "step-0000000009": 2}
+
+
+def test_a_file_system_without_inodes_says_so(tmp_path: Path) -> None:
+    def fill(store: CheckpointStore) -> None:
+        for step in range(40):
+            store.save(step, {"epoch": step})
+
+    with (
+        mounted(tmp_path / "disk", "8m,nr_inodes=40") as disk,
+        open_store(disk / "run", group="solo") as store,
+        pytest.raises(StorageFull, match="but no inodes: the file system takes no more files"),
+    ):
+        fill(store)
