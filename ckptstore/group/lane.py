@@ -25,6 +25,8 @@ one with the higher step waits for the others:
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from abc import abstractmethod
@@ -40,7 +42,13 @@ from ckptstore.group.life import LEFT, Beater, Pace, Watch, beat_interval_second
 from ckptstore.group.meeting import Meeting, unpack
 from ckptstore.group.message import Keys, Message
 
+logger = logging.getLogger("ckptstore")
+
 _FAREWELL_SECONDS = 10.0
+_COME_SECONDS = 10.0
+"""The time after which the leader names the ranks that have not come to a call."""
+_FIRST_MEETINGS = frozenset({"open the group", "probe the root", "save", "find", "resume", "require"})
+"""Those with which a call begins. Ranks come late to others because of their work."""
 EVERY_RANK = "The ranks have not met yet: every rank must call save, and resume or load, not one rank alone"
 
 Fault = BaseException | None
@@ -168,6 +176,7 @@ class Lane(Seated):
         """
         board, watch = self._seat.board, Watch(keys, timeout_seconds=self.rank_timeout_seconds)
         pace = Pace(shortest_seconds=board.shortest_poll_seconds, longest_seconds=board.longest_poll_seconds)
+        late_at = time.monotonic() + _COME_SECONDS
         while watch.awaited and self.rank not in received:
             pace.look()
             if watch.due():
@@ -191,6 +200,12 @@ class Lane(Seated):
             if lost := self._lost(watch, tag):  # after the fetch: a rank that answered before it died has answered
                 return lost
             if watch.awaited and self.rank not in received:
+                if self.rank == LEADER and tag in _FIRST_MEETINGS and time.monotonic() > late_at:
+                    late_at = math.inf
+                    away = list(watch.awaited)
+                    come = [rank for rank in range(self.world_size) if rank not in away]
+                    said = f"{spoken(away)} in {tag!r}; {spoken(come)} came"
+                    logger.warning("waited %g s for %s. Every rank must make the call", _COME_SECONDS, said)
                 if self.rank == LEADER:
                     self._beat()  # the other ranks watch the leader for signs of life
                 time.sleep(pace.seconds())

@@ -491,6 +491,27 @@ def test_the_leader_reads_each_answer_once(memory: MemoryStorage, size: int) -> 
     assert counted.counts["list"] == 1
 
 
+def test_the_leader_names_the_ranks_that_do_not_come(
+    memory: MemoryStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ckptstore.group.lane._COME_SECONDS", 0.05)
+
+    def script(group: BoardGroup) -> bytes:
+        if group.rank == 2:  # it waits elsewhere until the line is there
+            wait_for(lambda: "waited 0.05 s for rank 2 in 'save'; ranks 0-1 came" in caplog.text)
+        return exchange(group, "save", lambda: b"", joined)
+
+    together(memory, 3, script)
+    assert caplog.text.count("Every rank must make the call") == 1
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_followers_that_wait_write_nothing(memory: MemoryStorage) -> None:
     counted = CountCalls()
 
