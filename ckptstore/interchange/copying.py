@@ -25,7 +25,7 @@ from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, Inv
 from ckptstore.format.changes import Claim, Commit, Pin
 from ckptstore.format.digest import Digest
 from ckptstore.format.entry import CheckpointEntry
-from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt, record_key
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.record import Record
 from ckptstore.job import Job
@@ -34,6 +34,7 @@ from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, read_or_create_store_json
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CopiesFrom, CopiesInside, Doubts, Storage
+from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice, tell
 from ckptstore.transfer.executor import Executor, InProcess
 from ckptstore.transfer.moves import PlannedFile, Wanted
@@ -171,6 +172,7 @@ def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | No
     log, newest, store_id = job.log, job.log.newest(), read_identity(job.storage)
     if newest is None or store_id is None:
         raise StoreMissing(f"There is no store at {store.uri}")
+    _refuse_itself(job.storage, newest, target)
     records = log.annotated(_needed(job, newest), newest)
     times = log.commit_times(records)
     origins = {record.number: origin_of(record.entry) for record in records}
@@ -184,6 +186,20 @@ def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | No
         for record in records
     ]
     return copy_all(items, store_id, target, executor=executor, above=newest.state.epoch)
+
+
+def _refuse_itself(source: Storage, newest: Record, target: OpenedPlace) -> None:
+    """Raise InvalidInput if the target is the place of the source, however it is spelt: a copy has a log of its own."""
+    key = record_key(newest.number)
+    try:
+        is_same = retrying(target.config.retry, f"read {key}", lambda: target.storage.read(key)) == newest.encode()
+    except FileMissing:
+        return
+    if is_same:
+        raise InvalidInput(
+            f"{target.storage.uri} is the store {source.uri} itself: nothing is to be copied",
+            hint="Give another place",
+        )
 
 
 def _needed(job: Job, newest: Record) -> list[Record]:
