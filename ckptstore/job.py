@@ -450,5 +450,11 @@ def record_of_step(log: LogReader, newest: Record | None, step: int) -> Record:
     found = [record for record in records if record.entry.step == step]
     if not found:
         shown = ", ".join(str(record.entry.step) for record in records[-10:]) or "none"
-        raise CheckpointGone(f"There is no live checkpoint of step {step}; live ones: {shown}", step=step)
+        trashed = log.readable(sorted(newest.state.trash)) if newest else []
+        is_in_trash = any(record.entry.step == step for record in trashed)
+        raise CheckpointGone(
+            f"There is no live checkpoint of step {step}; live ones: {shown}",
+            step=step,
+            hint="It is in the trash, from which `restore` brings it back" if is_in_trash else None,
+        )
     return log.annotated(found[-1:], newest)[0]

@@ -84,6 +84,8 @@ def thin(job: Job, step: int, patterns: Sequence[str], *, force: bool = False, d
     if newest is not None and job.epoch is not None and newest.state.epoch != job.epoch:
         raise StoreFenced(f"A later job has claimed the store (writer epoch {newest.state.epoch}): nothing was thinned")
     record = record_of_step(job.log, newest, step)
+    if record.entry.thinned is not None and set(patterns) <= {*record.entry.thinned.dropped}:
+        raise InvalidInput(f"Step {step} {record.entry.thinned}: nothing is left to drop", step=step)
     _refuse(job, newest, record, force=force)
     if not force and (count := _readers(job).get(record.number, 0)):
         raise InvalidInput(

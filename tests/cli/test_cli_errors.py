@@ -264,8 +264,22 @@ def test_a_pipe_gets_neither(store: Path) -> None:
 def test_what_follows_an_at_is_explained(run: Any, store: Path) -> None:
     for command in ("show", "verify", "ls"):
         message = run(command, f"{store}@lates", code=10).stderr
-        assert f"{store} is a store; after its @ comes a step or latest" in message
-        assert "'lates' is neither" in message
+        assert f"{store} is a store; after its @ comes a step, latest or best:METRIC" in message
+        assert "'lates' is none of these" in message
+    assert f"Write {store}@best:METRIC" in run("show", f"{store}@best", code=10).stderr
+
+
+def test_a_step_is_written_behind_the_store(run: Any, store: Path) -> None:
+    assert "STORE@1" in run("verify", store, "--step", "1", code=2).stderr
+    message = run("verify", "--all", f"{store}@1", code=2).stderr
+    assert f"Write `ckptstore verify {store}@1`" in message
+
+
+def test_a_copy_of_a_store_onto_itself_is_refused_however_it_is_spelt(run: Any, store: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(store)
+    for other in (str(store), f"{store}/", f"file://{store}", str(link)):
+        assert "itself: nothing is to be copied" in run("cp", store, other, code=2).stderr
 
 
 def test_the_standalone_s3_server_says_how_to_reach_it(tmp_path: Path) -> None:

@@ -269,3 +269,16 @@ def test_gc_leaves_what_it_cannot_tell(tmp_path: Path, data: str, is_bare: bool,
         left = collect_garbage(store._job.log, storage).left
     assert why in left[f"checkpoints/{unnamed.name}"]
     assert unnamed.exists()
+
+
+def test_a_step_in_the_trash_is_named_so_wherever_it_is_looked_up(tmp_path: Path) -> None:
+    with open_store(tmp_path, group="solo") as store:
+        for step in (1, 2):
+            save_tree(store, tmp_path, step)
+        store.remove(1)
+        for look in (lambda: store[1], lambda: store.pin(1), lambda: store.remove(1), lambda: store.roll_back(1)):
+            with pytest.raises(CheckpointGone, match="in the trash, from which `restore` brings it back"):
+                look()
+        with pytest.raises(CheckpointGone) as caught:
+            store[9]
+        assert "trash" not in str(caught.value)

@@ -176,6 +176,12 @@ def test_it_is_undone_within_the_grace_period_and_not_after(store: CheckpointSto
         again[1].verify().raise_if_damaged()
 
 
+def test_what_is_thinned_already_says_so(store: CheckpointStore) -> None:
+    store.thin(1, "optimizer.*")
+    with pytest.raises(InvalidInput, match=r"Step 1 was thinned at .*, and lacks optimizer.*: nothing is left to drop"):
+        store.thin(1, "optimizer.*")
+
+
 def test_it_can_be_thinned_further(store: CheckpointStore) -> None:
     store.thin(1, "optimizer.*")
     store.thin(1, ["seen", "tied"])

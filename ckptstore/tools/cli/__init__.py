@@ -152,6 +152,8 @@ class Commands(click.Group):
             click.echo("\n".join(map(printable, f"error: {error}".split("\n"))), err=True)
             ctx.exit(error.exit_code)
         except click.UsageError as error:  # click says it on stderr, with the usage
+            if isinstance(error, click.NoSuchOption) and error.option_name == "--step":
+                error.message += " A step is written behind the store: STORE@1."
             if as_json:
                 _echo_error({"code": "usage", "message": error.format_message()})
             raise

@@ -77,7 +77,9 @@ def _rule_of_targets(uri: str, storage_options: Mapping[str, Any]) -> str | None
             return None
     except InvalidInput:  # nothing can be called so
         return None
-    return f"{before} is a store; after its @ comes a step or {LATEST}, and {after!r} is neither"
+    if after == "best":
+        return f"Write {before}@best:METRIC, such as {before}@best:eval_loss"
+    return f"{before} is a store; after its @ comes a step, {LATEST} or best:METRIC, and {after!r} is none of these"
 
 
 def find_target(text: str, storage_options: Mapping[str, Any]) -> CommandTarget:

@@ -11,7 +11,7 @@ import click
 
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import CheckpointDamaged, CheckpointGone
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput
 from ckptstore.format.entry import Thinning
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.record import Record
@@ -23,7 +23,7 @@ from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import as_json, engine_option, opened_executor, storage_option
 from ckptstore.tools.cli.output import print_json
 from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
-from ckptstore.tools.cli.targets import opened_checkpoint, opened_store
+from ckptstore.tools.cli.targets import find_target, opened_checkpoint, opened_store
 from ckptstore.tools.cli.terminal import progress
 
 
@@ -91,6 +91,12 @@ def _chosen(
         with opened_checkpoint(target, storage_options) as checkpoint:
             yield [checkpoint], None
         return
+    named = find_target(target, storage_options)
+    if named.step is not None:
+        raise InvalidInput(
+            f"--all checks a whole store, and {target} names a checkpoint",
+            hint=f"Write `ckptstore verify {target}`, or `ckptstore verify --all {named.uri}`",
+        )
     with opened_store(target, storage_options) as store:
         of_ray = checkpoints_of_ray(store, storage_options, damaged=report)
         yield (_recorded(store), store) if of_ray is None else (of_ray, None)
