@@ -153,10 +153,11 @@ class Commands(click.Group):
             ctx.exit(error.exit_code)
         except click.UsageError as error:  # click says it on stderr, with the usage
             if isinstance(error, click.NoSuchOption) and error.option_name == "--step":
-                error.message += " A step is written behind the store: STORE@1."
+                said = f"{error.format_message()} A step is written behind the store: STORE@1"
+                error = click.UsageError(said, error.ctx)
             if as_json:
                 _echo_error({"code": "usage", "message": error.format_message()})
-            raise
+            raise error from None
         except KeyboardInterrupt:
             if as_json:
                 _echo_error({"code": "interrupted", "message": "interrupted", "committed": None})
