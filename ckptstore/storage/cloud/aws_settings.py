@@ -370,6 +370,24 @@ def _seen(session: Any) -> tuple[Any, ...] | None:
     return tuple(found.get_frozen_credentials())
 
 
+def keys_of(client: Any) -> tuple[Any, ...] | None:
+    """Return the credentials that a client of botocore, or of aiobotocore, has; None if they are refreshed."""
+    found: Any = getattr(client._request_signer, "_credentials", None)
+    is_refreshed = found is None or hasattr(found, "_frozen_credentials")
+    return None if is_refreshed else (found.access_key, found.secret_key, found.token)
+
+
+def found_keys(profile: str | None) -> tuple[Any, ...] | None:
+    """Return the credentials that would be found now, None for half a file of them."""
+    import botocore.session
+
+    try:
+        found = botocore.session.Session(profile=profile).get_credentials()
+        return None if found is None else tuple(found.get_frozen_credentials())[:3]
+    except Exception:  # whoever needs them raises what is wrong
+        return None
+
+
 @functools.cache
 def _loader() -> Any:
     """Return the one loader of service descriptions: it takes 0.2 s for the first client, nothing for later ones."""

@@ -16,6 +16,7 @@ from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import Storage, StoredFile, UploadGone
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.aws import sign_by
+from ckptstore.storage.cloud.aws_settings import found_keys, keys_of
 from ckptstore.storage.cloud.bodies import PART_BYTES, part_bytes, total_bytes
 from ckptstore.storage.cloud.client_options import INSIDE_FSSPEC
 from ckptstore.storage.cloud.files import Renewing
@@ -80,23 +81,13 @@ class CloudStorage(GenericStorage, Renewing):
 
     def _finds_other_keys(self) -> bool:
         before = self._keys()
-        if before is None:
-            return False
-        import botocore.session
-
-        with suppress(Exception):  # half a file, for one
-            found = botocore.session.Session(profile=self._opened_as[1].get("profile")).get_credentials()
-            return found is not None and tuple(found.get_frozen_credentials()) != before
-        return True
+        return before is not None and found_keys(self._opened_as[1].get("profile")) != before
 
     def _keys(self) -> tuple[Any, ...] | None:
         """Return the credentials in use of s3fs, None if they are refreshed, or not known."""
-        if not _comes_from("s3fs", type(self.system)) or not self._keys_may_change:
-            return None
-        with suppress(Exception):  # half a file, for one
-            found = self.system.connect()._request_signer._credentials
-            if not hasattr(found, "_frozen_credentials"):
-                return found.access_key, found.secret_key, found.token
+        if _comes_from("s3fs", type(self.system)) and self._keys_may_change:
+            with suppress(Exception):  # half a file, for one
+                return keys_of(self.system.connect())
         return None
 
     @property
