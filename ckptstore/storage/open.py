@@ -100,7 +100,7 @@ def open_storage(
 
 
 def _spelled_out(location: Location, options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the options for S3 with the region where every client looks. Raises InvalidInput for two regions."""
+    """Return the options for S3 with the region where every client looks for it. Raises InvalidInput for two."""
     if location.kind != "s3" or not options or "region" not in options:
         return options
     rest = {name: value for name, value in options.items() if name != "region"}

@@ -281,6 +281,10 @@ def from_status(
         return CheckpointDamaged(f"{what}: the file ends before the range begins", file=key)
     if status == 501:
         return Unsupported(message, file=key)
+    return _other(status, code, message, key=key, text=text)
+
+
+def _other(status: int | None, code: str, message: str, *, key: str, text: str) -> CkptstoreError:
     is_temporary = status is None or status in (408, 409, 429) or status >= 500
     if is_temporary or code in _BUSY_CODES:
         return StorageUnavailable(message, file=key, hint=_OTHER_BYTES if code in _DIGEST_CODES else None)
