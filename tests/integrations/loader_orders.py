@@ -1,8 +1,8 @@
 """The order of samples after a resume, by seed, against that of a run that never ended.
 
-A case is a kind of sampler in a kind of loader, a way into the state, and a loop as users write them. Its run saves at each
-step, after each epoch and after each `break`; then each save is resumed by new objects in a process whose random numbers
-are others. What follows has to be what followed, or a warning has to say that it is not:
+A case is a kind of sampler in a kind of loader, a way into the state, and a loop as users write them. Its run saves at
+each step, after each epoch and after each `break`; then each save is resumed by new objects in a process whose random
+numbers are others. What follows has to be what followed, or a warning has to say that it is not:
 
     python tests/integrations/loader_orders.py 0 500
 """
@@ -193,14 +193,11 @@ def case_of(seed: int, *, num_workers: int | None = None) -> Case:
 def every_case() -> list[Case]:
     """Return all combinations."""
     found = []
-    for workers in WORKERS:
-        for way in WAYS:
-            for loop in LOOPS:
-                for kind, own in product(("MapLoader", "StreamLoader"), OWN):
-                    found.append(Case(kind, own, workers, False, way, loop))
-                for persistent in {False, workers > 0} if loop != LOOPS[2] else ():
-                    for sampler in SAMPLERS:
-                        found.append(Case("StatefulDataLoader", sampler, workers, persistent, way, loop))
+    for workers, way, loop in product(WORKERS, WAYS, LOOPS):
+        for kind, own in product(("MapLoader", "StreamLoader"), OWN):
+            found.append(Case(kind, own, workers, is_persistent=False, way=way, loop=loop))
+        for sampler, persistent in product(SAMPLERS, {False, workers > 0}) if loop != LOOPS[2] else ():
+            found.append(Case("StatefulDataLoader", sampler, workers, persistent, way, loop))
     return found
 
 

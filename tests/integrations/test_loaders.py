@@ -168,17 +168,58 @@ def test_epochs_have_other_orders_and_a_pass_goes_on_after_a_break() -> None:
 
 
 def test_who_counts_the_batches_gets_every_epoch() -> None:
-    """And never asks for one batch more, which would have ended the epoch."""
+    """And never asks for one batch more: an epoch ends when the loop leaves the pass after its last batch."""
     (loader,) = map_loaders(20, 1, 3)
-    streams = StreamLoader(["e", "f"], read_stream, 4, rank=0, world_size=1, collate_fn=list)
+    streams = StreamLoader(["e", "b", "f"], read_stream, 4, rank=0, world_size=1, collate_fn=list)
     for each, num_batches, size in ((loader, len(loader), 20), (streams, 4, 14)):
         for epoch in range(3):
             assert len({str(sample) for batch in islice(each, num_batches) for sample in batch}) == size
-            assert each.epoch == epoch
+            assert each.epoch == epoch + 1
     (other,) = map_loaders(20, 1, 3)
     other.load_state_dict(loader.state_dict())
-    assert list(other) == [], "the rest of the epoch that was saved"
-    assert other.epoch == 3
+    assert len(list(other)) == 7, "as in the process that saved"
+    assert other.epoch == 4
+
+
+def at_the_last_batch(loader: MapLoader | StreamLoader) -> dict[str, Any]:
+    """What a loop saves in its body then."""
+    return [loader.state_dict() for _ in loader][-1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: map_loaders(20, 1, 3)[0],
+        lambda: StreamLoader(["e", "b", "f"], read_stream, 4, rank=0, world_size=1, collate_fn=list),
+    ],
+)
+def test_who_saves_at_the_last_batch_neither_repeats_nor_loses_an_epoch(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever epoch the loop of the resumed process begins with."""
+    whole = [list(map(str, loader)) for loader in [make()] for _ in range(4)]
+    saved = at_the_last_batch(make())
+    for first in (0, 1):
+        loader = make()
+        loader.load_state_dict(saved)
+        found = []
+        for epoch in range(first, 4):
+            loader.set_epoch(epoch)
+            found += map(str, loader)
+        assert found == [batch for epoch in whole[1:] for batch in epoch]
+    assert not caplog.records, "the loop said which epoch it was in"
+    loader = make()
+    loader.load_state_dict(saved)
+    assert list(loader) == []
+    assert "is empty: it is the rest of epoch 0" in caplog.text
+    assert list(map(str, loader)) == whole[1]
+    later = make()
+    later.load_state_dict(loader.state_dict())
+    later.set_epoch(1)
+    assert list(later) == []
+    assert "its epoch was over when the position was saved, in epoch 2" in caplog.text
+    later.set_epoch(2)
+    assert list(map(str, later)) == whole[2]
 
 
 def test_a_pass_that_was_replaced_says_so() -> None:
@@ -287,11 +328,7 @@ def test_states_that_do_not_make_one_are_refused(caplog: pytest.LogCaptureFixtur
     with pytest.raises(StateMismatch, match="in the epochs 0, 1"):
         first_stream.load_rank_states([first_stream.state_dict(), second_stream.state_dict()])
     second_stream.set_epoch(0)
-    for loader in (first_stream, second_stream):
-        for batch in loader:
-            if batch[-1] == "g#29":  # of the last stream with samples: the others are left
-                break
-    states = [first_stream.state_dict(), second_stream.state_dict()]
+    states = [at_the_last_batch(loader) for loader in (first_stream, second_stream)]
     for loader in stream_loaders(7, 2):
         loader.load_rank_states(states)
     assert "has no stream left in epoch" in caplog.text

@@ -15,6 +15,8 @@ from ckptstore.errors import InvalidInput, InvalidState, StateMismatch
 
 logger = logging.getLogger("ckptstore")
 
+_LATER = {"data", "turn"}
+"""What the states of earlier versions do not have."""
 _WAYS_OUT = (
     "Give the loader what it was saved with; or leave it out of the load with include=, and it begins an epoch; or "
     "save under the old arguments at the end of an epoch first"
@@ -34,25 +36,35 @@ class CountingLoader(ABC):
         self.batch_size, self.seed, self.epoch = batch_size, seed, 0
         self.rank, self.world_size = _own_place(rank, world_size)
         self._pass = object()
-        self._is_complete = self._is_told = False
+        self._is_complete = self._is_told = self._is_past = False
+        self._first_epoch = 0
         self._generator = torch.Generator()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, unless that epoch is under way already: then the position stays."""
+        """Say which epoch the next pass is of, and go to its beginning unless it is under way: then the position stays.
+        The pass of an epoch that was over when the position was saved is empty, so that a loop may count from 0."""
         _check_number("epoch", epoch, 0)
-        if epoch != self.epoch:
+        self._is_past = epoch < self._first_epoch
+        if epoch != self.epoch and not self._is_past:
             self._go_to(epoch)
         self._is_told = True
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the epoch that are left; those of the next epoch if this process was given all of it.
         Raises InvalidState in a pass that another one, a load or `set_epoch` has replaced."""
+        if self._is_past:
+            logger.warning(
+                "a pass over a %s is empty: its epoch was over when the position was saved, in epoch %d. To train on "
+                "it again, leave the loader out of the load with include=",
+                *(type(self).__name__, self._first_epoch),
+            )
+            return
         if self._is_complete:  # who counts the batches never asks for one more, which would have ended the epoch
             self._go_to(self.epoch + 1)
         own = self._pass = object()
         # A seed of its own: torch's loader would draw one from the random numbers of the training at each start.
         self._generator.manual_seed(hash((self.seed, self.epoch, self._place(), self.rank)) & (1 << 62) - 1)
-        was_under_way = self._place() > 0
+        was_under_way = self._place() > 0 or not self._has_more()
         counted = None
         for batch in self._batches():
             self._check_own(own)
@@ -67,8 +79,8 @@ class CountingLoader(ABC):
         self._check_own(own)
         if counted is None and was_under_way and not self._is_told:
             logger.warning(
-                "a pass over a %s is empty: it is the rest of epoch %d, all of which was given before the save. The next "
-                "pass is epoch %d. A loop that counts epochs itself says so with set_epoch, and loses none",
+                "a pass over a %s is empty: it is the rest of epoch %d, all of which was given before the save. The "
+                "next pass is epoch %d. A loop that counts epochs itself says so with set_epoch, and loses none",
                 *(type(self).__name__, self.epoch, self.epoch + 1),
             )
         self._go_to(self.epoch + 1)
@@ -84,6 +96,7 @@ class CountingLoader(ABC):
     def _loaded(self, state: Mapping[str, Any]) -> None:
         """Take over the epoch of a state that was checked; a pass that is under way ends."""
         self._go_to(state["epoch"])
+        self._first_epoch, self._is_past = self.epoch, False
 
     def _go_to(self, epoch: int) -> None:
         self._pass, self._is_complete, self._is_told = object(), False, False
@@ -92,7 +105,7 @@ class CountingLoader(ABC):
     def _check_state(self, state: Any) -> None:
         """Raise StateMismatch unless a state is one of this kind of loader, over the same data in the same order."""
         mine = self.state_dict()
-        if not isinstance(state, Mapping) or state.keys() != mine.keys():
+        if not isinstance(state, Mapping) or state.keys() | _LATER != mine.keys() | _LATER:
             raise StateMismatch(
                 f"it is not the state of a {type(self).__name__}, which has {', '.join(mine)}",
                 hint="Begin its epoch anew: leave the loader out of the load with include=",

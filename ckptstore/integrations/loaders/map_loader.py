@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckptstore.errors import InvalidInput, StateMismatch
 from ckptstore.integrations.loaders.counting import CountingLoader, check_options
+from ckptstore.state.live.dataset_digest import digests_of, warn_of_other_data
 
 _OWN = {
     "sampler": "it makes its own order; see shuffle and seed",
@@ -83,6 +84,7 @@ class MapLoader(CountingLoader):
         super().__init__(batch_size, seed=seed, rank=rank, world_size=world_size)
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self.dataset, self._size, self._consumed = dataset, len(dataset), 0
+        self._digests = digests_of(dataset)
         if not len(self):
             raise InvalidInput(
                 f"{self._size} samples make no batch of {batch_size} on {self.world_size} ranks",
@@ -106,11 +108,13 @@ class MapLoader(CountingLoader):
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the samples of it that all ranks together were given, and what decides their order."""
         names = {"dataset_size": self._size, "shuffle": self.shuffle, "seed": self.seed}
-        return {"epoch": self.epoch, "consumed": self._consumed, **names}
+        return {"epoch": self.epoch, "consumed": self._consumed, **names, "data": dict(self._digests)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position. Raises StateMismatch for one in other data or another order."""
+        """Go to a position. Raises StateMismatch for one in data of another length or in another order. Warns of one in
+        data with other samples, as far as the dataset holds them in memory."""
         self._check_state(state)
+        warn_of_other_data(state.get("data", {}), self._digests)
         epoch, consumed = state["epoch"], state["consumed"]
         if type(epoch) is not int or type(consumed) is not int or epoch < 0 or not 0 <= consumed <= self._size:
             raise StateMismatch(f"{consumed!r} samples of epoch {epoch!r} are no position in {self._size} samples")
@@ -119,7 +123,7 @@ class MapLoader(CountingLoader):
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go to the position that all ranks of the save had. Raises StateMismatch if they were at different ones."""
-        if any(state != states[0] for state in states):
+        if any(_position(state) != _position(states[0]) for state in states):
             shown = sorted({f"{state.get('consumed')!r} of epoch {state.get('epoch')!r}" for state in states})
             raise StateMismatch(
                 f"the {len(states)} ranks that saved were at different positions: {', '.join(shown)}",
@@ -160,6 +164,11 @@ class MapLoader(CountingLoader):
         for batch in rank_batches(self._size, self._consumed, self.batch_size, place, drop_last=self.drop_last):
             positions = [position % self._size for position in batch]
             yield positions if order is None else order[positions].tolist()
+
+
+def _position(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all ranks have to have alike: not what their data sets hold, which may be drawn on each rank."""
+    return {name: item for name, item in state.items() if name != "data"}
 
 
 class _Epochs:

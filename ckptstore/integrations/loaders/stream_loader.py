@@ -88,14 +88,16 @@ class StreamLoader(CountingLoader):
         collate = _Counted(options.pop("collate_fn", None) or default_collate)
         self._options = {**options, "collate_fn": collate, "generator": self._generator}
         self._digest = hashlib.sha256("\n".join(self._streams).encode()).hexdigest()[:16]
+        self._num_workers = options.get("num_workers", 0) or 1
         self._positions: dict[str, Position] = {}
+        self._turn = 0
         self._begin(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, how far each stream of this rank was given to the loop, and what decides who has which."""
         names = {"streams": self._digest, "shuffle": self.shuffle, "seed": self.seed}
         place = {"rank": self.rank, "world_size": self.world_size}
-        return {"epoch": self.epoch, "positions": dict(self._positions), **names, **place}
+        return {"epoch": self.epoch, "positions": dict(self._positions), "turn": self._turn, **names, **place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to this rank's position of the same number of ranks. Raises StateMismatch for another place or other
@@ -108,7 +110,7 @@ class StreamLoader(CountingLoader):
                 hint="load_rank_states takes the states of all ranks, and divides them anew",
             )
         self._loaded(state)
-        self._positions = dict(state["positions"])
+        self._positions, self._turn = dict(state["positions"]), state.get("turn", 0)
 
     def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go to what is left by the states of all ranks that saved, of which this rank takes its share. Raises
@@ -154,7 +156,7 @@ class StreamLoader(CountingLoader):
         return any(position != FINISHED for position in self._positions.values())
 
     def _begin(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.epoch, self._turn = epoch, 0
         self._deal(dict.fromkeys(self._streams, 0))
 
     def _deal(self, positions: Mapping[str, Position]) -> None:
@@ -169,26 +171,34 @@ class StreamLoader(CountingLoader):
         self._positions = {name: positions[name] for name in mine}
 
     def _batches(self) -> Iterator[Any]:
-        left = [(name, position) for name, position in self._positions.items() if isinstance(position, int)]
-        yield from DataLoader(_Streams(left, self._read), batch_size=self.batch_size, **self._options)
+        streams = _Streams([*self._positions.items()], self._turn, self._read)
+        yield from DataLoader(streams, batch_size=self.batch_size, **self._options)
 
     def _counted(self, batch: Any) -> Any:
         positions, collated = batch
         self._positions.update(positions)
+        # Workers give batches in turn: that the next one is not the first goes into the state.
+        self._turn = ([*self._positions].index(next(iter(positions))) + 1) % self._num_workers
         return collated
 
 
 class _Streams(IterableDataset[tuple[dict[str, Position], Any]]):
-    """The samples of streams, each with the positions behind it. Workers share the streams."""
+    """The samples of streams, each with the positions behind it. Workers share the streams, those that are finished
+    too: each has the same ones throughout an epoch. The one with the first turn begins."""
 
-    def __init__(self, left: Sequence[tuple[str, int]], read: Callable[[str, int], Iterable[Any]]) -> None:
-        self._left, self._read = left, read
+    def __init__(
+        self, streams: Sequence[tuple[str, Position]], turn: int, read: Callable[[str, int], Iterable[Any]]
+    ) -> None:
+        self._streams, self._turn, self._read = streams, turn, read
 
     def __iter__(self) -> Iterator[tuple[dict[str, Position], Any]]:
         worker = get_worker_info()
+        number, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         held: tuple[str, int, Any] | None = None  # read one sample ahead: the last one says that its stream is finished
         finished: dict[str, Position] = {}
-        for name, start in self._left if worker is None else self._left[worker.id :: worker.num_workers]:
+        for name, start in self._streams[(number + self._turn) % step :: step]:
+            if not isinstance(start, int):
+                continue
             for count, sample in enumerate(self._read(name, start), start + 1):
                 if held is not None:
                     yield {held[0]: held[1], **finished}, held[2]

@@ -32,7 +32,7 @@ Column = Callable[[int], Any]
 
 
 def digests_of(dataset: Any) -> dict[str, str]:
-    """Return the digest of a few entries of each column of a data set; nothing for one that keeps its samples elsewhere.
+    """Return the digest of a few entries of each column of a data set; nothing for one with its samples elsewhere.
 
     The same data gives the same digests in another process, and on another machine: paths count by their last part.
     """
@@ -77,12 +77,16 @@ def _columns_of(dataset: Any, size: int, depth: int) -> Iterator[tuple[str, Colu
         for name in parts[0].keys() if all(part.keys() == parts[0].keys() for part in parts) else ():
             yield name, lambda position, name=name: _of_part(dataset.cumulative_sizes, parts, name, position)
     elif depth:
-        for name, item in sorted(getattr(dataset, "__dict__", {}).items()):
-            if type(item) in _COLUMNS and _length_of(item) == size:
-                yield name, item.__getitem__
-            elif isinstance(item, Dataset) and hasattr(item, "__len__") and len(item) == size:
-                for inner, column in _columns_of(item, size, depth - 1):
-                    yield f"{name}.{inner}", column
+        yield from _attributes_of(dataset, size, depth)
+
+
+def _attributes_of(dataset: Any, size: int, depth: int) -> Iterator[tuple[str, Column]]:
+    for name, item in sorted(getattr(dataset, "__dict__", {}).items()):
+        if type(item) in _COLUMNS and _length_of(item) == size:
+            yield name, item.__getitem__
+        elif isinstance(item, Dataset) and hasattr(item, "__len__") and len(item) == size:
+            for inner, column in _columns_of(item, size, depth - 1):
+                yield f"{name}.{inner}", column
 
 
 def _length_of(column: Any) -> int:

@@ -131,7 +131,7 @@ class Passes:
             iterator = self._make() if self.began is None else self._repeated(self.began)
             if not iterator._num_workers and (is_over or changed):
                 next(iterator._sampler_iter, None)  # where samplers leave the position that they were loaded with
-        if self.began is None and not self.base.persistent_workers and self._shares_generator():
+        if self.began is None and not iterator._num_workers and self._shares_generator():
             _draw_seed(self.base)  # torchdata has set the generator back to what it was before this
         _set_generators(self._loader, _added(loaded).get("generators", {}))
         if changed and not _is_complete(self.base, loaded):
@@ -163,8 +163,9 @@ class Passes:
             _set_generators(self._loader, began["generators"])
             _set_counters(self._loader, began["counters"])
             iterator = iter(sampler)
-            if began["draws_seed"]:  # as torch does between making the iterator and its first sample
+            if began["draws_seed"]:  # as torch does before the first sample; with workers it makes the iterator twice
                 _draw_seed(self.base)
+                iterator = iter(sampler) if self.base.num_workers else iterator
             return iterator
 
         index_sampler = self.base._index_sampler
@@ -236,15 +237,15 @@ def warn_of_order(key: str, item: Any, state: Any) -> None:
     if drawing:
         _warned.add(loader)
         logger.warning(
-            "the %s at %r is saved in the middle of a pass, whose order its %s draws anew in each process: a resume goes "
-            "on with other samples, some of them twice. Make the state with ckptstore.all_state before the loop, which "
-            "keeps what the order was drawn from; or take a sampler with a state_dict, or save at the ends of epochs",
+            "the %s at %r is saved in the middle of a pass, whose order its %s draws anew in each process: a resume "
+            "goes on with other samples, some of them twice. Make the state with ckptstore.all_state before the loop, "
+            "which keeps what the order was drawn from; or take a sampler with a state_dict, or save at the ends of epochs",
             *(type(loader).__name__, key, type(drawing[0]).__name__),
         )
 
 
 def go_on(key: str, item: Any, state: Any) -> None:
-    """See to the next pass of a loader that has got its state. Warn if nothing is left of the one that it goes on with."""
+    """See to the next pass of a loader that has got its state. Warn if nothing is left of the one that it had begun."""
     if not isinstance(state, Mapping) or _FINISHED not in state:
         return
     loader = item.loader if isinstance(item, LoaderState) else item
