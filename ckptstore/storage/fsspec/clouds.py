@@ -19,7 +19,7 @@ from ckptstore.storage.cloud.aws import sign_by
 from ckptstore.storage.cloud.aws_settings import found_keys, keys_of
 from ckptstore.storage.cloud.bodies import PART_BYTES, part_bytes, total_bytes
 from ckptstore.storage.cloud.client_options import INSIDE_FSSPEC
-from ckptstore.storage.cloud.files import Renewing
+from ckptstore.storage.cloud.files import Renewals, Renewing
 from ckptstore.storage.fsspec.generic import GenericStorage, class_for, stored
 from ckptstore.storage.uri import parse_uri
 
@@ -63,6 +63,7 @@ class CloudStorage(GenericStorage, Renewing):
     def __init__(self, uri: str, options: Mapping[str, Any], fs: Any = None) -> None:
         """See `GenericStorage`. s3fs makes one try of each request, unless `fs` is somebody else's."""
         super().__init__(uri, options, fs)
+        self._renewals = Renewals()  # to have opened it is no request that has succeeded
         self._leave_retries()
 
     def reopen(self) -> None:
