@@ -137,7 +137,7 @@ class _Noting(nn.Module):
     def _save_to_state_dict(self, state: Any, prefix: str, keep: bool) -> None:
         super()._save_to_state_dict(state, prefix, keep)
         metadata_of(state)[prefix[:-1]].update(
-            calls=(self._calls, [1.5]), amax=torch.tensor([2.0, -0.0]), dtype=torch.half
+            calls=(self._calls, [1.5]), amax=torch.tensor([2.0, -0.0], device="cpu"), dtype=torch.half
         )
 
     def _load_from_state_dict(self, state: Any, prefix: str, notes: Any, *rest: Any) -> None:

@@ -32,6 +32,7 @@ from ckptstore.group.meeting import pack
 from ckptstore.group.message import Keys, Message
 from ckptstore.group.torch_board import TorchBoard
 from ckptstore.opening import open_store
+from ckptstore.saving.request import Request
 from ckptstore.testing import Call, Delay, combine, with_faults
 from ckptstore.tools.bench.measure import Meter
 
@@ -43,9 +44,9 @@ _TIMEOUT_SECONDS = 600.0
 
 def answers() -> dict[int, tuple[str, Any]]:
     """Return a rank's answers in a first save, by the number of the meeting."""
-    options = {"kind": "directory", "exists": "replace", "suffix": "auto", "shared": [], "link": False}
+    given: dict[str, Any] = {"metrics": None, "metadata": None, "suffix": "auto", "shared": [], "link": False}
+    request = Request.of(step=1, kind="directory", exists="replace", **given).offer()
     offer = Offer("auto", [_FILE], size_bytes=len(_DATA)).to_json()
-    request = {"step": 1, "options": options}
     return {
         1: ("probe the root", None),
         2: ("read the probe", None),
