@@ -37,6 +37,7 @@ from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import files_of
 from ckptstore.saving.background import PendingSave
 from ckptstore.saving.save_state import Later
+from ckptstore.storage.retry import briefly
 
 logger = logging.getLogger("ckptstore.ray")
 
@@ -98,17 +99,20 @@ class Reports:
         self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, *, validation: Any, mark: str = ""
     ) -> None:
         """Report a checkpoint, in a directory with that mark or the attempt's own. Collective; returns when Ray's
-        controller is about to take it. Raises the error of writing the pointer on all ranks: none of them reports.
+        controller is about to take it. If the pointer cannot be written, all ranks report the metrics alone.
         """
         import ray.train
 
         name = f"{default_directory(checkpoint.step)}-{mark or checkpoint.uri.rpartition('-')[2]}"
-        try:
-            with self.job.group.meeting("pointer", step=checkpoint.step):  # ranks would wait at Ray's barrier for ever
+        try:  # ranks that do not meet would wait at Ray's barrier for ever
+            with briefly(), self.job.group.meeting("pointer", step=checkpoint.step):
                 pointing = self._pointing(name, lambda: Pointer.to(checkpoint, root=self.root))
         except CkptstoreError as error:
-            error.committed = True
-            raise
+            text = f"step {checkpoint.step} is committed, and Ray hears of it at the next start: {error}"
+            if self.worker.rank == 0:
+                logger.warning("%s", text)
+            self.alone({**self._metrics(checkpoint.step, metrics), "ckptstore_error": text})
+            return
         report_to_ray(
             self.ranked(checkpoint.step, metrics),
             checkpoint=pointing,
@@ -186,7 +190,7 @@ class Reports:
         """Report metrics without a checkpoint, after the reports before them; returns at once."""
         import ray.train
 
-        ray.train.report(metrics, checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
+        report_to_ray(metrics, validation=False, checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
 
     def skipped(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Report the metrics of a save that was left out, after the reports before it; returns at once."""
