@@ -336,7 +336,7 @@ class CheckpointStore(Catalogue):
 
         asked: dict[str, Any] = {"metrics": metrics, "metadata": metadata, "exists": exists}
         asked |= {"suffix": suffix, "shared": shared, "link": link}
-        return self.save_shard(lambda job: directory_of(job, step, path, **asked))
+        return save_shard(self, lambda job: directory_of(job, step, path, **asked))
 
     def resume(
         self,
@@ -449,77 +449,83 @@ class CheckpointStore(Catalogue):
         self._resumed = ResumedFrom.of(checkpoint.step, checkpoint.created_at, is_durable=checkpoint.number is not None)
         return checkpoint
 
-    def _begun(
-        self, job: Job, request: Request, shard: Shard, *, clock: SaveClock
-    ) -> tuple[Transaction[Any], Callable[[PendingSave | None], Checkpoint]]:
-        """Let the ranks agree on a save. Return the transaction, and a function that finishes it for a pending save or
-        None. Collective."""
-        if job.tier is None:
-            from ckptstore.saving.log_publisher import begin_in_store
 
-            direct, stored = begin_in_store(job, shard, request, clock=clock)
-            return direct, lambda _pending: Checkpoint(stored())
-        saver = self._state_saver
-        transaction, finish = saver.begin_shard(shard, request, clock=clock)
+def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]]) -> Checkpoint:
+    """Save the shard that `make` returns, as `save_directory` does. Collective."""
+    clock = store._clock()
+    job = store._in_turn(max_failures=0)
+    _, finish = _begun(store, job, *make(job), clock=clock)
+    return finish(None)
 
-        def finished(pending: PendingSave | None) -> Checkpoint:
-            saved = finish()
-            if pending is not None:
-                saver.watch(pending, saved, self._saved)
-            return self._saved(saved)
 
-        return transaction, finished
+def start_shard(
+    store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]], *, ended: Callable[[], object]
+) -> PendingSave:
+    """Save as `save_shard` does, but in the background after the agreement of the ranks. Collective.
 
-    # For integrations
+    The source of the shard must not change until `ended` is called, on any thread: the save has ended then.
+    """
+    from ckptstore.saving.background import PendingSave
 
-    def save_shard(self, make: Callable[[Job], tuple[Request, Shard]]) -> Checkpoint:
-        """Save the shard that `make` returns, as `save_directory` does. Collective."""
-        clock = self._clock()
-        job = self._in_turn(max_failures=0)
-        _, finish = self._begun(job, *make(job), clock=clock)
-        return finish(None)
+    clock = store._clock()
+    with ExitStack() as not_started:
+        not_started.callback(ended)
+        job = store._in_turn(max_failures=0)
+        request, shard = make(job)
+        transaction, finish_it = _begun(store, job, request, shard, clock=clock)
+        not_started.callback(transaction.close)
 
-    def start_shard(self, make: Callable[[Job], tuple[Request, Shard]], *, ended: Callable[[], object]) -> PendingSave:
-        """Save as `save_shard` does, but in the background after the agreement of the ranks. Collective.
+        def finish() -> Checkpoint:
+            try:
+                return finish_it(pending)
+            finally:
+                ended()
 
-        The source of the shard must not change until `ended` is called, on any thread: the save has ended then.
-        """
-        from ckptstore.saving.background import PendingSave
+        pending = PendingSave(request.step, stalled_seconds=clock.released())
+        store._background.start(pending, finish)
+        not_started.pop_all()
+    return pending
 
-        clock = self._clock()
-        with ExitStack() as not_started:
-            not_started.callback(ended)
-            job = self._in_turn(max_failures=0)
-            request, shard = make(job)
-            transaction, finish_it = self._begun(job, request, shard, clock=clock)
-            not_started.callback(transaction.close)
 
-            def finish() -> Checkpoint:
-                try:
-                    return finish_it(pending)
-                finally:
-                    ended()
+def wait_in_flight(store: CheckpointStore) -> None:
+    """Wait for the save in flight, but for no drain. Not collective."""
+    store._background.wait()
 
-            pending = PendingSave(request.step, stalled_seconds=clock.released())
-            self._background.start(pending, finish)
-            not_started.pop_all()
-        return pending
 
-    def wait_in_flight(self) -> None:
-        """Wait for the save in flight, but for no drain. Not collective."""
-        self._background.wait()
+def _begun(
+    store: CheckpointStore, job: Job, request: Request, shard: Shard, *, clock: SaveClock
+) -> tuple[Transaction[Any], Callable[[PendingSave | None], Checkpoint]]:
+    """Let the ranks agree on a save. Return the transaction, and a function that finishes it for a pending save or
+    None. Collective."""
+    if job.tier is None:
+        from ckptstore.saving.log_publisher import begin_in_store
 
-    def settle_saves(self, *, max_failures: int = 0) -> None:
-        """Wait for the save in flight; raise its error on this rank, unless it was raised before or is tolerated."""
-        self._background.wait()
-        self._background.raise_failure(max_failures=max_failures)
+        direct, stored = begin_in_store(job, shard, request, clock=clock)
+        return direct, lambda _pending: Checkpoint(stored())
+    saver = store._state_saver
+    transaction, finish = saver.begin_shard(shard, request, clock=clock)
 
-    def load_in_order(
-        self, state: Mapping[str, Any], order: Order, *, claim: bool, per_rank: PerRank = "error"
-    ) -> Checkpoint | None:
-        """Resume, or load without a `claim`, and try the live checkpoints in this `order`. Collective.
+    def finished(pending: PendingSave | None) -> Checkpoint:
+        saved = finish()
+        if pending is not None:
+            saver.watch(pending, saved, store._saved)
+        return store._saved(saved)
 
-        With a `FastOrder` and a claim, checkpoints on the disks of nodes are tried too. If nothing is found, those that
-        the order leaves out stay on the nodes.
-        """
-        return self._load(state, claim=claim, order=order, per_rank=per_rank)
+    return transaction, finished
+
+
+def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:
+    """Wait for the save in flight, and raise its error on this rank, unless it was raised before or is tolerated."""
+    store._background.wait()
+    store._background.raise_failure(max_failures=max_failures)
+
+
+def load_in_order(
+    store: CheckpointStore, state: Mapping[str, Any], order: Order, *, claim: bool, per_rank: PerRank = "error"
+) -> Checkpoint | None:
+    """Resume, or load without a `claim`, and try the live checkpoints in this `order`. Collective.
+
+    With a `FastOrder` and a claim, checkpoints on the disks of nodes are tried too. If nothing is found, those that the
+    order leaves out stay on the nodes.
+    """
+    return store._load(state, claim=claim, order=order, per_rank=per_rank)

@@ -20,7 +20,7 @@ from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.write.assignment import SaveMemo
-from ckptstore.store import CheckpointStore
+from ckptstore.store import CheckpointStore, save_shard
 
 
 @boundary
@@ -82,7 +82,7 @@ def import_state(
             )
             return Request.of(kind="state", **options), shard
 
-        return store.save_shard(make)
+        return save_shard(store, make)
 
 
 @contextmanager

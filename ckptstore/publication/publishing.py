@@ -22,7 +22,7 @@ from ckptstore.retention import Candidate, Policy
 from ckptstore.runtime.extras import needs
 from ckptstore.saving.transaction import checked
 from ckptstore.storage.uri import local_path
-from ckptstore.store import CheckpointStore
+from ckptstore.store import CheckpointStore, save_shard, start_shard, wait_in_flight
 
 if TYPE_CHECKING:
     from ckptstore.job import Job
@@ -154,7 +154,7 @@ class Publication:
         self._settle()
         checkpoint = None
         try:
-            checkpoint = self._store.save_shard(lambda job: self._request(job, version, weights, metadata))
+            checkpoint = save_shard(self._store, lambda job: self._request(job, version, weights, metadata))
         finally:
             self._end(checkpoint)
         self._show()
@@ -167,8 +167,8 @@ class Publication:
         every rank by the next call. Tensors that are cut among ranks are gathered before this returns.
         """
         self._settle()
-        self._pending = self._store.start_shard(
-            lambda job: self._request(job, version, weights, metadata), ended=self._show
+        self._pending = start_shard(
+            self._store, lambda job: self._request(job, version, weights, metadata), ended=self._show
         )
         return self._pending
 
@@ -200,7 +200,7 @@ class Publication:
 
     def _settle(self) -> None:
         """Wait for the version on its way, and learn whether it is the base of the next."""
-        self._store.wait_in_flight()
+        wait_in_flight(self._store)
         pending, self._pending = self._pending, None
         if pending is not None:
             self._end(None if pending.error() is not None else pending.result(0))

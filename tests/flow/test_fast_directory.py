@@ -14,6 +14,7 @@ from ckptstore import CheckpointStore, InvalidInput, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.events import CheckpointSkipped, FastBypassed, listening
 from ckptstore.saving.directory_shard import directory_of
+from ckptstore.store import start_shard
 
 
 def written(root: Path, step: int, rank: int) -> Path:
@@ -67,7 +68,7 @@ def test_files_are_on_the_nodes_and_come_into_the_store(jobs: Jobs, copies: int)
         def make(job: Any) -> Any:
             return directory_of(job, 3, written(jobs.root, 3, rank))
 
-        pending = store.start_shard(make, ended=lambda: shutil.rmtree(jobs.root / f"written-3-{rank}"))
+        pending = start_shard(store, make, ended=lambda: shutil.rmtree(jobs.root / f"written-3-{rank}"))
         assert not pending.result().is_durable
         return pending.durable(60).is_durable
 

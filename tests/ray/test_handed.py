@@ -28,6 +28,7 @@ from ckptstore.integrations.ray.kept_by_ray.reporting import _Brought, _Reporter
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
 from ckptstore.integrations.ray.reports import Reports
 from ckptstore.saving.phases import SaveClock
+from ckptstore.store import load_in_order
 
 ONCE = RetryConfig(retry_attempts=1)
 Start = Callable[..., ckptstore.ray.RayStore]
@@ -304,7 +305,7 @@ def test_starts_that_prefer_ray_leave_nothing_on_the_nodes(tmp_path: Path) -> No
             if latest is None or latest.number is None:
                 store.resume(state)
             else:
-                found = store.load_in_order(state, ray_store.RaysOrder(latest.number), claim=True)
+                found = load_in_order(store, state, ray_store.RaysOrder(latest.number), claim=True)
                 assert found is not None
                 assert found.number == latest.number
             for step in range(3):

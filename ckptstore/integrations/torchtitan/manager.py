@@ -27,6 +27,7 @@ from ckptstore.retention import KeepAll, KeepLatest
 from ckptstore.saving.background import PendingSave
 from ckptstore.state.read.stored import Choice
 from ckptstore.storage.uri import redact
+from ckptstore.store import load_in_order, settle_saves
 
 _SHOWN = 5
 _PER_RANK: dict[str, Choice] = {"train_state.*": "first"}
@@ -224,7 +225,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         ):
             return None  # nothing is claimed then
         flat = Lazily(lambda: self._flat(model_only=model_only))
-        found = self.store.load_in_order(flat, wanted, claim=claim, per_rank=_PER_RANK)
+        found = load_in_order(self.store, flat, wanted, claim=claim, per_rank=_PER_RANK)
         if found is not None:
             self._hand_back(flat.made, found)
         return found
@@ -286,7 +287,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
 
     def _wait_for_saving(self) -> None:
         self.save_future = None
-        self.store.settle_saves()
+        settle_saves(self.store)
 
     def _close(self) -> None:
         """Wait for the save in flight, and raise its error unless that was raised already."""

@@ -21,7 +21,7 @@ from ckptstore.events import CheckpointCommitted, Event, listening
 from ckptstore.integrations.trackers.reference import Reference
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.uri import parse_uri
-from ckptstore.store import CheckpointStore
+from ckptstore.store import CheckpointStore, wait_in_flight
 
 logger = logging.getLogger("ckptstore.trackers")
 
@@ -255,7 +255,7 @@ def follow(
     following = Following(
         store.uri,
         tracker,
-        settle=store.wait_in_flight,
+        settle=lambda: wait_in_flight(store),
         close_seconds=close_seconds,
         goes_on=lambda: job.tier is not None and not job.is_closed,
     )

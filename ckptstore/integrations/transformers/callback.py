@@ -20,7 +20,7 @@ from ckptstore.integrations.lazy_store import LazyStore, StoreSource, reports_to
 from ckptstore.integrations.transformers.shares import is_written_as, link, newest_written, seen_in
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.storage.disk.replacing import replace_directory
-from ckptstore.store import CheckpointStore
+from ckptstore.store import CheckpointStore, settle_saves, start_shard
 from ckptstore.tools.run.folders.division import Seen, divide
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         options = {"metrics": metrics, "metadata": {"epoch": state.epoch}, **self._save_options}
         if self._asynchronous:
             self._saves_in = self.store
-            self.store.start_shard(lambda job: directory_of(job, step, path, **options), ended=unlink)
+            start_shard(self.store, lambda job: directory_of(job, step, path, **options), ended=unlink)
             return
         try:
             self.store.save_directory(step, path, **options)
@@ -229,7 +229,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         store, self._saves_in = self._saves_in, None
         try:
             if store is not None:
-                store.settle_saves()
+                settle_saves(store)
         finally:
             self._resumed_directory.close()
             self._lazy_store.close()
@@ -239,7 +239,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
 
         def look() -> Seen:
             if self._asynchronous:  # the save in flight has the second names, and the store stores one at a time
-                self.store.settle_saves(max_failures=self._max_failures)
+                settle_saves(self.store, max_failures=self._max_failures)
             return seen_in(directory)
 
         seen = _exchanged(look)

@@ -19,7 +19,7 @@ from ckptstore.errors import CkptstoreError, InvalidInput, SourceChanged
 from ckptstore.events import emit
 from ckptstore.runtime.near import shown
 from ckptstore.saving.directory_shard import directory_of
-from ckptstore.store import CheckpointStore
+from ckptstore.store import CheckpointStore, save_shard
 from ckptstore.tools.run.explain import pattern_for, rule_of
 from ckptstore.tools.run.failures import FINAL, Failures
 from ckptstore.tools.run.folders import Folder, Found, Held, JobSeen, Look, same, save_found
@@ -305,7 +305,7 @@ class Committer:
             if found is not None and held is not None:
                 save_found(self.store, found, held, step=offer.step, **options)
             else:
-                self.store.save_shard(lambda job: directory_of(job, offer.step, None, **options))
+                save_shard(self.store, lambda job: directory_of(job, offer.step, None, **options))
         self._note_metrics(offer)
         self.failures = Failures(own=self.failures.own)
         self._committed, self._last_step = self._committed + 1, offer.step or 0

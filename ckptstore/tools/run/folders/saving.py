@@ -11,7 +11,7 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.shard import Plan, Shard
-from ckptstore.store import CheckpointStore
+from ckptstore.store import CheckpointStore, save_shard
 from ckptstore.tools.run.folders.folder import Held
 from ckptstore.tools.run.folders.found import Found
 
@@ -30,7 +30,7 @@ def save_found(store: CheckpointStore, found: Found, held: Held, **options: Any)
         request, shard = directory_of(job, options.pop("step"), held.files if held.names else None, **options)
         return request, _Looked(shard, held.check)
 
-    return store.save_shard(make)
+    return save_shard(store, make)
 
 
 class _Looked:
