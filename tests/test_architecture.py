@@ -418,8 +418,8 @@ def _is_own(value: ast.expr) -> bool:
     return ast.unparse(value) in ("self", "cls", "super()")
 
 
-FOREIGN_NAMES = {"_load_from_state_dict", "_replace", "_threads", "_value"}
-"""Those of classes that are not ours: of torch's modules, a named tuple, a thread pool and a semaphore."""
+FOREIGN_NAMES = {"_finished", "_load_from_state_dict", "_replace", "_reset", "_threads", "_value"}
+"""Those of classes that are not ours: of torch's modules and loaders, a named tuple, a thread pool and a semaphore."""
 
 
 @of_each(MODULES)

@@ -16,7 +16,7 @@ from ckptstore.errors import InvalidInput, InvalidState, StateMismatch
 logger = logging.getLogger("ckptstore")
 
 _LATER = {"data", "turn"}
-"""What the states of earlier versions do not have."""
+"""Names that a state may lack: it may be of an earlier version."""
 _WAYS_OUT = (
     "Give the loader what it was saved with; or leave it out of the load with include=, and it begins an epoch; or "
     "save under the old arguments at the end of an epoch first"

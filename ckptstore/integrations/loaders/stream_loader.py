@@ -88,7 +88,7 @@ class StreamLoader(CountingLoader):
         collate = _Counted(options.pop("collate_fn", None) or default_collate)
         self._options = {**options, "collate_fn": collate, "generator": self._generator}
         self._digest = hashlib.sha256("\n".join(self._streams).encode()).hexdigest()[:16]
-        self._num_workers = options.get("num_workers", 0) or 1
+        self._worker_count = options.get("num_workers", 0) or 1
         self._positions: dict[str, Position] = {}
         self._turn = 0
         self._begin(0)
@@ -178,7 +178,7 @@ class StreamLoader(CountingLoader):
         positions, collated = batch
         self._positions.update(positions)
         # Workers give batches in turn: that the next one is not the first goes into the state.
-        self._turn = ([*self._positions].index(next(iter(positions))) + 1) % self._num_workers
+        self._turn = ([*self._positions].index(next(iter(positions))) + 1) % self._worker_count
         return collated
 
 

@@ -1,4 +1,4 @@
-"""What a data set holds, by a few of its samples, so that another one of the same length is noticed.
+"""Digests of a few samples of a data set, so that another one of the same length is noticed.
 
 Only memory is looked at: lists, arrays and tensors with an entry for each sample. No code of the data set runs, since
 samples may be augmented at random, count how often they were read, or open files that workers must not share.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import PurePath
 from typing import Any
@@ -71,11 +72,11 @@ def _columns_of(dataset: Any, size: int, depth: int) -> Iterator[tuple[str, Colu
             yield str(number), tensor.__getitem__
     elif depth and type(dataset) is Subset:
         for name, column in _columns_of(dataset.dataset, len(dataset.dataset), depth - 1):  # type: ignore[arg-type]
-            yield name, lambda position, column=column: column(int(dataset.indices[position]))
+            yield name, partial(_at_index, dataset.indices, column)
     elif depth and type(dataset) is ConcatDataset:
         parts = [dict(_columns_of(part, len(part), depth - 1)) for part in dataset.datasets]  # type: ignore[arg-type]
         for name in parts[0].keys() if all(part.keys() == parts[0].keys() for part in parts) else ():
-            yield name, lambda position, name=name: _of_part(dataset.cumulative_sizes, parts, name, position)
+            yield name, partial(_of_part, dataset.cumulative_sizes, parts, name)
     elif depth:
         yield from _attributes_of(dataset, size, depth)
 
@@ -93,6 +94,10 @@ def _length_of(column: Any) -> int:
     if isinstance(column, torch.Tensor | np.ndarray):
         return column.shape[0] if column.ndim else 0
     return len(column)
+
+
+def _at_index(indices: Sequence[int], column: Column, position: int) -> Any:
+    return column(int(indices[position]))
 
 
 def _of_part(ends: list[int], parts: list[dict[str, Column]], name: str, position: int) -> Any:

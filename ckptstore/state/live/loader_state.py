@@ -86,6 +86,10 @@ class Passes:
         self.loaded: Mapping[str, Any] | None = None
         """The state that the next pass begins with."""
         base._get_iterator = self._iterator
+        made = base._iterator
+        if base._initial_iter_for_state_dict and not made._num_yielded and not made._finished:
+            # Made for a state alone, by Accelerate for each of its loaders, before a loop could set the epoch.
+            base._iterator, base._initial_iter_for_state_dict = None, False
 
     @classmethod
     def of(cls, loader: Any) -> Passes | None:
@@ -121,14 +125,14 @@ class Passes:
         """Return an iterator in place of the loader's `_get_iterator`, which is called when a pass begins."""
         if self.loaded is None:
             self._begin(draws_seed=True)
-            return self._watched(self._make())
+            return self._watched(self._new_iterator())
         loaded, self.loaded = self.loaded, None
         self.began, wanted = _added(loaded).get("began"), _counters(self._loader)
         is_over = bool(loaded[_FINISHED])
         before = {} if self.began is None else self.began["counters"]
         changed = [] if is_over else [name for name in wanted.keys() & before.keys() if wanted[name] != before[name]]
         with _same_numbers():
-            iterator = self._make() if self.began is None else self._repeated(self.began)
+            iterator = self._new_iterator() if self.began is None else self._repeated(self.began)
             if not iterator._num_workers and (is_over or changed):
                 next(iterator._sampler_iter, None)  # where samplers leave the position that they were loaded with
         if self.began is None and not iterator._num_workers and self._shares_generator():
@@ -145,7 +149,7 @@ class Passes:
             _set_counters(self._loader, wanted)
         return self._watched(iterator)
 
-    def _make(self) -> Any:
+    def _new_iterator(self) -> Any:
         return type(self.base)._get_iterator(self.base)
 
     def _begin(self, *, draws_seed: bool) -> None:
@@ -156,13 +160,13 @@ class Passes:
     def _repeated(self, began: Mapping[str, Any]) -> Any:
         """Return an iterator of the pass that was saved, with the order that it had."""
         if isinstance(self.base.dataset, IterableDataset):
-            return self._make()
+            return self._new_iterator()
 
         def begin(sampler: Any) -> Iterator[Any]:
             set_random_numbers(began["random"])
             _set_generators(self._loader, began["generators"])
             _set_counters(self._loader, began["counters"])
-            iterator = iter(sampler)
+            iterator: Iterator[Any] = iter(sampler)
             if began["draws_seed"]:  # as torch does before the first sample; with workers it makes the iterator twice
                 _draw_seed(self.base)
                 iterator = iter(sampler) if self.base.num_workers else iterator
@@ -173,14 +177,14 @@ class Passes:
         if type(index_sampler).__module__.startswith("torchdata."):  # its iterators begin those of the sampler inside
             holder, sampler = index_sampler, index_sampler.sampler
         if hasattr(sampler, "state_dict"):
-            return self._make()
+            return self._new_iterator()
         with ExitStack() as stack:
             held = vars(holder)  # torch's loader lets nobody set its samplers
             for name in ("sampler", "batch_sampler"):
                 if held.get(name) is sampler:
                     stack.callback(held.__setitem__, name, sampler)
                     held[name] = _Again(sampler, begin)
-            iterator = self._make()
+            iterator = self._new_iterator()
             inner = getattr(iterator._sampler_iter, "sampler_iter", iterator._sampler_iter)
             if not iterator._num_workers and not hasattr(inner, "state_dict"):
                 # Batch by batch, as the saved one: samplers draw with their first sample, and some after the last one.
@@ -203,7 +207,7 @@ class Passes:
 
             def begin(*arguments: Any, **options: Any) -> None:
                 self._begin(draws_seed=False)
-                found = iterator_ref()
+                found: Any = iterator_ref()
                 type(found)._reset(found, *arguments, **options)
 
             iterator._reset = begin
@@ -239,7 +243,7 @@ def warn_of_order(key: str, item: Any, state: Any) -> None:
         logger.warning(
             "the %s at %r is saved in the middle of a pass, whose order its %s draws anew in each process: a resume "
             "goes on with other samples, some of them twice. Make the state with ckptstore.all_state before the loop, "
-            "which keeps what the order was drawn from; or take a sampler with a state_dict, or save at the ends of epochs",
+            "which keeps what the order was drawn from; or take a sampler with a state_dict; or save at ends of epochs",
             *(type(loader).__name__, key, type(drawing[0]).__name__),
         )
 
