@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout, lock_descriptor
-
 _POLL_SECONDS = 0.05
 
 
@@ -27,6 +25,8 @@ class Exclusive:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        from filelock import FileLock  # only here and below: a save and a load do without it
+
         # The object has the lock, not a thread. A soft lock, which filelock makes of a file on a system without flock,
         # would outlive a process that is killed.
         self._lock = FileLock(
@@ -45,6 +45,8 @@ class Exclusive:
         return True
 
     def _try(self) -> bool:
+        from filelock import Timeout
+
         Path(self._lock.lock_file).parent.stat()  # filelock would make a lost one, and let others in
         with contextlib.suppress(Timeout):
             self._lock.acquire(blocking=False)
@@ -52,6 +54,8 @@ class Exclusive:
         return False
 
     def _check_name(self, descriptor: int) -> None:
+        from filelock import Timeout
+
         if not is_named(self._lock.lock_file, descriptor):
             raise Timeout(self._lock.lock_file)
 
@@ -88,12 +92,31 @@ def lock_open_file(descriptor: int, *, shared: bool) -> bool:
     descriptor, hold it too until they close it or end. Readers rely on that, and so does the trainer of an agent.
     """
     if not shared:
+        from filelock import lock_descriptor
+
         return lock_descriptor(descriptor, blocking=False)
     try:  # filelock's shared lock is one on an SQLite database, which no child keeps
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool | None:
+    """Return whether a process, this one included, holds a lock of a file; None if that cannot be seen from here."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        try:
+            first = os.open(path, os.O_RDWR | flags)  # NFS wants it for an exclusive lock
+        except PermissionError:
+            first = os.open(path, os.O_RDONLY | flags)
+        stack.callback(os.close, first)
+        if not lock_open_file(first, shared=False):
+            return True
+        stack.callback(os.close, second := os.open(path, os.O_RDONLY | flags))
+        if not lock_open_file(second, shared=True):  # where a second lock is not refused, nobody sees any
+            return False
+    return None
 
 
 def locks_work(probe: str | os.PathLike[str]) -> bool:

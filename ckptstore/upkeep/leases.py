@@ -3,6 +3,11 @@
 A lease is fresh for `FRESH_SECONDS` by the storage's clock. One thread of the process renews all its leases. If a lease
 cannot be written, a warning is logged, the reader goes on, and the lease is tried again soon.
 
+On some file systems each machine stamps its files itself, with a clock that may be wrong. So on a disk a time that is
+not fresh is no proof yet. The reader also locks its lease (flock) while it reads: as long as the lock is seen, the
+reader lives. The lease of another machine, whose lock may not be seen here, must have been the same in two looks of one
+machine that are `FRESH_SECONDS` apart.
+
 A forked child takes a lease of its own for every directory that its parent has handed out, and renews it as long as it
 lives: the parent may be done with the directory before the child is.
 """
@@ -14,16 +19,20 @@ import logging
 import os
 import platform
 import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from ckptstore.errors import CkptstoreError, StorageError
+from ckptstore.errors import CkptstoreError, FileMissing, StorageError
 from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.format.layout import LEASE_PREFIX, lease_key, parse_lease_key
+from ckptstore.node_cache.place import boot_id
+from ckptstore.runtime.file_locks import is_locked, is_named, lock_open_file
 from ckptstore.runtime.parallel import started
-from ckptstore.storage.base import Storage
+from ckptstore.storage.base import Disk, Storage, StoredFile
 
 FRESH_SECONDS = 600.0
 RENEW_SECONDS = 120.0
@@ -43,6 +52,8 @@ class _Lease:
     is_over: bool = False
     is_late: bool = False
     """True if the last write of it failed."""
+    descriptor: int | None = None
+    """The locked file, on a disk with locks."""
     lock: threading.Lock = field(default_factory=lambda: threading.Lock())
     """The lock of writing and giving back: a late renewal would leave a lease behind that nobody gives back."""
 
@@ -54,19 +65,49 @@ class _Lease:
             self.key = self.key or lease_key(
                 self.number, f"{platform.node()[:40] or 'host'}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
             )
-            body = {"version": FORMAT_VERSION, "host": platform.node(), "pid": os.getpid()}
             try:
-                self.storage.write(self.key, [memoryview(json.dumps(body).encode())])
+                self._write()
+                if isinstance(self.storage, Disk) and not self._is_locked(self.storage):
+                    self._lock(self.storage)
+                    self._write()  # only now, so that nobody takes one that is about to be locked for a dead one
                 self.is_late = False
             except StorageError as error:
                 if not self.is_late:
                     logger.warning("no lease could be written, so a prune may delete what is being read: %s", error)
                 self.is_late = True
 
+    def _write(self) -> None:
+        body = {"version": FORMAT_VERSION, "host": platform.node(), "pid": os.getpid(), "boot": boot_id()}
+        data = json.dumps(body | {"locked": self.descriptor is not None}).encode()
+        if isinstance(self.storage, Disk):
+            self.storage.overwrite(self.key, data)  # a new file would not have the lock
+        else:
+            self.storage.write(self.key, [memoryview(data)])
+
+    def _is_locked(self, disk: Disk) -> bool:
+        """True if the lock is on the file that has the name: somebody may have removed the one before."""
+        return self.descriptor is not None and is_named(disk.local_path(self.key), self.descriptor)
+
+    def _lock(self, disk: Disk) -> None:
+        """Lock the file, if locks work here."""
+        self.unlock()
+        with suppress(OSError):
+            self.descriptor = os.open(disk.local_path(self.key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if lock_open_file(self.descriptor, shared=True):
+                return
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Close the locked file. The lock ends once every process that has inherited it does so."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        self.descriptor = None
+
     def give_back(self) -> None:
         """Remove the lease after the end of the reading."""
         with self.lock:
             self.is_over = True
+            self.unlock()
             try:
                 self.storage.delete([self.key] if self.key else [])
             except StorageError as error:
@@ -111,18 +152,93 @@ def fresh(storage: Storage, *, now_seconds: float) -> dict[int, int]:
     `now_seconds` is by the storage's clock; an earlier time finds at least as many leases.
     """
     found: dict[int, int] = {}
-    stale = []
-    for file in storage.list(LEASE_PREFIX):
-        number = parse_lease_key(file.key)
-        if number is None:
-            continue
-        if now_seconds - file.modified_seconds < FRESH_SECONDS:
-            found[number] = found.get(number, 0) + 1
-        else:
-            stale.append(file.key)
+    living, stale = look(storage, now_seconds=now_seconds)
+    for number, _ in living:
+        found[number] = found.get(number, 0) + 1
     with suppress(CkptstoreError):  # one of another user may be in a directory of his own
         storage.delete(stale)
     return found
+
+
+def look(
+    storage: Storage, *, now_seconds: float, remember: bool = True
+) -> tuple[list[tuple[int, StoredFile]], list[str]]:
+    """Return the fresh leases, each with its checkpoint number, and the keys of all others.
+
+    With `remember` a later look knows of this one, by a small file in the store; it is written only where a lease of
+    another machine looks old.
+    """
+    living: list[tuple[int, StoredFile]] = []
+    stale: list[str] = []
+    doubted: dict[str, tuple[int, StoredFile]] = {}
+    looks_key, has_looks = f"{LEASE_PREFIX}looks-{boot_id()}.json", False
+    for file in storage.list(LEASE_PREFIX):
+        number = parse_lease_key(file.key)
+        has_looks |= file.key == looks_key
+        if number is None:
+            continue
+        if abs(now_seconds - file.modified_seconds) < FRESH_SECONDS or not isinstance(storage, Disk):
+            is_dead: bool | None = now_seconds - file.modified_seconds >= FRESH_SECONDS
+        else:
+            is_dead = _is_dead(storage, file, is_old=now_seconds > file.modified_seconds)
+        if is_dead is None:
+            doubted[file.key] = (number, file)
+        elif is_dead:
+            stale.append(file.key)
+        else:
+            living.append((number, file))
+    if doubted or (has_looks and remember):
+        gone = _unchanged(storage, looks_key, [file for _, file in doubted.values()], remember=remember)
+        stale += gone
+        living += [found for key, found in doubted.items() if key not in gone]
+    return living, stale
+
+
+def _is_dead(storage: Storage, file: StoredFile, *, is_old: bool) -> bool | None:
+    """On a disk: return whether the reader has ended, for a lease whose time is not fresh; None if nobody knows."""
+    assert isinstance(storage, Disk)
+    try:
+        body = json.loads(storage.read(file.key))
+    except FileMissing:
+        return True
+    except StorageError:
+        return None
+    except ValueError:
+        body = None
+    # The order counts: a body that speaks of a lock was written under it.
+    locked = is_locked(storage.local_path(file.key))
+    boot = body.get("boot") if isinstance(body, dict) else None
+    if locked:
+        return False
+    if not boot:  # of another program: only its time counts
+        return is_old
+    has_lock = body.get("locked") is True
+    if boot != boot_id() or (has_lock and locked is None):
+        return None
+    return is_old or has_lock  # one machine has one clock
+
+
+def _unchanged(storage: Storage, looks_key: str, files: Sequence[StoredFile], *, remember: bool) -> set[str]:
+    """Return the keys of those leases that were the same `FRESH_SECONDS` ago, in a look of this machine."""
+    try:
+        before = json.loads(storage.read(looks_key))
+    except (StorageError, ValueError):
+        before = {}
+    now_seconds = time.monotonic()  # counts from the boot, for all processes of the machine
+    looks: dict[str, list[Any]] = {}
+    for file in files:
+        match before:
+            case {file.key: [file.version, int() | float() as since]} if since <= now_seconds:
+                looks[file.key] = [file.version, since]
+            case _:
+                looks[file.key] = [file.version, now_seconds]
+    if remember and looks != before:
+        with suppress(StorageError):
+            if looks:
+                storage.write(looks_key, [memoryview(json.dumps(looks).encode())])
+            else:
+                storage.delete([looks_key])
+    return {key for key, (_, since) in looks.items() if now_seconds - since >= FRESH_SECONDS}
 
 
 def _start_renewer() -> None:
@@ -154,6 +270,7 @@ def _after_fork() -> None:
     _lock, _released, _renewer = threading.Lock(), threading.Event(), None
     for lease in list(_held):
         lease.lock, lease.key = threading.Lock(), ""  # the old key is the parent's, which gives it back
+        lease.unlock()  # the parent's too, whose death the lock shall show
         if lease.is_handed_out:
             lease.write()
         else:

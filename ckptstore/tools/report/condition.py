@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.format.layout import CHECKPOINT_PREFIX, LEASE_PREFIX, Attempt, parse_lease_key
+from ckptstore.format.layout import CHECKPOINT_PREFIX, LEASE_PREFIX, Attempt
 from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.tools.report.document import SeenLease, TornAttempt
 from ckptstore.tools.report.history import Life
 from ckptstore.upkeep.garbage import ListedAttempt, listed_attempts, look_for_garbage
-from ckptstore.upkeep.leases import FRESH_SECONDS
+from ckptstore.upkeep.leases import look
 
 LISTED_FILES = 200_000
 """The most files to list: of more a listing takes minutes on an object store."""
@@ -99,9 +99,9 @@ def _torn(directory: str, listed: ListedAttempt, newest: Record, reason: str, *,
 def _leases(storage: Storage, now_seconds: float) -> list[SeenLease]:
     """Return the leases that are fresh. Only readers on a disk write any."""
     found = []
-    for file in storage.list(LEASE_PREFIX) if isinstance(storage, Disk) else ():
-        number, age_seconds = parse_lease_key(file.key), max(0.0, now_seconds - file.modified_seconds)
-        if number is not None and age_seconds < FRESH_SECONDS:
-            holder = file.key.removeprefix(LEASE_PREFIX).partition("-")[2].removesuffix(".json")
-            found.append(SeenLease(holder=holder, number=number, age_seconds=age_seconds))
+    living = look(storage, now_seconds=now_seconds, remember=False)[0] if isinstance(storage, Disk) else ()
+    for number, file in living:
+        holder = file.key.removeprefix(LEASE_PREFIX).partition("-")[2].removesuffix(".json")
+        age_seconds = max(0.0, now_seconds - file.modified_seconds)
+        found.append(SeenLease(holder=holder, number=number, age_seconds=age_seconds))
     return sorted(found, key=lambda lease: (lease.number, lease.holder))
