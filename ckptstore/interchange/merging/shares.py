@@ -46,7 +46,7 @@ def shares(
     return _normalized(count, (1.0,) * count if weights is None else weights, is_arc=method == "slerp")
 
 
-def _normalized(count: int, weights: Sequence[float], *, is_arc: bool) -> tuple[float, ...]:
+def _normalized(count: int, weights: Any, *, is_arc: bool) -> tuple[float, ...]:
     if is_arc and count != 2:
         raise InvalidInput(f'"slerp" is of two checkpoints, {count} were passed')
     if isinstance(weights, str) or not isinstance(weights, Sequence) or not all(map(_is_number, weights)):
