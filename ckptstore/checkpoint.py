@@ -231,6 +231,8 @@ class Checkpoint:
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Set some fields of the user's metadata and keep the others."""
+        if not isinstance(metadata, Mapping):
+            raise InvalidMetadata(f"metadata is a {type(metadata).__name__}, not a mapping")
         self.set_metadata({**self.get_metadata(), **metadata})
 
     def as_directory(self) -> AbstractContextManager[Path]:

@@ -336,17 +336,18 @@ class KeepWeights(Policy):
     drop: str | tuple[str, ...] = "optimizer*"
 
     def __post_init__(self) -> None:
-        if self.rule.thins():
+        rule: Any = self.rule
+        if not isinstance(rule, Policy) or rule.thins():
             raise InvalidInput(f"KeepWeights takes a rule that keeps checkpoints whole, not {self.rule!r}")
         if isinstance(self.rule, KeepWithin):
             raise InvalidInput(
                 "KeepWeights takes a rule without a budget, which is for all that stays",
                 hint='Write (KeepLatest(3) | KeepWeights(KeepEvery(steps=1000))) & KeepWithin("2TB")',
             )
-        drop = (self.drop,) if isinstance(self.drop, str) else tuple(self.drop)
-        if not drop or not all(drop):
+        drop: Any = (self.drop,) if isinstance(self.drop, str) else self.drop
+        if not isinstance(drop, Sequence) or not drop or not all(isinstance(one, str) and one for one in drop):
             raise InvalidInput(f"KeepWeights has drop={self.drop!r}, it must be one or several patterns of keys")
-        object.__setattr__(self, "drop", drop)
+        object.__setattr__(self, "drop", tuple(drop))
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
         return {}

@@ -299,7 +299,7 @@ class CheckpointStore(Catalogue):
     def save_directory(
         self,
         step: int,
-        path: str | os.PathLike[str] | None,
+        path: os.PathLike[str] | str | None,  # in this order it is not checked here: a wrong one is told to all ranks
         *,
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,

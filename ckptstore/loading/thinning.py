@@ -15,10 +15,11 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ckptstore.dcp.stock.stock_thin import StockLeft, check_frame
 from ckptstore.errors import CheckpointGone, CkptstoreError, FileMissing, InvalidInput, StorageError, StoreFenced
@@ -74,10 +75,14 @@ class ThinReport:
         return self.size_bytes - self.left_bytes
 
 
-def thin(job: Job, step: int, patterns: Sequence[str], *, force: bool = False, dry_run: bool = False) -> ThinReport:
+def thin(job: Job, step: int, patterns: Any, *, force: bool = False, dry_run: bool = False) -> ThinReport:
     """Drop the keys that fit a pattern from the live checkpoint of a step; see `Catalogue.thin`."""
     step = check_step(step)
-    if not patterns or not all(patterns):
+    if (
+        not isinstance(patterns, Collection)
+        or not patterns
+        or not all(isinstance(one, str) and one for one in patterns)
+    ):
         raise InvalidInput(f"drop is {patterns!r}, it must be one or several patterns", hint='Such as "optimizer.*"')
     check_has_trash(job)
     newest = job.log.newest()

@@ -117,7 +117,7 @@ def parse_sample(sample: float | str | None) -> float | None:
         return None
     try:
         share = float(sample[:-1]) / 100 if isinstance(sample, str) and sample.endswith("%") else float(sample)
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         share = -1.0
     if not 0 < share <= 1:
         raise InvalidInput(f"sample is {sample!r}, it is a share like 0.05 or '5%'")

@@ -135,10 +135,10 @@ class Background:
             raise SaveBusy(f"The save before that of step {step} is still in flight", hint="Save less often, or wait")
         return not is_busy
 
-    def failure(self, *, max_failures: int = 0) -> CkptstoreError | None:
+    def failure(self, *, max_failures: Any = 0) -> CkptstoreError | None:
         """Return the error of the last save, once only, if more than `max_failures` saves have failed in a row."""
-        if max_failures < 0:
-            raise InvalidInput(f"max_failures is {max_failures!r}, it must be at least 0")
+        if not isinstance(max_failures, int) or max_failures < 0:
+            raise InvalidInput(f"max_failures is {max_failures!r}, it is an integer of at least 0")
         error, self._unseen = self._unseen, None
         if error is None or self._failures > max_failures:
             return error

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptstore.boundary import is_path
 from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.events import SaveStarted, emit
 from ckptstore.format.layout import Attempt
@@ -111,9 +112,12 @@ class DirectoryShard:
     def describe(self) -> list[Any]:
         if self._link and not isinstance(self._storage, Disk):
             raise InvalidInput(f"link=True makes hard links, and {self._storage.uri} is no disk", hint="Leave link out")
-        if isinstance(self._shared, str):
-            raise InvalidInput(f"shared is {self._shared!r}, it is a list of names", hint=f"As in [{self._shared!r}]")
+        if not _are_names(self._shared):
+            example = self._shared if isinstance(self._shared, str) else "tokenizer.json"
+            raise InvalidInput(f"shared is {self._shared!r}, it is a list of names", hint=f"As in [{example!r}]")
         found = self._found = self._find()
+        if not isinstance(found, Directory):  # what a function made that was passed for a path
+            raise InvalidInput(f"path is {self._find!r}, it is a path, or None")
         digests = sha256_of_files(found, sorted(self._shared))
         size_bytes = 0 if self._link else found.size_bytes
         return Offer(self._suffix, list(found.files), found.empty, digests, size_bytes).to_json()
@@ -141,14 +145,15 @@ def directory_of(
     metrics: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     exists: str = "replace",
-    suffix: str = "auto",
-    shared: Collection[str] = (),
+    suffix: Any = "auto",
+    shared: Any = (),
     link: bool = False,
 ) -> tuple[Request, DirectoryShard]:
     """Return the checked request of a `save_directory`, and the shard of this rank. Collective if the request is bad,
     so that its error is raised on all ranks. In place of a path there may be a function that lists this rank's files.
     """
     rank, storage, transfer = job.group.rank, job.storage, job.transfer
+    suffix = suffix if isinstance(suffix, str) else repr(suffix)  # the wrong ones are refused later, on all ranks
     request = checked(
         job.group,
         kind="directory",
@@ -158,7 +163,7 @@ def directory_of(
         exists=exists,
         retention=job.retention,
         suffix=suffix,
-        shared=sorted(shared),
+        shared=sorted(shared) if _are_names(shared) else repr(shared),
         link=link,
     )
     find = path if callable(path) else lambda: _listed(path, storage)
@@ -166,8 +171,16 @@ def directory_of(
     return request, shard
 
 
+def _are_names(shared: Any) -> bool:
+    return (
+        isinstance(shared, Collection) and not isinstance(shared, str) and all(isinstance(name, str) for name in shared)
+    )
+
+
 def _listed(path: str | os.PathLike[str] | None, storage: Storage) -> Directory:
     """List a rank's directory. Raises InvalidSource if the store lies in it: each save would store all those before."""
+    if path is not None and not is_path(path):
+        raise InvalidInput(f"path is {path!r}, it is a path, or None")
     if path is not None and isinstance(storage, Disk):
         store = Path(os.path.realpath(storage.local_path("")))
         if store.is_relative_to(os.path.realpath(path)):

@@ -64,6 +64,11 @@ def merge(
     Raises InvalidInput and InvalidState before anything is written; InvalidState for a value that `dtype` cannot hold,
     and CheckpointDamaged (nothing is left then); errors of writing the files, the same on all ranks.
     """
+    wanted: Any = checkpoints
+    if not isinstance(wanted, Sequence) or not all(isinstance(one, Checkpoint) for one in wanted):
+        raise InvalidInput(
+            f"checkpoints is {checkpoints!r}, it is a list of checkpoints", hint="Such as [store[1], store[2]]"
+        )
     if len(checkpoints) < 2:
         raise InvalidInput(f"A merge is of two checkpoints or more, {len(checkpoints)} was passed")
     coefficients = shares(len(checkpoints), method, weights=weights, decay=decay, schedule=schedule)

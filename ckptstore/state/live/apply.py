@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ckptstore.errors import InvalidInput
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.live.contents import load_stateful, load_value, pass_state
 from ckptstore.state.live.flatten import FlatState, Kind, Unit, is_loader, units_of
@@ -200,12 +201,21 @@ def begin_load(
     matching = Matching(saved, include=include, casts=casts)
     loading = Loading(matching)
     try:
-        loading.begin(units, matching, None if device is None else torch.device(device))
+        loading.begin(units, matching, _device_of(device))
     except BaseException:
         loading.abandon()
         raise
     loading.conflicts = matching.close(state)
     return loading
+
+
+def _device_of(device: Any) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"device is {device!r}, it is one that torch has here: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _optimizer_load(
