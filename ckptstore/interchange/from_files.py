@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import mmap
 import re
 import zipfile
@@ -31,8 +32,6 @@ from ckptstore.state.live.optimizers import GROUPS, STATE
 from ckptstore.state.read.stored import read_whole
 from ckptstore.transfer import RangeRead
 
-_EXPANDED_BYTES = 64 << 20
-"""The most bytes of a tensor whose elements share memory."""
 _REFUSED_CLASS = re.compile(r"GLOBAL (\w[\w.]*)")
 _PART = re.compile(r"(.*-)(\d{4,})(-of-)(\d{4,})(\..*)")
 """Names of the files among which tools divide one state."""
@@ -61,7 +60,7 @@ def read_torch_file(path: Path, intake: Intake) -> FlatState:
     if not isinstance(loaded, Mapping) or not loaded or not _has_text_keys(loaded):
         raise InvalidSource(f"{path} holds a {type(loaded).__name__}, and not a dict with text as keys")
     try:
-        _check_inside((), loaded)
+        _check_inside((), loaded, intake.allow_bytes)
         _add(intake, (), loaded)
     except RecursionError:
         raise InvalidSource(
@@ -111,29 +110,32 @@ def _add(intake: Intake, path: tuple[Any, ...], item: Any) -> None:
         intake.add_value(path, item)
 
 
-def _check_inside(path: tuple[Any, ...], item: Any) -> None:
+def _check_inside(path: tuple[Any, ...], item: Any, allow_bytes: int) -> None:
     """Look at all tensors of a value. Raises RecursionError for one that contains itself."""
     if isinstance(item, torch.Tensor):
-        _check_expanded(path, item)
+        _check_expanded(path, item, allow_bytes)
     elif isinstance(item, Mapping):
         for part, inner in item.items():
-            _check_inside((*path, part), inner)
+            _check_inside((*path, part), inner, allow_bytes)
     elif isinstance(item, list | tuple):
         for index, inner in enumerate(item):
-            _check_inside((*path, index), inner)
+            _check_inside((*path, index), inner, allow_bytes)
 
 
-def _check_expanded(path: tuple[Any, ...], tensor: torch.Tensor) -> None:
+def _check_expanded(path: tuple[Any, ...], tensor: torch.Tensor, allow_bytes: int) -> None:
     """Raise InvalidSource for a large tensor whose elements share memory: a file of a few bytes may say that it has
     many GiB, all of which an import would write."""
-    if tensor.layout != torch.strided or tensor.numel() * tensor.element_size() <= _EXPANDED_BYTES:
+    if tensor.layout != torch.strided or tensor.numel() * tensor.element_size() <= allow_bytes:
         return
     size_bytes, held_bytes = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
-    if size_bytes > held_bytes:
+    _check_size(".".join(map(str, path)), size_bytes, held_bytes, allow_bytes)
+
+
+def _check_size(key: str, size_bytes: int, held_bytes: int, allow_bytes: int) -> None:
+    if size_bytes > max(held_bytes, allow_bytes):
         raise InvalidSource(
-            f"{'.'.join(map(str, path))} has {size_bytes:,} bytes in {held_bytes:,} bytes of the file, for its elements"
-            " share memory",
-            hint="If that is meant, load the file, make the tensor contiguous, and save it again",
+            f"{key} has {size_bytes:,} bytes in {held_bytes:,} bytes of the source, for its elements share memory",
+            hint=f"If that is meant, pass allow_bytes={size_bytes} (--allow-bytes {size_bytes})",
         )
 
 
@@ -259,6 +261,10 @@ def read_dcp(
 
     aliases = {key: source for key, source in stock.index.aliases.items() if wanted(key)}
     sources = {*aliases.values(), *(key for key in stock.index.tensors if wanted(key) and key not in aliases)}
+    for key in sources:
+        entry = stock.index.tensors[key]
+        size_bytes = math.prod(entry.shape) * entry.torch_dtype.itemsize
+        _check_size(key, size_bytes, sum(sizes_bytes.values()), intake.allow_bytes)
     tensors = read_whole(stock, {key: entry for key, entry in stock.index.tensors.items() if key in sources})
     of_optimizers: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {path: {} for path in optimizers}
     everything = {**tensors, **{key: tensors[source] for key, source in aliases.items()}, **stock.values(wanted)}

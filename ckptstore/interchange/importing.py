@@ -12,7 +12,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
 from ckptstore.format.layout import DCP_METADATA_NAME, check_step
 from ckptstore.interchange.from_files import read_dcp, read_safetensors, read_torch_file
-from ckptstore.interchange.intake import Intake, Rename
+from ckptstore.interchange.intake import EXPANDED_BYTES, Intake, Rename
 from ckptstore.interchange.places import on_this_machine, opened_folder, translated
 from ckptstore.interchange.selection import KINDS, Kind
 from ckptstore.job import Job
@@ -37,6 +37,7 @@ def import_state(
     rename: Rename | None = None,
     state: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
+    allow_bytes: int = EXPANDED_BYTES,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Commit a state that other tools wrote as a checkpoint of `step`. For one process alone.
@@ -57,6 +58,8 @@ def import_state(
         state: the live state that will be resumed. `optimizer.state_dict()` numbers the parameters; the optimizer and
             the module in this state name them. It is not changed.
         allow_pickle: read and store values that are pickles; they can execute anything.
+        allow_bytes: the most bytes of a tensor whose elements share memory. A file of a few bytes may hold one of many
+            GiB, all of which an import writes.
         storage_options: for the storage of a source that is a URI.
 
     Raises InvalidInput, FileMissing, CheckpointDamaged before anything is written; then the errors of a save.
@@ -64,7 +67,9 @@ def import_state(
     if kind not in KINDS:
         raise InvalidInput(f"kind is {kind!r}, it is one of {', '.join(KINDS)}")
     check_step(step)
-    intake = Intake(include=include, rename=rename, state=state, allow_pickle=allow_pickle)
+    if type(allow_bytes) is not int or allow_bytes < 0:
+        raise InvalidInput(f"allow_bytes is {allow_bytes!r}, it is an integer of at least 0")
+    intake = Intake(include=include, rename=rename, state=state, allow_pickle=allow_pickle, allow_bytes=allow_bytes)
     options: dict[str, Any] = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
     with _read(source, kind, intake, storage_options) as flat:
 

@@ -12,6 +12,9 @@ from ckptstore.state.live.flatten import FlatState, Kind, Path, TensorEntry, joi
 from ckptstore.state.live.optimizers import EMPTY_GROUPS, GROUPS, MORE, STATE, scope_of, settings_of
 from ckptstore.state.live.patterns import fits, patterns_of
 
+EXPANDED_BYTES = 64 << 20
+"""The most bytes of a tensor whose elements share memory, unless the caller allows more."""
+
 Rename = Mapping[str, str] | Callable[[str], str]
 """New keys: a mapping of old beginnings to new ones, or a function from a key to its new one."""
 
@@ -92,9 +95,11 @@ class Intake:
         rename: Rename | None = None,
         state: Mapping[str, Any] | None = None,
         allow_pickle: bool = False,
+        allow_bytes: int = EXPANDED_BYTES,
     ) -> None:
         """Take the options of `import_state`; the optimizers of the live `state` name the numbered parameters."""
         self.include, self.state, self.allow_pickle = include, state, allow_pickle
+        self.allow_bytes = allow_bytes
         self._patterns = patterns_of(include)
         self._unused = set(self._patterns or ())
         self._renaming = Renaming(rename)

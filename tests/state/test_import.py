@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import sys
 import zipfile
 from collections.abc import Callable
@@ -519,4 +520,26 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path: Path, make: Cal
         pytest.raises((InvalidInput, CheckpointDamaged), match=r"state\.pt|w"),
     ):
         import_state(tmp_path / "state.pt", store, 1, kind="torch")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_size_that_is_not_in_the_file_must_be_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"w": torch.ones(1).expand(100)}, path)
+    with pytest.raises(InvalidInput, match=r"w has 400 bytes.*allow_bytes=400 \(--allow-bytes 400\)"):
+        imported(tmp_path, path, "torch", allow_bytes=399)
+    with pytest.raises(InvalidInput, match="allow_bytes is '1'"):
+        imported(tmp_path, path, "torch", allow_bytes="1")
+    assert not (tmp_path / "store").exists()
+    assert torch.equal(imported(tmp_path, path, "torch", allow_bytes=400).to_dict()["w"], torch.ones(100))
+
+
+def test_a_dcp_chunk_that_is_larger_than_its_files_is_refused(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "dcp")
+    metadata = pickle.loads((tmp_path / "dcp/.metadata").read_bytes())
+    entry = metadata.state_dict_metadata["w"]
+    entry.size = entry.chunks[0].sizes = torch.Size([1 << 33])
+    (tmp_path / "dcp/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(InvalidInput, match=r"w has 34,359,738,368 bytes"):
+        imported(tmp_path, tmp_path / "dcp", "dcp")
     assert not (tmp_path / "store").exists()

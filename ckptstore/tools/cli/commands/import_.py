@@ -35,6 +35,13 @@ from ckptstore.tools.cli.terminal import progress
 )
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace OLD by NEW at the start of keys; repeatable.")
 @click.option("--allow-pickle", is_flag=True, help="Read pickles in SOURCE, which can run any code.")
+@click.option(
+    "--allow-bytes",
+    type=click.IntRange(0),
+    default=64 << 20,
+    metavar="N",
+    help="Most bytes of a tensor whose elements share memory; 64 MiB if left out.",
+)
 @click.option("--replace", is_flag=True, help="Replace the checkpoint of that step; the old one goes to the trash.")
 @storage_option
 @as_json
@@ -47,6 +54,7 @@ def command(
     include: tuple[str, ...],
     rename: tuple[str, ...],
     allow_pickle: bool,
+    allow_bytes: int,
     replace: bool,
     storage_options: dict[str, Any],
     as_json: bool,
@@ -74,6 +82,7 @@ def command(
                 include=include or None,
                 rename=_parse_renames(rename) or None,
                 allow_pickle=allow_pickle,
+                allow_bytes=allow_bytes,
                 storage_options=of_source,
             )
         if as_json:
