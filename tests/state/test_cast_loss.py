@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.errors import InvalidState
+from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.tensors.cast_loss import check_cast, lost_in_cast
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -87,7 +87,7 @@ def test_a_merge_and_a_load_cast_by_that_rule(tmp_path: Path, dtype: torch.dtype
         checkpoints = [store.save(step, {"w": was}) for step in (1, 2)]
         target = {"w": torch.zeros(2).to(dtype)}
         if is_lost:
-            with pytest.raises(InvalidState, match="cannot hold"):
+            with pytest.raises(StateMismatch, match="cannot hold"):
                 store.load(target, dtype="state")
             with pytest.raises(InvalidState, match="cannot hold"):
                 ckptstore.merge(checkpoints, tmp_path / "out", dtype=name)

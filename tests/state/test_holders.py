@@ -190,9 +190,9 @@ def test_what_a_plan_leaves_out_is_found_before_the_commit(
         pytest.skip("a tensor without elements is in the outline, and in no part")
     real, is_broken = SaveMemo.plan, False
 
-    def broken(memo: SaveMemo, items: Any, agreement: Any, rank: int) -> Any:
-        plan = real(memo, items, agreement, rank)
-        gone = [number for number, item in enumerate(items) if item.key == key and is_broken]
+    def broken(memo: SaveMemo, found: Any, agreement: Any, rank: int) -> Any:
+        plan = real(memo, found, agreement, rank)
+        gone = [number for number, item in enumerate(found.items) if item.key == key and is_broken]
         return dataclasses.replace(
             plan,
             writes=tuple(write for write in plan.writes if write.item not in gone),

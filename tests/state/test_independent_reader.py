@@ -24,7 +24,7 @@ GOLDEN = TESTS / "golden"
 
 def test_it_is_short_and_knows_nothing_of_this_package() -> None:
     text = (TESTS / "independent_reader.py").read_text()
-    assert len(text.splitlines()) <= 290
+    assert len(text.splitlines()) <= 295
     imported = {
         name
         for node in ast.walk(ast.parse(text))

@@ -41,7 +41,7 @@ _DIRECT_BYTES = 4 << 20
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
-_URL = re.compile(r"https?://\S+")
+_URL = re.compile(r"https?://[^\s<]+")
 _ELSEWHERE = re.compile("redirect without LOCATION|<Code>AuthorizationHeaderMalformed</Code>.*<Region>", re.DOTALL)
 """The parts of obstore's texts for a bucket in another region; botocore and s3fs follow it by themselves."""
 _CLASS = re.compile(r"<StorageClass>(\w+)</StorageClass>")
