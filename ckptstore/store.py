@@ -293,8 +293,8 @@ class CheckpointStore(Catalogue):
         Raises StoreMissing if there is no store, InvalidInput for a pattern that fits nothing, StateMismatch with all
         keys that do not fit, NoUsableCheckpoint (the state may hold anything then).
         """
-        asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
-        return self._load(state, claim=False, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
+        options = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
+        return self._load(state, claim=False, per_rank=per_rank, allow_pickle=allow_pickle, **options)
 
     def save_directory(
         self,
@@ -334,9 +334,9 @@ class CheckpointStore(Catalogue):
         """
         from ckptstore.saving.directory_shard import directory_of
 
-        asked: dict[str, Any] = {"metrics": metrics, "metadata": metadata, "exists": exists}
-        asked |= {"suffix": suffix, "shared": shared, "link": link}
-        return save_shard(self, lambda job: directory_of(job, step, path, **asked))
+        options: dict[str, Any] = {"metrics": metrics, "metadata": metadata, "exists": exists}
+        options |= {"suffix": suffix, "shared": shared, "link": link}
+        return save_shard(self, lambda job: directory_of(job, step, path, **options))
 
     def resume(
         self,
@@ -362,20 +362,20 @@ class CheckpointStore(Catalogue):
 
         Raises NoUsableCheckpoint if there are checkpoints but none can be used; StateMismatch.
         """
-        from ckptstore.loading.newest import refuse_load_options, require_checkpoint, resume, say_what_is_beside
+        from ckptstore.loading.newest import log_neighbour, refuse_load_options, require_checkpoint, resume
 
-        asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
-        asked |= {"per_rank": per_rank, "allow_pickle": allow_pickle}
+        options = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
+        options |= {"per_rank": per_rank, "allow_pickle": allow_pickle}
         if required:
             require_checkpoint(self._in_turn())
         if state is None:
-            refuse_load_options(asked)
+            refuse_load_options(options)
             files = resume(self._in_turn())
             if files is None:
-                say_what_is_beside(self._job)
+                log_neighbour(self._job)
                 return None
             return self._gone_on_from(Checkpoint(files))
-        return self._load(state, claim=True, **asked)
+        return self._load(state, claim=True, **options)
 
     def close(self) -> None:
         """Finish the work in the background, and close connections. Collective if this store has saved.
@@ -425,17 +425,17 @@ class CheckpointStore(Catalogue):
         self, state: Mapping[str, Any], *, claim: bool, order: Order | None = None, **options: Any
     ) -> Checkpoint | None:
         from ckptstore.loading.load_state import LoadOptions, load_newest
-        from ckptstore.loading.newest import newest_first, say_what_is_beside
+        from ckptstore.loading.newest import log_neighbour, newest_first
 
         job = self._in_turn()
         try:
-            asked = LoadOptions(**options)
+            load_options = LoadOptions(**options)
         except CkptstoreError as error:
             job.raise_on_all(error)
-        found = load_newest(job, state, asked, claim=claim, order=order or newest_first)
+        found = load_newest(job, state, load_options, claim=claim, order=order or newest_first)
         if found is None:
             if claim:
-                say_what_is_beside(self._job)
+                log_neighbour(self._job)
             return None
         checkpoint = Checkpoint(found.files, load_report=found.report)
         if claim:

@@ -28,28 +28,28 @@ IsOwn = Callable[[str], bool]
 
 
 @contextmanager
-def appearing(target: Path, *, is_own: IsOwn, beside: Collection[str]) -> Iterator[Path]:
+def appearing(target: Path, *, is_own: IsOwn, copied: Collection[str]) -> Iterator[Path]:
     """Yield a new directory next to the target that takes its place when complete. After an error nothing is left."""
     token = secrets.token_hex(4)
     made = target.with_name(f".{target.name}.partial-{token}")
     made.parent.mkdir(parents=True, exist_ok=True)
-    with _noted(made, target, token, beside):
+    with _noted(made, target, token, copied):
         try:
             made.mkdir()
             yield made
         except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             raise
-        _put(made, target, token, _or_in(beside, is_own))
+        _put(made, target, token, _or_in(copied, is_own))
 
 
-def put_export(made: Path, target: Path, *, finish: Callable[[], None], is_own: IsOwn, beside: Collection[str]) -> None:
+def put_export(made: Path, target: Path, *, finish: Callable[[], None], is_own: IsOwn, copied: Collection[str]) -> None:
     """Move the directory of an export to its place once `finish` has completed it, and remove the files of the export
     before."""
     token = secrets.token_hex(4)
-    with _noted(made, target, token, beside):
+    with _noted(made, target, token, copied):
         finish()
-        _put(made, target, token, _or_in(beside, is_own))
+        _put(made, target, token, _or_in(copied, is_own))
 
 
 def finish_others(target: Path, *, is_own: IsOwn) -> None:
@@ -100,14 +100,14 @@ def _aside(target: Path, token: str) -> Path:
 
 
 @contextmanager
-def _noted(made: Path, target: Path, token: str, beside: Collection[str]) -> Iterator[None]:
+def _noted(made: Path, target: Path, token: str, copied: Collection[str]) -> Iterator[None]:
     """Keep the file that says what this process makes, for as long as the context lasts."""
     note = target.with_name(f".{target.name}.export-{token}")
     lock = Exclusive(note)
     try:
         with suppress(OSError, NotImplementedError):  # then others do not touch it either
             lock.take(wait_seconds=_LOCK_SECONDS)
-        note.write_text(json.dumps({"directory": made.name, "beside": sorted(beside)}))
+        note.write_text(json.dumps({"directory": made.name, "beside": sorted(copied)}))
         yield
     finally:
         note.unlink(missing_ok=True)
@@ -118,10 +118,10 @@ def _read(note: Path) -> tuple[str, frozenset[str]] | None:
     """Return the name of the directory, and the names of files that were copied into it; None if it is no such file."""
     try:
         said = json.loads(note.read_bytes())
-        name, beside = said["directory"], frozenset(map(str, said["beside"]))
+        name, copied = said["directory"], frozenset(map(str, said["beside"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return (name, beside) if isinstance(name, str) and "/" not in name and name.startswith(".") else None
+    return (name, copied) if isinstance(name, str) and "/" not in name and name.startswith(".") else None
 
 
 def _remove(directory: Path, is_own: IsOwn) -> None:

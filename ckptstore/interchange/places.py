@@ -223,7 +223,7 @@ class ExportPlace:
             # It was written read-only.
             for item in aside.iterdir():
                 item.chmod(mode)
-            put_export(aside, target, finish=finish, is_own=_is_own, beside=[file.name for file in self.beside])
+            put_export(aside, target, finish=finish, is_own=_is_own, copied=[file.name for file in self.beside])
 
     def remove_aside(self) -> None:
         """Remove the partial local directory."""
@@ -239,7 +239,7 @@ class ExportPlace:
         names = [file.name for file in self.beside]
         with (
             translated("Writing", self.path or Path(tempfile.gettempdir())),
-            self._sent() if self.path is None else appearing(self.path, is_own=_is_own, beside=names) as directory,
+            self._sent() if self.path is None else appearing(self.path, is_own=_is_own, copied=names) as directory,
         ):
             yield directory
             for file in self.beside:

@@ -19,7 +19,7 @@ _SETTING = re.compile(r"(.+?)\.param_groups\.(.+)\.(train_mode|lr_max)")
 _AVERAGE = re.compile(
     r"(.+?)\.state\.(.+)\.(swa_buffer|ema|ema_params?|param_ema|exp_avg_param|slow_(?:buffer|params?)|lookahead_slow_buff)"
 )
-_BESIDE_MODE = frozenset({"lr", "params", "param_groups", "state", "base_optimizer", "schedulefree_state"})
+_NEXT_TO_MODE = frozenset({"lr", "params", "param_groups", "state", "base_optimizer", "schedulefree_state"})
 """Names of which one stands beside the mode of an optimizer."""
 
 
@@ -78,6 +78,6 @@ def _modes_in(value: Any) -> Iterator[Any]:
         if type(item) is list:
             stack.extend(item)
         elif type(item) is dict:
-            if not _BESIDE_MODE.isdisjoint(item):
+            if not _NEXT_TO_MODE.isdisjoint(item):
                 yield item.get("train_mode")
             stack.extend(item.values())

@@ -20,9 +20,9 @@ from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.job import Job, Tier
-from ckptstore.loading.beside import full_store_beside
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.load_watch import watched
+from ckptstore.loading.neighbours import full_neighbour
 from ckptstore.runtime.beat import beat
 
 T = TypeVar("T")
@@ -115,10 +115,10 @@ def require_checkpoint(job: Job) -> None:
     def find(nears: Sequence[int]) -> None:
         newest = job.log.newest()
         if not any(nears) and not (newest and newest.state.live):
-            beside = "" if job.open_at is None else full_store_beside(job.storage, job.open_at)
+            neighbour = "" if job.open_at is None else full_neighbour(job.storage, job.open_at)
             raise StoreMissing(
                 f"There is no checkpoint at {job.storage.uri} to resume from, and this start requires one",
-                hint=f"{beside}. Was that meant?" if beside else "Look for a typo in the URI",
+                hint=f"{neighbour}. Was that meant?" if neighbour else "Look for a typo in the URI",
             )
 
     with job.group.meeting("require") as meeting:
@@ -126,10 +126,10 @@ def require_checkpoint(job: Job) -> None:
         meeting.tell(lambda: find(nears))
 
 
-def say_what_is_beside(job: Job) -> None:
+def log_neighbour(job: Job) -> None:
     """Leader: log a line on a store with checkpoints beside the empty place of this job. Other ranks do nothing."""
     if job.is_leader and job.open_at is not None:
-        full_store_beside(job.storage, job.open_at)
+        full_neighbour(job.storage, job.open_at)
 
 
 def _resume_first(job: Job, tier: Tier) -> CheckpointFiles | None:

@@ -201,10 +201,10 @@ class Subscription:
                 raise CheckpointGone(
                     f"No version is published at {self._place.storage.uri}", hint="Wait for one, or look at the URI"
                 )
-            before, was_there = self._state(), self.path.exists() and any(self.path.iterdir())
+            before, had_files = self._state(), self.path.exists() and any(self.path.iterdir())
             self._local.recover()
             state = self._local.state()
-            notices = [f"{self.path} is fetched anew: {self._local.fault}"] if was_there and self._local.fault else []
+            notices = [f"{self.path} is fetched anew: {self._local.fault}"] if had_files and self._local.fault else []
             if state is not None and state.identity == target.identity:
                 applied = Applied(
                     version=state.version, identity=state.identity, metadata=state.metadata, path=self.path

@@ -146,20 +146,20 @@ def absent_children(module: Any) -> list[str]:
     return [name for name, child in module._modules.items() if child is None]
 
 
-def metadata_of(given: Any) -> Any:
+def metadata_of(state_dict: Any) -> Any:
     """Return what modules have noted in a state dict beside its items, by the names of the modules, as their versions;
     None if it is no state dict that a module made."""
-    found = getattr(given, "__dict__", {}).get("_metadata")
+    found = getattr(state_dict, "__dict__", {}).get("_metadata")
     return found if isinstance(found, dict) else None
 
 
-def set_metadata(given: Any, metadata: Any) -> Any:
+def set_metadata(state_dict: Any, metadata: Any) -> Any:
     """Give a state dict the metadata of modules, or take it away for None: without it modules treat the items as those
     of their oldest version. Return the state dict."""
-    vars(given).pop("_metadata", None)
+    vars(state_dict).pop("_metadata", None)
     if metadata is not None:
-        vars(given).update(_metadata=metadata)
-    return given
+        vars(state_dict).update(_metadata=metadata)
+    return state_dict
 
 
 def loads_its_own_way(root: Any, name: str) -> bool:
@@ -249,7 +249,7 @@ def cached_plans(plans: Any) -> list[Any]:
 
     for known in SavePlanner._cached_global_plan.values():
         if len(known) == len(plans) and all(
-            mine is given for mine, given in zip(known, plans, strict=True) if given.usable
+            mine is plan for mine, plan in zip(known, plans, strict=True) if plan.usable
         ):
             return list(known)
     return []

@@ -280,7 +280,7 @@ def wait_for_files(
     """
     seen = dict(stored)
     until = time.monotonic() + (config.rank_timeout_seconds if isinstance(storage, Disk) else 0.0)
-    is_told = False
+    is_logged = False
     for receipt in (receipt for receipt in receipts if receipt.attempt is None and receipt.rank != rank):
         key = prefix + receipt.name
         while seen.get(key, -1) < receipt.size_bytes:
@@ -291,9 +291,9 @@ def wait_for_files(
                 seen[key] = retrying(config.retry, f"stat {key}", partial(storage.stat, key)).size_bytes
             if time.monotonic() >= until or seen.get(key, -1) >= receipt.size_bytes:
                 break
-            if not is_told:
+            if not is_logged:
                 logger.info("waiting for %s of rank %d, which this node does not see yet", key, receipt.rank)
-            is_told = True
+            is_logged = True
             time.sleep(_LATE_SECONDS)
     return seen
 

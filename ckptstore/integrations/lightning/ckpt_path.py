@@ -122,10 +122,10 @@ def _hint(store: str | None, checkpoint: str, *, fits: bool, has_callback: bool)
     if theirs is not None:
         return f"Give {checkpoint}/{theirs}"
     callback = f"callbacks=[CheckpointStoreCallback({store or 'the store'!r})]"
-    given = "With its CheckpointStoreCallback" if has_callback else f"Give the Trainer {callback}: then"
+    start = "With its CheckpointStoreCallback" if has_callback else f"Give the Trainer {callback}: then"
     if fits:
         return (
-            f"{given} ckpt_path='last' goes on from the newest checkpoint of the store; for an older one call "
+            f"{start} ckpt_path='last' goes on from the newest checkpoint of the store; for an older one call "
             "store.roll_back(step) before"
         )
     load = (
@@ -133,4 +133,4 @@ def _hint(store: str | None, checkpoint: str, *, fits: bool, has_callback: bool)
         if store == checkpoint
         else f", or load this one: Checkpoint.from_uri({checkpoint!r}).load({{'model': model}})"
     )
-    return f"{given} ckpt_path='last' and 'best' read the store{load}"
+    return f"{start} ckpt_path='last' and 'best' read the store{load}"

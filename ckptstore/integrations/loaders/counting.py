@@ -36,7 +36,7 @@ class CountingLoader(ABC):
         self.batch_size, self.seed, self.epoch = batch_size, seed, 0
         self.rank, self.world_size = _own_place(rank, world_size)
         self._pass = object()
-        self._is_complete = self._is_told = self._is_past = False
+        self._is_complete = self._is_epoch_set = self._is_past = False
         self._first_epoch = 0
         self._generator = torch.Generator()
 
@@ -47,7 +47,7 @@ class CountingLoader(ABC):
         self._is_past = epoch < self._first_epoch
         if epoch != self.epoch and not self._is_past:
             self._go_to(epoch)
-        self._is_told = True
+        self._is_epoch_set = True
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the epoch that are left; those of the next epoch if this process was given all of it.
@@ -77,7 +77,7 @@ class CountingLoader(ABC):
                     self._go_to(self.epoch + 1)
                 raise
         self._check_own(own)
-        if counted is None and was_under_way and not self._is_told:
+        if counted is None and was_under_way and not self._is_epoch_set:
             logger.warning(
                 "a pass over a %s is empty: it is the rest of epoch %d, all of which was given before the save. The "
                 "next pass is epoch %d. A loop that counts epochs itself says so with set_epoch, and loses none",
@@ -99,7 +99,7 @@ class CountingLoader(ABC):
         self._first_epoch, self._is_past = self.epoch, False
 
     def _go_to(self, epoch: int) -> None:
-        self._pass, self._is_complete, self._is_told = object(), False, False
+        self._pass, self._is_complete, self._is_epoch_set = object(), False, False
         self._begin(epoch)
 
     def _check_state(self, state: Any) -> None:

@@ -190,11 +190,11 @@ class Outline:
 
     def _meeting(self, tensor: Tensor, box: Box) -> frozenset[int]:
         """Return the ranks that have parts of a box. The results are kept, since many tensors are alike."""
-        asked = tensor.layout, tensor.shape, box
-        if asked not in self._met:
+        key = tensor.layout, tensor.shape, box
+        if key not in self._met:
             layout = self.layouts[tensor.layout - 1]
-            self._met[asked] = frozenset(layout.ranks_meeting(tensor.shape, box).tolist())
-        return self._met[asked]
+            self._met[key] = frozenset(layout.ranks_meeting(tensor.shape, box).tolist())
+        return self._met[key]
 
     @cached_property
     def _met(self) -> dict[tuple[int, Sizes, Box], frozenset[int]]:
@@ -259,8 +259,10 @@ def encode_table(
             live.setdefault(tensor.live, []).append(place)
     casts = {"live": live} if live else {}
     noted = {"modules": [(*it[:2], it.ranks) if it.ranks else it[:2] for it in modules]} if modules else {}
-    told = {} if paths is None else {"paths": paths.to_json()}
-    return _deflated({"layouts": [layout.to_json() for layout in layouts], "tensors": rows, **casts, **noted, **told})
+    key_paths = {} if paths is None else {"paths": paths.to_json()}
+    return _deflated(
+        {"layouts": [layout.to_json() for layout in layouts], "tensors": rows, **casts, **noted, **key_paths}
+    )
 
 
 @contextmanager

@@ -233,11 +233,11 @@ class _Again:
 def warn_of_order(key: str, item: Any, state: Any) -> None:
     """Warn, once for each loader, that a position in the middle of a pass stands for other samples after a load."""
     loader = item.loader if isinstance(item, LoaderState) else item
-    if not _num_given(state) or state[_FINISHED] or loader in _warned:
+    if not _num_batches(state) or state[_FINISHED] or loader in _warned:
         return
     if isinstance(item, LoaderState) and item.can_repeat:
         return
-    drawing = [part for _, part in _parts(loader) if _draws_anew(part)]
+    drawing = [part for _, part in _parts(loader) if _draws_its_order(part)]
     if drawing:
         _warned.add(loader)
         logger.warning(
@@ -255,7 +255,7 @@ def go_on(key: str, item: Any, state: Any) -> None:
     loader = item.loader if isinstance(item, LoaderState) else item
     if loader is item and (passes := Passes.of(loader)) is not None:
         passes.load(state)
-    if _num_given(state) and not state[_FINISHED] and _is_complete(loader, state):
+    if _num_batches(state) and not state[_FINISHED] and _is_complete(loader, state):
         logger.warning(
             "the %s at %r was saved when it had given the last batch of an epoch, and its pass had not ended: its next "
             "pass is the rest of that epoch, which is empty, and the one after it is the next epoch. A loop that has "
@@ -269,7 +269,7 @@ def _added(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return added
 
 
-def _num_given(state: Any) -> int:
+def _num_batches(state: Any) -> int:
     """Return how many batches of the pass a StatefulDataLoader has given; 0 for a state of another kind."""
     if not isinstance(state, Mapping) or _FINISHED not in state:
         return 0
@@ -280,10 +280,10 @@ def _num_given(state: Any) -> int:
 
 def _is_complete(loader: Any, state: Any) -> bool:
     """Return True if a loader has given all batches of the pass; False where nobody knows their number."""
-    return not isinstance(loader.dataset, IterableDataset) and _num_given(state) >= len(loader)
+    return not isinstance(loader.dataset, IterableDataset) and _num_batches(state) >= len(loader)
 
 
-def _draws_anew(part: Any) -> bool:
+def _draws_its_order(part: Any) -> bool:
     if hasattr(part, "set_epoch") or hasattr(part, "state_dict") or type(part).__module__.startswith("torchdata."):
         return False
     return isinstance(part, _DRAWING) or isinstance(getattr(part, "generator", None), torch.Generator)

@@ -33,13 +33,13 @@ class ModuleContents:
 
     `items` are those of its `state_dict`: live memory, except under FSDP1 and if hooks make something else. `live` has
     the parameter or buffer object of each name, if one object has it (FSDP1's flat parameters have several names each),
-    also of those that are in no item. `raw` has the module's own name of each item, `given` is the state dict.
+    also of those that are in no item. `raw` has the module's own name of each item, `state_dict` is what it returned.
     """
 
     items: dict[str, Any]
     live: dict[str, torch.Tensor]
     raw: dict[str, str]
-    given: Any
+    state_dict: Any
 
 
 def read_module(key: str, module: torch.nn.Module) -> ModuleContents:
@@ -49,15 +49,15 @@ def read_module(key: str, module: torch.nn.Module) -> ModuleContents:
     """
     what = f"the module at {key!r}"
     with quiet_torch(), blaming(what), torch.no_grad(), in_shards(module):
-        given = module.state_dict()
+        state_dict = module.state_dict()
     items: dict[str, Any] = {}
     raw: dict[str, str] = {}
-    for name, item in given.items():
+    for name, item in state_dict.items():
         (canonical, *_) = canonical_names(module, str(name))
         if canonical in raw:
             raise InvalidState(f"{what} has both {raw[canonical]!r} and {name!r} in its state_dict, which are one name")
         raw[canonical], items[canonical] = name, item
-    return ModuleContents(items, _live_tensors(module), raw, given)
+    return ModuleContents(items, _live_tensors(module), raw, state_dict)
 
 
 def with_new_memory(key: str, module: torch.nn.Module, contents: ModuleContents) -> ModuleContents:
@@ -97,11 +97,11 @@ def write_module(
     if not items:
         return
     what = f"the module at {key!r}"
-    given = {contents.raw.get(name) or raw_name(contents, name): item for name, item in items.items()}
+    state_dict = {contents.raw.get(name) or raw_name(contents, name): item for name, item in items.items()}
     is_inference = any(live.is_inference() for live in contents.live.values())
     mode = torch.inference_mode() if is_inference else nullcontext()  # outside it such tensors cannot be written to
-    with quiet_torch(), blaming(what, StateMismatch), in_shards(module), mode, _kept_apart(module, contents):
-        result = passed(module, given, metadata)
+    with quiet_torch(), blaming(what, StateMismatch), in_shards(module), mode, _overlaps_copied(module, contents):
+        result = passed(module, state_dict, metadata)
     left = set(getattr(result, "unexpected_keys", ()))
     lost = [
         name
@@ -115,11 +115,11 @@ def write_module(
         )
 
 
-def passed(module: torch.nn.Module, given: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> Any:
+def passed(module: torch.nn.Module, state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> Any:
     """Pass a module a state dict under its own names, and return the result. `metadata` is by canonical name."""
     raw = None if metadata is None else _with_raw_names(module, metadata)
     not_strict = {"strict": False} if _takes_strict(module) else {}
-    return module.load_state_dict(set_metadata(OrderedDict(given), raw), **not_strict)
+    return module.load_state_dict(set_metadata(OrderedDict(state_dict), raw), **not_strict)
 
 
 def _with_raw_names(module: torch.nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -159,7 +159,7 @@ def _below(prefixes: Mapping[str, str], name: str) -> str:
 
 
 @contextmanager
-def _kept_apart(module: torch.nn.Module, contents: ModuleContents) -> Iterator[None]:
+def _overlaps_copied(module: torch.nn.Module, contents: ModuleContents) -> Iterator[None]:
     """Copy what code of the module takes from one parameter for another, before either is overwritten: each entry is
     passed as the live memory that it was read into."""
     own = {contents.raw[name]: live for name, live in contents.live.items() if name in contents.raw}
@@ -237,7 +237,7 @@ def state_dict_type_kept(module: torch.nn.Module) -> Iterator[None]:
 
 def collect_module(flat: FlatState, path: Path, module: torch.nn.Module, same: Mapping[int, bool]) -> None:
     contents = read_module(join_path(path), module)
-    if (metadata := canonical_metadata(module, contents.given)) is not None:
+    if (metadata := canonical_metadata(module, contents.state_dict)) is not None:
         flat.modules[join_path(path)] = metadata
     for name, item in contents.items.items():
         if isinstance(item, torch.Tensor):
@@ -249,10 +249,10 @@ def collect_module(flat: FlatState, path: Path, module: torch.nn.Module, same: M
             flat.add_value((*path, name), item)
 
 
-def canonical_metadata(module: torch.nn.Module, given: Any) -> dict[str, Any] | None:
+def canonical_metadata(module: torch.nn.Module, state_dict: Any) -> dict[str, Any] | None:
     """Return the metadata in a state dict of a module by canonical name, None if it has none. What a wrapper wraps
     counts, not the wrapper."""
-    metadata = metadata_of(given)  # in which inner modules come last
+    metadata = metadata_of(state_dict)  # in which inner modules come last
     return metadata and {
         canonical_names(module, name)[0] if may_be_wrapped(name) else name: value for name, value in metadata.items()
     }

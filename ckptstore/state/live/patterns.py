@@ -23,8 +23,8 @@ def patterns_of(include: Include) -> tuple[str, ...] | None:
     and nobody asks for that."""
     if include is None:
         return None
-    given: Any = include
-    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else ()
+    patterns: Any = include
+    found = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else ()
     if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
         raise InvalidInput(
             f"include is {include!r}, it must be one or several patterns of keys",

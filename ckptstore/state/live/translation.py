@@ -109,12 +109,12 @@ class _Trial:
         contents = self._contents
         items = {name: _shadow(item) for name, item in contents.items.items() if name not in self._unfit}
         raw = {name: contents.raw.get(name) or raw_name(contents, name) for name in extra}
-        given = {contents.raw[name]: item for name, item in items.items()}
-        given |= {raw[name]: self._stored(name, wrap) for name in extra}
+        state_dict = {contents.raw[name]: item for name, item in items.items()}
+        state_dict |= {raw[name]: self._stored(name, wrap) for name in extra}
         module = self._unit.item
         with same_random_numbers(), warnings.catch_warnings(), _without_numbers(module), _left_by_torch(module) as left:
             warnings.simplefilter("ignore")  # torch warns of tensors without numbers
-            result = passed(module, given, self._metadata)
+            result = passed(module, state_dict, self._metadata)
         lacking, unplaced = set(result.missing_keys), left.union(result.unexpected_keys)
         return (
             {name for name, own in contents.raw.items() if own in lacking},

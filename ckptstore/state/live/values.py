@@ -354,15 +354,15 @@ def encode_metadata(metadata: Mapping[Any, Any], path: str, *, allow_pickle: boo
 
     Raises InvalidState for a value that cannot come back exactly.
     """
-    kept: list[Any] = []
+    tensors: list[Any] = []
 
     def keep(item: Any) -> str:
         import torch
 
         whole = torch.as_tensor(item).detach().resolve_conj().resolve_neg().cpu().contiguous()
         data = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
-        kept.append([str(whole.dtype).removeprefix("torch."), list(whole.shape), base64.b64encode(data).decode()])
-        return str(len(kept) - 1)
+        tensors.append([str(whole.dtype).removeprefix("torch."), list(whole.shape), base64.b64encode(data).decode()])
+        return str(len(tensors) - 1)
 
     encoder, names = Encoder(keep, allow_pickle=allow_pickle), dict[str, list[str]]()
     for name, value in metadata.items():
@@ -378,7 +378,7 @@ def encode_metadata(metadata: Mapping[Any, Any], path: str, *, allow_pickle: boo
         except (RuntimeError, TypeError, ValueError) as error:  # a tensor without memory, say
             raise InvalidState(f"{what} has a tensor that cannot be stored: {error}") from None
     pairs = [[json.loads(text), held] for text, held in names.items()]
-    return json.dumps([pairs, kept] if kept else [pairs], separators=(",", ":"))
+    return json.dumps([pairs, tensors] if tensors else [pairs], separators=(",", ":"))
 
 
 def decode_metadata(content: Any, *, path: str, allow_pickle: bool = False) -> OrderedDict[str, Any]:

@@ -109,8 +109,8 @@ class StoredState:
 
     def _stays_unread(self, key: str, value: Any) -> bool:
         """Return True for a value that code would have to read and nobody asks for: it counts as a key alone."""
-        is_asked = self.asked(key) or any(map(self.asked, references(value)))
-        return not is_asked and not self.allow_pickle and needs_code(value)
+        is_wanted = self.asked(key) or any(map(self.asked, references(value)))
+        return not is_wanted and not self.allow_pickle and needs_code(value)
 
     def _noted_modules(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Return the functions that return the metadata of modules, by key."""

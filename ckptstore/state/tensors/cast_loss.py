@@ -1,4 +1,4 @@
-"""What a cast of a tensor loses. Rounding is what a cast is for; all else is an error wherever ckptstore casts."""
+"""Find what a cast of a tensor loses. Rounding is what a cast is for; all else is an error wherever ckptstore casts."""
 
 from __future__ import annotations
 

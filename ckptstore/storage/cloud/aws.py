@@ -253,8 +253,8 @@ class S3Files(CloudFiles):
             sign_by(self._clock, client)
         return client
 
-    def _renew_connections(self, **kept: int) -> None:
-        super()._renew_connections(**kept)
+    def _renew_connections(self, **options: int) -> None:
+        super()._renew_connections(**options)
         with self._lock:
             http_client = self._http
         if http_client is not None:

@@ -161,7 +161,7 @@ class Renewing(ProcessBound):
             return is_other
 
         if foreign.is_out_of_time(code, text):
-            return foreign.signed_anew(what, key) if self._renewals.renew(number, correct_clock) else None
+            return foreign.signed_again(what, key) if self._renewals.renew(number, correct_clock) else None
         if not code and status in (400, 403):  # a response to HEAD, which gives no reason
 
             def look() -> bool:
@@ -285,7 +285,7 @@ class CloudFiles(Renewing):
 
     def close(self) -> None:
         if self.is_here:
-            self._renew_connections(kept=0)
+            self._renew_connections(retained=0)
 
     @property
     def client(self) -> Any:
@@ -300,14 +300,14 @@ class CloudFiles(Renewing):
     def _connect(self) -> Any:
         """Make a client."""
 
-    def _renew_connections(self, *, kept: int = _MAX_RETIRED) -> None:
+    def _renew_connections(self, *, retained: int = _MAX_RETIRED) -> None:
         """Send later requests by a new client with new connections; requests in flight go on with the old one, as long
-        as so many are kept."""
+        as `retained` of them stay."""
         with self._lock:
             if self._client is not None:
                 self._retired.append(self._client)
             self._client = None
-            count = max(0, len(self._retired) - kept)
+            count = max(0, len(self._retired) - retained)
             old, self._retired = self._retired[:count], self._retired[count:]
         for client in old:
             client.close()

@@ -334,6 +334,6 @@ def renewed(what: str, key: str) -> StorageUnavailable:
     return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
 
 
-def signed_anew(what: str, key: str) -> StorageUnavailable:
+def signed_again(what: str, key: str) -> StorageUnavailable:
     """Return the error for a request that was refused for its date, and that the next try signs again."""
     return StorageUnavailable(f"{what}: the signature was too old or too new to the server, and is made anew", file=key)

@@ -215,11 +215,11 @@ class ObstoreFiles(CloudFiles):
         with suppress(FileMissing), self._seam("delete", key):
             obstore.delete(self._connected(), self.full(key))
 
-    def _renew_connections(self, **kept: int) -> None:
+    def _renew_connections(self, **options: int) -> None:
         """Make a new store of obstore too for the next request, with the credentials of the new client."""
         with self._store_lock:
             self._store = None
-        super()._renew_connections(**kept)
+        super()._renew_connections(**options)
 
     def _connected(self) -> Any:
         self.check_process()

@@ -122,17 +122,17 @@ class _NamedLater(_Named):
 class _Noting(nn.Module):
     """Notes how often it was called, and finds that in a buffer outside of its state after a load."""
 
-    told: torch.Tensor
+    loaded_calls: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(WIDTH))
-        self.register_buffer("told", torch.zeros(()), persistent=False)
+        self.register_buffer("loaded_calls", torch.zeros(()), persistent=False)
         self._calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._calls += 1
-        return x * self.weight + self.told
+        return x * self.weight + self.loaded_calls
 
     def _save_to_state_dict(self, state: Any, prefix: str, keep: bool) -> None:
         super()._save_to_state_dict(state, prefix, keep)
@@ -141,9 +141,11 @@ class _Noting(nn.Module):
         )
 
     def _load_from_state_dict(self, state: Any, prefix: str, notes: Any, *rest: Any) -> None:
-        kept = notes.get("dtype") is torch.half and torch.equal(notes["amax"], torch.tensor([2.0, 0.0], device="cpu"))
-        self._calls = notes["calls"][0] if kept else -1
-        self.told.fill_(self._calls)
+        is_exact = notes.get("dtype") is torch.half and torch.equal(
+            notes["amax"], torch.tensor([2.0, 0.0], device="cpu")
+        )
+        self._calls = notes["calls"][0] if is_exact else -1
+        self.loaded_calls.fill_(self._calls)
         super()._load_from_state_dict(state, prefix, notes, *rest)
 
 

@@ -44,8 +44,8 @@ _TIMEOUT_SECONDS = 600.0
 
 def answers() -> dict[int, tuple[str, Any]]:
     """Return a rank's answers in a first save, by the number of the meeting."""
-    given: dict[str, Any] = {"metrics": None, "metadata": None, "suffix": "auto", "shared": [], "link": False}
-    request = Request.of(step=1, kind="directory", exists="replace", **given).offer()
+    options: dict[str, Any] = {"metrics": None, "metadata": None, "suffix": "auto", "shared": [], "link": False}
+    request = Request.of(step=1, kind="directory", exists="replace", **options).offer()
     offer = Offer("auto", [_FILE], size_bytes=len(_DATA)).to_json()
     return {
         1: ("probe the root", None),

@@ -89,15 +89,15 @@ class Folder:
         if job.ranks:
             self._ranks = job.ranks
         ranks = None if job.ranks is None else self._ranks or frozenset()
-        asked = open_files(self.path, self._unfinished)
+        in_use = open_files(self.path, self._unfinished)
         snapshot = take(self.path, follows=self.rules.follows)
         sight = Sight(snapshot, self._contents, self.rules, ranks)
         candidates, unknown = candidates_in(sight)
         refused = {it.name: it.fault for it in candidates if it.fault} | unlisted(sight, candidates)
         verdicts = self._finisher.judge(
             [it for it in candidates if it.name not in refused],
-            open_files=asked.opened,
-            unseen=asked.unseen,
+            open_files=in_use.opened,
+            unseen=in_use.unseen,
             job_lives=job.is_alive,
             ended_well=job.ended_well and not job.is_alive,
             began_after=job.is_started,
@@ -154,8 +154,8 @@ class Folder:
             return False
         if found.is_directory and signs != wanted:
             return False
-        asked = open_files(self.path, [found.path_of(file) for file in wanted], readers=True)
-        if asked.opened or asked.unseen:
+        in_use = open_files(self.path, [found.path_of(file) for file in wanted], readers=True)
+        if in_use.opened or in_use.unseen:
             return False
         if self.is_near:
             gone = self.new("removed")

@@ -30,7 +30,7 @@ Opener = Callable[[str], Storage]
 """Opens the storage at another URI, with the options of this store."""
 
 
-def full_store_beside(storage: Storage, open_at: Opener) -> str:
+def full_neighbour(storage: Storage, open_at: Opener) -> str:
     """Return a sentence on the store beside this place that has checkpoints and the likest name, "" if none is found
     in a few seconds, or if the look fails. It is logged too, as a warning where the name may be a misspelling."""
     found: list[str] = []
@@ -56,17 +56,17 @@ def _look(storage: Storage, open_at: Opener) -> Iterator[str]:
     finally:
         parent.close()
     for name in names[:_MOST_READ]:
-        beside = open_at(f"{above}/{name}")
+        neighbour = open_at(f"{above}/{name}")
         try:
-            latest = LogReader(beside, retry=ONCE).latest()
+            latest = LogReader(neighbour, retry=ONCE).latest()
         except CkptstoreError:
             continue
         finally:
-            beside.close()
+            neighbour.close()
         if latest is not None:
             # Runs that differ by a number are runs of their own: a line is enough.
             is_typo = _likeness(name, own) >= _LIKE and re.sub(r"\d", "", name) != re.sub(r"\d", "", own)
-            said = f"{beside.uri}, beside it, has step {latest.entry.step}"
+            said = f"{neighbour.uri}, beside it, has step {latest.entry.step}"
             logger.log(
                 logging.WARNING if is_typo else logging.INFO,
                 "there is no checkpoint at %s, so training begins anew; %s",
