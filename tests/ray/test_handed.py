@@ -109,7 +109,7 @@ def test_from_report_to_a_store(run: Path, start: Start, prefer: Any) -> None:
 def test_a_state_that_was_reported_is_loaded(run: Path, start: Start) -> None:
     reporter = _Reporter(Run.open(worker_at(str(run))), None)
     kept = {"epoch": 3, "weight": torch.arange(4.0)}
-    attempt = reporter._store(reporter._met(), _Brought({}, None, None, kept, 3, None), SaveClock())
+    attempt = reporter._store(reporter._met(), "state", _Brought({}, None, None, kept, 3, None), SaveClock())
     assert attempt is not None
     state = {"epoch": -1, "weight": torch.zeros(4)}
     found = ckptstore.ray.resume(state, start(Checkpoint.from_directory(str(run / attempt.directory))))

@@ -37,7 +37,6 @@ from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import files_of
 from ckptstore.saving.background import PendingSave
 from ckptstore.saving.save_state import Later
-from ckptstore.storage.retry import briefly
 
 logger = logging.getLogger("ckptstore.ray")
 
@@ -105,7 +104,7 @@ class Reports:
 
         name = f"{default_directory(checkpoint.step)}-{mark or checkpoint.uri.rpartition('-')[2]}"
         try:  # ranks that do not meet would wait at Ray's barrier for ever
-            with briefly(), self.job.group.meeting("pointer", step=checkpoint.step):
+            with self.job.group.meeting("pointer", step=checkpoint.step):
                 pointing = self._pointing(name, lambda: Pointer.to(checkpoint, root=self.root))
         except CkptstoreError as error:
             text = f"step {checkpoint.step} is committed, and Ray hears of it at the next start: {error}"
