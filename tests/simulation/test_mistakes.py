@@ -62,8 +62,10 @@ def two_jobs_name_their_uploads_alike(seed: int) -> Plan:
 
 
 def garbage_is_collected_beside_saves(seed: int) -> Plan:
-    collections = tuple(Action("gc", after_seconds=0.1) for _ in range(6))
-    return Plan(seed, actors=(Actor("job1", SAVES, ranks=2), Actor("admin", collections, ranks=0)))
+    """Four ranks have to meet: so a save lasts longer than a collection takes from its listing to its deletions."""
+    collections = tuple(Action("gc", after_seconds=0.5) for _ in range(12))
+    admin = Actor("admin", collections, ranks=0, begins="when saved")
+    return Plan(seed, actors=(Actor("job1", SAVES, ranks=4), admin))
 
 
 def one_restores_what_a_job_prunes(seed: int) -> Plan:
