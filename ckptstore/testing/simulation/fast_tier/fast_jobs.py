@@ -184,6 +184,8 @@ def _resume(world: World, member: Member, where: str) -> Any:
     if found is None:
         if needed is not None:
             world.fail("a resume takes the newest", f"{where}: nothing was found, there is {needed}")
+        if newest is not None and _is_left_alone(world.plan):
+            world.fail("what a resume passes over is told", f"{where}: nothing was found, there was {newest}")
         return None
     files = files_behind(found)
     if isinstance(files, FastFiles):
