@@ -460,7 +460,7 @@ def regenerated(text: str) -> str:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """A page as the site shows it. Called by mkdocs for each."""
-    readable = re.sub(r"^```python no-run:.*$", "```python", markdown, flags=re.MULTILINE)
+    readable = re.sub(r"^```(\w+) no-run:.*$", r"```\1", markdown, flags=re.MULTILINE)
     return _filled(readable, lambda name: None if name in KEPT else GENERATORS[name]())
 
 
