@@ -45,6 +45,10 @@ def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None
         for key, value in saved.values.items()
     }
     items |= {paths.path_of(key): tensors[sources[key]] for key in alone}
+    taken = [*saved.values, *alone]
+    for key in saved.modules:  # also of those without any tensor
+        if includes(key) and not any(name == key or name.startswith(f"{key}.") for name in taken):
+            items[paths.path_of(key)] = {}
     found: dict[str, Any] = nested(items)
     for key, metadata in saved.modules.items():
         path = paths.path_of(key)

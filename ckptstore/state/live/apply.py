@@ -84,6 +84,7 @@ class Loading:
         self.targets: Mapping[str, Target] = matching.targets
         self.conflicts: Sequence[Conflict] = ()
         self.mismatch = matching.mismatch
+        self._translated = matching.translated
         self.lacking = matching.lacking
         self.materialised: list[Materialised] = []
         self._casts = matching.casts
@@ -152,7 +153,7 @@ class Loading:
         with torch.inference_mode():  # in which all tensors may be written to, inference tensors too
             for tensor, filled in self._casts:
                 tensor.copy_(filled)
-        held = Held([unit for unit, _ in self._finishes], self.targets, self._casts)
+        held = Held([unit for unit, _ in self._finishes], self.targets, self._casts, self._translated)
         values = [(unit, finish) for unit, finish in self._finishes if unit.kind is Kind.VALUE]
         others = [(unit, finish) for unit, finish in self._finishes if unit.kind is not Kind.VALUE]
         for unit, _ in values:

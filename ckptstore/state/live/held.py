@@ -7,7 +7,7 @@ averaged weights into a module. A load ends with what was saved, whatever the or
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ class Held:
         units: Sequence[Unit],
         targets: Mapping[str, Target],
         casts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        translated: Collection[str] = (),
     ) -> None:
         self._is_watching = any(map(_runs_own_code, units))
         self._targets = targets
@@ -70,6 +71,9 @@ class Held:
         self._states: list[tuple[Unit, dict[Any, Any]]] = []
         self._units: list[Unit] = []
         self._tensors: dict[str, _HeldTensor] = {}
+        self._translated = translated
+        self._copies: dict[str, tuple[torch.Tensor, ...]] = {}
+        """Copies of tensors that code of a module has made of others: they cannot be read again."""
         self._by_modules: dict[str, str] = {}
 
     def finish(self, unit: Unit, finish: Callable[[], None]) -> None:
@@ -81,6 +85,7 @@ class Held:
         for key, held in before.items():
             if key in self._tensors and self._tensors[key].fingerprint != held.fingerprint:
                 self._by_modules[key] = f"{_OTHER}, by the own code of the {type(unit.item).__name__}"
+                self._copies[key] = tuple(part.clone() for part in self._tensors[key].parts)
 
     def hold(self, unit: Unit) -> None:
         """Hold the present contents of an object or a value."""
@@ -89,7 +94,10 @@ class Held:
         if not self._is_watching or unit.kind not in (Kind.MODULE, Kind.OPTIMIZER, Kind.VALUE):
             return
         self._units.append(unit)
-        self._tensors |= self._look(unit)
+        looked = self._look(unit)
+        self._tensors |= looked
+        for key in looked.keys() & set(self._translated):
+            self._copies[key] = tuple(part.clone() for part in looked[key].parts)
         if isinstance(unit.item, torch.optim.Optimizer):
             self._states.append((unit, {owner: _items(items) for owner, items in unit.item.state.items()}))
 
@@ -127,6 +135,9 @@ class Held:
         again = {key: self._targets[key] for key in sorted(keys)}
         fill({key: target for key, target in again.items() if id(target.tensor) not in self._casts})
         with torch.inference_mode():
+            for key in lost:
+                for part, copied in zip(parts[key], self._copies.get(key, ()), strict=False):
+                    part.copy_(copied)
             for target in again.values():
                 if (tensor := self._casts.get(id(target.tensor))) is not None:
                     tensor.copy_(target.tensor)
@@ -148,7 +159,8 @@ class Held:
             if obstacle_of(tensor) is None and not is_on_meta(tensor):
                 memory = tuple(part.detach() for part in local_memory(tensor))
                 is_target = any(identity_of(part) in self._keys for part in memory)
-                if is_target or name in self._tensors or self._is_shown_as_copies(unit):
+                is_known = is_target or name in self._tensors or name in self._translated
+                if is_known or self._is_shown_as_copies(unit):
                     parts[name] = memory
         prints = fingerprints_of({key: memory for key, memory in parts.items() if memory})
         return {key: _HeldTensor(parts[key], found) for key, found in prints.items()}

@@ -178,6 +178,8 @@ class Matching:
         self.targets: dict[str, Target] = {}
         self.moved: dict[str, torch.Tensor] = {}
         """New tensors for places whose memory is for something else too. Complete after `close`."""
+        self.translated: set[str] = set()
+        """The keys of tensors that code of a module fills from other stored names."""
         self.lacking: dict[str, tuple[str, tuple[int, ...]]] = {}
         """The dtype and shape of each tensor of the state that the checkpoint lacks."""
         self.shared: list[Conflict] = []

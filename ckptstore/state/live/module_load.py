@@ -68,6 +68,7 @@ def load_module(
             for name in translation.extra
         }
         matching.left(*(f"{unit.key}.{name}" for name in translation.left))
+        matching.translated.update(f"{unit.key}.{name}" for name in translation.absent)
     except BaseException:
         materialised.release()
         raise

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from ckptstore.catalogue import job_of
-from ckptstore.errors import CkptstoreError
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import CkptstoreError, InvalidState
 from ckptstore.opening import open_store
+from ckptstore.runtime.torch_private import metadata_of
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.states.module_makers import NEEDS_GROUP
 from ckptstore.testing.states.oracle import (
@@ -214,7 +216,26 @@ class _Run:
         whole = sum(tensor.nbytes for tensor in ours.all_tensors())  # of an expanded tensor torch.save keeps one row
         if written > _HEAVY_TIMES * max(len(kept), whole) + _HEAVY_BYTES:
             raise _Fault("save: far more bytes than torch.save", f"{written} bytes, torch.save {len(kept)}")
+        if last and case.num_ranks == 1:
+            self._read(newest, kept)
         return kept
+
+    def _read(self, newest: Checkpoint, kept: bytes) -> None:
+        """Compare `to_dict`, which has no state to load into, with what torch.save has kept."""
+        try:
+            found = newest.to_dict()
+        except InvalidState:  # of a tensor that only an object of its class can take
+            return
+        for path, item in kept_in(kept).items():
+            at: Any = found
+            for part in path:
+                if not (isinstance(at, list) if type(part) is int and isinstance(at, list) else part in at):
+                    raise _Fault("to_dict: a place is missing", f"{path} of {found.keys()}")
+                at = at[part]
+            if isinstance(item, dict) and ("param_groups" in item or metadata_of(item) is not None):
+                continue  # names of parameters for numbers, and names without those of wrappers
+            if what := difference(at, item, path, marks=False):
+                raise _Fault(f"to_dict: {self._place(what)} {self._words(what.partition(': ')[2])}", what)
 
     def _stored(self) -> list[int | None]:
         return [checkpoint.number for checkpoint in self._store]
