@@ -230,7 +230,8 @@ def has_state_dict_hooks(optimizer: Any) -> bool:
 
 def hooks_of_load(module: Any) -> list[Any]:
     """Return the hooks that run when a module, without its children, is loaded."""
-    return [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    return [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps those before a load
 
 
 def is_wrapper(tensor: Any) -> bool:

@@ -73,7 +73,7 @@ class Held:
         self._tensors: dict[str, _HeldTensor] = {}
         self._translated = translated
         self._copies: dict[str, tuple[torch.Tensor, ...]] = {}
-        """Copies of tensors that code of a module has made of others: they cannot be read again."""
+        """Copies of tensors that code of a module has made of what was read: they cannot be read again."""
         self._by_modules: dict[str, str] = {}
 
     def finish(self, unit: Unit, finish: Callable[[], None]) -> None:
@@ -96,8 +96,9 @@ class Held:
         self._units.append(unit)
         looked = self._look(unit)
         self._tensors |= looked
-        for key in looked.keys() & set(self._translated):
-            self._copies[key] = tuple(part.clone() for part in looked[key].parts)
+        for key, (parts, _) in looked.items():
+            if not self._is_shown_as_copies(unit) and not any(identity_of(part) in self._keys for part in parts):
+                self._copies[key] = tuple(part.clone() for part in parts)
         if isinstance(unit.item, torch.optim.Optimizer):
             self._states.append((unit, {owner: _items(items) for owner, items in unit.item.state.items()}))
 
@@ -159,7 +160,7 @@ class Held:
             if obstacle_of(tensor) is None and not is_on_meta(tensor):
                 memory = tuple(part.detach() for part in local_memory(tensor))
                 is_target = any(identity_of(part) in self._keys for part in memory)
-                is_known = is_target or name in self._tensors or name in self._translated
+                is_known = is_target or name in self._tensors or name in self._translated or name in self._targets
                 if is_known or self._is_shown_as_copies(unit):
                     parts[name] = memory
         prints = fingerprints_of({key: memory for key, memory in parts.items() if memory})
