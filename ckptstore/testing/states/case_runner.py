@@ -220,13 +220,13 @@ class _Run:
             self._read(newest, kept)
         return kept
 
-    def _read(self, newest: Checkpoint, kept: bytes) -> None:
+    def _read(self, newest: Checkpoint, data: bytes) -> None:
         """Compare `to_dict`, which has no state to load into, with what torch.save has kept."""
         try:
             found = newest.to_dict()
         except InvalidState:  # of a tensor that only an object of its class can take
             return
-        for path, item in kept_in(kept).items():
+        for path, item in kept_in(data).items():
             at: Any = found
             for part in path:
                 if not (isinstance(at, list) if type(part) is int and isinstance(at, list) else part in at):
