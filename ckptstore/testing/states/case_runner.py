@@ -229,7 +229,7 @@ class _Run:
         for path, item in kept_in(data).items():
             at: Any = found
             for part in path:
-                if not (isinstance(at, list) if type(part) is int and isinstance(at, list) else part in at):
+                if not isinstance(at, list) and part not in at:
                     raise _Fault("to_dict: a place is missing", f"{path} of {found.keys()}")
                 at = at[part]
             if isinstance(item, dict) and ("param_groups" in item or metadata_of(item) is not None):
