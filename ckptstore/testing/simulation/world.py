@@ -235,10 +235,19 @@ class World:
 
     def kill(self, member: Member) -> None:
         """Kill the process."""
+        self._unlock_leases(member.process.pid)
         self.scheduler.kill(member.process)
         self.model.ends_reading(member.process.pid)
         self.model.careful.discard(member.process.pid)  # its lease may still arrive
         self.done(member)
+
+    def _unlock_leases(self, pid: int) -> None:
+        """End the locks of a process on its leases: its descriptors stay open in this one, so the files are others."""
+        for space in self.spaces.values():
+            for path in [] if space.real is None else [*(space.real / "leases").glob(f"*-{pid}-*")]:
+                copied = path.with_name(f"{path.name}.copy")
+                copied.write_bytes(path.read_bytes())
+                copied.replace(path)
 
     def done(self, member: Member) -> None:
         """Note that it does nothing any more."""
