@@ -59,14 +59,14 @@ def test_a_writer_behind_a_link_is_seen(tmp_path: Path) -> None:
     (tmp_path / "fast/step_1").mkdir(parents=True)
     (tmp_path / "out/step_2").mkdir(parents=True)
     (tmp_path / "out/step_1").symlink_to(tmp_path / "fast/step_1")
-    (tmp_path / "out/shared.bin").write_bytes(b"half")
+    (tmp_path / "out/common.bin").write_bytes(b"half")
     (tmp_path / "fast/step_1/a.bin").write_bytes(b"half")
-    (tmp_path / "out/step_2/link.bin").symlink_to("../shared.bin")
+    (tmp_path / "out/step_2/link.bin").symlink_to(Path("..", "common.bin"))
     for step in (1, 2):
         (tmp_path / f"out/step_{step}/done").touch()
     folder = Folder(tmp_path / "out", RULES)
     writer = "files = [open(name, 'ab') for name in sys.argv[1:]]"
-    with daemon(writer, tmp_path / "fast/step_1/a.bin", tmp_path / "out/shared.bin"):
+    with daemon(writer, tmp_path / "fast/step_1/a.bin", tmp_path / "out/common.bin"):
         folder.look(JobSeen(frozenset()))
         look = folder.look(JobSeen(frozenset()))
         assert look.unfinished == {"step_1": "a.bin is open for writing", "step_2": "link.bin is open for writing"}
