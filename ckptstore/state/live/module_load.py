@@ -68,7 +68,8 @@ def load_module(
             for name in translation.extra
         }
         matching.left(*(f"{unit.key}.{name}" for name in translation.left))
-        matching.translated.update(f"{unit.key}.{name}" for name in translation.absent)
+        absent = {f"{unit.key}.{name}" for name in translation.absent}
+        matching.translated |= absent - matching.mismatch.missing  # the others stay as they are
     except BaseException:
         materialised.release()
         raise
