@@ -14,6 +14,7 @@ from torch import nn
 
 from ckptstore import open_store
 from ckptstore.state.live.apply import begin_load
+from ckptstore.testing.states import StateCase, run
 from ckptstore.testing.states.oracle import difference, observed
 
 
@@ -204,3 +205,21 @@ def test_schedulers_of_torch_say_nothing(tmp_path: Path, caplog: pytest.LogCaptu
         store.load(fresh)
     assert not _differs(fresh, saved)
     assert not _warnings(caplog)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        StateCase(1, modules=("log scale",), extras=("averages",), change="upgraded"),
+        StateCase(2, modules=("old weight norm",), extras=("averages swapped",), change="upgraded"),
+        StateCase(3, modules=("negating",), extras=("averages",)),
+        StateCase(
+            4, modules=("compiled in checkpointed",), extras=("averages swapped",), change="first layer", strict=False
+        ),
+    ],
+    ids=lambda case: case.modules[0],
+)
+def test_what_code_of_a_module_makes_of_the_stored_is_held_and_nothing_else(case: StateCase) -> None:
+    """What was read cannot be read again, and a layer that nothing fills is the object's to write."""
+    outcome = run(case)
+    assert outcome.kind == "same", outcome.detail
