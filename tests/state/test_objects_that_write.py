@@ -211,7 +211,7 @@ def test_schedulers_of_torch_say_nothing(tmp_path: Path, caplog: pytest.LogCaptu
     "case",
     [
         StateCase(1, modules=("log scale",), extras=("averages",), change="upgraded"),
-        StateCase(2, modules=("old weight norm",), extras=("averages swapped",), change="upgraded"),
+        StateCase(2, modules=("old weight norm",), extras=("averages",), change="upgraded"),
         StateCase(3, modules=("negating",), extras=("averages",)),
         StateCase(
             4, modules=("compiled in checkpointed",), extras=("averages swapped",), change="first layer", strict=False
