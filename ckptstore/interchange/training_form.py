@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.live.values import dicts_in
 
 logger = logging.getLogger("ckptstore")
 
@@ -72,12 +73,4 @@ def _ends(key: str) -> Iterator[str]:
 
 def _modes_in(value: Any) -> Iterator[Any]:
     """Yield the modes of optimizers in the JSON of a plain value, such as the result of `state_dict()`."""
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if type(item) is list:
-            stack.extend(item)
-        elif type(item) is dict:
-            if not _NEXT_TO_MODE.isdisjoint(item):
-                yield item.get("train_mode")
-            stack.extend(item.values())
+    return (item.get("train_mode") for item in dicts_in(value) if not _NEXT_TO_MODE.isdisjoint(item))

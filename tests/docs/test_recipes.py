@@ -6,6 +6,7 @@ It has a dropout, a shuffled loader and a learning rate that falls.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,19 @@ def loop_of_torch_save(directory: Path) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
+def with_and_without_end(names: dict[str, Any], load: Callable[[], None]) -> tuple[Any, Any]:
+    """Return the weights two epochs after a save, and two epochs after its load into a new model and optimizer."""
+    found = []
+    for last in (False, True):
+        for _ in range(2):
+            names["train_epoch"](names["model"], names["optimizer"])
+        found.append(weights(names["model"]))
+        if not last:
+            names["model"], names["optimizer"] = names["build"]()
+            load()
+    return found[0], found[1]
+
+
 def loop_of_dcp(directory: Path) -> tuple[Any, Any]:
     """The weights after epochs that follow a save, and after the same epochs that follow its load."""
     setup, after = block_after("torch.distributed.checkpoint (DCP)")
@@ -101,18 +115,14 @@ def loop_of_dcp(directory: Path) -> tuple[Any, Any]:
     names["model"], names["optimizer"] = names["build"]()
     names["train_epoch"](names["model"], names["optimizer"])
     code = after.replace("all_state(model, optimizer", "all_state(model, optimizer, scheduler")
-    found = []
     exec(code.replace("runs/dcp", str(directory)), names)
-    for last in (False, True):
-        for _ in range(2):
-            names["train_epoch"](names["model"], names["optimizer"])
-        found.append(weights(names["model"]))
-        if not last:
-            names["model"], names["optimizer"] = names["build"]()
-            state = names["ckptstore"].all_state(names["model"], names["optimizer"], names["scheduler"])
-            with names["ckptstore"].open_store(directory) as store:
-                store.load(state)
-    return found[0], found[1]
+
+    def load() -> None:
+        state = names["ckptstore"].all_state(names["model"], names["optimizer"], names["scheduler"])
+        with names["ckptstore"].open_store(directory) as store:
+            store.load(state)
+
+    return with_and_without_end(names, load)
 
 
 def loop_of_accelerate(directory: Path) -> tuple[Any, Any]:
@@ -146,17 +156,13 @@ def loop_of_torch_checkpointing(directory: Path) -> tuple[Any, Any]:
     code = after.replace('"rng":', '"scheduler": scheduler.state_dict(), "rng":')
     saves, loads = code.split("\nloaded = ")
     exec(saves, names)
-    found = []
-    for last in (False, True):
-        for _ in range(2):
-            names["train_epoch"](names["model"], names["optimizer"])
-        found.append(weights(names["model"]))
-        if not last:
-            names["model"], names["optimizer"] = names["build"]()
-            names["train_epoch"](names["model"], names["optimizer"])  # which makes the states that are loaded
-            exec(f"loaded = {loads}", names)
-            names["scheduler"].load_state_dict(names["loaded"]["scheduler"])
-    return found[0], found[1]
+
+    def load() -> None:
+        names["train_epoch"](names["model"], names["optimizer"])  # which makes the states that are loaded
+        exec(f"loaded = {loads}", names)
+        names["scheduler"].load_state_dict(names["loaded"]["scheduler"])
+
+    return with_and_without_end(names, load)
 
 
 def loop_of_lightning(directory: Path) -> tuple[Any, Any]:

@@ -434,7 +434,7 @@ def _holds(items: Iterable[Any], kinds: tuple[type, ...]) -> bool:
 
 def references(value: Any) -> Iterator[str]:
     """Yield the keys of everything that a JSON value refers to; decoding fetches exactly those."""
-    for item in _dicts_in(value):
+    for item in dicts_in(value):
         content = item.get("v")
         if item.get(_TAG) in ("tensor", "ints", "floats") and type(content) is str:
             yield content
@@ -442,10 +442,11 @@ def references(value: Any) -> Iterator[str]:
 
 def needs_code(value: Any) -> bool:
     """Return True if a JSON value holds anything that `Decoder` refuses unless pickles are allowed."""
-    return any(item.get(_TAG) in ("pickle", "frame") for item in _dicts_in(value))
+    return any(item.get(_TAG) in ("pickle", "frame") for item in dicts_in(value))
 
 
-def _dicts_in(value: Any) -> Iterator[dict[str, Any]]:
+def dicts_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield all dicts in a JSON value."""
     stack = [value]
     while stack:
         item = stack.pop()
