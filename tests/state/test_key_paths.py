@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +51,17 @@ def test_keys_of_dicts_are_told_from_positions() -> None:
     containers = [state, state["a"], state["a"][0]]
     assert typed(("a", 0, 0), containers) == ("a", 0, DictKey(0))
     assert typed(("a", 0, ("x", 1)), containers) == ("a", 0, "('x', 1)")
+
+
+def test_numbers_of_other_classes_are_pythons_own_under_the_same_text() -> None:
+    class Count(enum.IntEnum):
+        ONE = 1
+
+    pairs: list[tuple[Any, Any]] = [(np.int64(3), DictKey(3)), (np.float64(2.5), DictKey(2.5)), (-4, DictKey(-4))]
+    for key, expected in [*pairs, (Count.ONE, DictKey(1)), (True, DictKey(True)), (np.float32(0.1), "0.1")]:
+        (found,) = typed((key,), [{}])
+        assert (found, str(found)) == (expected, str(key))
+        assert type(getattr(found, "value", None)) is type(getattr(expected, "value", None))
 
 
 @pytest.mark.parametrize("rows", [[[]], [[[]]], [[["a"]]], [[[1, 2]]], [[{}]], ["a", 1], 5, [[True]], [[1.5]], [None]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any, NamedTuple
 
 
@@ -93,16 +94,21 @@ def untyped(path: Path) -> tuple[str | int, ...]:
 def typed(path: Sequence[Any], containers: Sequence[Any]) -> Path:
     """Return a path with its keys of dicts that are no text marked as such. `containers` are those of its parts.
 
-    A key that is no number, no bool and not None becomes text.
+    A key that is no number, no bool and not None becomes text. A number of a class of its own, such as numpy's, becomes
+    Python's own.
     """
     return tuple(
-        part
-        if type(part) is str or (type(part) is int and not isinstance(container, Mapping))
-        else DictKey(part)
-        if type(part) in (bool, int, float, type(None))
-        else str(part)
+        part if type(part) is str or (type(part) is int and not isinstance(container, Mapping)) else _dict_key(part)
         for part, container in zip(path, containers, strict=True)
     )
+
+
+def _dict_key(key: Any) -> Part:
+    value = key.item() if isinstance(key, Number) and hasattr(key, "item") else key
+    if isinstance(value, int) and type(value) is not bool:
+        value = int(value)
+    is_plain = type(value) in (bool, int, float, type(None))
+    return DictKey(value) if is_plain and str(value) == str(key) else str(key)  # by which loads find it
 
 
 def _to_json(part: Part) -> Any:
