@@ -38,6 +38,8 @@ Probed = Record | CheckpointDamaged | StorageArchived | UnsupportedVersion | Non
 
 _MAX_CACHED = 100_000
 _NUM_THREADS = 32
+_MOST_DAMAGED = 4
+"""Damaged records in a row, at doubling distances, of which no log has so many."""
 
 
 @dataclass(frozen=True)
@@ -275,11 +277,19 @@ class LogReader:
         return newest
 
     def _find_top(self, known: Record | None) -> tuple[int, Probed]:
-        """Find the highest number that is taken, and its record. Numbers have no gaps, so halving finds it."""
+        """Find the highest number that is taken, and its record. Numbers have no gaps, so halving finds it. Raises
+        StorageError for a storage that has something under every name."""
         low, newest, step = known.number if known else 0, known, 1
         found: Probed = newest
+        num_damaged = 0
         while (probed := self._probe(low + step)) is not None:
             low, found, step = low + step, probed, 2 * step
+            num_damaged = num_damaged + 1 if isinstance(probed, CheckpointDamaged) else 0
+            if num_damaged == _MOST_DAMAGED:  # else a login page that answers every request would be a log without end
+                raise StorageError(
+                    f"{self._storage.uri} has something under every name, and no record: {probed}",
+                    hint="Look for a proxy or a login page that answers in place of the storage",
+                )
         high = low + step
         while high - low > 1:
             middle = (low + high) // 2

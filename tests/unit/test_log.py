@@ -39,7 +39,7 @@ from ckptstore.log.identity import (
     read_or_create_store_json,
     read_store_json,
 )
-from ckptstore.log.reader import Hint
+from ckptstore.log.reader import Hint, LogReader
 from ckptstore.storage import memory
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
@@ -340,6 +340,20 @@ def test_a_damaged_newest_record_is_never_passed_over(count: int) -> None:
     with pytest.raises(CheckpointDamaged):
         Log(storage, retry=ONCE).append(lambda _: Noop())
     assert numbers_in(storage) == list(range(1, count + 1))
+
+
+class LoginPage(MemoryStorage):
+    """Answers every read as a page in front of a storage does that nobody has logged in to."""
+
+    def read(self, key: str) -> bytes:
+        return b"<html>log in</html>"
+
+
+def test_a_storage_that_has_something_under_every_name_is_no_log_without_end() -> None:
+    for log in (Log(LoginPage("memory://login"), retry=ONCE), LogReader(LoginPage("memory://login"), retry=ONCE)):
+        for call in (log.newest, log.latest):
+            with pytest.raises(StorageError, match=r"something under every name.*login page"):
+                call()
 
 
 def test_a_newest_record_of_a_newer_version_is_refused() -> None:

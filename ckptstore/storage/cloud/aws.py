@@ -277,7 +277,7 @@ class S3Files(CloudFiles):
 
         if isinstance(error, exceptions.ClientError):
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            code = str(error.response.get("Error", {}).get("Code", ""))
+            code = str(error.response.get("Error", {}).get("Code") or "")
             code = "" if code.isdigit() else code
             date = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
             text = str(error.response.get("Error", {}).get("Message", ""))

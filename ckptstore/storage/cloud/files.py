@@ -163,13 +163,15 @@ class Renewing(ProcessBound):
         if foreign.is_out_of_time(code, text):
             return foreign.signed_again(what, key) if self._renewals.renew(number, correct_clock) else None
         if not code and status in (400, 403):  # a response to HEAD, which gives no reason
+            is_late = date is not None and self._clock.differs(date)
 
             def look() -> bool:
-                if date and self._clock.differs(date):
+                if is_late:
                     return correct_clock()
                 return self._keys_may_change and self._finds_other_keys() and self._renew_credentials() is not False
 
-            return foreign.renewed(what, key) if self._renewals.renew(number, look, only_other=True) else None
+            again = foreign.signed_again if is_late else foreign.renewed
+            return again(what, key) if self._renewals.renew(number, look, only_other=True) else None
         is_expired = code in foreign.EXPIRED_CODES or (status == 401 and not self.uri.startswith("s3:"))
         if is_expired or (self._keys_may_change and code in foreign.KEY_CODES):
             is_worth_a_try = self._renewals.renew(number, self._renew_credentials, at_first=is_expired)

@@ -1,7 +1,7 @@
 """Translate foreign errors by type and status, for all object stores, so that both engines agree. Pure.
 
     404                        FileMissing
-    410, NoSuchUpload, ...     UploadGone: the file can be written from the beginning
+    NoSuchUpload, ...          UploadGone: the file can be written from the beginning
     412                        ConditionFailed, which the callers of conditional requests expect
     InvalidObjectState, ...    StorageArchived
     401, 403                   AccessDenied
@@ -256,7 +256,7 @@ def from_status(
     known; `anonymous` is True if the request had no credentials."""
     shown = " ".join(str(part) for part in (status, code) if part) or "no answer"
     message = f"{what}: {shown}"
-    if status == 410 or code in _GONE_CODES:
+    if code in _GONE_CODES:
         return upload_gone(what, key)
     if status == 404:
         if code in ("NoSuchBucket", "ContainerNotFound"):

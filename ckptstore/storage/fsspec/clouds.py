@@ -181,6 +181,8 @@ class CloudStorage(GenericStorage, Renewing):
                 return refused
         if status is None:
             return super().translated(error, what=what, key=key)
+        if status == 410 and what.startswith("write"):  # the session of an upload, to gcsfs
+            return foreign.upload_gone(what, key)
         again = self.remedy(status, code, text, what=what, key=key, number=number, date=date)
         is_anonymous = bool(self._opened_as[1].get("anon"))
         return again or foreign.from_status(status, code, key=key, what=what, text=text, anonymous=is_anonymous)
@@ -193,7 +195,7 @@ def _refusal_of(error: Exception) -> tuple[int | None, str, str, str | None]:
         answer = getattr(item, "response", None)
         if isinstance(answer, Mapping):  # of botocore
             head, refusal = answer.get("ResponseMetadata", {}), answer.get("Error", {})
-            code = str(refusal.get("Code", ""))
+            code = str(refusal.get("Code") or "")
             text, date = str(refusal.get("Message", "")), head.get("HTTPHeaders", {}).get("date")
             return head.get("HTTPStatusCode"), "" if code.isdigit() else code, text, date
         if type(item).__name__ == "HttpError":  # of gcsfs
