@@ -85,8 +85,10 @@ def test_what_cannot_be_followed_is_refused(store_root: Path) -> None:
         follow(store, Notebook())
     with pytest.raises(InvalidInput, match="an open store or a URI"):
         follow(7, Notebook())  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="at least 0"):
+    with pytest.raises(InvalidInput, match="close_seconds is nan, it is a number"):
         follow(store_root, Notebook(), close_seconds=math.nan)
+    with pytest.raises(InvalidInput, match="at least 0"):
+        follow(store_root, Notebook(), close_seconds=-1)
 
 
 def test_a_tracker_that_hangs_holds_up_no_save_and_its_end_has_a_deadline(
