@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from ckptstore.errors import InvalidState
 
 ACCELERATOR_KEY = "accelerator"
 _LOADERS = ("DataLoaderShard", "DataLoaderDispatcher")
-_CONFIGURATION = (
-    "Give Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True, "
-    "use_seedable_sampler=True))"
-)
+_CONFIGURATION = "Give Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))"
 
 
 def is_of_accelerate(item: Any, *names: str) -> bool:
@@ -79,67 +74,12 @@ def check_has_position(name: str, loader: Any) -> None:
         )
 
 
-class PreparedLoader:
-    """A loader that Accelerate has prepared: its position, and what its order follows from.
-
-    Accelerate counts the passes in `iteration`, of which a sampler with a seed makes the order. torch's own
-    RandomSampler draws the order at the beginning of a pass, from a generator whose state nobody has kept; and where
-    one process deals out the batches of several, Accelerate counts a wrong position. A save in the middle of such a
-    pass is refused.
-
-    Raises InvalidState for a loader without a position.
-    """
-
-    def __init__(self, name: str, loader: Any) -> None:
-        self._name, self._loader = name, loader
-        check_has_position(name, loader)
-
-    def _sampler(self) -> Any:
-        find = getattr(self._loader, "get_sampler", None)
-        return None if find is None else find()
-
-    def _generators(self) -> dict[str, torch.Generator]:
-        places = {
-            "sampler": getattr(self._sampler(), "generator", None),
-            "synchronized": getattr(self._loader, "synchronized_generator", None),
-            "loader": getattr(self._loader.base_dataloader, "generator", None),
-        }
-        return {name: item for name, item in places.items() if isinstance(item, torch.Generator)}
-
-    def state_dict(self) -> dict[str, Any]:
-        loader, sampler, position = self._loader, self._sampler(), self._loader.state_dict()
-        is_in_pass = any(item is loader for item in loader.gradient_state.dataloader_references)
-        has_ended = bool(position.get("_iterator_finished", False))
-        if is_in_pass and not has_ended:
-            self._check_position(sampler)
-        return {
-            "position": position,
-            "iteration": loader.iteration + (is_in_pass and has_ended),
-            "seed": getattr(sampler, "initial_seed", None),
-            "generators": {name: item.get_state() for name, item in self._generators().items()},
-        }
-
-    def _check_position(self, sampler: Any) -> None:
-        """Raise InvalidState for a pass in whose middle nobody can go on."""
-        why = ""
-        if isinstance(sampler, torch.utils.data.RandomSampler) and not hasattr(sampler, "initial_seed"):
-            why, hint = "whose order torch's RandomSampler has drawn and not kept", _CONFIGURATION
-        elif is_of_accelerate(self._loader, "DataLoaderDispatcher") and self._loader.state.num_processes > 1:
-            why = "which one process reads for all, and Accelerate counts a wrong position then"
-            hint = "Give DataLoaderConfiguration(dispatch_batches=False)"
-        if why:
-            raise InvalidState(
-                f"{self._name} is in the middle of a pass, {why}", hint=f"{hint}; or save at the ends of epochs"
-            )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        loader, sampler = self._loader, self._sampler()
-        if state["seed"] is not None and hasattr(sampler, "initial_seed"):
-            sampler.initial_seed = state["seed"]
-        loader.set_epoch(state["iteration"])
-        loader.load_state_dict(state["position"])
-        # torchdata's loader makes its iterator now, and not from the random numbers that are restored after this.
-        loader.base_dataloader.state_dict()
-        for name, generator in self._generators().items():
-            if name in state["generators"]:
-                generator.set_state(state["generators"][name])
+def check_can_go_on(loader: Any) -> None:
+    """Raise InvalidState for a loader in the middle of a pass that one process reads for all: Accelerate counts a wrong
+    position of it."""
+    if is_of_accelerate(loader, "DataLoaderDispatcher") and loader.state.num_processes > 1:
+        raise InvalidState(
+            f"a {type(loader).__name__} is in the middle of a pass, which one process reads for all, and of which "
+            "Accelerate counts a wrong position",
+            hint="Give DataLoaderConfiguration(dispatch_batches=False); or save at the ends of epochs",
+        )

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from ckptstore.state.live.accelerated import check_can_go_on
 from ckptstore.state.live.dataset_digest import digests_of, warn_of_other_data
 
 logger = logging.getLogger("ckptstore")
@@ -25,8 +26,9 @@ logger = logging.getLogger("ckptstore")
 _PASS = "pass"
 """The key of what is added to the state of a loader, which takes no notice of it."""
 _FINISHED = "_iterator_finished"
-_COUNTERS = ("epoch", "iteration")
-"""Attributes that have the number of the epoch: of samplers, and of Accelerate's loaders."""
+_COUNTERS = ("epoch", "iteration", "initial_seed")
+"""Attributes from which orders are made: the number of the epoch, of samplers and of Accelerate's loaders, and the seed
+of Accelerate's samplers."""
 _INNER = ("base_dataloader", "sampler", "batch_sampler")
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _warned: WeakSet[Any] = WeakSet()
@@ -53,7 +55,10 @@ class LoaderState:
             return {}  # which torchdata takes for the state of a loader that has not begun
         now = {"counters": _counters(self.loader), "generators": _generator_states(self.loader)}
         added = {"began": self._passes.began, **now, "data": self._digests}
-        return {**self.loader.state_dict(), _PASS: added}
+        state = {**self.loader.state_dict(), _PASS: added}
+        if _num_batches(state) and not state[_FINISHED]:
+            check_can_go_on(self.loader)
+        return state
 
     def load_state_dict(self, state: Any) -> None:
         if self._passes is not None:

@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
-from ckptstore.state.live.accelerated import PreparedLoader, is_of_accelerate, is_prepared_loader, prepared_by
+from ckptstore.state.live.accelerated import check_has_position, is_of_accelerate, is_prepared_loader, prepared_by
 from ckptstore.state.live.flatten import Kind, is_loader, kind_of, per_rank, takes_all_ranks, units_of
 from ckptstore.state.live.loader_state import LoaderState, random_numbers, set_random_numbers
 
@@ -131,7 +131,7 @@ def _storable(name: str, item: Any) -> Any:
     if isinstance(item, torch.Generator):
         return _GeneratorState(item)
     if is_prepared_loader(item):
-        return per_rank(PreparedLoader(name, item))
+        check_has_position(name, item)
     if not is_loader(item) or takes_all_ranks(item):
         return item
     if kind_of(item) is not Kind.STATEFUL:
