@@ -68,7 +68,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda case: (
             case.wrapper.startswith("fsdp1")
             and case.into == "running"
-            and case.optimizer in ("lists in state", "global item")
+            and case.optimizer in ("lists in state", "global item", "lbfgs")
         ),
     ),
     Refusal(
