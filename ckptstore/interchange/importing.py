@@ -13,13 +13,14 @@ from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
 from ckptstore.format.layout import DCP_METADATA_NAME, check_step
 from ckptstore.interchange.from_files import read_dcp, read_safetensors, read_torch_file
 from ckptstore.interchange.intake import EXPANDED_BYTES, Intake, Rename
-from ckptstore.interchange.places import on_this_machine, opened_folder, translated
+from ckptstore.interchange.places import on_this_machine, opened_folder
 from ckptstore.interchange.selection import KINDS, Kind
 from ckptstore.job import Job
 from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.write.assignment import SaveMemo
+from ckptstore.storage.disk.posix import translated
 from ckptstore.store import CheckpointStore, save_shard
 
 

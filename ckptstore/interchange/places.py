@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import FileMissing, InvalidInput, InvalidSource, StorageError
+from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
 from ckptstore.format.layout import DCP_METADATA_NAME, PART_NAME
 from ckptstore.interchange.appearing import appearing, finish_others, put_export
-from ckptstore.storage.disk.posix import check_replaceable, flush, translate
+from ckptstore.storage.disk.posix import check_replaceable, flush, translated
 from ckptstore.storage.uri import local_path, parse_uri, redact
 from ckptstore.transfer import Wanted
 from ckptstore.transfer.moves import PlannedFile
@@ -35,18 +35,6 @@ _OWN_NAMES = re.compile(
 """Names of the files that exports make."""
 _FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})
 _WEIGHTS = (*_FILE_SUFFIXES, ".safetensors.index.json", ".bin.index.json", ".h5", ".msgpack", ".gguf", ".onnx")
-
-
-@contextmanager
-def translated(doing: str, path: Path) -> Iterator[None]:
-    """Translate errors of the system to those of ckptstore, for a file or a directory of a path."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        file = error.filename if isinstance(error.filename, str) else str(path)
-        raise translate(error, what=f"{doing} {file}", file=Path(file).name, directory=str(path)) from error
 
 
 @contextmanager

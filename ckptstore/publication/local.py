@@ -79,47 +79,32 @@ class LocalModel:
 
     def prepare(self) -> None:
         """Make the folder beside the directory. Raises InvalidInput where a directory cannot be exchanged."""
-        with self._translated():
-            self._prepare()
-
-    def _prepare(self) -> None:
-        posix.check_replaceable(self.path, may_be_current=True)
-        for path in (self.path, self.aside):
-            if path.exists() and not path.is_dir():
-                raise InvalidInput(f"{path} is no directory", hint="Give a new or empty directory")
-        if self.path.exists() and not (self.path / STATE_NAME).exists() and any(self.path.iterdir()):
-            raise InvalidInput(f"{self.path} holds files, and not of a reader", hint="Give a new or empty directory")
-        self.aside.mkdir(parents=True, exist_ok=True)
+        with posix.translated("Reading", self.path):
+            posix.check_replaceable(self.path, may_be_current=True)
+            for path in (self.path, self.aside):
+                if path.exists() and not path.is_dir():
+                    raise InvalidInput(f"{path} is no directory", hint="Give a new or empty directory")
+            if self.path.exists() and not (self.path / STATE_NAME).exists() and any(self.path.iterdir()):
+                raise InvalidInput(
+                    f"{self.path} holds files, and not of a reader", hint="Give a new or empty directory"
+                )
+            self.aside.mkdir(parents=True, exist_ok=True)
 
     def recover(self) -> None:
         """Go on with what a process that was killed has begun, and remove what is of no use. Call it with the lock."""
         self.settle()
-        with self._translated():
-            self._recover()
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise posix.translate(
-                error, what=f"Looking at {self.path}", file=self.path.name, directory=str(self.path.parent)
-            ) from error
-
-    def _recover(self) -> None:
-        finish_replacement(self._next, self.path, aside=self._moved)
-        if self._journal.exists():
-            self._go_on()
-        for left in (item for item in self.aside.iterdir() if _OWN_ASIDE.fullmatch(item.name)):
-            if left.is_dir():
-                self._room_comes_until = time.monotonic() + _FREED_SECONDS  # if another process removes it just now
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
-        self.spool = self._new("spool")
-        self.spool.mkdir()
+        with posix.translated("Reading", self.path):
+            finish_replacement(self._next, self.path, aside=self._moved)
+            if self._journal.exists():
+                self._go_on()
+            for left in (item for item in self.aside.iterdir() if _OWN_ASIDE.fullmatch(item.name)):
+                if left.is_dir():
+                    self._room_comes_until = time.monotonic() + _FREED_SECONDS  # if another process removes it just now
+                    shutil.rmtree(left, ignore_errors=True)
+                else:
+                    left.unlink(missing_ok=True)
+            self.spool = self._new("spool")
+            self.spool.mkdir()
 
     def _go_on(self) -> None:
         """Finish the replacement that the journal describes, or forget it. Unless nothing was replaced yet, there is no
@@ -145,7 +130,7 @@ class LocalModel:
         if state is None or self._journal.exists():
             self.fault = f"{INDEX_NAME} or {STATE_NAME} is not there, or cannot be read" if state is None else ""
             return None
-        with self._translated():
+        with posix.translated("Reading", self.path):
             is_as_written = state.boot == _boot_id() and all(
                 _stamp(self.path / name) == [*found] for name, found in state.files.items()
             )

@@ -418,3 +418,15 @@ def translate(error: OSError, *, what: str, file: str, directory: str, needed_by
         return Shortage(reason, file=file, hint=_HINTS.get(code))
     cls = StorageUnavailable if code in _PASSING else StorageError
     return cls(reason, file=file, hint=_HINTS.get(code or 0))
+
+
+@contextlib.contextmanager
+def translated(doing: str, path: Path) -> Iterator[None]:
+    """Translate errors of the system to those of ckptstore, for a file or a directory of a path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        file = error.filename if isinstance(error.filename, str) else str(path)
+        raise translate(error, what=f"{doing} {file}", file=Path(file).name, directory=str(path)) from error
