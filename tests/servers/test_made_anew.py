@@ -98,7 +98,7 @@ def test_a_clock_that_cannot_be_corrected_is_named(server: S3Server, engine: str
 
 
 class Rotation:
-    """Keys in a file, of which the server takes the newest alone, each for so many requests."""
+    """Keys in a file, of which the server takes the newest alone, each for so many requests that it answers."""
 
     def __init__(self, service: Any, write: Callable[[str], object], *, every: int) -> None:
         self.service, self.write, self.every = service, write, every
@@ -112,10 +112,10 @@ class Rotation:
         self.service.access_keys = frozenset([f"AKIA{self.rotations}"])
 
     def authorize(self, request: HttpRequest) -> None:
-        self.requests += 1
+        self.accept(request)
+        self.requests += 1  # refused ones count for nothing: many of them would use up keys that nobody has had
         if self.requests % self.every == 0:
             self.rotate()
-        self.accept(request)
 
 
 class Expiring(Rotation):
@@ -180,7 +180,7 @@ def test_keys_are_replaced_several_times_in_one_save(
     with ckptstore.open_store("s3://test/keys", storage_options=options, engine=engine) as store:
         before = rotating.rotations
         store.save_directory(0, files)
-        assert rotating.rotations >= before + 2
+        assert rotating.rotations >= before + 2, rotating.requests
         assert store.save_directory(1, files).verify().ok
 
 
