@@ -13,16 +13,13 @@ INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
 EXTRAS := dev,s3,gcs,azure,fast,fsspec-clouds,ray,lightning,transformers,torch-checkpointing,otel,mlflow,wandb,serve
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20
-# In the order of their names the many quick files of tests/unit are the last: by number of tests it would be the few
-# that take long.
-SHARED := --dist loadfile --no-loadscope-reorder
-# Some tests wait, for a stalled server or a dead rank, so two processors carry three. Four hinder each other.
-AT_ONCE := -n 3 $(SHARED) --ignore=tests/ray
-# Each of the three has clusters of its own, whose ports the system chooses. A driver that waits for Ray hears no signal:
-# a test that takes too long ends its process.
-PYTEST_RAY := $(PYTEST) --timeout-method=thread -n 3 $(SHARED)
+# Some tests wait, for a stalled server or a dead rank, so two processors carry three. Four hinder each other. Files keep
+# the order of their names: by number of tests the few that take long would be the last.
+AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
+QUICK := -m "not slow and not long and not ceph"
+OTHERS := -m "(slow or hypothesis) and not long and not ceph"
 
-.PHONY: install demo demo-ray demo-tier test test-slow slow-ray small-benchmarks test-long simulate states soak matrix test-ceph check format docs site pictures bench bench-check servers clean
+.PHONY: install demo demo-ray demo-tier test test-all test-profile test-long simulate states soak matrix test-ceph check format docs site pictures bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -64,26 +61,23 @@ servers:
 	$(PYTHON) tests/browser/install.py || test -z "$$CI"
 
 test: install servers
-	$(PYTEST) $(AT_ONCE) -m "not slow and not long and not ceph"
-	$(PYTEST_RAY) -m "not slow and not long" tests/ray
+	$(PYTEST) $(AT_ONCE) $(QUICK)
 
-# The benchmarks run too, at a small size: that shows that they work, and no more. They are one process, beside which the
-# runs of Ray, which mostly wait, have the other processor. What each of them says comes when it ends.
-test-slow: install servers
-	$(PYTEST) $(AT_ONCE) -m "slow and not long and not ceph"
-	$(MAKE) --jobs=2 --output-sync=target slow-ray small-benchmarks
-
-slow-ray:
-	$(PYTEST_RAY) -m "slow and not long" tests/ray
-
-small-benchmarks:
+# The rest of what CI runs, with more examples of each property. The benchmarks run too, at a small size: that shows that
+# they work, and no more.
+test-all: install servers
+	$(PYTEST) $(AT_ONCE) $(OTHERS)
 	$(PYTEST) benchmarks -q -m "not long"
+
+# What each of these tests costs, in seconds of processors with all children: a line each, and tables.
+test-profile: install servers
+	PYTHONPATH=tests $(PYTEST) $(AT_ONCE) -c pyproject.toml -p profiling --profile-to=profile-quick.jsonl $(QUICK)
+	PYTHONPATH=tests $(PYTEST) $(AT_ONCE) -c pyproject.toml -p profiling --profile-to=profile-all.jsonl $(OTHERS)
 
 # What takes longer than CI has: every trainer, every layout, the demo, the judge. Installs the trainers' packages.
 test-long: install servers
 	$(PYTHON) tests/servers/install.py --all
 	$(PYTEST) $(AT_ONCE) -m long
-	$(PYTEST_RAY) -m long tests/ray
 	$(PYTEST) benchmarks -q -m long
 
 # Seeds of the simulation that no test has run yet, for as long as one likes.

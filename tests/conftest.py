@@ -8,14 +8,22 @@ import re
 import signal
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
-settings.register_profile(
-    "ckptstore", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
-settings.load_profile("ckptstore")
+for name, max_examples in (("quick", 20), ("all", 200)):
+    settings.register_profile(
+        name,
+        deadline=None,
+        derandomize=True,
+        max_examples=max_examples,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+    )
+settings.load_profile("all")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as a rank has: else the threads of several workers wait for each other
 
@@ -28,13 +36,44 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 MARKS = ("slow", "long", "ceph")
 
 
+QUICK = f"not {' and not '.join(MARKS)}"
+"""What `make test` asks for."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") == QUICK:
+        settings.load_profile("quick")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Pass over files that do not speak of the one mark that is asked for: each worker would import them for half a
-    minute of a processor, to run nothing of them."""
-    asked = re.fullmatch(rf"({'|'.join(MARKS)})( and not \w+)*", config.getoption("markexpr"))
-    if asked is None or not re.fullmatch(r"test_.*\.py", collection_path.name):
+    """Pass over files that have nothing of what is asked for: each worker would import them to run nothing of them."""
+    if not re.fullmatch(r"test_.*\.py", collection_path.name):
         return None
-    return None if f"mark.{asked[1]}" in collection_path.read_text() else True
+    asked = config.getoption("markexpr")
+    if asked == QUICK:
+        whole_file = rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(MARKS)})\b"
+        return True if re.search(whole_file, text_of(collection_path), re.MULTILINE) else None
+    found = re.fullmatch(rf"\(?({'|'.join(MARKS)})( or hypothesis\))?( and not \w+)*", asked)
+    if found is None:
+        return None
+    wanted = f"mark.{found[1]}" + ("|@given" if found[2] else "")
+    return None if re.search(wanted, text_of(collection_path)) else True
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """Give a worker whole files, and all of Ray's to one, which has the one cluster."""
+    return ByFile(config, log)
+
+
+class ByFile(LoadFileScheduling):
+    """Sends the tests of a file to one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if nodeid.startswith("tests/ray/") else str(super()._split_scope(nodeid))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -42,8 +81,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse what would be passed over: a test that has its mark from another file."""
     for mark in MARKS:
         for path in {item.path for item in items if item.get_closest_marker(mark)}:
-            if f"mark.{mark}" not in path.read_text():
+            if f"mark.{mark}" not in text_of(path):
                 raise pytest.UsageError(f"{path} has a test that is marked {mark}: say pytest.mark.{mark} in that file")
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/ray/"))  # they are one unit, the longest
 
 
 def pytest_collection_finish() -> None:

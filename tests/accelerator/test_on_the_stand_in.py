@@ -17,6 +17,8 @@ import pytest
 from ckptstore.testing.accelerator import CannotBuild
 from ckptstore.testing.accelerator.building import built_extension
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 

@@ -20,6 +20,8 @@ from ckptstore.tools.run.lock import locked
 from ckptstore.tools.run.notices import FolderNotice, TrainerStarted
 from ckptstore.tools.run.story import NOTHING_FOUND, AgentPlan, run
 
+pytestmark = pytest.mark.slow
+
 
 def test_where_there_is_too_much_to_look_at_it_asks_for_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,8 @@ from ckptstore.tools.run.nodes import Nodes, find_nodes
 from ckptstore.tools.run.rounds import LONELY_SECONDS, NodeOffer, NodeView, choose
 from ckptstore.tools.run.story import AgentPlan, watch
 
+pytestmark = pytest.mark.slow
+
 
 def nodes(start: Start, run_id: str, store: Path, folders: list[Path], *trainers: list[object]) -> list[str]:
     """Run an agent on each node; what each trainer and agent said."""
@@ -74,7 +76,6 @@ def test_a_folder_that_all_share(start: Start, tmp_path: Path) -> None:
         assert [checkpoint.step for checkpoint in opened] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
 def test_a_node_that_writes_nothing(start: Start, tmp_path: Path) -> None:
     """It is waited for once, since its first checkpoint might be late."""
     store, first, second = tmp_path / "store", tmp_path / "node0", tmp_path / "node1"

@@ -20,6 +20,8 @@ from ckptstore.tools.cli import main
 from ckptstore.tools.run.story import NOTHING_FOUND
 from tests.folders.test_finished_property import zipped as torch_file
 
+pytestmark = pytest.mark.slow
+
 HEAD = """
 import io, json, os, pickle, shutil, signal, sys, time, zipfile
 from pathlib import Path

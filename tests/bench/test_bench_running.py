@@ -32,6 +32,8 @@ from ckptstore.tools.bench.workloads.simulated import commit_of
 from ckptstore.tools.cli import main
 from ckptstore.tools.cli.commands.bench import options_of
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
 
 
@@ -122,9 +124,8 @@ def test_benchmarks_for_developers_have_floors_too(tmp_path: Path) -> None:
         assert done.stdout.count("BELOW: ") == len(wanted) * code
 
 
-@pytest.mark.slow
 def test_the_benchmark_that_no_test_runs_can_be_imported() -> None:
-    """`make test-slow` runs the others."""
+    """`make test-all` runs the others."""
     command = [sys.executable, "benchmarks/gpu/ray_train.py", "--help"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -298,7 +299,6 @@ def test_two_ranks_on_the_test_server(tmp_path: Path) -> None:
         assert sample["sent_bytes"] >= 20 << 20
 
 
-@pytest.mark.slow
 def test_a_rank_that_writes_slowly_is_seen_in_the_timeline(tmp_path: Path) -> None:
     options = Options(workloads=("save",), peers=("none",), repeat=1, shape="tensors", ranks=2)
     with opened_place(str(tmp_path), {}) as place:

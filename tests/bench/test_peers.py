@@ -24,6 +24,8 @@ from ckptstore.tools.bench.turns import Contest
 from ckptstore.tools.bench.work import Task
 from ckptstore.tools.bench.workloads.finding import FINDERS
 
+pytestmark = pytest.mark.slow
+
 ASYNC = [kind for kind in CONTENDERS["async"] if kind.role == "peer"]
 READERS = {
     "dcp": "DCP FileSystemWriter",

@@ -17,6 +17,8 @@ from ckptstore.tools.bench.peers.node import RawDownload
 from ckptstore.tools.bench.peers.own import Ckptstore
 from ckptstore.tools.bench.turns import Contest
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("a", "b", "c")
 
 

@@ -22,6 +22,8 @@ from selenium.webdriver.common.keys import Keys
 from ckptstore import open_store
 from ckptstore.tools.report.page import page
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report-schema.json").read_text())
 
 GENEROUS_MILLISECONDS = 30_000
@@ -111,7 +113,6 @@ def test_a_fast_tier_is_shown_beside_the_store(reader: Reader) -> None:
     assert reader.errors() == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value", [document(), document(store([])), document(store([checkpoint(2, 5, metrics={})]))])
 def test_little_is_shown_as_well(reader: Reader, value: dict[str, Any]) -> None:
     reader.show(page(value))
@@ -120,7 +121,6 @@ def test_little_is_shown_as_well(reader: Reader, value: dict[str, Any]) -> None:
         assert reader.text("#curves-body") == "No checkpoint has metrics."
 
 
-@pytest.mark.slow
 def test_every_column_sorts_both_ways(reader: Reader) -> None:
     value = trained()
     reader.show(page(document(value)))
@@ -143,7 +143,6 @@ def test_every_column_sorts_both_ways(reader: Reader) -> None:
     assert (reader.column("loss")[0], reader.column("loss")[-1]) == ("Infinity", "NaN")
 
 
-@pytest.mark.slow
 def test_the_table_filters_by_text_and_status(reader: Reader) -> None:
     value = trained()
     reader.show(page(document(value)))
@@ -159,7 +158,6 @@ def test_the_table_filters_by_text_and_status(reader: Reader) -> None:
     assert reader.text("#count") == "0 of 24"
 
 
-@pytest.mark.slow
 def test_what_changed_between_two(reader: Reader) -> None:
     value = trained()
     reader.show(page(document(value)))
@@ -183,7 +181,6 @@ def test_what_changed_between_two(reader: Reader) -> None:
     assert "does not have the tensors of step 5000" in reader.text("#compare-body")
 
 
-@pytest.mark.slow
 def test_tensors_of_another_dtype_shape_or_place(reader: Reader) -> None:
     value = store([checkpoint(2, 1), checkpoint(3, 2)], dtype_names=["float32", "bfloat16"])
     old = {"keys": ["a", "b", "c", "d"], "dtypes": [0, 0, 0, 0], "shapes": [[2], [2], [2], []], "size_bytes": [8] * 4}
@@ -199,7 +196,6 @@ def test_tensors_of_another_dtype_shape_or_place(reader: Reader) -> None:
     assert reader.column("Is", table=table)[1:3] == ["float32 [2, 1]", "bfloat16 [2]"]
 
 
-@pytest.mark.slow
 def test_the_tree_of_tensors_adds_up_and_is_walked_by_keyboard(reader: Reader) -> None:
     value = trained()
     reader.show(page(document(value)))
@@ -228,7 +224,6 @@ def test_the_tree_of_tensors_adds_up_and_is_walked_by_keyboard(reader: Reader) -
     assert reader.errors() == []
 
 
-@pytest.mark.slow
 def test_all_of_it_can_be_done_by_keyboard(reader: Reader) -> None:
     """From the top by Tab alone: every stop can be seen, none is a trap, and a checkpoint is opened and compared."""
     value = trained()
@@ -264,7 +259,6 @@ def test_all_of_it_can_be_done_by_keyboard(reader: Reader) -> None:
     assert reader.text("#tensor-changes").startswith("Tensors: 1 changed")
 
 
-@pytest.mark.slow
 def test_a_chart_leads_to_its_checkpoint(reader: Reader) -> None:
     reader.show(page(document(trained())))
     reader.one("#filter").send_keys("nothing like it")
@@ -275,7 +269,6 @@ def test_a_chart_leads_to_its_checkpoint(reader: Reader) -> None:
     assert "Step 250, number 2" in reader.text(".details")
 
 
-@pytest.mark.slow
 def test_metrics_that_are_no_numbers_and_attempts_have_marks(reader: Reader) -> None:
     reader.show(page(document(trained())))
     for kind in (
@@ -297,7 +290,6 @@ def test_metrics_that_are_no_numbers_and_attempts_have_marks(reader: Reader) -> 
     assert [one.text for one in reader.all('[data-key="chart/loss"] text.rule')] == ["job 1", "job 2"]
 
 
-@pytest.mark.slow
 def test_a_line_is_copied_or_selected(reader: Reader) -> None:
     reader.show(page(document(trained())))
     opened(reader, 26)
@@ -309,7 +301,6 @@ def test_a_line_is_copied_or_selected(reader: Reader) -> None:
     reader.until(lambda: reader.run("return getSelection().toString()") == "ckptstore cp runs/first@26 /mnt/backup")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value", [trained(), hostile()], ids=["trained", "hostile"])
 def test_a_phone_scrolls_no_page_sideways(reader: Reader, value: dict[str, Any]) -> None:
     reader.show(page(document(value)), width=360, height=740)
@@ -319,7 +310,6 @@ def test_a_phone_scrolls_no_page_sideways(reader: Reader, value: dict[str, Any])
     assert reader.run("return document.querySelector('.details').offsetWidth") < 360
 
 
-@pytest.mark.slow
 def test_dark_and_light_by_the_system_and_by_the_switch(reader: Reader) -> None:
     background = "return getComputedStyle(document.body).backgroundColor"
     reader.show(page(document(trained())), dark=True)
@@ -338,7 +328,6 @@ def test_dark_and_light_by_the_system_and_by_the_switch(reader: Reader) -> None:
     assert (reader.text("#theme"), reader.run(background)) == ("theme: auto", "rgb(255, 255, 255)")
 
 
-@pytest.mark.slow
 def test_ten_thousand_checkpoints_and_a_hundred_thousand_tensors(
     reader: Reader, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,7 +381,6 @@ def answers() -> Iterator[tuple[str, dict[str, bytes]]]:
         thread.join()
 
 
-@pytest.mark.slow
 def test_a_live_page_keeps_up_and_forgets_nothing(reader: Reader, answers: tuple[str, dict[str, bytes]]) -> None:
     address, found = answers
     value = document(trained(), live=True)
@@ -423,7 +411,6 @@ def test_a_live_page_keeps_up_and_forgets_nothing(reader: Reader, answers: tuple
     reader.until(lambda: not reader.one("#connection").is_displayed())
 
 
-@pytest.mark.slow
 def test_a_store_that_is_served_is_followed(reader: Reader, tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "w").write_bytes(bytes(1000))

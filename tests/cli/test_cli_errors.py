@@ -22,6 +22,8 @@ from ckptstore import open_store
 from ckptstore.errors import CkptstoreError, all_errors
 from ckptstore.tools.cli import COMMANDS, GROUPS, main
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "ckptstore"]
 
 

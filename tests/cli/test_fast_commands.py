@@ -28,6 +28,8 @@ from ckptstore.format.order import SaveOrder
 from ckptstore.log.identity import read_identity
 from ckptstore.tools.cli import main
 
+pytestmark = pytest.mark.slow
+
 LOSE = "--yes-lose-what-is-not-durable"
 
 

@@ -19,6 +19,8 @@ from ckptstore.storage.base import Doubts
 from ckptstore.storage.fsspec.generic import GenericStorage
 from ckptstore.testing import StorageContract
 
+pytestmark = pytest.mark.slow
+
 
 class Disk(LocalFileSystem):
     """Under a scheme of its own: that of fsspec is another name for paths, and refused."""

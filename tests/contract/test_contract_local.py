@@ -38,6 +38,7 @@ class TestLocal(StorageContract):
         return (self.root / key).read_bytes()
 
 
+@pytest.mark.slow
 class TestWrappedLocal(TestLocal):
     """A wrapped storage has the powers of the one inside, so that code takes the same paths."""
 

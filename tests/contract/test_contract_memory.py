@@ -45,6 +45,7 @@ class TestMemory(StorageContract):
             writer.finish()
 
 
+@pytest.mark.slow
 class TestWrappedMemory(TestMemory):
     """Everything holds with hooks around, but what the wrapper does not have."""
 

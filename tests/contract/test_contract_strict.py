@@ -10,6 +10,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import broken_storages
+import pytest
+
+pytestmark = pytest.mark.slow
 
 BROKEN = {name: made.caught_by for name, made in vars(broken_storages).items() if getattr(made, "caught_by", "")}
 

@@ -9,6 +9,8 @@ import pytest
 from forked_ranks import run_ranks
 from trials import CASES, problems, ranks_run
 
+pytestmark = pytest.mark.slow
+
 
 def check_all(ranks: int, root: Path) -> None:
     names = [name for name, one in CASES.items() if one.ranks == ranks]

@@ -33,6 +33,7 @@ from ckptstore.tools.cli.commands import follow
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+FIRST_PAGES = ("README.md", "docs/quickstart.md")
 SCHEMA = json.loads((ROOT / "docs/reference/cli-schema.json").read_text())
 
 _FENCE = re.compile(r"^```(.*)$")
@@ -115,7 +116,10 @@ def test_what_is_not_run_has_a_reason_that_still_counts() -> None:
     assert sum(isinstance(part, list) for page in PAGES for _, part in script_of(page)) > 30
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(ROOT / name, marks=[] if name in FIRST_PAGES else pytest.mark.slow, id=name) for name in NAMES],
+)
 def test_a_page_runs_in_its_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page share a namespace, and run in an empty directory, its commands between them. MLflow has a
     directory for a server."""

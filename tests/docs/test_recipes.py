@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from forked_ranks import LIGHTNING, TORCH, run_ranks
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs/how-to/coming-from.md"
 END = 4
 """The epochs of a run."""
@@ -200,7 +202,6 @@ def loop_of_lightning(directory: Path) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-@pytest.mark.slow
 def test_the_fit_of_lightning_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     ((whole, resumed),) = run_ranks(1, loop_of_lightning, tmp_path, modules=LIGHTNING, timeout_seconds=240)
     assert resumed == whole

@@ -21,6 +21,8 @@ from packaging.utils import canonicalize_name
 
 from ckptstore.runtime.extras import EXTRAS, install_command
 
+pytestmark = pytest.mark.slow
+
 
 def word(extras: str) -> str:
     """What pip is to install for an extra."""
@@ -131,7 +133,6 @@ def test_torch_without_the_extra_is_told_to_take_the_extra(environment: Any, tmp
     assert done.stderr.count(b"\n") == 1, done.stderr
 
 
-@pytest.mark.slow
 def test_with_the_torch_extra_all_that_it_is_for_works(environment: Any, tmp_path: Path) -> None:
     told = to_install(walk(environment("ckptstore[torch]"), tmp_path))
     assert told == NEED_MORE
@@ -151,7 +152,6 @@ with s3_server(buckets=["test"]) as server:
 """
 
 
-@pytest.mark.slow
 def test_the_s3_extra_stores_directories_and_names_torch_for_a_state(environment: Any, tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "weights").write_bytes(b"w")
@@ -162,7 +162,6 @@ def test_the_s3_extra_stores_directories_and_names_torch_for_a_state(environment
     assert done.stdout.endswith(f"{install_command('torch')}\n")
 
 
-@pytest.mark.slow
 def test_the_wheel_has_all_that_a_bare_installation_needs(tmp_path: Path) -> None:
     """Built and installed by pip; the command that it brings is called."""
     source = tmp_path / "source"

@@ -20,6 +20,8 @@ from forked_ranks import run_ranks
 
 from ckptstore import open_store
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 MOST_LINES = 40

@@ -18,6 +18,8 @@ from ckptstore import CheckpointDamaged, CheckpointStore, FastTier, open_store
 from ckptstore.format.digest import ALGORITHMS, DEFAULT
 from ckptstore.interchange.exporting import export
 
+pytestmark = pytest.mark.slow
+
 OTHER = next(name for name in ALGORITHMS if name != DEFAULT)
 SIZE = 3 << 20
 

@@ -29,6 +29,8 @@ from ckptstore.events import CheckpointSkipped, FastBypassed, listening
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
+pytestmark = pytest.mark.slow
+
 Row = Callable[[Path], object]
 SECONDS = 60
 DURABLE, NEWEST = 1, 3

@@ -20,6 +20,8 @@ from ckptstore.fast.nodes import node_disk
 from ckptstore.fast.nodes.arrival import join_arrivals
 from ckptstore.fast.nodes.members import Members
 
+pytestmark = pytest.mark.slow
+
 NOBODY = 65534
 
 

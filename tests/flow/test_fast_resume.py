@@ -35,6 +35,8 @@ from ckptstore.testing.hooked import Call, wrap
 from ckptstore.testing.s3_server import s3_server
 from ckptstore.transfer import Transfer
 
+pytestmark = pytest.mark.slow
+
 
 def steps(jobs: Jobs, node: str) -> list[int]:
     """Of the fast checkpoints on a node."""
@@ -328,7 +330,6 @@ def resume_as_rank(root: Path, token: str) -> Any:
         return type(error).__name__
 
 
-@pytest.mark.slow
 def test_a_rank_is_killed_while_it_loads(jobs: Jobs) -> None:
     jobs.run("aabb", save(1, 2), copies=2)
     found = forked_ranks.run_ranks(4, resume_as_rank, jobs.root, uuid4().hex, expect_killed=[3])

@@ -9,7 +9,7 @@ import pytest
 from fast_worker import train
 from forked_ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_lost_node_costs_no_step(tmp_path: Path) -> None:

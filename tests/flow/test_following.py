@@ -36,6 +36,8 @@ from ckptstore.testing.faults import Call, wrap
 from ckptstore.testing.ranks import run_ranks
 from ckptstore.tools.cli import main
 
+pytestmark = pytest.mark.slow
+
 AT_ONCE = {"timeout_seconds": 0.0}
 
 

@@ -11,6 +11,8 @@ import pytest
 import ckptstore
 from ckptstore.testing.s3_server import s3_server
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import atexit, sys, threading, time
 import torch

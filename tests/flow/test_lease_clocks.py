@@ -17,6 +17,8 @@ from ckptstore.storage.open import open_storage
 from ckptstore.tools.report.condition import _leases
 from ckptstore.upkeep import leases
 
+pytestmark = pytest.mark.slow
+
 DAY_SECONDS = 86_400
 READER = """
 import os, sys, time

@@ -12,6 +12,8 @@ from small_disks import mounted
 
 from ckptstore.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:

@@ -11,7 +11,7 @@ from test_state_parallel import assert_same_curves
 
 from ckptstore.state.index.outline import INDEX_NAME
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ALL = [0, 1, 2, 3]
 
 

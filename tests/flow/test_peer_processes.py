@@ -18,6 +18,8 @@ import pytest
 import ckptstore
 from ckptstore.testing.s3_server import Link, S3Server, s3_server
 
+pytestmark = pytest.mark.slow
+
 NODE = Path(__file__).parent / "peer_node.py"
 URI = "s3://test/runs/the first"
 SIZES_BYTES = [9 << 20, 0, *[1 << 19] * 62]
@@ -121,7 +123,6 @@ def test_four_nodes_take_each_byte_from_the_bucket_once(server: S3Server, tmp_pa
         assert [node.process.wait(60) for node in nodes] == [0] * 4
 
 
-@pytest.mark.slow
 def test_two_processes_of_a_node_share_its_port(server: S3Server, tmp_path: Path) -> None:
     """Four processes and two nodes: two of the processes only ask."""
     with running(server, tmp_path, free_ports(2), 4) as nodes:
@@ -152,7 +153,6 @@ def test_a_node_that_is_killed_in_the_middle_costs_its_own_part(server: S3Server
         server.link = Link()
 
 
-@pytest.mark.slow
 def test_a_node_that_comes_later_takes_its_part(server: S3Server, tmp_path: Path) -> None:
     ports = free_ports(2)
     with running(server, tmp_path / "first", ports, 1) as (first,):

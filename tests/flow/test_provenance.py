@@ -23,6 +23,8 @@ from ckptstore.interchange.copying import copy_store
 from ckptstore.testing import run_ranks
 from ckptstore.transfer.opened import open_place
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TRAIN = """import sys, time
 from ckptstore import open_store

@@ -15,6 +15,8 @@ from ckptstore.format.changes import Claim
 from ckptstore.format.record import Record
 from ckptstore.loading.checkpoint_files import CheckpointFiles, CommittedFiles
 
+pytestmark = pytest.mark.slow
+
 
 def look_at(data: bytes) -> tuple[object, ...]:
     checkpoint = pickle.loads(data)

@@ -17,6 +17,8 @@ from ckptstore import Checkpoint, RankFailed, open_store
 from ckptstore.state.read import shared_reads
 from ckptstore.state.read.read_plan import Step
 
+pytestmark = pytest.mark.slow
+
 BLOCK = torch.arange(512.0 * 512).view(512, 512)
 """Exactly 1 MiB, which is the unit of digests: each rank reads all of it, for whatever part it wants."""
 LARGE = torch.arange(1000.0 * 1100).view(1000, 1100)

@@ -14,6 +14,8 @@ import ckptstore
 from ckptstore.errors import StoreMissing
 from ckptstore.testing import Call, with_faults
 
+pytestmark = pytest.mark.slow
+
 Loss = Callable[[Path], object]
 
 

@@ -17,6 +17,8 @@ from ckptstore.tools.run.folders.job_seen import RANK_VARIABLES
 from ckptstore.tools.run.trainer import TrainerProcess
 from tests.folders.test_finished_property import zipped
 
+pytestmark = pytest.mark.slow
+
 WAIT = "sleep 60 & wait"
 TORCHRUN = "for r in {0} {1}; do RANK=$r LOCAL_RANK=$((r % 2)) WORLD_SIZE=9 sh -c '{wait}' & done; wait"
 SET = f"export RANK=$SLURM_PROCID; sh -c '{WAIT}' & wait"

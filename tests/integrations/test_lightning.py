@@ -12,6 +12,8 @@ import pytest
 
 from ckptstore import KeepLatest
 
+pytestmark = pytest.mark.slow
+
 run_ranks = partial(forked_ranks.run_ranks, modules=forked_ranks.LIGHTNING)
 ELASTIC = {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": "0", "NODE_RANK": "0"}
 
@@ -43,7 +45,6 @@ def check_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, steps: tupl
     assert resumed["verified"]
 
 
-@pytest.mark.slow
 def test_a_killed_job_goes_on_in_the_middle_of_an_epoch_from_the_partner_of_a_lost_node(tmp_path: Path) -> None:
     """Nothing has come into the store when the job is killed."""
     asked = {"strategy": "ddp", "max_epochs": 4, "every_n_train_steps": 3, "asynchronous": True}
@@ -63,7 +64,6 @@ def test_a_killed_job_goes_on_in_the_middle_of_an_epoch_from_the_partner_of_a_lo
         assert resumed["verified"]
 
 
-@pytest.mark.slow
 def test_a_tier_ends_with_the_training(tmp_path: Path) -> None:
     """Of an error that comes out of `fit` nothing is left in the process; SIGTERM has the time that the store knows."""
     ((left, again),) = run_ranks(1, call, "interrupted", f"{tmp_path}/interrupted")
@@ -96,7 +96,6 @@ CASES: dict[str, dict[str, Any]] = {
 EXPECTED = {"epochs": (5,), "monitored": (9,), "fsdp1": (8,), "fsdp2": (5, 8)}
 
 
-@pytest.mark.slow
 def test_a_stopped_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
     cases = {name: {**asked, "max_epochs": 3} for name, asked in CASES.items()}
     for found in run_ranks(2, call, "stopped_and_resumed", str(tmp_path), cases, 9, env=ELASTIC):
@@ -109,7 +108,6 @@ def test_a_stopped_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
         assert found_loss == pytest.approx(told, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_nodes_without_a_common_disk(tmp_path: Path) -> None:
     asked = {"strategy": "fsdp2", "every_n_train_steps": 4, "max_epochs": 3}
     for found in run_ranks(2, call, "on_node_of_its_own", str(tmp_path), asked, env={"TORCHELASTIC_RUN_ID": "tests"}):
@@ -118,7 +116,6 @@ def test_nodes_without_a_common_disk(tmp_path: Path) -> None:
         assert found["left"] == []  # Lightning's own checkpointing would have left shards on each disk
 
 
-@pytest.mark.slow
 def test_other_numbers_of_ranks(tmp_path: Path) -> None:
     cases = {"case": {"strategy": "fsdp2", "every_n_train_steps": 4, "max_epochs": 3}}
     run_ranks(2, call, "stopped_and_resumed", str(tmp_path), cases, 9, env=ELASTIC)
@@ -129,7 +126,6 @@ def test_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert sorted(found["losses"]) == list(range(12, 20))
 
 
-@pytest.mark.slow
 def test_what_keeps_a_run_from_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
@@ -142,12 +138,10 @@ def test_what_keeps_a_run_from_resuming(tmp_path: Path, monkeypatch: pytest.Monk
     assert found["files"] == []
 
 
-@pytest.mark.slow
 def test_a_dry_run_saves_nothing(tmp_path: Path) -> None:
     assert run_ranks(1, call, "dry_run", f"{tmp_path}/store") == [(False, [])]
 
 
-@pytest.mark.slow
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     ((deepspeed, hook, uri, path, *keywords),) = run_ranks(1, call, "refusals", f"{tmp_path}/store")
     assert "DeepSpeedStrategy keeps model and optimizer in a form of its own" in deepspeed
@@ -164,21 +158,18 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         assert expected in text
 
 
-@pytest.mark.slow
 def test_a_failed_asynchronous_save_is_raised_or_tolerated(tmp_path: Path) -> None:
     ((strict, tolerant),) = run_ranks(1, call, "failing", f"{tmp_path}/store")
     assert strict == ("StoreMissing at step 10", [5])
     assert tolerant == ("", [5, 15, 20])
 
 
-@pytest.mark.slow
 def test_a_monitor_that_is_never_logged_ends_the_first_epoch(tmp_path: Path) -> None:
     ((text, step),) = run_ranks(1, call, "mistyped", f"{tmp_path}/store")
     assert "monitor='valloss' was not logged; did you mean 'val_loss'? There are train_loss, val_loss" in text
     assert step == 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("auto", 1), ("fsdp2", 2)])
 def test_a_trainer_reads_the_best(tmp_path: Path, strategy: str, num_ranks: int) -> None:
     ranks = run_ranks(num_ranks, call, "validated_best", f"{tmp_path}/store", strategy, env=ELASTIC)
@@ -195,7 +186,6 @@ def test_the_other_name_of_lightning(tmp_path: Path) -> None:
     assert step == 4
 
 
-@pytest.mark.slow
 def test_what_model_checkpoint_saves_is_saved(tmp_path: Path) -> None:
     """Where only the default decides, the ends of epochs come to the validations."""
     (found,) = forked_ranks.run_ranks(1, call_alone, "beside_model_checkpoint", str(tmp_path))
@@ -208,7 +198,6 @@ def test_what_model_checkpoint_saves_is_saved(tmp_path: Path) -> None:
             assert set(ours) - set(theirs) <= ({7} if name == "the last" else set()), name
 
 
-@pytest.mark.slow
 def test_an_epoch_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
     """With `max_steps` alone Lightning trains a batch once more when it resumes from there."""
     (found,) = forked_ranks.run_ranks(1, call_alone, "ends_of_epochs", str(tmp_path))

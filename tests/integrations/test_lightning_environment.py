@@ -17,6 +17,8 @@ from ckptstore.errors import InvalidInput
 from ckptstore.integrations.lightning.from_environment import callbacks
 from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 GROUPS = ("lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory")
 

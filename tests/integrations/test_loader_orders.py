@@ -15,6 +15,8 @@ import ckptstore
 from ckptstore.integrations.loaders import MapLoader
 from ckptstore.state import per_rank
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
@@ -33,7 +35,6 @@ def test_all_state_keeps_what_an_order_was_drawn_from(sampler: str) -> None:
     assert faults_of(case) == ([], 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_every_order(way: str, num_workers: int) -> None:

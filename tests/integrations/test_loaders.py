@@ -24,6 +24,8 @@ from ckptstore.errors import InvalidInput, InvalidState, StateMismatch
 from ckptstore.integrations.loaders import MapLoader, StreamLoader
 from ckptstore.state import per_rank
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"a.0": 7, "a.1": 1, "b": 0, "c/d": 12, "e": 5, "f": 9, "g": 30}
 """Samples of each stream. Names have what keys of a state are joined by."""
 

@@ -14,6 +14,8 @@ from tracker_contract import HOSTILE_METRICS, Tracked, TrackerContract, follow, 
 from ckptstore import CheckpointGone, InvalidInput, open_store
 from ckptstore.integrations.mlflow import MlflowTracker, checkpoint_of, metric_name, references
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:  # two seconds, in each process that collects the tests
     from mlflow import MlflowClient
 

@@ -26,6 +26,8 @@ from ckptstore.integrations.otel import instrument
 from ckptstore.runtime import tracing
 from ckptstore.testing.s3_server import Fault, s3_server
 
+pytestmark = pytest.mark.slow
+
 SYNC = ["agree", "upload", "wait", "commit"]
 ASYNC = ["agree", "stage", "upload", "wait", "commit"]
 LOAD = ["open", "read", "apply"]

@@ -18,6 +18,8 @@ from ckptstore.errors import StorageUnavailable
 from ckptstore.testing import with_faults
 from ckptstore.testing.hooked import Call
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 60.0
 
 

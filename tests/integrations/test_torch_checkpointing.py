@@ -24,6 +24,8 @@ from ckptstore.retention import KeepBest, KeepLatest
 from ckptstore.testing import CountCalls, FailAt, RanksFailed
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
+pytestmark = pytest.mark.slow
+
 run_ranks = partial(forked_ranks.run_ranks, modules=(*forked_ranks.TORCH, "torch_checkpointing"))
 BLOCK_BYTES = 1 << 20
 
@@ -475,6 +477,5 @@ def test_ranks_save_and_load_on_s3_that_throttles(asynchronous: bool, s3: S3Serv
     assert any(request.status == 503 for request in s3.log)
 
 
-@pytest.mark.slow
 def test_ranks_save_asynchronously_on_a_disk(tmp_path: Path) -> None:
     check_ranks(run_ranks(2, worker.ranks_save_and_load, str(tmp_path), None, True))

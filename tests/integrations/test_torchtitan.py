@@ -26,6 +26,8 @@ from ckptstore.integrations.torchtitan.places import ResumeOrder, as_metadata
 from ckptstore.interchange.places import on_this_machine
 from ckptstore.testing.s3_server import s3_server
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = Path(__file__).parents[2] / ".servers/torchtitan"
 """torchtitan and what it needs besides the packages of the environment; see tests/servers/install.py."""
 
@@ -175,7 +177,6 @@ def test_a_step_that_the_nodes_alone_have_is_loaded_by_its_number(tmp_path: Path
     assert again == {5: whole[5]}, "step 5 holds the model alone, and step 4 all"
 
 
-@pytest.mark.slow
 def test_the_positions_of_data_loaders_find_their_ranks(tmp_path: Path) -> None:
     """torchtitan's own data loader has a key for each data parallel rank."""
     how: dict[str, Any] = {"steps": 4, "is_counted_by_rank": True}

@@ -31,6 +31,8 @@ from ckptstore.integrations.trackers import Reference, choose, follow, following
 from ckptstore.interchange.copying import copy_store
 from ckptstore.transfer.opened import open_place
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 60.0
 

@@ -19,6 +19,8 @@ from ckptstore import InvalidInput, open_store
 from ckptstore.integrations.trackers import Reference, follow
 from ckptstore.integrations.wandb import LOCAL_NAME, WandbTracker, checkpoint_of, reference_of, references
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:  # a second, in each process that collects the tests; see `_offline`
     import wandb
 

@@ -19,6 +19,8 @@ from ckptstore.format.record import Record, sealed
 from ckptstore.group.message import Message
 from ckptstore.log.reader import Hint
 
+pytestmark = pytest.mark.slow
+
 DECODERS = Path(__file__).parent / "decoders.py"
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -34,7 +36,6 @@ def test_some_mutations() -> None:
     run(5_000, first=0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_thirty_thousand_mutations() -> None:
     run(30_000, first=1_000_000)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from sweep import FLOWS, STATES, NotTraced, sweep
 
+pytestmark = pytest.mark.slow
+
 MOST = {"save_directory": 8, "prune": 6, "node_cache": 6, "cp": 6}
 """How many kills in a flow; the others get four."""
 

@@ -12,6 +12,8 @@ from weights_ranks import publish_apart, publish_in_layouts
 import ckptstore
 from ckptstore.testing.s3_server import s3_server
 
+pytestmark = pytest.mark.slow
+
 
 def check_versions(uri: str, model: Path, expected: list[dict[str, object]], options: dict[str, object]) -> None:
     """A reader that knows nothing of ranks finds each layout's second version."""
@@ -31,7 +33,6 @@ def check_versions(uri: str, model: Path, expected: list[dict[str, object]], opt
             assert set(weights) - {"3.weight"} <= found.keys()
 
 
-@pytest.mark.slow
 def test_every_layout_publishes_the_same_bytes(tmp_path: Path) -> None:
     uri = str(tmp_path / "published")
     expected, other = run_ranks(2, publish_in_layouts, uri, {}, timeout_seconds=200)
@@ -40,7 +41,6 @@ def test_every_layout_publishes_the_same_bytes(tmp_path: Path) -> None:
     assert len(list((tmp_path / "published").glob("weight_v000003/*.safetensors"))) == 2, "each rank stored its own"
 
 
-@pytest.mark.slow
 def test_ranks_publish_to_a_bucket(tmp_path: Path) -> None:
     with s3_server(buckets=["test"]) as server:
         options = {"storage_options": server.storage_options}

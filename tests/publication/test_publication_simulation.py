@@ -22,6 +22,8 @@ from ckptstore.errors import CkptstoreError, StorageUnavailable
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import Call, wrap
 
+pytestmark = pytest.mark.slow
+
 URI = "memory://publication-simulation"
 KINDS = (torch.float32, torch.int32)
 
@@ -179,7 +181,6 @@ def test_a_short_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {"publish", "full", "calm deltas"} <= seen.keys(), seen
 
 
-@pytest.mark.slow
 def test_long_histories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each of them meets depends on the order of threads too; all together meet everything."""
     seen: Counter[str] = Counter()

@@ -21,6 +21,8 @@ import ckptstore
 from ckptstore.runtime.file_locks import Exclusive
 from ckptstore.tools.cli import main
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/cli-schema.json").read_text())
 
 
@@ -94,7 +96,6 @@ def test_bad_words_are_refused(store: Path, tmp_path: Path) -> None:
     run("publish", f"{store}@11", tmp_path / "published", code=4)
 
 
-@pytest.mark.slow
 def test_a_serving_node_follows_a_training_through_two_commands(tmp_path: Path) -> None:
     """Each checkpoint becomes a version, the later ones as deltas, and each version is announced once."""
     store, published, model, log = (tmp_path / name for name in ("store", "published", "model", "log"))

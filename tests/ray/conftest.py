@@ -17,6 +17,15 @@ from cluster import RayCluster, started_cluster
 from ckptstore.testing.s3_server import S3Server, s3_server
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """End the process of a test that takes too long: a driver that waits for Ray hears no signal."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            given = item.get_closest_marker("timeout")
+            seconds = given.args[0] if given else float(item.config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(seconds, method="thread"), append=False)
+
+
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[RayCluster]:
     """Two nodes with four logical CPUs each, for all modules that this process runs."""

@@ -19,6 +19,8 @@ from ckptstore.integrations.ray.context import require_worker
 from ckptstore.integrations.ray.pointer import read_pointer
 from ckptstore.testing.s3_server import Fault, S3Server
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 
 

@@ -12,6 +12,8 @@ from cluster import ENVIRONMENT
 
 import ckptstore
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.long
 @pytest.mark.timeout(900)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from cluster import ENVIRONMENT, ROOT
 
+pytestmark = pytest.mark.slow
+
 HERE = ROOT / "tests/ray"
 RUN = """
 import runpy, sys, ray

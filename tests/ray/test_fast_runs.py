@@ -14,10 +14,11 @@ import ckptstore
 from ckptstore import KeepEvery
 from ckptstore.testing.s3_server import s3_server
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 
 
-@pytest.mark.slow
 def test_a_lost_node_costs_what_was_trained_since_the_last_fast_checkpoint(cluster: RayCluster, tmp_path: Path) -> None:
     """Of each start the first save is due for the store, and the newest in the end: what the run goes on from is in
     neither. Ray hears of a checkpoint when it is in the store."""

@@ -15,6 +15,8 @@ from ckptstore.config import StoreConfig
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.testing.s3_server import s3_server
 
+pytestmark = pytest.mark.slow
+
 
 def wrapped(system: Any) -> PyFileSystem:
     return PyFileSystem(FSSpecHandler(system))

@@ -11,7 +11,8 @@ from cluster import RayCluster, fit
 
 import ckptstore
 
-pytestmark = pytest.mark.timeout(900)  # a run starts its workers twice, on whatever is left of the machine
+# A run starts its workers twice, on whatever is left of the machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def check(result: Any, notes: Path, *, resumed: set[int], steps: list[int]) -> ckptstore.Checkpoint:

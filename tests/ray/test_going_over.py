@@ -16,6 +16,8 @@ from keeping import note, notes
 import ckptstore
 from ckptstore import InvalidSource, NoUsableCheckpoint
 
+pytestmark = pytest.mark.slow
+
 
 def opened(config: dict[str, Any], store: ckptstore.ray.RayStore) -> ckptstore.Checkpoint | None:
     import ray.train

@@ -12,6 +12,8 @@ from cluster import ENVIRONMENT
 
 from ckptstore.tools.bench.figures.report import Report
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "ray_train.py"
 
 

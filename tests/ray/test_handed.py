@@ -30,6 +30,8 @@ from ckptstore.integrations.ray.reports import Reports
 from ckptstore.saving.phases import SaveClock
 from ckptstore.store import load_in_order
 
+pytestmark = pytest.mark.slow
+
 ONCE = RetryConfig(retry_attempts=1)
 Start = Callable[..., ckptstore.ray.RayStore]
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from cluster import ENVIRONMENT, ROOT
 
+pytestmark = pytest.mark.slow
+
 PAGE = ROOT / "docs/how-to/ray-train.md"
 COMING_FROM = ROOT / "docs/how-to/coming-from.md"
 DOCS = ROOT / "tests/docs"
@@ -44,7 +46,6 @@ def load_docs_tests() -> Any:
     return module
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_block_runs(tmp_path: Path) -> None:
     docs = load_docs_tests()

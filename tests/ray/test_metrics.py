@@ -23,6 +23,8 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ckptstore import InvalidInput, InvalidMetric
 from ckptstore.integrations.ray.metrics import REPLACED, Score, numbers_of, plain_metrics, safe_metrics
 
+pytestmark = pytest.mark.slow
+
 ORDERS = ("max", "min")
 
 floats = st.floats(width=32)

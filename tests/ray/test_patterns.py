@@ -13,6 +13,8 @@ from cluster import ROOT, RayCluster, fit
 
 import ckptstore
 
+pytestmark = pytest.mark.slow
+
 GUIDES = pytest.param("before", marks=pytest.mark.long)
 """As the guides have it, to show that the patterns are theirs."""
 

@@ -16,6 +16,8 @@ from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.pointer import POINTER_NAME, Pointer, read_pointer, write_pointer
 from ckptstore.integrations.ray.preemption import Notice
 
+pytestmark = pytest.mark.slow
+
 ONCE = RetryConfig(retry_attempts=1)
 
 

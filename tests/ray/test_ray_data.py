@@ -11,6 +11,8 @@ import pytest
 from cluster import RayCluster, fit, ray_cluster
 from keeping import notes
 
+pytestmark = pytest.mark.slow
+
 NUM_FILES, ROWS_PER_FILE, EPOCHS, WORKERS = 6, 16, 2, 2
 
 

@@ -37,6 +37,8 @@ from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.s3_server import s3_server
 from ckptstore.tools.cli import main
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

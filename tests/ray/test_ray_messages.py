@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import telling
 from checking import s3_path
 from cluster import RayCluster, fit
 from keeping import notes
 
 from ckptstore.testing.s3_server import s3_server
+
+pytestmark = pytest.mark.slow
 
 
 def test_metrics_alone_cost_the_storage_no_more_than_with_ray(cluster: RayCluster) -> None:

@@ -25,6 +25,8 @@ from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Call, Hook, wrap
 from ckptstore.transfer import Transfer
 
+pytestmark = pytest.mark.slow
+
 RETRY = RetryConfig(retry_attempts=2, retry_wait_initial_seconds=0.01)
 
 

@@ -23,6 +23,8 @@ from ckptstore.testing.s3_server import S3Server
 from ckptstore.tools.doctor.examination import examine
 from ckptstore.tools.doctor.finding import Finding
 
+pytestmark = pytest.mark.slow
+
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 

@@ -35,6 +35,8 @@ from ckptstore.integrations.ray.kept_by_ray import reporting
 from ckptstore.integrations.ray.metrics import REPLACED, Score
 from ckptstore.testing import Call, with_faults
 
+pytestmark = pytest.mark.slow
+
 
 class OneWorker(contexts.TrainContext):
     """Ray's context of a worker that is alone, and meets nobody."""

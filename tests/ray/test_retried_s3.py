@@ -29,6 +29,8 @@ from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.retried_s3 import Retried
 from ckptstore.testing.s3_server import Fault, S3Server
 
+pytestmark = pytest.mark.slow
+
 QUICK = RetryConfig(retry_attempts=4, retry_wait_initial_seconds=0.001)
 
 

@@ -25,7 +25,7 @@ from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import S3Server
 from ckptstore.tools.cli import main
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture

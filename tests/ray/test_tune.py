@@ -15,6 +15,8 @@ from keeping import notes
 import ckptstore
 from ckptstore.testing.s3_server import S3Server
 
+pytestmark = pytest.mark.slow
+
 
 def tuned(
     space: dict[str, Any], scheduler: Any, storage_path: str, num_to_keep: int, together: int, max_failures: int = 0

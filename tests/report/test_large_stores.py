@@ -20,6 +20,8 @@ from ckptstore.testing.s3_server import s3_server
 from ckptstore.tools.report.document import Document
 from ckptstore.tools.report.gather import NUM_TIMINGS, Sighting
 
+pytestmark = pytest.mark.slow
+
 NUM_CHECKPOINTS = 10_000
 
 
@@ -86,7 +88,6 @@ def check_whole(seen: Any, counted: CountCalls) -> None:
     assert counted.total <= NUM_CHECKPOINTS + 2 * NUM_TIMINGS + 50, "each record once, and few other things"
 
 
-@pytest.mark.slow
 def test_ten_thousand_checkpoints_on_a_disk(tmp_path: Path) -> None:
     filled(str(tmp_path / "store"))
     seen, seconds, counted = looked_at(str(tmp_path / "store"))

@@ -16,6 +16,8 @@ from ckptstore import open_store
 from ckptstore.errors import StorageError
 from ckptstore.tools.cli.commands.report import write_whole
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:

@@ -29,6 +29,8 @@ from ckptstore.tools.report.gather import Sighting
 from ckptstore.tools.report.overview import Overview
 from ckptstore.tools.report.serving import Served
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_SECONDS = 120.0
 
 

@@ -13,6 +13,8 @@ from harness import LOOKS, Job, control, empty, losses_of, server_environment, s
 from ckptstore import open_store
 from ckptstore.testing.s3_server import Fault, s3_server
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {
     "marker": ("--pattern", "step_*", "--marker", "DONE"),
     "megatron": (),

@@ -10,6 +10,8 @@ from ckptstore import open_store
 from ckptstore.errors import SourceChanged
 from ckptstore.tools.run.folders import Folder, JobSeen, newest_first, restore_folder, save_found
 
+pytestmark = pytest.mark.slow
+
 OF_RANK = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 

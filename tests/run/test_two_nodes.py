@@ -12,6 +12,8 @@ from harness import LOOKS, Job, control, empty, losses_of, steps_of, trainer, un
 
 from ckptstore import open_store
 
+pytestmark = pytest.mark.slow
+
 MARKER = ("--pattern", "step_*", "--marker", "DONE")
 
 

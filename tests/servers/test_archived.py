@@ -11,6 +11,8 @@ from ckptstore.errors import StorageArchived
 from ckptstore.retention import KeepAll
 from ckptstore.testing.s3_server import Fault, S3Server
 
+pytestmark = pytest.mark.slow
+
 
 def archived(match: str) -> Fault:
     return Fault(action="status", match=f"^GET .*{match}", times=None, status=403, code="InvalidObjectState")

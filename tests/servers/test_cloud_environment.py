@@ -16,6 +16,8 @@ from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.testing.s3.objects import S3Error
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
+pytestmark = pytest.mark.slow
+
 ENGINES = ["obstore", "sdk"]
 
 

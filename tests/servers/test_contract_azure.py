@@ -13,6 +13,8 @@ from ckptstore.storage.base import Configured, CopiesFrom, CopiesInside, Creates
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import StorageContract
 
+pytestmark = pytest.mark.slow
+
 AZURE_KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()
 numbers = itertools.count()
 
@@ -48,7 +50,6 @@ class TestObstoreOnAzurite(AzureContract):
     engine = "obstore"
 
 
-@pytest.mark.slow
 class TestSdkOnAzurite(AzureContract):
     engine = "sdk"
 

@@ -23,6 +23,8 @@ from ckptstore.testing.s3.objects import S3Error
 from ckptstore.testing.s3_server import S3Server
 from ckptstore.transfer.opened import open_place
 
+pytestmark = pytest.mark.slow
+
 numbers = itertools.count()
 DEVIATIONS = {
     "test_create_changes_nothing_that_exists": "preconditions",

@@ -18,6 +18,8 @@ from ckptstore.storage.base import CreatesExclusively, Doubts
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import S3Server
 
+pytestmark = pytest.mark.slow
+
 POWERS = (CreatesExclusively, Doubts)
 
 

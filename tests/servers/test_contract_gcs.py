@@ -20,6 +20,8 @@ from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.testing import StorageContract
 
+pytestmark = pytest.mark.slow
+
 numbers = itertools.count()
 
 
@@ -80,6 +82,5 @@ class TestSdkOnFakeGcs(GcsContract):
     engine = "sdk"
 
 
-@pytest.mark.slow
 class TestObstoreOnFakeGcs(GcsContract):
     engine = "obstore"

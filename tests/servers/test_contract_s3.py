@@ -64,6 +64,7 @@ class TestObstoreOnOwnServer(OnOwnServer, S3Contract):
     engine = "obstore"
 
 
+@pytest.mark.slow
 class TestSdkOnOwnServer(OnOwnServer, S3Contract):
     engine = "sdk"
 

@@ -19,6 +19,8 @@ from ckptstore.testing.s3_server import S3Server, s3_server
 from ckptstore.tools.cli import main
 from ckptstore.transfer.opened import open_place
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 Options = dict[str, Any] | None
 SIZES = {"a.bin": 20 * MIB + 3, "b.bin": 2 * MIB, "c.bin": 100, "empty.bin": 0}

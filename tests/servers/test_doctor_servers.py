@@ -16,6 +16,8 @@ from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 from ckptstore.tools.doctor.examination import Examination, examine
 from ckptstore.tools.doctor.finding import Finding
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 ENGINES = ["obstore", "sdk"]
 

@@ -27,6 +27,8 @@ from ckptstore.errors import AccessDenied
 from ckptstore.interchange.exporting import export
 from ckptstore.testing.s3_server import Fault, S3Server
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 WORKER = Path(__file__).with_name("export_to_s3.py")
 numbers = itertools.count()
@@ -300,7 +302,6 @@ def test_ranks_share_the_files_and_go_on_without_one(source: str, fast_s3: S3Ser
     assert_whole(fast_s3, key)
 
 
-@pytest.mark.slow
 def test_transformers_loads_what_another_client_downloads(fast_s3: S3Server, key: str, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -23,6 +23,8 @@ from ckptstore.testing.s3_server import S3Server
 from ckptstore.tools.cli.stores_below import stores_below
 from ckptstore.transfer.opened import open_place
 
+pytestmark = pytest.mark.slow
+
 numbers = itertools.count()
 # Not moto: of several creates of one key more than one may win there, and a store that finds that out refuses to write.
 STORES = [

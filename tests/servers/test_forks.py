@@ -29,7 +29,7 @@ from ckptstore.transfer.sources import MemorySource
 
 CHILD_SECONDS = 120.0
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 
 
 def in_child(work: Callable[[], object]) -> None:

@@ -27,6 +27,8 @@ from ckptstore.errors import (
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.open import open_storage
 
+pytestmark = pytest.mark.slow
+
 KEY = base64.b64encode(b"k" * 64).decode()
 OPERATIONS: dict[str, Callable[[Any], object]] = {
     "write": lambda storage: storage.write("k", [memoryview(b"x")]),

@@ -32,7 +32,7 @@ import ckptstore
 from ckptstore.errors import CheckpointDamaged, FileMissing, StorageUnavailable
 from ckptstore.storage.open import open_storage
 
-pytestmark = pytest.mark.usefixtures("two_tries")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_tries")]
 
 CLOUDS = {"s3": "fast_s3", "gs": "fake_gcs", "az": "azurite"}
 ENGINES = [

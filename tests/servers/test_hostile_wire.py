@@ -64,7 +64,7 @@ MANNERS: list[OnWire] = [
     answers_to_a_condition,
     has_a_head_without_end,
 ]
-pytestmark = pytest.mark.usefixtures("two_tries")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_tries")]
 ENGINES = ("obstore", "sdk")
 ALL_ENGINES = [*ENGINES, pytest.param("fsspec", marks=pytest.mark.long)]
 """The generic engine has the client of s3fs, which is neither ours nor a part of a usual installation."""

@@ -27,6 +27,8 @@ from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3.certificates import make_certificates, serving
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 DATA = memoryview(os.urandom(9 * MIB + 17))
 numbers = itertools.count()

@@ -21,6 +21,8 @@ from ckptstore.testing.s3.messages import HttpRequest
 from ckptstore.testing.s3.objects import S3Error
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 ENGINES = ["obstore", "sdk", "fsspec"]
 DAY_SECONDS = 86_400.0

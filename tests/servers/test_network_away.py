@@ -30,6 +30,8 @@ from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.testing.s3_server import S3Server, s3_server
 
+pytestmark = pytest.mark.slow
+
 ENGINES = ("obstore", "sdk")
 AWAY_SECONDS = 1.5
 KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()

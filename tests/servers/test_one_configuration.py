@@ -28,6 +28,8 @@ from ckptstore.storage.uri import parse_uri
 from ckptstore.testing.s3.messages import Answer
 from ckptstore.testing.s3_server import S3Server, s3_server
 
+pytestmark = pytest.mark.slow
+
 ENGINES = ["obstore", "sdk"]
 LARGE = memoryview(bytes(17 << 20))
 

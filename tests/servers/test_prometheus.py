@@ -25,6 +25,8 @@ import ckptstore
 from ckptstore.errors import StepExists
 from ckptstore.integrations.otel import instrument
 
+pytestmark = pytest.mark.slow
+
 GRAFANA = Path(__file__).parents[2] / "docs/how-to/grafana"
 DASHBOARD = json.loads((GRAFANA / "ckptstore.json").read_text())
 RULES = GRAFANA / "ckptstore-rules.yml"
@@ -204,7 +206,6 @@ class Prometheus:
             time.sleep(0.2)
 
 
-@pytest.mark.slow
 def test_a_real_prometheus_answers_what_the_dashboard_asks(tmp_path: Path) -> None:
     need(BINARIES / "prometheus")
     with exported() as registry:

@@ -17,6 +17,8 @@ from ckptstore.format.layout import HINT_KEY, LOG_PREFIX, PROBE_PREFIX, record_k
 from ckptstore.testing import Call, with_faults
 from ckptstore.testing.s3_server import S3Server
 
+pytestmark = pytest.mark.slow
+
 NUM_FILES = 7
 
 

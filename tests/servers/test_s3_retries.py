@@ -14,6 +14,8 @@ from ckptstore.dcp import StoreReader, StoreWriter
 from ckptstore.interchange.importing import import_state
 from ckptstore.testing.s3_server import Fault, S3Server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about a single process
 def test_dcp_and_imports_survive_a_moment_of_throttling(

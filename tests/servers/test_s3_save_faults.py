@@ -20,6 +20,8 @@ from ckptstore.storage.open import open_storage
 from ckptstore.testing import run_ranks
 from ckptstore.testing.s3_server import Fault, S3Server
 
+pytestmark = pytest.mark.slow
+
 SIZE_BYTES = 33 << 20
 numbers = itertools.count()
 

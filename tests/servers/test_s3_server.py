@@ -18,6 +18,8 @@ import pytest
 
 from ckptstore.testing.s3_server import Fault, Link, S3Server, s3_server
 
+pytestmark = pytest.mark.slow
+
 boto3 = pytest.importorskip("boto3")
 
 MIB = 1 << 20

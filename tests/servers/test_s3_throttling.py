@@ -14,6 +14,8 @@ import ckptstore
 from ckptstore.events import ConcurrencyChanged, Event, RequestRetried, listening
 from ckptstore.testing.s3_server import Fault, S3Server
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 8
 THROTTLED_SECONDS = 6.0
 DEADLINE_SECONDS = 120.0

@@ -20,6 +20,8 @@ from ckptstore.transfer import RangeRead, Transfer, Wanted
 from ckptstore.transfer.moves import PlannedFile
 from ckptstore.transfer.sources import FileSource, MemorySource
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 SIZES = (34 * MIB + 17, 8 * MIB, MIB, 1000, 0)
 QUICK = RetryConfig(
@@ -189,7 +191,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["obstore", "sdk"])
 def test_memory_stays_within_the_budget(engine: str, tmp_path: Path) -> None:
     """Much through little; the server keeps only sizes, so what comes back is zeros."""

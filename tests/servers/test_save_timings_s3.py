@@ -16,6 +16,8 @@ from ckptstore.saving import commit
 from ckptstore.saving.phases import SaveClock
 from ckptstore.testing.s3_server import Fault, S3Server
 
+pytestmark = pytest.mark.slow
+
 NUM_FILES = 5
 
 

@@ -23,6 +23,8 @@ from ckptstore.storage.cloud.chains import AzureChain, AzureSecret
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.retried import with_retries
 
+pytestmark = pytest.mark.slow
+
 CANARY = "canary7secret"
 KEY = base64.b64encode(f"{CANARY}, and so on to have the 64 bytes that storage accounts have".encode()).decode()
 QUICK = RetryConfig(retry_attempts=2, retry_wait_max_seconds=0.01)

@@ -8,6 +8,8 @@ from ckptstore import AccessDenied, open_store
 from ckptstore.integrations.trackers import Reference, follow
 from ckptstore.testing.s3_server import s3_server
 
+pytestmark = pytest.mark.slow
+
 
 class Keeper:
     """A tracker that keeps text, as all of them do."""

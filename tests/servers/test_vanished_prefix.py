@@ -14,6 +14,8 @@ from ckptstore.interchange.salvage import salvage_store
 from ckptstore.testing.s3_server import S3Server
 from ckptstore.transfer.opened import open_place
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("engine", ["obstore", "sdk"])
 @pytest.mark.parametrize(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckptstore.format.changes import Commit
 from ckptstore.testing.simulation import Simulation, report
 from ckptstore.testing.simulation.plan import draw_commands, draw_following, draw_thinning
 from ckptstore.testing.simulation.world import World
+
+pytestmark = pytest.mark.slow
 
 KINDS = {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Annotate", "Noop"}
 """All but `Resumed`, which jobs with a fast tier write."""

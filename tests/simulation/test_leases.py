@@ -7,6 +7,8 @@ import pytest
 from ckptstore.testing.simulation import Simulation, draw, report
 from ckptstore.upkeep import leases
 
+pytestmark = pytest.mark.slow
+
 SEED = 888016
 """On a disk that fails to delete a lease, once."""
 

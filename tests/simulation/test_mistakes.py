@@ -31,6 +31,8 @@ from ckptstore.testing.simulation.plan import draw_following, draw_vanishing
 from ckptstore.testing.simulation.virtual import storages
 from ckptstore.upkeep import follow, garbage
 
+pytestmark = pytest.mark.slow
+
 MOST_SEEDS = 40
 Plant = Callable[[pytest.MonkeyPatch], None]
 Make = Callable[[int], Plan]

@@ -13,6 +13,8 @@ from ckptstore.events import listeners
 from ckptstore.testing.simulation import Plan, Simulation, draw
 from ckptstore.upkeep import leases
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(700_000, 700_006)
 PROGRAM = f"""
 import sys

@@ -7,6 +7,8 @@ from seed_items import items, run_seeds
 
 from ckptstore.testing.simulation import Simulation
 
+pytestmark = pytest.mark.slow
+
 
 @items(150, 150)
 def test_every_promise_holds(simulation: Simulation, first: int) -> None:

@@ -10,6 +10,8 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, report
 from ckptstore.testing.simulation.world import Attempted, World
 
+pytestmark = pytest.mark.slow
+
 WATCHDOG_SECONDS = 600.0
 RANKS = 4
 

@@ -7,6 +7,8 @@ import pytest
 from ckptstore.testing.simulation import Simulation
 from ckptstore.testing.simulation.plan import draw_vanishing
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("first", range(0, 24, 8))
 def test_saves_into_what_is_gone_fail(simulation: Simulation, first: int) -> None:

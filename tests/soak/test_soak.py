@@ -11,8 +11,9 @@ import pytest
 from soak import MOST_GROWTH_BYTES, Soak, Watched
 from soak_roles import promise, promised
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.timeout(900)
 def test_some_seconds_of_use(tmp_path: Path) -> None:
     soak = Soak(tmp_path, 12.0, random.Random(1))

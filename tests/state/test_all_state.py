@@ -11,6 +11,8 @@ from forked_ranks import run_ranks
 
 import ckptstore
 
+pytestmark = pytest.mark.slow
+
 Steps = dict[int, tuple[float, list[float]]]
 """For each step its loss and its samples."""
 

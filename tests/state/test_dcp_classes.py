@@ -30,7 +30,10 @@ from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import FailAt, wrap
 from ckptstore.transfer import Transfer
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage"),
+]
 MIB = 1 << 20
 
 

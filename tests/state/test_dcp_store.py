@@ -24,7 +24,7 @@ from ckptstore import (
 )
 from ckptstore.dcp import StoreReader, StoreWriter, translated
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def state() -> dict[str, Any]:

@@ -18,6 +18,8 @@ from ckptstore.errors import StorageError
 from ckptstore.interchange.exporting import export
 from ckptstore.interchange.to_safetensors import ExportProgress
 
+pytestmark = pytest.mark.slow
+
 TENSORS = {name: torch.randn(1000 + number) for number, name in enumerate("abc")}
 FILES = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 

@@ -18,6 +18,8 @@ from matrix import OPTIMIZERS, load_all, matrix, save_all
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import independent_reader as reader
 
+pytestmark = pytest.mark.slow
+
 TWO_RANKS = ["plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "tensor-parallel"]
 FOUR_RANKS = ["hsdp2", "fsdp1-hybrid", "tensor-parallel-fsdp2"]
 ALONE = "alone"
@@ -125,7 +127,6 @@ def test_a_sample(tmp_path: Path) -> None:
     check_matrix(2, tmp_path, ["fsdp2", "ddp"], ["several"])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(

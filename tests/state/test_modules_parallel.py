@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from forked_ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 TWO_RANKS = ("plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-wrapped", "tensor-parallel")
 MAIN = ("ddp", "fsdp1", "fsdp2")
 QUIET = {"PYTHONWARNINGS": "ignore"}

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from forked_ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def make(stages: list[int]) -> dict[str, Any]:
     import torch

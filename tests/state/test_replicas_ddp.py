@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from forked_ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 RANKS = 2
 

@@ -15,7 +15,10 @@ from ckptstore.dcp import StoreWriter
 from ckptstore.events import CheckpointCommitted, Event, FileStored, SaveStarted, listening
 from ckptstore.saving.transaction import _slowest
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage"),
+]
 
 
 def save_and_listen(root: str) -> list[Event]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from forked_ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def make() -> Any:
     import torch

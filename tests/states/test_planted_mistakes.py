@@ -16,6 +16,8 @@ from ckptstore.state.write import shard_files
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.states import StateOutcome, run
 
+pytestmark = pytest.mark.slow
+
 MOST_SEEDS = 400
 Plant = Callable[[pytest.MonkeyPatch], None]
 

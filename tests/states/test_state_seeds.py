@@ -7,6 +7,8 @@ from seed_runs import check
 
 from ckptstore.testing.states import REFUSALS, Refusal, draw, refusals, run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("first", [0, pytest.param(150, marks=pytest.mark.slow)])
 def test_seeds(first: int) -> None:

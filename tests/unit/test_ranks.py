@@ -20,6 +20,8 @@ from ckptstore.errors import StoreFenced
 from ckptstore.testing import ranks
 from ckptstore.testing.ranks import RanksFailed
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., list[Any]]
 
 

@@ -26,6 +26,8 @@ from ckptstore.testing import run_ranks
 from ckptstore.testing.s3_server import s3_server
 from ckptstore.tools.cli import main
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/cli-schema.json").read_text())
 LOOK = jsonschema.Draft202012Validator({**SCHEMA, "$ref": "#/$defs/watch"})
