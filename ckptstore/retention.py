@@ -302,19 +302,19 @@ class KeepWithin(Policy):
         stays: dict[int, Stay] = {}
         share = next((item.left_share for item in reversed(candidates) if item.left_share is not None), 0.0)
         left = [item for item in reversed(candidates) if item.number in wanted and item.number not in protected]
+        total_bytes, budget_bytes = sum(counted.values()), self.budget_bytes
         for place, item in enumerate(left):
             is_due = item.can_thin and not set(wanted[item.number].drops) <= set(item.dropped)
-            after = {
-                **counted,
-                **({item.number: int(share * item.holds.get(item.number, 0))} if is_due else item.holds),
-            }
-            if sum(after.values()) > self.budget_bytes:
+            holds = {item.number: int(share * item.holds.get(item.number, 0))} if is_due else item.holds
+            total_bytes += sum(size_bytes - counted.get(holder, 0) for holder, size_bytes in holds.items())
+            if total_bytes > budget_bytes:
                 over = {
                     **over,
                     **dict.fromkeys([it.number for it in left[place:]], f"over the budget of {self.budget}"),
                 }
                 break
-            counted, stays[item.number] = after, wanted[item.number]
+            counted.update(holds)
+            stays[item.number] = wanted[item.number]
         return stays, over
 
     def required_metrics(self) -> frozenset[str]:
