@@ -63,6 +63,7 @@ print("went on")
 """
 
 
+@pytest.mark.slow
 def test_whoever_calls_it_in_a_process_goes_on(tmp_path: Path) -> None:
     """On a busy machine its thread ends a moment after it has told that it is through."""
     command = [sys.executable, "-c", SLOW_THREAD, str(tmp_path / "folder"), str(tmp_path / "store")]
@@ -70,6 +71,7 @@ def test_whoever_calls_it_in_a_process_goes_on(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["went on"]), done.stderr
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_what_a_shell_has_started(start: Start, tmp_path: Path) -> None:
     """With an interval that is never over: the newest is committed because of the signal, whichever was seen first."""
     out = tmp_path / "out"
@@ -87,6 +89,7 @@ def test_a_signal_reaches_what_a_shell_has_started(start: Start, tmp_path: Path)
     assert passed
 
 
+@pytest.mark.slow
 def test_a_trainer_may_end_in_its_own_way_after_a_signal(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     agent = start(tmp_path / "store", out, trainer=small(out, 2, "--stay", "--term", 5))
@@ -95,6 +98,7 @@ def test_a_trainer_may_end_in_its_own_way_after_a_signal(start: Start, tmp_path:
     assert agent.code() == 5
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_leaves_the_newest_committed(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     agent = start(tmp_path / "store", out, "--interval", "1h", trainer=small(out, 3, "--stay"))
@@ -110,6 +114,7 @@ def test_a_killed_trainer_leaves_the_newest_committed(start: Start, tmp_path: Pa
     assert "begins at 3" in again.output
 
 
+@pytest.mark.slow
 def test_what_the_folder_has_finished_is_newer_than_the_store(start: Start, tmp_path: Path, s3_env: Any) -> None:
     """The agent is killed while the storage is away: the job goes on from the folder, and then the store has it all."""
     server, env = s3_env
@@ -134,6 +139,7 @@ def test_what_the_folder_has_finished_is_newer_than_the_store(start: Start, tmp_
     assert again.committed[-2:] == [4, 5]
 
 
+@pytest.mark.slow
 def test_a_killed_agent_leaves_no_trainer_and_nothing_twice(start: Start, tmp_path: Path) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     words = " ".join(map(str, small(out, 100, "--pause", "0.1", "--limit", 6)))  # what is left to commit stays little
@@ -156,6 +162,7 @@ def test_a_killed_agent_leaves_no_trainer_and_nothing_twice(start: Start, tmp_pa
     assert max(steps) == committed[-1]
 
 
+@pytest.mark.slow
 def test_what_the_trainer_deletes_is_no_error(start: Start, tmp_path: Path) -> None:
     """It writes faster than the agent looks, and keeps one."""
     store, out = tmp_path / "store", tmp_path / "out"
@@ -168,6 +175,7 @@ def test_what_the_trainer_deletes_is_no_error(start: Start, tmp_path: Path) -> N
     assert not any((tmp_path / ".ckptstore-out/held").iterdir())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_written_anew_is_replaced(start: Start, tmp_path: Path) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     assert start(store, out, trainer=small(out, 4)).code() == 0
@@ -175,6 +183,7 @@ def test_a_checkpoint_that_is_written_anew_is_replaced(start: Start, tmp_path: P
     assert live(store) == {1: b"\1\0", 2: b"\2\0", 3: b"\3\t", 4: b"\4\t"}
 
 
+@pytest.mark.slow
 def test_only_what_is_committed_is_deleted_from_the_folder(start: Start, tmp_path: Path) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     out.mkdir()
@@ -189,6 +198,7 @@ def test_only_what_is_committed_is_deleted_from_the_folder(start: Start, tmp_pat
     }
 
 
+@pytest.mark.slow
 def test_a_newer_run_fences_the_older_one(start: Start, tmp_path: Path) -> None:
     store, old, new = tmp_path / "store", tmp_path / "old", tmp_path / "new"
     zombie = start(store, old, "--require-commit", trainer=small(old, 30, "--pause", "0.1"))
@@ -203,6 +213,7 @@ def test_a_newer_run_fences_the_older_one(start: Start, tmp_path: Path) -> None:
     assert max(zombie.committed) < 30
 
 
+@pytest.mark.slow
 def test_a_storage_that_is_away_is_no_matter_of_the_training(start: Start, tmp_path: Path, s3_env: Any) -> None:
     """503 for everything, until the trainer has written its last checkpoint; then all is committed, in order."""
     server, env = s3_env
@@ -222,6 +233,7 @@ def test_a_storage_that_is_away_is_no_matter_of_the_training(start: Start, tmp_p
     assert agent.saw("TrainerEnded")["seconds"] < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required", [False, True])
 def test_what_is_not_committed_is_named(start: Start, tmp_path: Path, s3_env: Any, required: bool) -> None:
     server, env = s3_env
@@ -265,6 +277,7 @@ def test_nothing_is_started_with_bad_input(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_a_store_in_the_folder_is_none_of_its_checkpoints(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     agent = start(out / "store", out, "--require-commit", trainer=small(out, 2))
@@ -278,6 +291,7 @@ def test_a_store_in_the_folder_is_none_of_its_checkpoints(start: Start, tmp_path
     assert "step 2 is restored" in again.output
 
 
+@pytest.mark.slow
 def test_a_metric_that_no_checkpoint_has_is_named(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     agent = start(tmp_path / "store", out, "--keep", "best=1:evl_loss", trainer=small(out, 2))
@@ -286,6 +300,7 @@ def test_a_metric_that_no_checkpoint_has_is_named(start: Start, tmp_path: Path) 
     assert "has no evl_loss, by which retention ranks" in notice
 
 
+@pytest.mark.slow
 def test_a_folder_has_one_agent(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     agent = start(tmp_path / "store", out, trainer=small(out, 1, "--stay"))
@@ -297,6 +312,7 @@ def test_a_folder_has_one_agent(start: Start, tmp_path: Path) -> None:
     assert agent.code() == 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 def test_each_signal_is_handed_on(start: Start, tmp_path: Path) -> None:
     """A shell that ends with the second SIGTERM, and hears SIGUSR1 too."""
     script = "n=0; trap 'n=$((n+1)); [ $n = 2 ] && exit 9' TERM; trap 'echo heard' USR1; echo up"
@@ -314,6 +330,7 @@ def test_each_signal_is_handed_on(start: Start, tmp_path: Path) -> None:
     assert agent.code() == 9
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_a_terminal_reaches_the_trainer_once(tmp_path: Path) -> None:
     """The terminal gives it to both; the trainer may read from the terminal too."""
     script = (

@@ -37,6 +37,7 @@ def directories(run: Path) -> set[str]:
     return {path.name for path in run.iterdir() if path.is_dir()}
 
 
+@pytest.mark.slow
 def test_an_upload_never_deletes_what_it_saved(cluster: RayCluster, tmp_path: Path) -> None:
     result = fit(reporting.upload_into_the_run, storage_path=tmp_path, name="run")
     (by_ray, _), (by_us, _) = result.best_checkpoints
@@ -113,6 +114,7 @@ def trouble_from_a_snapshot_on(s3: S3Server) -> Iterator[None]:
             going.result()
 
 
+@pytest.mark.slow
 def test_a_run_outlives_trouble_that_hits_rays_snapshot(cluster: RayCluster, s3: S3Server) -> None:
     """Whoever keeps the files."""
     filesystem = ckptstore.ray.s3_filesystem(arrow_s3(s3))
