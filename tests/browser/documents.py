@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
+
+from ckptstore.tools.report.document import (
+    Bounds,
+    Health,
+    SeenChange,
+    SeenCheckpoint,
+    SeenFast,
+    SeenStore,
+    SeenUsage,
+    SizePoint,
+    TornAttempt,
+)
 
 BEGIN = 1_790_000_000.0
 MARKUP = "</script><img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>"
-METRICS = ("accuracy", "loss")
+BOUNDS = Bounds(timings=100, trees=8, tree_tensors=400_000, listed_files=200_000, grace_seconds=3600.0)
 
 
 def document(*stores: dict[str, Any], live: bool = False) -> dict[str, Any]:
@@ -22,8 +35,7 @@ def timings(world_size: int, *, late: int | None = None, node: str = "node-") ->
     for rank in range(min(world_size, 64)):
         upload = 0.8 + 0.01 * (rank % 7) + (1.0 if rank == late else 0.0)
         seconds = {"agree": 0.05, "stage": 0.1, "upload": upload, "wait": (1.9 if late is not None else 0.9) - upload}
-        if rank == 0:
-            seconds["commit"] = 0.04
+        seconds |= {"commit": 0.04} if rank == 0 else {}
         one = {"rank": rank, "node": f"{node}{rank // 8}", "seconds": seconds, "size_bytes": 1 << 20, "requests": 9}
         ranks.append({**one, "retries": int(rank == late), "stalled_seconds": 0.15})
     spread = {"minimum": 0.05, "median": 0.1, "maximum": 0.2, "slowest": [0]}
@@ -33,104 +45,44 @@ def timings(world_size: int, *, late: int | None = None, node: str = "node-") ->
 
 def checkpoint(number: int, step: int, **more: Any) -> dict[str, Any]:
     """One that is live and kept for no reason yet."""
-    attempt = f"step-{step:010d}-e0001-{number:08x}"
-    at = f"runs/first@{number}"
-    loss = 4 * math.exp(-step / 2000) + 0.25 + 0.05 * math.sin(step)
-    own = {
-        "number": number,
-        "step": step,
-        "epoch": 1,
-        "attempt": attempt,
-        "kind": "state",
-        "status": "live",
-        "created_at": BEGIN + 600 * number,
-        "committed_at": BEGIN + 600 * number + 90,
-        "save_number": number,
-        "saves_before": 0,
-        "world_size": 4,
-        "size_bytes": 50_000_000 + 1000 * number,
-        "metrics": {"accuracy": 1 - loss / 5, "loss": loss},
-        "bases": [],
-        "dropped": [],
-        "whole_bytes": None,
-        "is_latest": False,
-        "is_pinned": False,
-        "best_of": [],
-        "resumed_by": [],
-        "kept_because": [],
-        "removed_because": "",
-        "removed_at": None,
-        "deletes_at": None,
-        "held_by": [],
-        "commands": {name: f"ckptstore {name} {at}" for name in ("pin", "prune")},
-        "timings": None,
-        "provenance": None,
-    }
-    own["commands"]["cp"] = f"ckptstore cp {at} /mnt/backup"
-    return {**own, **more}
+    loss, at = 4 * math.exp(-step / 2000) + 0.25 + 0.05 * math.sin(step), f"runs/first@{number}"
+    lines = {name: f"ckptstore {name} {at}" for name in ("pin", "prune")} | {"cp": f"ckptstore cp {at} /mnt/backup"}
+    what: dict[str, Any] = {"epoch": 1, "kind": "state", "status": "live", "world_size": 4, "saves_before": 0}
+    what |= {"attempt": f"step-{step:010d}-e0001-{number:08x}", "size_bytes": 50_000_000 + 1000 * number}
+    what |= {"created_at": BEGIN + 600 * number, "committed_at": BEGIN + 600 * number + 90, "save_number": number}
+    what |= {"metrics": {"accuracy": 1 - loss / 5, "loss": loss}, "commands": lines}
+    return {**asdict(SeenCheckpoint(number=number, step=step, **what)), **more}
 
 
 def store(checkpoints: list[dict[str, Any]], *, uri: str = "runs/first", **more: Any) -> dict[str, Any]:
     """One that holds these and began with a claim."""
-    first = {"number": 1, "at": BEGIN, "kind": "claim", "text": "job 1 claims the store", "numbers": [], "epoch": 1}
-    changes, sizes, live, trash, freed = [first], [], 0, 0, 0
+    changes = [SeenChange(number=1, at=BEGIN, kind="claim", text="job 1 claims the store", epoch=1)]
+    sizes, sums = [], {"live": 0, "trash": 0, "deleted": 0}
     for one in checkpoints:
+        at: dict[str, Any] = {"at": one["created_at"], "number": one["number"]}
         text = f"commit step {one['step']}"
-        kind = {
-            "at": one["created_at"],
-            "kind": "commit",
-            "text": text,
-            "numbers": [one["number"]],
-            "epoch": one["epoch"],
-        }
-        changes.append({"number": one["number"], **kind})
-        live += one["size_bytes"] * (one["status"] == "live")
-        trash += one["size_bytes"] * (one["status"] == "trash")
-        freed += one["size_bytes"] * (one["status"] == "deleted")
-        now = {"live_bytes": live, "trash_bytes": trash, "freed_bytes": freed}
-        sizes.append({"at": one["created_at"], "number": one["number"], **now})
-    latest = checkpoints[-1] if checkpoints else None
-    health = {
-        "last_durable_at": latest["created_at"] if latest else None,
-        "last_durable_step": latest["step"] if latest else None,
-        "last_fast_at": None,
-        "last_fast_step": None,
-        "not_durable_since": None,
-        "gaps": [],
-        "garbage_bytes": 0,
-        "garbage_files": 0,
-        "stored_bytes": live + trash,
-        "leases": [],
-        "trouble": [],
-    }
-    whole = {
-        "commands": {"ls": "ckptstore ls runs/first", "verify": "ckptstore verify --all runs/first"},
-        "needs_options": [],
-        "uri": uri,
-        "store_id": "5f0c2a9e",
-        "metrics": sorted({name for one in checkpoints for name in one["metrics"]}),
-        "metric_modes": {"loss": "min"},
-        "checkpoints": checkpoints,
-        "changes": changes,
-        "resumes": [],
-        "fast_directory": "",
-        "fast": [],
-        "torn": [],
-        "sizes": sizes,
-        "usage": {"live_bytes": live, "trash_bytes": trash, "bytes_per_day": 1e9, "price_per_month": 23.0},
-        "layouts": [],
-        "dtype_names": [],
-        "trees": {},
-        "bounds": {
-            "timings": 100,
-            "trees": 8,
-            "tree_tensors": 400_000,
-            "listed_files": 200_000,
-            "grace_seconds": 3600.0,
-        },
-        "health": health,
-    }
-    return {**whole, **more}
+        changes.append(SeenChange(**at, kind="commit", text=text, numbers=(one["number"],), epoch=one["epoch"]))
+        sums[one["status"]] += one["size_bytes"]
+        live, trash, freed = sums.values()
+        sizes.append(SizePoint(**at, live_bytes=live, trash_bytes=trash, freed_bytes=freed))
+    live, trash, _ = sums.values()
+    latest = checkpoints[-1] if checkpoints else {"created_at": None, "step": None}
+    commands = {"ls": "ckptstore ls runs/first", "verify": "ckptstore verify --all runs/first"}
+    made = SeenStore(
+        uri=uri,
+        store_id="5f0c2a9e",
+        metrics=tuple(sorted({name for one in checkpoints for name in one["metrics"]})),
+        metric_modes={"loss": "min"},
+        changes=tuple(changes),
+        sizes=tuple(sizes),
+        usage=SeenUsage(live_bytes=live, trash_bytes=trash, bytes_per_day=1e9, price_per_month=23.0),
+        commands=commands,
+        bounds=BOUNDS,
+        health=Health(
+            last_durable_at=latest["created_at"], last_durable_step=latest["step"], stored_bytes=live + trash
+        ),
+    )
+    return {**asdict(made), "checkpoints": checkpoints, **more}
 
 
 def layout(num_blocks: int, *, per_block: int = 5, extra: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -151,6 +103,10 @@ def layout(num_blocks: int, *, per_block: int = 5, extra: tuple[str, ...] = ()) 
         shapes.append([1000, 64] if key == "model.embed.weight" else [])
         sizes.append(256_000 if key == "model.embed.weight" else 4)
     return {"keys": keys, "dtypes": dtypes, "shapes": shapes, "size_bytes": sizes}
+
+
+def torn(attempt: str, step: int | None, epoch: int | None, size_bytes: int, at: float | None, **more: Any) -> Any:
+    return asdict(TornAttempt(attempt=attempt, step=step, epoch=epoch, size_bytes=size_bytes, modified_at=at, **more))
 
 
 def trained() -> dict[str, Any]:
@@ -179,32 +135,13 @@ def trained() -> dict[str, Any]:
     found[22] |= {"best_of": ["loss"], "kept_because": ["best by loss"]}
     found[23] |= {"is_latest": True, "kept_because": ["latest"]}
     value = store(found)
-    claim = {
-        "number": 18,
-        "at": BEGIN + 10_500,
-        "kind": "claim",
-        "text": "job 2 claims the store",
-        "numbers": [],
-        "epoch": 2,
-    }
-    value["changes"] = sorted([*value["changes"], claim], key=lambda one: one["number"])
+    claim = SeenChange(number=18, at=BEGIN + 10_500, kind="claim", text="job 2 claims the store", epoch=2)
+    value["changes"] = sorted([*value["changes"], asdict(claim)], key=lambda one: one["number"])
+    fenced = {"in_flight": False, "why": "job 1 was fenced before it committed; gc removes it"}
+    begun = {"in_flight": True, "why": "the job that owns the store may still commit it"}
     value["torn"] = [
-        {
-            "attempt": "step-0000004250-e0001-0badf00d",
-            "step": 4250,
-            "epoch": 1,
-            "size_bytes": 12_345_678,
-            "modified_at": BEGIN + 10_300,
-        }
-        | {"in_flight": False, "why": "job 1 was fenced before it committed; gc removes it"},
-        {
-            "attempt": "step-0000006000-e0002-0badf00e",
-            "step": 6000,
-            "epoch": 2,
-            "size_bytes": 345_678,
-            "modified_at": BEGIN + 89_990,
-        }
-        | {"in_flight": True, "why": "the job that owns the store may still commit it"},
+        torn("step-0000004250-e0001-0badf00d", 4250, 1, 12_345_678, BEGIN + 10_300, **fenced),
+        torn("step-0000006000-e0002-0badf00e", 6000, 2, 345_678, BEGIN + 89_990, **begun),
     ]
     value["dtype_names"] = ["float32", "bfloat16"]
     value["layouts"] = [layout(6), layout(6, extra=("model.head.bias",))]
@@ -220,24 +157,11 @@ def trained() -> dict[str, Any]:
 
 def fast(step: int, save_number: int | None, standing: str, **more: Any) -> dict[str, Any]:
     """An attempt on a node, which can be used where it has a certificate."""
-    own = {
-        "attempt": f"step-{step:010d}-e0002-{step:08x}",
-        "step": step,
-        "epoch": 2,
-        "save_number": save_number,
-        "created_at": BEGIN + 600 * 26 + step,
-        "world_size": 4,
-        "size_bytes": 50_000_000,
-        "here_bytes": 25_000_000,
-        "nodes": ["node-1", "node-2"],
-        "metrics": {"loss": 0.5},
-        "standing": standing,
-        "reason": "the store does not have it",
-        "number": None,
-        "num_missing": 0,
-        "is_usable": standing in ("only-here", "durable", "superseded"),
-    }
-    return {**own, **more}
+    own: dict[str, Any] = {"attempt": f"step-{step:010d}-e0002-{step:08x}", "step": step, "epoch": 2, "number": None}
+    own |= {"save_number": save_number, "created_at": BEGIN + 600 * 26 + step, "world_size": 4, "num_missing": 0}
+    own |= {"size_bytes": 50_000_000, "here_bytes": 25_000_000, "nodes": ["node-1", "node-2"], "metrics": {"loss": 0.5}}
+    own |= {"standing": standing, "is_usable": standing in ("only-here", "durable", "superseded")}
+    return asdict(SeenFast(**{**own, "reason": "the store does not have it", **more}))
 
 
 def with_fast_tier() -> dict[str, Any]:
@@ -273,16 +197,12 @@ def large(num_checkpoints: int, num_tensors: int) -> dict[str, Any]:
     for one in found[-100:]:
         one["timings"] = timings(64, late=5)
     found[-1] |= {"is_latest": True, "kept_because": ["latest"]}
-    value = store(found, uri="runs/large")
-    value["dtype_names"] = ["float32", "bfloat16"]
+    value = store(found, uri="runs/large", dtype_names=["float32", "bfloat16"])
     value["layouts"] = [layout(num_tensors // 100, per_block=100)]
     num_keys = len(value["layouts"][0]["keys"])
-    for one in found[-4:]:
-        number = one["number"]
-        value["trees"][str(number)] = {
-            "layout": 0,
-            "digests": [f"0/{number * index:016x}" for index in range(num_keys)],
-        }
+    for number in (one["number"] for one in found[-4:]):
+        digests = [f"0/{number * index:016x}" for index in range(num_keys)]
+        value["trees"][str(number)] = {"layout": 0, "digests": digests}
     return value
 
 
@@ -291,12 +211,8 @@ def hostile() -> dict[str, Any]:
     found = []
     for index in range(6):
         one = checkpoint(index + 2, index + 1, attempt=MARKUP, removed_because=MARKUP, kept_because=[MARKUP])
-        one["metrics"] = {
-            MARKUP: 1.0 + index,
-            "__proto__": index,
-            "constructor": "-Infinity",
-            "toString": 1e308 * (-1) ** index,
-        }
+        one["metrics"] = {MARKUP: 1.0 + index, "__proto__": index, "constructor": "-Infinity"}
+        one["metrics"]["toString"] = 1e308 * (-1) ** index
         one |= {"best_of": [MARKUP], "held_by": [MARKUP], "timings": timings(2, late=1, node=MARKUP)}
         one["commands"] = {MARKUP: f"ckptstore pin {MARKUP}", "pin": "ckptstore pin 'a\u2028b'"}
         found.append(one)
@@ -306,16 +222,7 @@ def hostile() -> dict[str, Any]:
     value["layouts"] = [{"keys": keys, "dtypes": [0] * size, "shapes": [[2]] * size, "size_bytes": [8] * size}]
     value["trees"] = {str(one["number"]): {"layout": 0, "digests": [MARKUP] * size} for one in found[-2:]}
     value["changes"] = [{**one, "text": MARKUP} for one in value["changes"]]
-    torn = {
-        "attempt": MARKUP,
-        "step": 3,
-        "epoch": None,
-        "size_bytes": 0,
-        "modified_at": None,
-        "in_flight": False,
-        "why": MARKUP,
-    }
-    value["torn"] = [torn, {**torn, "step": None}]
+    value["torn"] = [torn(MARKUP, step, None, 0, None, in_flight=False, why=MARKUP) for step in (3, None)]
     lease = {"holder": MARKUP, "number": 2, "age_seconds": 1.0}
     value["fast_directory"] = MARKUP
     names = {"attempt": MARKUP, "reason": MARKUP, "nodes": [MARKUP], "metrics": {MARKUP: 2.0, "__proto__": 1.0}}

@@ -27,7 +27,7 @@ def shares_of_colours(picture: bytes) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_bars_and_the_timeline_are_seen(reader: Reader, dark: bool) -> None:
+def test_bars_and_the_timeline_are_seen_and_fit_a_phone(reader: Reader, dark: bool) -> None:
     reader.show(page(report(ours=[1.0, 1.1], peer=[2.0, 2.1], limit=[0.6])), dark=dark)
     shares = shares_of_colours(reader.driver.get_screenshot_as_png())
     for colour in COLOURS[dark]:
@@ -36,9 +36,5 @@ def test_bars_and_the_timeline_are_seen(reader: Reader, dark: bool) -> None:
     assert {"rank 0", "rank 1 (late)"} <= set(names)
     assert reader.errors() == []
     assert reader.requests() == []
-
-
-@pytest.mark.slow
-def test_the_page_of_a_benchmark_fits_a_phone(reader: Reader) -> None:
-    reader.show(page(report(ours=[1.0, 1.1], peer=[2.0, 2.1], limit=[0.6])), width=360, height=740)
+    reader.resize(360, 740)
     assert reader.overflow() == 0

@@ -53,10 +53,12 @@ def picture(reader: Reader, tmp_path: Path) -> Picture:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_pictures_of_the_whole(reader: Reader, picture: Picture, dark: bool) -> None:
-    reader.show(page(document(trained())), width=1000, dark=dark)
-    picture(f"look-{'dark' if dark else 'light'}")
+@pytest.mark.parametrize(
+    ("name", "width", "dark"), [("light", 1000, False), ("dark", 1000, True), ("phone", 360, False)]
+)
+def test_pictures_of_the_whole(reader: Reader, picture: Picture, name: str, width: int, dark: bool) -> None:
+    reader.show(page(document(trained())), width=width, height=740 if width < 500 else 900, dark=dark)
+    picture(f"look-{name}")
 
 
 @pytest.mark.slow
@@ -70,12 +72,6 @@ def test_pictures_of_a_save_and_of_tensors(reader: Reader, picture: Picture) -> 
         reader.run("document.querySelector('.area').click()")
     reader.run("document.activeElement.blur()")
     picture("look-tensors", "#tensors", "#tensors .key")
-
-
-@pytest.mark.slow
-def test_a_picture_of_a_phone(reader: Reader, picture: Picture) -> None:
-    reader.show(page(document(trained())), width=360, height=740)
-    picture("look-phone")
 
 
 @pytest.mark.long
