@@ -25,7 +25,6 @@ from ckptstore.testing.s3_server import s3_server
 from ckptstore.tools.watching import attempt_finder
 from ckptstore.tools.watching.attempt_finder import step_prefixes
 from ckptstore.tools.watching.in_flight import SILENT_SECONDS
-from ckptstore.tools.watching.look import Look
 from ckptstore.tools.watching.store_watcher import MOST_RECORDS, StoreWatcher
 from ckptstore.tools.watching.written import data_bytes
 
@@ -58,7 +57,10 @@ class Scene:
         watched = wrap(storage, combine(only_reads, self.calls, *hooks))
         self.watcher = StoreWatcher(watched, clock=self.clock, wall_clock=self.wall)
 
-    def look(self, after_seconds: float = 1.0) -> Look:
+    def told(self) -> list[str]:
+        return [change.text for change in self.look().changes]
+
+    def look(self, after_seconds: float = 1.0) -> Any:
         self.clock.seconds += after_seconds
         self.wall.seconds += after_seconds
         self.calls.clear()
@@ -89,15 +91,20 @@ def scene(request: pytest.FixtureRequest, root: Path) -> Scene:
     disk = LocalStorage(root)
     if request.param == "disk":
         return Scene(disk)
-    memory = MemoryStorage(f"memory://{root.name}-{os.getpid()}-{id(request)}")
+    return Scene(copied(disk, f"memory://{root.name}-{os.getpid()}-{id(request)}"))
+
+
+def copied(disk: LocalStorage, uri: str) -> MemoryStorage:
+    memory = MemoryStorage(uri)
     for file in disk.list(""):
         memory.write(file.key, [memoryview(disk.read(file.key))])
-    return Scene(memory)
+    return memory
 
 
 def test_a_store_at_rest(scene: Scene) -> None:
+    for key in ("checkpoints/step-x/a", "checkpoints/.hidden/a", "checkpoints/a"):  # not ours
+        scene.storage.write(key, [memoryview(b"a")])
     look = scene.look()
-    assert look.durable is not None
     assert (look.durable.step, look.durable.number, look.num_live) == (3, 4, 2)
     assert [commit.step for commit in look.commits] == [3, 2, 1]  # step 1 is in the trash
     assert (look.attempts, look.changes, look.notes, look.signs) == ((), (), (), None)
@@ -148,19 +155,14 @@ def test_an_attempt_without_growth_falls_silent_and_ends(scene: Scene) -> None:
     scene.put("b", 100)
     assert scene.look().attempts[0].status == "writing"
     scene.remove()
-    look = scene.look()
-    assert look.attempts == ()
-    assert [change.text for change in look.changes] == ["step 9 ended without a commit"]
-
-
-def test_an_attempt_that_was_silent_before_the_first_look_is_not_in_flight(scene: Scene) -> None:
-    scene.put("a", 100)
-    scene.wall.seconds += 3600
-    assert scene.look().attempts[0].status == "silent"
+    assert scene.told() == ["step 9 ended without a commit"]
+    scene.put("state-rank=00000-00.distcp", 100)
+    scene.wall.seconds += 3600  # it was silent before the first look at it
+    (attempt,) = scene.look().attempts
+    assert (attempt.status, attempt.expected_bytes) == ("silent", None), "those before are directories"
 
 
 def test_a_newer_job_ends_the_attempts_of_the_one_before(scene: Scene) -> None:
-
     scene.put("a", 100)
     scene.look()
     Log(scene.storage, retry=ONCE).append(lambda _: Claim(start_token="next", world_size=4))
@@ -174,11 +176,6 @@ def test_a_newer_job_ends_the_attempts_of_the_one_before(scene: Scene) -> None:
     assert attempt.expected_bytes is None  # no checkpoint before was of four ranks
 
 
-def test_a_kind_is_guessed_by_the_names_of_files(scene: Scene) -> None:
-    scene.put("state-rank=00000-00.distcp", 100)
-    assert scene.look().attempts[0].expected_bytes is None  # those before are directories
-
-
 def test_changes_of_the_log_are_told(root: Path) -> None:
     scene = Scene(LocalStorage(root))
     scene.look()
@@ -186,26 +183,12 @@ def test_changes_of_the_log_are_told(root: Path) -> None:
         opened.pin(2)
         opened.unpin(2)
         opened.roll_back(2)
+        assert scene.told() == ["step 2 pinned", "step 2 unpinned", "step 3 moved to the trash"]
+        assert scene.look().durable.step == 2, "what a resume would find"
         opened.restore(3)
         opened.retain(KeepLatest(1))
-    texts = [change.text for change in scene.look().changes]
-    assert texts == [
-        "step 2 pinned",
-        "step 2 unpinned",
-        "step 3 moved to the trash",
-        "step 3 restored from the trash",
-        "step 2 moved to the trash",
-    ]
-    assert scene.look().changes == ()
-
-
-def test_a_roll_back_shows_what_a_resume_would_find(root: Path) -> None:
-    scene = Scene(LocalStorage(root))
-    with open_store(root) as opened:
-        opened.roll_back(2)
-    durable = scene.look().durable
-    assert durable is not None
-    assert durable.step == 2
+    assert scene.told() == ["step 3 restored from the trash", "step 2 moved to the trash"]
+    assert scene.told() == []
 
 
 def test_what_is_written_of_a_file_that_has_its_room_already(tmp_path: Path) -> None:
@@ -237,7 +220,6 @@ def test_signs_of_life_keep_an_attempt_in_flight(scene: Scene) -> None:
     again.give_sign("lane.life.00001")
     StorageBoard(scene.storage, start_token="signs-2", world_size=3, retry=ONCE).give_sign("life.00002")
     look = scene.look(SILENT_SECONDS / 2)
-    assert look.signs is not None
     assert (look.signs.num_ranks, look.signs.oldest_rank) == (2, 0)
     assert look.signs.last_seconds == 0.0
     assert look.signs.oldest_seconds > SILENT_SECONDS / 2
@@ -246,7 +228,6 @@ def test_signs_of_life_keep_an_attempt_in_flight(scene: Scene) -> None:
 
 
 def test_a_start_token_that_is_no_name_is_not_asked_for(root: Path) -> None:
-
     storage = LocalStorage(root)
     Log(storage, retry=ONCE).append(lambda _: Claim(start_token="../../etc", world_size=1))
     scene = Scene(storage)
@@ -265,16 +246,16 @@ def test_a_look_at_a_store_at_rest_costs_few_requests(scene: Scene) -> None:
 
 
 def test_what_breaks_off_is_told_by_the_next_look(root: Path) -> None:
-    fault = FailAt(
-        lambda call: call.verb == "list" and call.key.startswith("group/"), StorageUnavailable("away"), skip=1
-    )
+    fault = FailAt("list group/*", StorageUnavailable("away"), skip=1)
     scene = Scene(LocalStorage(root), fault)
     scene.look()
     with open_store(root) as opened:
         opened.pin(3)
     with pytest.raises(StorageUnavailable):
         scene.look()
-    assert [change.text for change in scene.look().changes] == ["step 3 pinned"]
+    assert scene.told() == ["step 3 pinned"]
+    denied = FailAt("list group/*", AccessDenied("forbidden"), times=None)
+    assert Scene(LocalStorage(root), denied).look().notes == ("signs of life cannot be seen: forbidden",)
 
 
 def test_a_record_is_told_once_where_a_later_one_fails(root: Path) -> None:
@@ -291,7 +272,7 @@ def test_a_record_is_told_once_where_a_later_one_fails(root: Path) -> None:
         opened.restore(1)
     with pytest.raises(StorageUnavailable):
         scene.look()
-    assert [change.text for change in scene.look().changes] == ["step 8 pinned", "number 2 restored from the trash"]
+    assert scene.told() == ["step 8 pinned", "number 2 restored from the trash"]
 
 
 def test_a_store_that_is_begun_anew_in_the_place_of_another(root: Path) -> None:
@@ -303,16 +284,9 @@ def test_a_store_that_is_begun_anew_in_the_place_of_another(root: Path) -> None:
     with open_store(root) as opened:
         opened.save_directory(1, root.parent / "source")
     look = scene.look()
-    assert look.durable
     assert (look.durable.step, look.num_live, [commit.step for commit in look.commits]) == (1, 1, [1])
     assert [change.text for change in look.changes] == ["another store is in the place of the one before"]
     assert scene.look().changes == ()
-
-
-def test_a_sign_that_may_not_be_seen_is_named(root: Path) -> None:
-    fault = FailAt("list group/*", AccessDenied("forbidden"), times=None)
-    look = Scene(LocalStorage(root), fault).look()
-    assert look.notes == ("signs of life cannot be seen: forbidden",)
 
 
 def test_of_very_many_records_the_last_are_told(root: Path) -> None:
@@ -350,18 +324,9 @@ def test_a_directory_that_may_not_be_listed_ends_no_attempt(root: Path, monkeypa
     assert (len(look.attempts), look.changes) == (1, ())
 
 
-def test_other_directories_are_passed_over(scene: Scene) -> None:
-    for key in ("checkpoints/step-x/a", "checkpoints/.hidden/a", "checkpoints/a"):
-        scene.storage.write(key, [memoryview(b"a")])
-    assert scene.look().attempts == ()
-
-
 def test_many_files_are_asked_for_by_the_next_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt_finder, "MOST_LISTED_FILES", 50)
-    memory = MemoryStorage(f"memory://many-{os.getpid()}")
-    disk = LocalStorage(root)
-    for file in disk.list(""):
-        memory.write(file.key, [memoryview(disk.read(file.key))])
+    memory = copied(LocalStorage(root), f"memory://many-{os.getpid()}")
     for step in range(10_000, 10_100):
         memory.write(Attempt(step, 1, "00000000").key("ckptstore.json"), [memoryview(b"{}")])
     scene = Scene(memory)

@@ -19,38 +19,31 @@ DEADLINE_SECONDS = 120.0
 class Watching:
     """The process, and the lines that it has printed."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Any) -> None:
         self.process = process
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
-    def line(self) -> str:
-        """The next line."""
-        line = self._lines.get(timeout=DEADLINE_SECONDS)
-        assert line is not None, f"it ended: {self.errors()}"
-        return line
-
     def look(self, fits: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         """The first look from here on that fits."""
-        while not fits(look := json.loads(self.line())):
-            pass
-        return dict(look)
+        while (line := self._lines.get(timeout=DEADLINE_SECONDS)) is not None:
+            if fits(look := json.loads(line)):
+                return dict(look)
+        raise AssertionError(f"it ended: {self.errors()}")
 
     def errors(self) -> str:
         """What it printed to stderr, once it has ended."""
-        assert self.process.stderr is not None
-        return self.process.stderr.read()
+        return str(self.process.stderr.read())
 
     def end(self, number: signal.Signals = signal.SIGINT) -> int:
         """Send a signal, and return the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(DEADLINE_SECONDS)
+        return int(self.process.wait(DEADLINE_SECONDS))
 
 
 @contextmanager
