@@ -31,8 +31,7 @@ def notes(directory: Path, name: str) -> list[list[str]]:
 
 def cache_of_ones_node(config: dict[str, Any]) -> None:
     """The nodes of the test cluster share a disk, so each gets a cache directory of its own."""
-    worker = ckptstore.ray.current_worker()
-    assert worker is not None
+    worker: Any = ckptstore.ray.current_worker()
     os.environ["CKPTSTORE_CACHE_DIR"] = f"{config['notes']}/cache-{worker.node_id}"
 
 
@@ -133,8 +132,7 @@ def fast_tier(config: dict[str, Any]) -> ckptstore.FastTier | None:
 
 
 def disk_of_ones_node(config: dict[str, Any]) -> Path:
-    worker = ckptstore.ray.current_worker()
-    assert worker is not None
+    worker: Any = ckptstore.ray.current_worker()
     return Path(config["notes"], f"disk-{worker.node_id}")
 
 

@@ -7,7 +7,6 @@ import difflib
 import inspect
 import os
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import ray.train
@@ -45,18 +44,6 @@ def rank0_before(config: dict[str, Any]) -> None:
             ray.train.report(metrics, checkpoint=checkpoint)
 
 
-def rank0_report(config: dict[str, Any]) -> None:
-    model, optimizer = build()
-    for _ in range(2):
-        metrics = train_epoch(model, optimizer)
-        with tempfile.TemporaryDirectory() as directory:
-            checkpoint = None
-            if ray.train.get_context().get_world_rank() == 0:
-                torch.save(model.module.state_dict(), os.path.join(directory, "model.pt"))
-                checkpoint = Checkpoint.from_directory(directory)
-            ckptstore.ray.report(metrics, checkpoint=checkpoint)
-
-
 def rank0_store(config: dict[str, Any]) -> None:
     model, optimizer = build()
     store = ckptstore.ray.store()
@@ -83,18 +70,6 @@ def sparse_before(config: dict[str, Any]) -> None:
             ray.train.report(metrics, checkpoint=checkpoint)
 
 
-def sparse_report(config: dict[str, Any]) -> None:
-    model, optimizer = build()
-    for epoch in range(10, 16):
-        metrics = train_epoch(model, optimizer)
-        with tempfile.TemporaryDirectory() as directory:
-            checkpoint = None
-            if ray.train.get_context().get_world_rank() == 0 and epoch % 3 == 0:
-                torch.save(model.module.state_dict(), os.path.join(directory, "model.pt"))
-                checkpoint = Checkpoint.from_directory(directory)
-            ckptstore.ray.report(metrics, checkpoint=checkpoint)
-
-
 def sparse_store(config: dict[str, Any]) -> None:
     model, optimizer = build()
     store = ckptstore.ray.store()
@@ -113,14 +88,6 @@ def shards_before(config: dict[str, Any]) -> None:
         torch.save(torch.full((3,), rank), os.path.join(directory, f"model-rank={rank}.pt"))
         checkpoint = Checkpoint.from_directory(directory)
         ray.train.report({"loss": 1.0}, checkpoint=checkpoint)
-
-
-def shards_report(config: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        rank = ray.train.get_context().get_world_rank()
-        torch.save(torch.full((3,), rank), os.path.join(directory, f"model-rank={rank}.pt"))
-        checkpoint = Checkpoint.from_directory(directory)
-        ckptstore.ray.report({"loss": 1.0}, checkpoint=checkpoint)
 
 
 def shards_store(config: dict[str, Any]) -> None:
@@ -190,16 +157,6 @@ def after_before(result: Any) -> Any:
         return torch.load(os.path.join(directory, "model-rank=1.pt"))
 
 
-def after_report(result: Any) -> Any:
-    with ckptstore.ray.wrap(result.checkpoint).as_directory() as directory:
-        return torch.load(os.path.join(directory, "model-rank=1.pt"))
-
-
-def after_store(result: Any) -> Any:
-    with ckptstore.ray.resolve(result.checkpoint).as_directory() as directory:
-        return torch.load(os.path.join(directory, "model-rank=1.pt"))
-
-
 def served_before(checkpoint: Any) -> Any:
     model = torch.nn.Linear(1, 1)
     with checkpoint.as_directory() as directory:
@@ -213,10 +170,24 @@ def served_report(checkpoint: Any) -> Any:
     return model
 
 
-def served_store(checkpoint: Any) -> Any:
-    model = torch.nn.Linear(1, 1)
-    ckptstore.ray.resolve(checkpoint).load({"model": model}, include="model.*")
-    return model
+DERIVED: dict[str, str] = {}
+"""The sources of the functions that are others with a few words changed."""
+
+
+def source_of(name: str) -> str:
+    return DERIVED.get(name) or inspect.getsource(globals()[name])
+
+
+def derive(name: str, of: str, old: str, new: str) -> None:
+    DERIVED[name] = source_of(of).replace(old, new).replace(f"def {of}(", f"def {name}(")
+    exec(DERIVED[name], globals())
+
+
+for pattern in ("rank0", "sparse", "shards"):
+    derive(f"{pattern}_report", f"{pattern}_before", "ray.train.report(", "ckptstore.ray.report(")
+derive("after_report", "after_before", "result.checkpoint.as", "ckptstore.ray.wrap(result.checkpoint).as")
+derive("after_store", "after_report", "ray.wrap", "ray.resolve")
+derive("served_store", "served_report", "ray.wrap", "ray.resolve")
 
 
 def one_after_another(config: dict[str, Any]) -> None:
@@ -233,20 +204,18 @@ ROWS = {
     "after": "The files of `result.checkpoint`",
     "served": "A model from `result.checkpoint`, in an actor for instance",
 }
-"""The patterns that are functions here, in the order of the page."""
 
 
-def changed_lines(before: Callable[..., Any], after: Callable[..., Any]) -> str:
+def changed_lines(before: str, after: str) -> str:
     """The lines that are new or other ones, and those that go away, as `diff` counts them."""
-    old, new = (inspect.getsource(function).splitlines()[1:] for function in (before, after))
-    marks = [line[0] for line in difflib.ndiff(old, new)]
+    marks = [line[0] for line in difflib.ndiff(*(source_of(name).splitlines()[1:] for name in (before, after)))]
     return f"+{marks.count('+')} −{marks.count('-')}"
 
 
 def table() -> str:
-    """The table of the page."""
+    """The table of the page, in its order."""
     lines = ["| in the guides to Ray Train | Ray keeps | ckptstore keeps |", "| --- | --- | --- |"]
     for name, what in ROWS.items():
-        before, *afters = (globals()[f"{name}_{how}"] for how in ("before", "report", "store"))
-        lines.append(" | ".join(["| " + what, *(changed_lines(before, after) for after in afters)]) + " |")
+        changed = [changed_lines(f"{name}_before", f"{name}_{how}") for how in ("report", "store")]
+        lines.append(f"| {what} | {' | '.join(changed)} |")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from keeping import note, parallel_model, train_step
+from keeping import cache_of_ones_node, new_model, note, parallel_model, train_step
 
 import ckptstore
 
@@ -35,28 +35,6 @@ def upload_into_the_run(config: dict[str, Any]) -> None:
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
             checkpoint_upload_fn=upload,
         )
-
-
-def report_one_name(config: dict[str, Any]) -> None:
-    """The same name for every report, by rank 0 alone; then read what Ray hands back."""
-    import ray.train
-
-    rank, found = ray.train.get_context().get_world_rank(), ray.train.get_checkpoint()
-    first = 0
-    if found is not None:
-        with ckptstore.ray.wrap(found).as_directory() as directory:
-            first = int((directory / "step").read_text()) + 1
-    note(config, "resumed", f"{rank} {first}")
-    upload = ckptstore.ray.upload_fn(ranks=[0])
-    for step in range(first, first + config["steps"]):
-        checkpoint = None
-        if rank == 0:
-            directory = Path(tempfile.mkdtemp())
-            (directory / "step").write_text(str(step))
-            checkpoint = ray.train.Checkpoint.from_directory(str(directory))
-        ray.train.report({"step": step}, checkpoint, checkpoint_dir_name="latest", checkpoint_upload_fn=upload)
-        if checkpoint is not None:
-            shutil.rmtree(directory)
 
 
 def report_in_every_way(config: dict[str, Any]) -> None:
@@ -147,20 +125,20 @@ def _report(how: str, metrics: dict[str, Any], model: Any, optimizer: Any, step:
 
 
 def _restore(config: dict[str, Any], model: Any, optimizer: Any, found: Any) -> int:
+    import ray.train
     import torch
 
     if found is None:
         return 0
     checkpoint = ckptstore.ray.wrap(found)
-    worker = ckptstore.ray.current_worker()
-    assert worker is not None
     if config["how"] == "state":
         state = {"model": model, "optimizer": optimizer, "epoch": -1}
         checkpoint.load(state)
         return int(state["epoch"]) + 1
-    os.environ["CKPTSTORE_CACHE_DIR"] = f"{config['notes']}/cache-{worker.node_id}"
-    with ckptstore.ray.wrap(found).as_directory() as directory:
-        saved = torch.load(directory / f"part-rank={worker.rank:05d}.pt", weights_only=False)
+    cache_of_ones_node(config)
+    rank = ray.train.get_context().get_world_rank()
+    with checkpoint.as_directory() as directory:
+        saved = torch.load(directory / f"part-rank={rank:05d}.pt", weights_only=False)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     return int(saved["epoch"]) + 1
@@ -170,7 +148,6 @@ def warm_start(config: dict[str, Any]) -> None:
     """Rank 0 alone reads what another run has kept, in each contract; DDP brings it to the others."""
     import ray.train
     import torch
-    from keeping import new_model
     from torch.nn.parallel import DistributedDataParallel
 
     old = new_model()

@@ -91,21 +91,6 @@ def test_every_way_to_save_survives_a_kill_and_another_number_of_workers(
     assert checkpoint.verify().ok
 
 
-@pytest.mark.long
-def test_a_file_system_of_fsspec_is_understood(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
-    import fsspec
-    from pyarrow.fs import FSSpecHandler, PyFileSystem
-
-    system = PyFileSystem(FSSpecHandler(fsspec.filesystem("s3", **s3.storage_options)))
-    config = {"notes": str(tmp_path), "steps": 2}
-    result = fit(
-        keeping.save_directories, storage_path="test/fsspec", storage_filesystem=system, name="custom", config=config
-    )
-    checkpoint = ckptstore.ray.resolve(result.checkpoint)
-    assert checkpoint.uri.startswith("s3://test/fsspec/custom/_ckptstore/")
-    assert checkpoint.verify().ok
-
-
 DRIVER = """
 import json, sys
 import ray

@@ -8,12 +8,14 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow.fs import FSSpecHandler, GcsFileSystem, LocalFileSystem, PyFileSystem, S3FileSystem, SubTreeFileSystem
+from storing import arrow_s3
 
 from ckptstore import InvalidInput
 from ckptstore.config import StoreConfig
 from ckptstore.integrations.ray.filesystem import place_of
-from ckptstore.testing.s3_server import s3_server
+from ckptstore.testing.s3_server import S3Server
 
 pytestmark = pytest.mark.slow
 
@@ -39,46 +41,40 @@ def test_a_local_path_stays_one(filesystem: Any, tmp_path: Path) -> None:
     assert (place.uri, place.storage_options) == (str(tmp_path / "run"), None)
 
 
-def test_a_directory_of_a_file_system_is_part_of_the_path() -> None:
-    inner = DirFileSystem("/mnt/shared", fsspec.filesystem("file"))
-    assert place_of(wrapped(inner), "runs/a").uri == "/mnt/shared/runs/a"
+class Server(MemoryFileSystem):
+    """One whose paths begin with a slash."""
+
+    protocol = "sftp"
 
 
-def test_s3_keeps_endpoint_region_and_keys() -> None:
-    system = S3FileSystem(
-        access_key="k", secret_key="s", endpoint_override="127.0.0.1:9000", scheme="http", region="eu-west-1"
-    )
-    place = place_of(system, "bucket/runs/a")
-    assert place.uri == "s3://bucket/runs/a"
-    assert place.storage_options == {
-        "key": "k",
-        "secret": "s",
-        "endpoint_url": "http://127.0.0.1:9000",
-        "client_kwargs": {"region_name": "eu-west-1"},
-    }
-    assert "secret" not in repr(place)
+ENDPOINT = {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:9000"}
+S3 = S3FileSystem(access_key="k", secret_key="s", endpoint_override="127.0.0.1:9000", scheme="http", region="eu-west-1")
+PLACES: list[tuple[Any, str, str, Any]] = [
+    (wrapped(DirFileSystem("/mnt/shared", fsspec.filesystem("file"))), "runs/a", "/mnt/shared/runs/a", None),
+    (S3, "bucket/a", "s3://bucket/a", {**ENDPOINT, "client_kwargs": {"region_name": "eu-west-1"}}),
+    (wrapped(fsspec.filesystem("s3", **ENDPOINT, token=None)), "bucket/a", "s3://bucket/a", ENDPOINT),
+    (wrapped(Server()), "/home/me/a#1", "sftp:///home/me/a#1", None),
+    (GcsFileSystem(anonymous=True), "bucket/a", "gs://bucket/a", {"token": "anon"}),
+]
 
 
-def test_options_that_are_given_replace_what_the_file_system_says() -> None:
-    place = place_of(S3FileSystem(anonymous=True, region="eu-west-1"), "bucket/a", storage_options={"profile": "p"})
-    assert place.storage_options == {"profile": "p"}
+@pytest.mark.parametrize(("filesystem", "path", "uri", "options"), PLACES)
+def test_a_place_has_the_uri_and_the_options_of_the_file_system(
+    filesystem: Any, path: str, uri: str, options: Any
+) -> None:
+    place = place_of(filesystem, path)
+    assert (place.uri, place.storage_options) == (uri, options)
+    assert "127.0.0.1" not in repr(place), "no option is shown: one may be a secret"
+    given = place_of(filesystem, path, storage_options={"profile": "p"})
+    assert given.storage_options == (None if uri[0] == "/" else {"profile": "p"})
 
 
-def test_options_of_fsspec_are_taken_as_they_are() -> None:
-    system = fsspec.filesystem("s3", key="k", secret="s", endpoint_url="http://127.0.0.1:9000", token=None)
-    place = place_of(wrapped(system), "bucket/a")
-    assert place.uri == "s3://bucket/a"
-    assert place.storage_options == {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:9000"}
-
-
-def test_a_path_of_a_server_stays_whole() -> None:
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    class Server(MemoryFileSystem):
-        protocol = "sftp"
-        storage_options = {"host": "far"}  # noqa: RUF012
-
-    assert place_of(wrapped(Server()), "/home/me/a#1").uri == "sftp:///home/me/a#1"
+def test_ckptstore_reads_what_the_file_system_wrote(s3: S3Server) -> None:
+    with arrow_s3(s3).open_output_stream("test/run/file") as file:
+        file.write(b"bytes")
+    storage = place_of(arrow_s3(s3), "test/run").open(StoreConfig.from_env())
+    assert storage.read("file") == b"bytes"
+    storage.close()
 
 
 def test_names_of_runs_stay_what_they_are(tmp_path: Path) -> None:
@@ -92,10 +88,6 @@ def test_names_of_runs_stay_what_they_are(tmp_path: Path) -> None:
     assert place_of(LocalFileSystem(), f"{tmp_path}/exp?1").open(config).uri == f"{tmp_path}/exp?1"
 
 
-def test_gcs_without_credentials_is_anonymous() -> None:
-    assert place_of(GcsFileSystem(anonymous=True), "bucket/a").storage_options == {"token": "anon"}
-
-
 @pytest.mark.parametrize(
     ("filesystem", "reason"),
     [
@@ -106,19 +98,3 @@ def test_gcs_without_credentials_is_anonymous() -> None:
 def test_what_cannot_be_opened_again_is_refused(filesystem: Any, reason: str) -> None:
     with pytest.raises(InvalidInput, match=reason):
         place_of(filesystem, "bucket/a")
-
-
-def test_ckptstore_reads_what_the_file_system_wrote() -> None:
-    with s3_server(buckets=["test"]) as server:
-        system = S3FileSystem(
-            access_key="test",
-            secret_key="testsecret",
-            endpoint_override=server.endpoint_url.removeprefix("http://"),
-            scheme="http",
-            region="us-east-1",
-        )
-        with system.open_output_stream("test/run/file") as file:
-            file.write(b"bytes")
-        storage = place_of(system, "test/run").open(StoreConfig.from_env())
-        assert storage.read("file") == b"bytes"
-        storage.close()

@@ -76,18 +76,3 @@ def test_transformers(cluster: RayCluster, tmp_path: Path) -> None:
     checkpoint = check(result, tmp_path, resumed={4}, steps=[2, 4, 6, 8])
     check_columns(result, {"loss", "epoch", "step"})
     assert {"model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= {receipt.name for receipt in checkpoint.files}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["lightning", "transformers"])
-def test_a_callback_of_ones_own_where_ray_keeps(cluster: RayCluster, tmp_path: Path, name: str) -> None:
-    """Those that Ray's guide shows, with one line changed. That all ranks report what one of them saved is tested with
-    the patterns of the guides."""
-    config = {"notes": str(tmp_path), "kill_at": {"lightning": 20, "transformers": 5}[name], "reports": True}
-    train, runs = getattr(frameworks, name), tmp_path / "runs"
-    result = fit(train, storage_path=runs, name=name, config=config, num_workers=1, torch=True, max_failures=1)
-    assert (tmp_path / "killed").exists()
-    assert int((tmp_path / "resumed").read_text()) == 2
-    steps = [ckptstore.ray.wrap(checkpoint).step for checkpoint, _ in result.best_checkpoints]
-    assert steps[-1] >= 4, "four epochs, or four saves"
-    assert ckptstore.ray.wrap(result.checkpoint).verify().ok

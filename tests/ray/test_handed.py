@@ -1,11 +1,12 @@
 """Going over from one way of keeping checkpoints to another: a start never leaves out, without a word, what Ray has.
 
-A run of one worker without a cluster; `test_going_over.py` has the same with Ray.
+A run of one worker without a cluster; the page on Ray Train goes over with Ray.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,13 +73,10 @@ def saved(root: Path, step: int) -> ckptstore.Checkpoint:
         return store.save_directory(step, root.parent.parent / "source" if root.name == "_ckptstore" else root.parent)
 
 
-def pointer_to(run: Path, checkpoint: ckptstore.Checkpoint, root: str = "_ckptstore") -> Checkpoint:
-    write_pointer(worker_at(str(run)), "pointer", Pointer.to(checkpoint, root=root), retry=ONCE)
-    return Checkpoint.from_directory(str(run / "pointer"))
-
-
-def failed_pointer(run: Path, step: int) -> Checkpoint:
-    pointer = Pointer(root="_ckptstore", step=step, number=None, error="no space")
+def pointer_to(run: Path, what: ckptstore.Checkpoint | int, root: str = "_ckptstore") -> Checkpoint:
+    """To a checkpoint, or of a save of that step which failed."""
+    failed = isinstance(what, int)
+    pointer = Pointer(root=root, step=what, number=None, error="no space") if failed else Pointer.to(what, root=root)
     write_pointer(worker_at(str(run)), "pointer", pointer, retry=ONCE)
     return Checkpoint.from_directory(str(run / "pointer"))
 
@@ -103,7 +101,6 @@ def text_of(checkpoint: ckptstore.Checkpoint) -> str:
 def test_from_report_to_a_store(run: Path, start: Start, prefer: Any) -> None:
     with start(reported(run, 3)) as store:
         found = ckptstore.ray.resume(store=store, prefer=prefer)
-        assert found is not None
         assert (found.step, found.number, text_of(found)) == (3, None, "weights")
         assert store._job.epoch == 1, "the store is claimed"
 
@@ -112,10 +109,8 @@ def test_a_state_that_was_reported_is_loaded(run: Path, start: Start) -> None:
     reporter = _Reporter(Run.open(worker_at(str(run))), None)
     kept = {"epoch": 3, "weight": torch.arange(4.0)}
     attempt = reporter._store(reporter._met(), "state", _Brought({}, None, None, kept, 3, None), SaveClock())
-    assert attempt is not None
     state = {"epoch": -1, "weight": torch.zeros(4)}
     found = ckptstore.ray.resume(state, start(Checkpoint.from_directory(str(run / attempt.directory))))
-    assert found is not None
     assert (found.step, state["epoch"], state["weight"].tolist()) == (3, 3, [0.0, 1.0, 2.0, 3.0])
 
 
@@ -123,9 +118,7 @@ def test_a_state_that_was_reported_is_loaded(run: Path, start: Start) -> None:
 def test_a_run_that_died_before_ray_heard_of_the_first_save(run: Path, start: Start, prefer: Any, step: int) -> None:
     handed = reported(run, 3)
     saved(run / "_ckptstore", 4)
-    found = ckptstore.ray.resume(store=start(handed), prefer=prefer)
-    assert found is not None
-    assert found.step == step
+    assert ckptstore.ray.resume(store=start(handed), prefer=prefer).step == step
 
 
 @pytest.mark.parametrize(
@@ -136,8 +129,8 @@ def test_a_run_that_died_before_ray_heard_of_the_first_save(run: Path, start: St
         (lambda run, steps: pointer_to(run, steps[4]), {}, []),
         (lambda run, steps: pointer_to(run, steps[4]), {"ignore_ray": True}, []),
         (lambda run, steps: pointer_to(run, steps[3]), {"ignore_ray": True}, [4]),
-        (lambda run, steps: failed_pointer(run, 3), {}, [4]),
-        (lambda run, steps: failed_pointer(run, 5), {}, []),
+        (lambda run, steps: pointer_to(run, 3), {}, [4]),
+        (lambda run, steps: pointer_to(run, 5), {}, []),
         (lambda run, steps: of_ray_itself(run), {"ignore_ray": True}, [4]),
     ],
 )
@@ -148,7 +141,6 @@ def test_what_ray_does_not_know_of_is_reported(
     steps = {step: saved(run / "_ckptstore", step) for step in (3, 4)}
     with start(hands(run, steps), **options) as store:
         found = store.resume()
-    assert found is not None
     assert (found.step, told) == (4, reported_steps)
 
 
@@ -156,7 +148,6 @@ def test_what_ray_does_not_know_of_is_reported(
 def test_from_a_store_to_report_and_back(run: Path, start: Start, prefer: Any) -> None:
     saved(run / "_ckptstore", 4)
     found = ckptstore.ray.resume(store=start(reported(run, 5)), prefer=prefer)
-    assert found is not None
     assert (found.step, found.number) == (5, None)
 
 
@@ -165,12 +156,8 @@ def test_which_one_is_newer_is_not_guessed(run: Path, start: Start) -> None:
     handed = reported(run, 2)
     with pytest.raises(NoUsableCheckpoint, match=r"hands back step 2, and the store has step 4.*ignore_ray=True"):
         ckptstore.ray.resume(store=start(handed))
-    found = ckptstore.ray.resume(store=start(handed), prefer="ray")
-    assert found is not None
-    assert found.step == 2
-    found = ckptstore.ray.resume(store=start(handed, ignore_ray=True))
-    assert found is not None
-    assert found.step == 4
+    assert ckptstore.ray.resume(store=start(handed), prefer="ray").step == 2
+    assert ckptstore.ray.resume(store=start(handed, ignore_ray=True)).step == 4
 
 
 def test_a_store_whose_checkpoints_lost_their_manifests(run: Path, start: Start) -> None:
@@ -178,7 +165,6 @@ def test_a_store_whose_checkpoints_lost_their_manifests(run: Path, start: Start)
     handed = reported(run, 3)
     Path(checkpoint.uri, "ckptstore.json").unlink()
     found = start(handed).resume()
-    assert found is not None
     assert (found.step, found.number) == (3, None)
 
 
@@ -203,18 +189,14 @@ def test_a_pointer_to_another_store(run: Path, start: Start, tmp_path: Path, pre
     handed = pointer_to(run, saved(far, 3), root=str(far))
     with pytest.raises(NoUsableCheckpoint, match=rf"step 3 of another store, {far};.*ckptstore\.ray\.store\('{far}'\)"):
         start(handed).resume(prefer=prefer)
-    found = start(handed, far).resume(prefer=prefer)
-    assert found is not None
-    assert found.step == 3
+    assert start(handed, far).resume(prefer=prefer).step == 3
 
 
 @pytest.mark.parametrize("prefer", ["newest", "ray"])
 def test_one_store_by_two_names_is_one(run: Path, start: Start, prefer: Any) -> None:
     handed = pointer_to(run, saved(run / "_ckptstore", 3))
     for root in (run / "_ckptstore", f"file://{run}/_ckptstore", os.path.relpath(run / "_ckptstore")):
-        found = start(handed, root).resume(prefer=prefer)
-        assert found is not None
-        assert found.step == 3
+        assert start(handed, root).resume(prefer=prefer).step == 3
 
 
 def test_a_store_that_was_removed(run: Path, start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -226,16 +208,10 @@ def test_a_store_that_was_removed(run: Path, start: Start, caplog: pytest.LogCap
     saved(run / "_ckptstore", 1)
     saved(run / "_ckptstore", 2)
     (run / "pointer/ckptstore-pointer.json").write_text("torn")
-    found = start(handed).resume()
-    assert found is not None
-    assert found.step == 2
+    assert start(handed).resume().step == 2
     assert "is passed over" in caplog.text
-
-
-def test_a_save_that_failed_is_no_checkpoint(run: Path, start: Start) -> None:
-    pointer = Pointer(root="_ckptstore", step=3, number=None, error="StorageFull")
-    write_pointer(worker_at(str(run)), "pointer", pointer, retry=ONCE)
-    assert start(Checkpoint.from_directory(str(run / "pointer"))).resume() is None
+    shutil.rmtree(run / "_ckptstore")
+    assert start(pointer_to(run, 3)).resume() is None, "a save that failed is no checkpoint"
 
 
 def test_a_pointer_to_what_was_thinned_since(run: Path, start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -280,7 +256,6 @@ def test_run_names_are_taken_literally(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ray_store, "current_worker", lambda: worker_at(str(path)))
     monkeypatch.setattr(ray_store, "handed_back", lambda: handed)
     found = ckptstore.ray.store().resume()
-    assert found is not None
     assert found.uri == handed.path
     assert [item.name for item in (tmp_path / "runs").iterdir()] == [name]
 
@@ -308,7 +283,6 @@ def test_starts_that_prefer_ray_leave_nothing_on_the_nodes(tmp_path: Path) -> No
                 store.resume(state)
             else:
                 found = load_in_order(store, state, ray_store.RaysOrder(latest.number), claim=True)
-                assert found is not None
                 assert found.number == latest.number
             for step in range(3):
                 store.save(10 * start + step, state)

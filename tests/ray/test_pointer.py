@@ -8,6 +8,8 @@ from typing import Any
 
 import pyarrow.fs
 import pytest
+from ray.train import Checkpoint, Result
+from storing import worker_at
 
 import ckptstore
 from ckptstore import AccessDenied, CheckpointDamaged, CheckpointGone, InvalidInput, UnsupportedVersion
@@ -22,27 +24,19 @@ ONCE = RetryConfig(retry_attempts=1)
 
 
 def worker_in(directory: Path, *, filesystem: Any = None) -> Worker:
-    return Worker(
-        rank=0,
-        world_size=1,
-        node_id="node",
-        run_path=str(directory),
-        filesystem=filesystem or pyarrow.fs.LocalFileSystem(),
-    )
+    return worker_at(str(directory), filesystem=filesystem)
 
 
-def reported(worker: Worker, name: str) -> Any:
-    from ray.train import Checkpoint
-
+def reported(worker: Worker, name: str) -> Checkpoint:
     return Checkpoint(worker.path_of(name), worker.filesystem)
 
 
-def save_step(run: Path, step: int, **options: Any) -> ckptstore.Checkpoint:
+def save_step(run: Path, step: int) -> ckptstore.Checkpoint:
     """A committed checkpoint where the default store of a run lies."""
     source = run.parent / "source"
     source.mkdir(exist_ok=True)
     (source / "model.bin").write_bytes(bytes([step]))
-    with ckptstore.open_store(run / "_ckptstore", **options) as store:
+    with ckptstore.open_store(run / "_ckptstore") as store:
         return store.save_directory(step, source)
 
 
@@ -104,8 +98,6 @@ def test_a_run_that_was_moved_still_resolves(tmp_path: Path) -> None:
 
 
 def test_a_whole_result_is_as_good_as_its_checkpoint_and_none_says_where_the_store_is(tmp_path: Path) -> None:
-    from ray.train import Result
-
     worker = worker_in(tmp_path / "run")
     saved = save_step(tmp_path / "run", 3)
     write_pointer(worker, "checkpoint_1", Pointer.to(saved, root="_ckptstore"), retry=ONCE)
@@ -167,11 +159,7 @@ def test_the_file_is_json_that_people_can_read(tmp_path: Path) -> None:
     }
 
 
-def test_a_notice_without_a_deadline_stops_no_save() -> None:
-    notice = Notice(deadline_seconds=None, node_ids=("a",), ranks=(0,))
-    assert notice.objection(needed_seconds=1e9) == ""
-
-
-def test_a_notice_whose_deadline_is_past_stops_every_save() -> None:
-    notice = Notice(deadline_seconds=1.0, node_ids=("a",), ranks=(0,))
-    assert "0.0 s are left" in notice.objection(needed_seconds=0.0)
+def test_a_notice_stops_no_save_without_a_deadline_and_each_behind_it() -> None:
+    untimed, past = (Notice(deadline_seconds=seconds, node_ids=("a",), ranks=(0,)) for seconds in (None, 1.0))
+    assert untimed.objection(needed_seconds=1e9) == ""
+    assert "0.0 s are left" in past.objection(needed_seconds=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shutil
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,7 +19,6 @@ from storing import arrow_s3, make_run, store, stored, worker_at
 import ckptstore
 from ckptstore import (
     CheckpointDamaged,
-    CheckpointGone,
     InvalidInput,
     InvalidMetric,
     InvalidName,
@@ -32,7 +32,6 @@ from ckptstore.events import SaveStarted, listening
 from ckptstore.integrations.ray import worker_group
 from ckptstore.integrations.ray.kept_by_ray import reporting, upload_fn
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
-from ckptstore.log.identity import read_store_json
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.s3_server import s3_server
 from ckptstore.tools.cli import main
@@ -62,28 +61,16 @@ def test_all_ranks_fill_one_directory_and_nothing_else_is_left(run: Path, tmp_pa
     (sources[1] / "only.txt").write_text("one")
     checkpoint = stored(str(run), [*sources, None])
     directory = Path(checkpoint.path).name
-    assert names(run) == [
-        ".validate_storage_marker",
-        f"{directory}/ckptstore.json",
-        f"{directory}/model-rank=00000.pt",
-        f"{directory}/model-rank=00001.pt",
-        f"{directory}/model-rank=00002.pt",
-        f"{directory}/only.txt",
-        "store.json",
-    ]
+    stored_names = ["ckptstore.json", *(f"model-rank=0000{rank}.pt" for rank in range(3)), "only.txt"]
+    assert names(run) == [".validate_storage_marker", *(f"{directory}/{name}" for name in stored_names), "store.json"]
     ours = ckptstore.ray.wrap(checkpoint)
     assert (ours.step, ours.world_size, ours.metrics, ours.number) == (7, 4, {"loss": 0.5}, None)
-    assert [(file.name, file.rank, file.original_name) for file in ours.files][1] == (
-        "model-rank=00001.pt",
-        1,
-        "model.pt",
-    )
+    second = ours.files[1]
+    assert (second.name, second.rank, second.original_name) == ("model-rank=00001.pt", 1, "model.pt")
     assert ours.verify().ok
     with ours.as_directory() as path:
         assert path == run / directory, "on a disk it is the real one"
-    identity = read_store_json(LocalStorage(str(run)))
-    assert identity is not None
-    assert identity.kept_by == "ray"
+    assert json.loads((run / "store.json").read_text())["kept_by"] == "ray"
     with ckptstore.open_store(run) as mine, pytest.raises(InvalidInput, match="kept by ray"):
         mine.save_directory(1, sources[0])
 
@@ -127,14 +114,6 @@ def test_a_damaged_one_hides_none_of_the_others_from_commands(run: Path, tmp_pat
     ]
 
 
-def test_only_the_ranks_that_take_part_are_waited_for(run: Path, tmp_path: Path) -> None:
-    sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in (1, 3)]
-    checkpoint = stored(str(run), sources, ranks=[1, 3], world_size=4)
-    ours = ckptstore.ray.wrap(checkpoint)
-    assert [(file.name, file.rank) for file in ours.files] == [("model-rank=00001.pt", 1), ("model-rank=00003.pt", 3)]
-    assert ours.world_size == 4
-
-
 def test_ranks_that_share_a_directory_store_it_once(run: Path, tmp_path: Path) -> None:
     shared, other = tree(tmp_path / "a", model__pt="one"), tree(tmp_path / "b", model__pt="two")
     started: list[SaveStarted] = []
@@ -143,6 +122,9 @@ def test_ranks_that_share_a_directory_store_it_once(run: Path, tmp_path: Path) -
     assert sorted(event.rank for event in started) == [0, 2, 3]
     files = {file.name: file.rank for file in ckptstore.ray.wrap(checkpoint).files}
     assert files == {"model-rank=00000.pt": 0, "model-rank=00002.pt": 2, "model-rank=00003.pt": 3}
+    ours = ckptstore.ray.wrap(stored(str(run), [shared, other], ranks=[1, 3], world_size=4))  # the others take no part
+    assert [(file.name, file.rank) for file in ours.files] == [("model-rank=00001.pt", 1), ("model-rank=00003.pt", 3)]
+    assert ours.world_size == 4
 
 
 def test_what_all_ranks_bring_alike_is_said_and_stored_once_when_it_is_shared(
@@ -170,20 +152,17 @@ def test_a_directory_in_the_run_is_the_same_on_all_nodes(run: Path) -> None:
     assert {file.name: file.rank for file in ckptstore.ray.wrap(checkpoint).files} == {"model.pt": 0}
 
 
-def test_attempts_of_one_name_share_no_directory(run: Path, tmp_path: Path) -> None:
-    attempts = [stored(str(run), [tree(tmp_path / text, model__pt=text)], name="latest") for text in ("a", "b")]
-    directories = [Path(attempt.path) for attempt in attempts]
-    assert [(path / "model.pt").read_text() for path in directories] == ["a", "b"]
-    assert all(re.fullmatch("latest-[0-9a-f]{16}", path.name) for path in directories)
-
-
 def test_what_lies_in_the_run_is_copied_and_may_be_deleted(run: Path) -> None:
-    """Ray deletes what was reported after an asynchronous upload, wherever it lies."""
-    reported = tree(run / "checkpoint_1", model__pt="bytes")
-    checkpoint = stored(str(run), [reported], name="checkpoint_1")
-    (reported / "model.pt").unlink()
-    reported.rmdir()
-    assert ckptstore.ray.wrap(checkpoint).verify().ok
+    """Ray deletes what was reported after an asynchronous upload, wherever it lies. Attempts share nothing."""
+    paths = []
+    for text in ("a", "b"):
+        reported = tree(run / "latest", model__pt=text)
+        checkpoint = stored(str(run), [reported], name="latest")
+        paths.append(Path(checkpoint.path))
+        shutil.rmtree(reported)
+        assert ckptstore.ray.wrap(checkpoint).verify().ok
+    assert [(path / "model.pt").read_text() for path in paths] == ["a", "b"]
+    assert all(re.fullmatch("latest-[0-9a-f]{16}", path.name) for path in paths)
 
 
 def test_metadata_of_ray_stay_where_ray_looks_for_them(run: Path, tmp_path: Path) -> None:
@@ -265,20 +244,11 @@ def test_a_copy_opens_anywhere(run: Path, tmp_path: Path) -> None:
 class TestIncomplete:
     """What `wrap` refuses, and why."""
 
-    def test_without_a_manifest(self, run: Path, tmp_path: Path) -> None:
-        directory = tree(run / "plain", model__pt="of the ranks that were left")
-        with pytest.raises(InvalidSource, match="1 files and no manifest: Ray stored it itself, or storing it never"):
-            ckptstore.ray.wrap(Checkpoint.from_directory(str(directory)))
-
     def test_a_pointer(self, run: Path) -> None:
         directory = tree(run / "pointer")
         (directory / "ckptstore-pointer.json").write_text(json.dumps({}))
         with pytest.raises(CheckpointDamaged, match=r"ckptstore-pointer\.json is not an object"):
             ckptstore.ray.wrap(Checkpoint.from_directory(str(directory)))
-
-    def test_deleted(self, run: Path) -> None:
-        with pytest.raises(CheckpointGone, match="Ray has deleted the checkpoint"):
-            ckptstore.ray.wrap(Checkpoint.from_directory(str(run / "gone")))
 
     def test_without_a_shard(self, run: Path, tmp_path: Path) -> None:
         sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in range(2)]
@@ -316,6 +286,9 @@ def test_on_s3_every_byte_is_checked(tmp_path: Path) -> None:
         with pytest.raises(CheckpointDamaged):
             ckptstore.ray.wrap(checkpoint).to_directory(tmp_path / "copy")
         assert [problem.fault for problem in ckptstore.ray.wrap(checkpoint).verify().problems] == ["flipped"]
+
+
+HINT = worker_group._RayNotice.hint
 
 
 class OneNotice:
@@ -360,8 +333,9 @@ def test_workers_of_an_upload_meet_beside_the_storage_however_many_they_are(
 def test_a_worker_that_waits_for_rank_0_is_told_what_each_worker_calls(
     run: Path, tmp_path: Path, notices: type[OneNotice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = worker_at(str(run), rank=1, world_size=2)
+    worker, hint = worker_at(str(run), rank=1, world_size=2), HINT
     opened = Run.open(worker, rank_timeout_seconds=1)
+    assert "one that reads alone gives group='solo'" in hint
     with pytest.raises(RankTimeout, match="Look for it"):
         worker_group.RayWorkers(worker).open_group(opened.storage, opened.config)
     with pytest.raises(RankTimeout, match=r"Every worker calls ckptstore\.ray\.report"):
@@ -370,10 +344,6 @@ def test_a_worker_that_waits_for_rank_0_is_told_what_each_worker_calls(
     upload = ckptstore.ray.upload_fn(rank_timeout_seconds=1)
     with pytest.raises(RankTimeout, match=r"give upload_fn\(ranks=\[\.\.\.\]\)"):
         upload(Checkpoint.from_directory(str(tree(tmp_path / "a", model__pt="one"))), "checkpoint_1")
-
-
-def test_the_hint_for_workers_names_readers_that_are_alone() -> None:
-    assert "one that reads alone gives group='solo'" in worker_group._RayNotice.hint
 
 
 class TestOutsideOfAWorker:

@@ -33,11 +33,6 @@ def kept_by(result: Any) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def directories(run: Path) -> set[str]:
-    return {path.name for path in run.iterdir() if path.is_dir()}
-
-
-@pytest.mark.slow
 def test_an_upload_never_deletes_what_it_saved(cluster: RayCluster, tmp_path: Path) -> None:
     result = fit(reporting.upload_into_the_run, storage_path=tmp_path, name="run")
     (by_ray, _), (by_us, _) = result.best_checkpoints
@@ -48,21 +43,6 @@ def test_an_upload_never_deletes_what_it_saved(cluster: RayCluster, tmp_path: Pa
     assert ours.verify().ok
     assert not (tmp_path / "run/written-1").exists(), "Ray has deleted that, as it was asked to"
     assert not (tmp_path / "run/group").exists(), "the ranks of an upload meet elsewhere"
-
-
-@pytest.mark.long
-def test_a_name_used_twice_loses_nothing(cluster: RayCluster, tmp_path: Path) -> None:
-    from ray.train import CheckpointConfig
-
-    config = {"notes": str(tmp_path), "steps": 3}
-    keep = CheckpointConfig(num_to_keep=1)
-    for first in (0, 3):
-        result = fit(
-            reporting.report_one_name, storage_path=tmp_path, name="run", config=config, checkpoint_config=keep
-        )
-        assert sorted(notes(tmp_path, "resumed"))[-1] == ["1", str(first)]
-        assert (Path(result.checkpoint.path) / "step").read_text() == str(first + 2)
-        assert directories(tmp_path / "run") == {Path(result.checkpoint.path).name}
 
 
 def test_scores_of_all_kinds(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:

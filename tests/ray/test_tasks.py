@@ -18,7 +18,6 @@ from cluster import RayCluster
 
 import ckptstore
 from ckptstore import CheckpointDamaged, InvalidInput, RankFailed
-from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.integrations.ray.tasks import RayExecutor, ray_executor
 from ckptstore.runtime.beat import beating
 from ckptstore.storage.open import open_storage
@@ -113,29 +112,6 @@ def test_a_store_is_copied_to_a_bucket_and_back(store: str, s3: S3Server, tmp_pa
     assert not back.left_only
     assert not back.diff_files
     assert (tmp_path / "back" / "empty").is_dir()
-
-
-def test_a_copy_goes_on_where_it_broke_off(store: str, tmp_path: Path) -> None:
-    target = tmp_path / "alone"
-    run("cp", f"{store}@2", str(target))
-    (target / MANIFEST_NAME).unlink()
-    lost = next(path for path in target.iterdir() if path.suffix == ".bin" and path.stat().st_size > 1_000_000)
-    lost.unlink()
-    report = run("cp", f"{store}@2", str(target))
-    assert report["num_copied"] == 1
-    assert report["num_found"] == 11
-    assert ckptstore.Checkpoint.from_directory(target).verify().ok
-
-
-def test_safetensors_are_the_same_files(store: str, tmp_path: Path) -> None:
-    sizes = ["--shard-size", "500KB", "--strip-prefix", "model."]
-    found = run("export", f"{store}@1", str(tmp_path / "ray"), *sizes)
-    assert len(found["files"]) > 3
-    local = CliRunner().invoke(main, ["export", f"{store}@1", str(tmp_path / "local"), *sizes])
-    assert local.exit_code == 0
-    _, different, missing = filecmp.cmpfiles(tmp_path / "ray", tmp_path / "local", found["files"], shallow=False)
-    assert (different, missing) == ([], [])
-    assert sorted(os.listdir(tmp_path / "ray")) == sorted(os.listdir(tmp_path / "local"))
 
 
 def test_nodes_write_their_shares_to_a_bucket(store: str, s3: S3Server, tmp_path: Path) -> None:
