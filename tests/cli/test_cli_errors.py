@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +67,10 @@ def test_bad_input_has_the_exit_code_of_its_class(run: Any, store: Path, argumen
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("arguments", [("nosuchcommand",), ("ls",), ("ls", "a", "--nosuchoption"), ("best", "a")])
-def test_wrong_usage_is_exit_code_2(run: Any, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", [("nosuchcommand",), ("ls",), ("ls", "a", "--nosuchoption"), ("best", "a"), ()])
+def test_wrong_usage_is_exit_code_2_and_in_json_one_object(run: Any, arguments: tuple[str, ...]) -> None:
     assert "Usage:" in run(*arguments, code=2).stderr
-
-
-@pytest.mark.parametrize(
-    "arguments", [("nosuchcommand", "--json"), ("ls", "--json"), ("ls", "a", "--nosuchoption", "--json"), ("--json",)]
-)
-def test_wrong_usage_in_json_is_one_object(run: Any, arguments: tuple[str, ...]) -> None:
-    result = run(*arguments, code=2)
+    result = run(*arguments, "--json", code=2)
     error = json.loads(result.stdout)["error"]
     assert error["code"] == "usage"
     assert error["message"] in result.stderr
@@ -210,6 +206,9 @@ def test_the_real_command_keeps_stdout_and_stderr_apart(store: Path, tmp_path: P
     failed = subprocess.run([*COMMAND, "ls", str(tmp_path / "nothing")], capture_output=True, text=True, check=False)
     assert (failed.returncode, failed.stdout) == (10, "")
     assert "There is no store at" in failed.stderr
+    done = subprocess.run([*COMMAND, "verify", str(store)], capture_output=True, text=True, check=True)
+    assert "\x1b[" not in done.stdout
+    assert done.stderr == "", "no bar in a pipe"
 
 
 @pytest.mark.parametrize("words", [["ls", "{store}"], ["watch", "{store}", "--once"], ["show", "{store}@30", "--json"]])
@@ -233,21 +232,13 @@ def on_a_terminal(*arguments: str) -> str:
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "160"}
     process = subprocess.Popen([*COMMAND, *arguments], stdout=follower, stderr=follower, env=environment)
     os.close(follower)
-    text = b"".join(_chunks(leader)).decode()
+    text = b""
+    with suppress(OSError):  # how Linux tells that the other end is closed
+        while chunk := os.read(leader, 4096):
+            text += chunk
     os.close(leader)
     assert process.wait() == 0
-    return text
-
-
-def _chunks(descriptor: int) -> Iterator[bytes]:
-    while True:
-        try:
-            chunk = os.read(descriptor, 4096)
-        except OSError:  # how Linux tells that the other end is closed
-            return
-        if not chunk:
-            return
-        yield chunk
+    return text.decode()
 
 
 def test_a_terminal_gets_a_bold_header_and_a_bar(store: Path) -> None:
@@ -255,12 +246,6 @@ def test_a_terminal_gets_a_bold_header_and_a_bar(store: Path) -> None:
     assert "step 30" in on_a_terminal("verify", str(store))
     assert "\x1b[" in on_a_terminal("verify", str(store))
     assert json.loads(on_a_terminal("verify", "--json", str(store)))["ok"] is True
-
-
-def test_a_pipe_gets_neither(store: Path) -> None:
-    done = subprocess.run([*COMMAND, "verify", str(store)], capture_output=True, text=True, check=True)
-    assert "\x1b[" not in done.stdout + done.stderr
-    assert done.stderr == ""
 
 
 def test_what_follows_an_at_is_explained(run: Any, store: Path) -> None:
@@ -271,24 +256,22 @@ def test_what_follows_an_at_is_explained(run: Any, store: Path) -> None:
     assert f"Write {store}@best:METRIC" in run("show", f"{store}@best", code=10).stderr
 
 
-def test_a_step_is_written_behind_the_store(run: Any, store: Path) -> None:
+def test_a_step_is_written_behind_the_store_and_a_copy_onto_itself_refused(
+    run: Any, store: Path, tmp_path: Path
+) -> None:
     assert "STORE@1" in run("verify", store, "--step", "1", code=2).stderr
+    (tmp_path / "link").symlink_to(store)
+    for other in (str(store), f"{store}/", f"file://{store}", str(tmp_path / "link")):
+        assert "itself: nothing is to be copied" in run("cp", store, other, code=2).stderr
     message = run("verify", "--all", f"{store}@1", code=2).stderr
     assert f"Write `ckptstore verify {store}@1`" in message
 
 
-def test_a_copy_of_a_store_onto_itself_is_refused_however_it_is_spelt(run: Any, store: Path, tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(store)
-    for other in (str(store), f"{store}/", f"file://{store}", str(link)):
-        assert "itself: nothing is to be copied" in run("cp", store, other, code=2).stderr
-
-
 def test_the_standalone_s3_server_says_how_to_reach_it(tmp_path: Path) -> None:
     command = [*COMMAND, "s3-test", "--port", "0", "--bucket", "mine"]
+    server: Any
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
-            assert server.stdout is not None
             lines = [server.stdout.readline().strip() for _ in range(3)]
             words = [word for line in lines[:2] for word in line.removeprefix("export ").split()]
             environment = {**os.environ, **dict(word.split("=", 1) for word in words)}
@@ -299,3 +282,18 @@ def test_the_standalone_s3_server_says_how_to_reach_it(tmp_path: Path) -> None:
             assert server.wait(60) == 130
         finally:
             server.kill()
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_without_a_cluster_of_ray_it_says_so(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray looks for a cluster among all processes of the machine, and would find those of other people."""
+    from ray._private import services
+
+    monkeypatch.setattr(services, "find_gcs_addresses", functools.cache(set))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with open_store(tmp_path / "store") as store:
+        store.save(1, {"epoch": 1})
+    told = run("verify", tmp_path / "store", "--engine", "ray", code=2).stderr
+    assert "There is no Ray cluster to work on" in told
+    assert "ray start --head" in told

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,28 +48,19 @@ def test_the_demo_tells_its_story(tmp_path: Path) -> None:
             assert len(list((tmp_path / "stores" / name / "crashed/checkpoints").iterdir())) == 2
 
 
-def test_a_page_is_not_promised_where_none_is_made(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    told = run("demo", "--engine", "ray", "--html", tmp_path / "demo.html", code=2).stderr
-    assert "--html is drawn by --engine processes" in told
-
-
-@pytest.mark.parametrize("given", [["--html"], ["--fast-tier", "--html"], ["--engine", "ray", "--picture"]])
-def test_a_picture_that_no_directory_can_take_is_refused_at_once(run, tmp_path: Path, given: list[str]) -> None:  # type: ignore[no-untyped-def]
-    assert "There is no directory" in run("demo", *given, tmp_path / "nowhere" / "demo.html", code=2).stderr
-
-
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["--engine", "ray"], "told by --engine processes"),
-        (["--store", "somewhere"], "takes no --store"),
-        (["--ranks", "3"], "3 is odd"),
+        (["--fast-tier", "--engine", "ray"], "told by --engine processes"),
+        (["--fast-tier", "--store", "somewhere"], "takes no --store"),
+        (["--fast-tier", "--ranks", "3"], "3 is odd"),
+        (["--engine", "ray", "--html", "{}/demo.html"], "--html is drawn by --engine processes"),
+        (["--html", "{}/nowhere/demo.html"], "There is no directory"),
+        (["--fast-tier", "--html", "{}/nowhere/demo.html"], "There is no directory"),
+        (["--engine", "ray", "--picture", "{}/nowhere/demo.html"], "There is no directory"),
+        (["--store", "{}"], "is not empty"),
     ],
 )
-def test_what_does_not_fit_the_fast_tier_is_refused(run, given: list[str], why: str) -> None:  # type: ignore[no-untyped-def]
-    assert why in run("demo", "--fast-tier", *given, code=2).stderr
-
-
-def test_the_demo_wants_a_place_of_its_own(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_what_does_not_fit_is_refused_at_once(run: Any, tmp_path: Path, given: list[str], why: str) -> None:
     (tmp_path / "file").write_text("mine")
-    assert "is not empty" in run("demo", "--store", tmp_path, code=2).stderr
+    assert why in run("demo", *(word.format(tmp_path) for word in given), code=2).stderr

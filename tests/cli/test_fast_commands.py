@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,15 +98,8 @@ def test_ls_shows_each_with_what_it_is_to_its_store(run: Any, run_json: Any, nod
     (alone,) = run_json("fast", "ls", node.path)["stores"]
     assert {each["standing"] for each in alone["checkpoints"]} == {"unknown"}
     assert (alone["uri"], alone["store_id"]) == (None, node.store_id)
-    first = alone["checkpoints"][0]
-    assert (first["step"], first["epoch"], first["save_number"], first["ranks"], first["missing"]) == (
-        10,
-        1,
-        1,
-        [0],
-        [],
-    )
-    assert first["is_certified"]
+    first, told = alone["checkpoints"][0], {"step": 10, "epoch": 1, "save_number": 1, "ranks": [0], "missing": []}
+    assert first.items() >= {**told, "is_certified": True}.items()
     assert first["size_bytes"] > 3002
     assert 0 <= first["age_seconds"] < 600
 
@@ -116,12 +108,8 @@ def test_ls_shows_each_with_what_it_is_to_its_store(run: Any, run_json: Any, nod
     swept = {each["step"]: each["swept_because"] for each in found["stores"][0]["checkpoints"]}
     assert (swept[20], swept[30], swept[40], swept[50]) == ("it is in the store", None, None, None)
     assert "removed by record" in swept[10]
-    assert (
-        run_json("fast", "ls", node.path, "--store", node.root, "--keep", 9)["stores"][0]["checkpoints"][1][
-            "swept_because"
-        ]
-        is None
-    )
+    (kept,) = run_json("fast", "ls", node.path, "--store", node.root, "--keep", 9)["stores"]
+    assert kept["checkpoints"][1]["swept_because"] is None
 
     with open_store(node.root) as store:  # a job has gone on from step 30, and what it left behind is void
         log = job_of(store).log
@@ -145,10 +133,8 @@ def test_ls_tells_what_is_wrong(run: Any, run_json: Any, node: Node) -> None:
         path.chmod(0o600)
         path.write_bytes(path.read_bytes()[:-9])
     disk.storage.delete([gone.key("config.json")])
-    found = {
-        each["step"]: each
-        for each in run_json("fast", "ls", node.path, "--store", node.root)["stores"][0]["checkpoints"]
-    }
+    (listed,) = run_json("fast", "ls", node.path, "--store", node.root)["stores"]
+    found = {each["step"]: each for each in listed["checkpoints"]}
     assert "is not valid JSON" in found[20]["fault"]
     assert (found[20]["is_certified"], found[20]["standing"], found[20]["ranks"]) == (False, "durable", [])
     assert (found[30]["ranks"], found[30]["missing"]) == ([], ["model.pt"])
@@ -231,18 +217,15 @@ def test_what_is_no_fast_checkpoint_is_told_and_never_touched(run: Any, run_json
 def test_clear_needs_a_store_to_know_what_is_durable(run: Any, run_json: Any, node: Node) -> None:
     every = [str(node.drained(10)), str(node.drained(20)), str(node.drained(30)), str(node.only_here(40, 4))]
     assert run("fast", "clear", node.path, code=2).stderr == "Give --store, to know what is durable\n"
-    assert [each["reason"] for each in run_json("fast", "clear", node.path, code=2)["left"]] == [
-        "its store was not asked"
-    ] * 4
+    left = run_json("fast", "clear", node.path, code=2)["left"]
+    assert [each["reason"] for each in left] == ["its store was not asked"] * 4
     assert node.left_there() == every
     would = run_json("fast", "clear", node.path, "--store", node.root, "--dry-run", code=2)
     assert [each["attempt"] for each in would["deleted"]] == every[:3]
     assert node.left_there() == every
     done = run_json("fast", "clear", node.path, "--store", node.root, code=2)
-    assert (done["deleted"], [each["reason"] for each in done["left"]]) == (
-        would["deleted"],
-        ["the store does not have it"],
-    )
+    assert done["deleted"] == would["deleted"]
+    assert [each["reason"] for each in done["left"]] == ["the store does not have it"]
     assert node.left_there() == every[3:]
     assert LOSE in run("fast", "clear", node.path, "--store", node.root, code=2).stderr
     assert run("fast", "clear", node.path, LOSE).stdout.startswith(f"deleted: {node.store_id}/{every[3]}, ")
@@ -274,10 +257,8 @@ def test_clear_believes_no_record_whose_files_are_gone(run_json: Any, node: Node
     ]
     assert node.left_there() == [str(older), str(torn)]
     (node.root / torn.prefix / "ckptstore.json").unlink()
-    assert (
-        "could not be looked at"
-        in run_json("fast", "clear", node.path, "--store", node.root, code=2)["left"][1]["reason"]
-    )
+    left = run_json("fast", "clear", node.path, "--store", node.root, code=2)["left"]
+    assert "could not be looked at" in left[1]["reason"]
 
 
 def test_clear_after_a_job_that_has_ended(run_json: Any, tmp_path: Path) -> None:
@@ -312,10 +293,8 @@ def test_a_copy_of_the_store_with_another_history_has_no_say(
     os.replace(other / "store.json.new", other / "store.json")
     found = run_json("fast", "clear", node.path, "--store", other, code=2)
     assert [each["standing"] for each in found["left"]] == ["foreign"]
-    assert (
-        "are one store, or copies"
-        in run("fast", "ls", node.path, "--store", node.root, "--store", other, code=2).stderr
-    )
+    told = run("fast", "ls", node.path, "--store", node.root, "--store", other, code=2).stderr
+    assert "are one store, or copies" in told
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -323,9 +302,13 @@ def test_clear_refuses_what_others_can_reach(run: Any, run_json: Any, node: Node
     node.only_here(40, 4)
     part = node.path / node.store_id
     path = [node.path, part, part / "checkpoints"][depth]
+
+    def told(*words: object, code: int) -> str:
+        result = run("fast", *words, code=code)
+        return str(result.stderr if depth == 0 else result.stdout)
+
     path.chmod(0o755)
-    result = run("fast", "clear", node.path, LOSE, code=2)
-    assert "has mode 755 and lets other users in" in (result.stderr if depth == 0 else result.stdout)
+    assert "has mode 755 and lets other users in" in told("clear", node.path, LOSE, code=2)
     listed = run_json("fast", "ls", node.path)
     assert "has mode 755" in (listed if depth == 0 else listed["stores"][0])["privacy_fault"]
     assert len(listed["stores"][0]["checkpoints"]) == 1
@@ -335,21 +318,11 @@ def test_clear_refuses_what_others_can_reach(run: Any, run_json: Any, node: Node
     run("fast", "clear", node.path, LOSE, code=2 if depth != 1 else 0)
     path.unlink()
     moved.rename(path)
-    assert len(node.left_there()) == 1
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_clear_refuses_what_belongs_to_another_user(run: Any, run_json: Any, node: Node, depth: int) -> None:
-    node.only_here(40, 4)
-    part = node.path / node.store_id
-    path = [node.path, part, part / "checkpoints"][depth]
-    os.chown(path, 12345, -1)
-    result = run("fast", "clear", node.path, LOSE, code=2)
-    assert "belongs to user 12345" in (result.stderr if depth == 0 else result.stdout)
-    listed = run("fast", "ls", node.path)
-    assert "belongs to user 12345" in (listed.stderr if depth == 0 else listed.stdout)
-    os.chown(path, 0, -1)
+    if os.geteuid() == 0:  # who else can give a directory away
+        os.chown(path, 12345, -1)
+        assert "belongs to user 12345" in told("clear", node.path, LOSE, code=2)
+        assert "belongs to user 12345" in told("ls", node.path, code=0)
+        os.chown(path, 0, -1)
     assert len(node.left_there()) == 1
 
 
@@ -374,15 +347,11 @@ def test_clear_stops_where_a_later_job_has_come(node: Node) -> None:
 SAVER = """
 import sys
 import torch
-import ckptstore
-from ckptstore import CkptstoreError, FastTier
+from ckptstore import CkptstoreError, FastTier, open_store
 
-root, path = sys.argv[1:]
-with ckptstore.open_store(root, fast=FastTier(path, keep=1)) as store:
+with open_store(sys.argv[1], fast=FastTier(sys.argv[2], keep=1)) as store:
     print("begun", flush=True)
-    step = 0
-    while True:
-        step += 1
+    for step in range(1, 100):
         try:
             store.save(step, {"w": torch.full((1000,), float(step))})
         except CkptstoreError as error:
@@ -394,25 +363,12 @@ with ckptstore.open_store(root, fast=FastTier(path, keep=1)) as store:
 """
 
 
-@pytest.fixture
-def saver(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    def start(root: Path, path: Path) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", SAVER, str(root), str(path)]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        pipe = subprocess.PIPE
-        return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-
-    return start
-
-
-def test_clear_beside_a_job_that_saves(
-    run: Any, run_json: Any, tmp_path: Path, saver: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_clear_beside_a_job_that_saves(run_json: Any, tmp_path: Path) -> None:
     """The job goes on: a save fails on all its ranks, or is complete; what is certified afterwards is whole."""
-    root, path = tmp_path / "run", tmp_path / "fast"
-    with saver(root, path) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    path = tmp_path / "fast"
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process: Any
+    with subprocess.Popen([sys.executable, "-c", SAVER, tmp_path / "run", path], text=True, **pipes) as process:
         assert process.stdout.readline() == "begun\n"
         told = []
         for _ in range(12):
@@ -425,7 +381,7 @@ def test_clear_beside_a_job_that_saves(
         process.stdin.write("\nend\n")
         process.stdin.close()
         told += process.stdout.readlines()
-        assert process.wait(60) == 0, process.stderr.read() if process.stderr else ""
+        assert process.wait(60) == 0, process.stderr.read()
     assert told[-1].startswith("saved")
     assert all(line.startswith("saved") or " False" in line or " None" in line for line in told)
     (store,) = run_json("fast", "ls", path)["stores"]
@@ -448,11 +404,8 @@ def test_ls_and_show_look_at_the_node_too(run: Any, run_json: Any, node: Node) -
     assert "node" in lines[3]
     assert "left out: step 50: " in told.stderr
     found = run_json("ls", node.root, "--fast", node.path, "--sort", "-step")["checkpoints"]
-    assert [(one["step"], one["is_durable"], one["is_fast"]) for one in found] == [
-        (40, False, True),
-        (30, True, True),
-        (20, True, False),
-    ]
+    where = [(one["step"], one["is_durable"], one["is_fast"]) for one in found]
+    assert where == [(40, False, True), (30, True, True), (20, True, False)]
     assert not any(one["is_fast"] for one in run_json("ls", node.root)["checkpoints"])
 
     shown = run_json("show", node.root, "--fast", node.path)

@@ -16,25 +16,17 @@ JOB = (
 def test_every_quantity_arrives_in_its_unit(run_json: Any) -> None:
     found = run_json(*JOB, "--drain-every", "30min", "--grace", "2h")
     given = {name: value for name, value in found["given"].items() if value is not None}
+    counts = {"num_nodes": 64, "ranks_per_node": 8, "keep": 2, "bucket_keep": 3}
+    shares = {"disk_survives_share": 0, "several_nodes_share": 0.05}
+    seconds = {"node_mtbf": 125 * 86400, "job_mtbf": 48 * 3600, "stall": 2, "step": 8, "restart": 300}
+    seconds |= {"drain": 1800, "grace": 7200}
+    speeds = {"disk": 3e9, "network": 12e9, "bucket": 2e8, "bucket_total": 2e9}
     assert given == {
-        "num_nodes": 64,
-        "ranks_per_node": 8,
+        **counts,
+        **shares,
+        **{f"{name}_seconds": value for name, value in seconds.items()},
+        **{f"{name}_bytes_per_second": value for name, value in speeds.items()},
         "state_bytes": 1.2e12,
-        "disk_bytes_per_second": 3e9,
-        "network_bytes_per_second": 12e9,
-        "bucket_bytes_per_second": 2e8,
-        "bucket_total_bytes_per_second": 2e9,
-        "node_mtbf_seconds": 125 * 86400,
-        "job_mtbf_seconds": 48 * 3600,
-        "disk_survives_share": 0,
-        "several_nodes_share": 0.05,
-        "stall_seconds": 2,
-        "step_seconds": 8,
-        "restart_seconds": 300,
-        "keep": 2,
-        "bucket_keep": 3,
-        "drain_seconds": 1800,
-        "grace_seconds": 7200,
     }
     alone, one, two = found["outlooks"]
     assert (alone["complete_seconds"], one["complete_seconds"], two["complete_seconds"]) == (600, 6.25, 12.5)
