@@ -11,11 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import forked_ranks
-import jsonschema
 import pytest
 import torch
-from click.testing import CliRunner
-from made import report
+from made import bench, report, valid
 
 from ckptstore.errors import InvalidInput
 from ckptstore.tools.bench import machine
@@ -28,18 +26,10 @@ from ckptstore.tools.bench.gpu.steps import Steps
 from ckptstore.tools.bench.gpu.training import SHAPES, shape_within
 from ckptstore.tools.bench.peers.base import Contender, Wait
 from ckptstore.tools.bench.turns import Contest
-from ckptstore.tools.cli import main
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
 NAMES = ("gpu-stall", "gpu-steps", "gpu-first", "gpu-load")
 ABSENT = {"fastsafetensors", "fastsafetensors, GDS"}
 """The only rows without figures: not installed, or with CUDA alone."""
-
-
-def bench(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 @pytest.mark.timeout(600)
@@ -60,9 +50,8 @@ def test_the_rehearsal_has_figures_or_a_reason_in_each_row(
     monkeypatch.setattr("ckptstore.tools.bench.run.run_ranks", forked_ranks.run_ranks)  # torch is imported once
     told, place = tmp_path / "told.json", tmp_path / "place"
     options = ["--device", "cpu", "--size", "16MiB", "--shape", "tensors", "--tensor-size", "1MiB", "--repeat", 1]
-    shown = bench("gpu", "--no-durable", *options, "--to", place, "--json", told)
-    value = json.loads(told.read_text())
-    jsonschema.Draft202012Validator(SCHEMA).validate(value)
+    shown = bench("gpu", "--no-durable", *options, "--to", place, "--json", told).output
+    value = valid(json.loads(told.read_text()))
     assert [one["name"] for one in value["workloads"]] == [*names, *(f"{name}-2-ranks" for name in names)]
     for workload in value["workloads"]:
         found = {one["name"]: one for one in workload["outcomes"]}
@@ -88,13 +77,9 @@ def test_the_rehearsal_has_figures_or_a_reason_in_each_row(
 def test_without_a_gpu_the_command_says_how_to_rehearse() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    output = bench("gpu", "--size", "1MiB", code=InvalidInput.exit_code)
+    output = bench("gpu", "--size", "1MiB", code=InvalidInput.exit_code).output
     assert "finds no GPU here" in output
     assert "--device cpu" in output
-
-
-def test_a_device_is_for_the_workload_gpu_alone() -> None:
-    assert "no effect" in bench("save", "--size", "1MiB", "--device", "cpu", code=InvalidInput.exit_code)
 
 
 class Staged(Contender):
@@ -131,12 +116,8 @@ def a_case(tmp_path: Path) -> Case:
     return Case(place=Place(uri=str(tmp_path)), rank=0, world_size=1, durable=False, size_bytes=1)
 
 
-def no_tell(_text: str, _total: int) -> None:
-    """Nothing is shown."""
-
-
 def test_a_save_that_holds_what_came_after_its_call_has_failed(tmp_path: Path) -> None:
-    contest = Steps(a_case(tmp_path), "save", figure="total_seconds", tell=no_tell)
+    contest = Steps(a_case(tmp_path), "save", figure="total_seconds", tell=lambda *_: None)
     in_time, late = contest.run([Staged, Late], repeat=2)
     assert (in_time.status, len(in_time.samples)) == ("measured", 2), in_time.reason
     assert in_time.facts["steps_per_second"] > 0
@@ -148,7 +129,7 @@ def test_a_save_that_holds_what_came_after_its_call_has_failed(tmp_path: Path) -
 def test_a_stall_lasts_until_the_state_may_change(tmp_path: Path) -> None:
     case = a_case(tmp_path)
     case.make_state("tensors", 1 << 10)
-    (outcome,) = Contest(case, "save", figure="blocked_seconds", tell=no_tell).run([Staged], repeat=1)
+    (outcome,) = Contest(case, "save", figure="blocked_seconds", tell=lambda *_: None).run([Staged], repeat=1)
     assert outcome.samples[0].blocked_seconds >= Staged.staging_seconds
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from click.testing import CliRunner
-from made import RANKS, report
+from made import RANKS, bench, report, valid
 
 from ckptstore.errors import InvalidInput
 from ckptstore.tools.bench.claims import CLAIMS
@@ -25,7 +24,6 @@ from ckptstore.tools.bench.figures.report import Report
 from ckptstore.tools.bench.figures.text import claim, rows
 from ckptstore.tools.bench.timeline import aligned, straggler
 from ckptstore.tools.bench.workloads.scaling import exponent, line
-from ckptstore.tools.cli import main
 from ckptstore.tools.cli.commands.bench import options_of
 
 ROOT = Path(__file__).parents[2]
@@ -33,21 +31,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import record  # noqa: E402
 
-SCHEMA = json.loads((ROOT / "docs/reference/bench-schema.json").read_text())
 OURS, SLOWER = [1.0, 1.1, 1.2, 1.3, 1.4], [2.0, 2.1, 2.2, 2.3, 2.4]
-
-
-def valid(value: Any) -> None:
-    jsonschema.Draft202012Validator(SCHEMA).validate(value)
 
 
 def test_ratios_are_of_medians_and_say_how_much_faster_ckptstore_is() -> None:
     (workload,) = report(ours=OURS, peer=[2.4, 2.4, 9.0], limit=[0.6]).workloads
-    peer, limit = workload.best("peer"), workload.best("limit")
-    assert peer is not None
-    assert limit is not None
-    assert workload.ratio(peer) == pytest.approx(2.0)
-    assert workload.ratio(limit) == pytest.approx(0.5)
+    assert [workload.ratio(workload.best(role)) for role in ("peer", "limit")] == pytest.approx([2.0, 0.5])
     assert workload.to_json()["outcomes"][0]["summary"]["gigabytes_per_second"] == pytest.approx(0.8948, rel=1e-3)
 
 
@@ -114,10 +103,10 @@ def test_what_makes_two_runs_hard_to_compare_is_named(tmp_path: Path) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, value in zip(paths, (first, second), strict=True):
         path.write_text(json.dumps(value))
-    result = CliRunner().invoke(main, ["bench", "compare", *map(str, paths)])
-    assert result.exit_code == 0, result.output
-    assert "differs: version of torch: 2.13.0 before, 3.0 after" in result.output
-    assert re.search(r"ckptstore +1\.2000 +2\.2000 +0\.55 +0\.008 +slower", result.output)
+    output = bench("compare", *paths).output
+    assert "differs: version of torch: 2.13.0 before, 3.0 after" in output
+    assert re.search(r"ckptstore +1\.2000 +2\.2000 +0\.55 +0\.008 +slower", output)
+    bench("compare", code=2)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", "{", '"x"', "bad outcome"])
@@ -127,19 +116,18 @@ def test_compare_refuses_what_is_no_report(tmp_path: Path, text: str) -> None:
         value["workloads"][0]["outcomes"] = [[1]]
         text = json.dumps(value)
     (tmp_path / "a.json").write_text(text)
-    result = CliRunner().invoke(main, ["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")])
-    assert result.exit_code == InvalidInput.exit_code
-    assert "a.json is no report" in result.output
+    path = tmp_path / "a.json"
+    assert "a.json is no report" in bench("compare", path, path, code=InvalidInput.exit_code).output
 
 
-@pytest.mark.parametrize("option", ["--floors", "--html", "--size", "--storage-option"])
-def test_compare_takes_no_option_of_a_measurement(tmp_path: Path, option: str) -> None:
+def test_options_that_do_not_go_with_what_is_asked_for_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(report(ours=OURS).to_json()))
-    value = {"--size": "1MiB", "--storage-option": "a=b"}.get(option, str(path))
-    result = CliRunner().invoke(main, ["bench", "compare", str(path), str(path), option, value])
-    assert result.exit_code == 2
-    assert f"{option} does not go with compare, which measures nothing" in result.output
+    for option, value in (("--floors", path), ("--html", path), ("--size", "1MiB"), ("--storage-option", "a=b")):
+        output = bench("compare", path, path, option, value, code=2).output
+        assert f"{option} does not go with compare, which measures nothing" in output
+    assert "--size does not go with readme" in bench("readme", "--size", "1MiB", code=2).output
+    assert "no effect" in bench("save", "--size", "1MiB", "--device", "cpu", code=2).output
 
 
 def test_what_only_one_of_two_runs_measured_is_told() -> None:
@@ -158,29 +146,29 @@ def test_what_only_one_of_two_runs_measured_is_told() -> None:
     )
 
 
-def test_compare_refuses_too_few_files() -> None:
-    assert CliRunner().invoke(main, ["bench", "compare"]).exit_code == 2
+PEER, BOTH = {"contender": "DCP FileSystemWriter"}, ["raw disk", "DCP FileSystemWriter"]
 
 
-def floors(*found: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize(
+    ("against", "floor", "verdicts"),
+    [
+        (PEER, 1.8, ["ok"]),
+        (PEER, 1.9, ["BELOW"]),
+        ({"role": "limit"}, 0.5, ["ok"]),
+        ({"role": "limit"}, 0.51, ["BELOW"]),
+        ({"slowest_of": BOTH}, 1.8, ["ok"]),
+        ({"slowest_of": BOTH}, 1.9, ["BELOW"]),
+        ({"slowest_of": [*BOTH[1:], "gone"]}, 0.1, ["BELOW"]),
+        ({"slowest_of": []}, 0.1, ["BELOW"]),
+        ({"contender": "gone"}, 0.1, ["BELOW"]),
+        ({"contender": "gone", "workload": "load"}, 0.1, []),
+    ],
+)
+def test_a_floor_holds_below_what_was_measured(against: dict[str, Any], floor: float, verdicts: list[str]) -> None:
+    """One against nobody does not hold, and one of another workload is not asked."""
     measured = report(ours=OURS, peer=SLOWER, limit=[0.6])
-    return [str(verdict).partition(":")[0] for verdict in check(measured, found)]
-
-
-def test_a_floor_that_is_too_high_fails_and_a_lower_one_holds() -> None:
-    against = {"workload": "save", "contender": "DCP FileSystemWriter"}
-    assert floors({**against, "floor": 1.8}) == ["ok"]
-    assert floors({**against, "floor": 1.9}) == ["BELOW"]
-    assert floors({"workload": "save", "role": "limit", "floor": 0.5}) == ["ok"]
-    assert floors({"workload": "save", "role": "limit", "floor": 0.51}) == ["BELOW"]
-
-
-def test_a_floor_can_be_against_the_slowest_of_some() -> None:
-    both = {"workload": "save", "slowest_of": ["raw disk", "DCP FileSystemWriter"]}
-    assert floors({**both, "floor": 1.8}) == ["ok"]
-    assert floors({**both, "floor": 1.9}) == ["BELOW"]
-    assert floors({**both, "slowest_of": ["DCP FileSystemWriter", "gone"], "floor": 0.1}) == ["BELOW"]
-    assert floors({**both, "slowest_of": [], "floor": 0.1}) == ["BELOW"]
+    found = check(measured, [{"workload": "save", "floor": floor, **against}])
+    assert [str(verdict).partition(":")[0] for verdict in found] == verdicts
 
 
 def test_a_floor_holds_at_each_size_of_a_store() -> None:
@@ -196,29 +184,16 @@ def test_floors_that_check_nothing_do_not_hold(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("ckptstore.tools.cli.commands.bench._measure", lambda *_: report(ours=OURS))
     path = tmp_path / "floors.json"
     path.write_text('{"floors": [{"workload": "load", "role": "peer", "floor": 1}]}')
-    result = CliRunner().invoke(main, ["bench", "save", "--floors", str(path)])
-    assert result.exit_code == 1
-    assert "BELOW: the file has no floor of what was measured" in result.output
-
-
-def test_a_floor_against_nobody_does_not_hold_and_one_of_another_workload_is_not_asked() -> None:
-    assert floors({"workload": "save", "contender": "gone", "floor": 0.1}) == ["BELOW"]
-    assert floors({"workload": "load", "contender": "gone", "floor": 0.1}) == []
+    output = bench("save", "--floors", path, code=1).output
+    assert "BELOW: the file has no floor of what was measured" in output
 
 
 @pytest.mark.parametrize("name", ["floors", "floors-disk", "floors-s3", "floors-tier"])
 def test_the_recorded_floors_can_be_read(name: str) -> None:
-    root = Path(__file__).parents[2]
-    recorded = read_floors(root / f"benchmarks/{name}.json")
+    recorded = read_floors(ROOT / f"benchmarks/{name}.json")
     assert all(floor["floor"] > 0 for floor in recorded)
     assert all(floor["why"] for floor in recorded)
-    assert f"--floors benchmarks/{name}.json" in (root / "Makefile").read_text()
-
-
-def test_a_floor_lacks_nothing(tmp_path: Path) -> None:
-    (tmp_path / "floors.json").write_text('{"floors": [{"workload": "save"}]}')
-    with pytest.raises(InvalidInput, match="lacks a field"):
-        read_floors(tmp_path / "floors.json")
+    assert f"--floors benchmarks/{name}.json" in (ROOT / "Makefile").read_text()
 
 
 def test_a_line_is_found_and_its_error_told() -> None:
@@ -231,10 +206,7 @@ def test_a_line_is_found_and_its_error_told() -> None:
 
 
 def test_the_late_rank_is_found_and_an_even_save_has_none() -> None:
-    late = straggler(RANKS)
-    assert late is not None
-    assert late[0] == 1
-    assert late[1] == pytest.approx(0.5)
+    assert straggler(RANKS) == pytest.approx((1, 0.5))
     assert straggler([{**rank, "stored": 0.4} for rank in RANKS]) is None
     assert straggler(RANKS[:1]) is None
 
@@ -275,12 +247,6 @@ def test_the_claims_of_the_readme_are_rows_with_fewer_rounds_and_less_data() -> 
         assert replace(mine, repeat=0, size_bytes=0, peers=()) == replace(row, repeat=0, size_bytes=0, peers=())
     floors = read_floors(ROOT / "benchmarks/floors-readme.json")
     assert {floor["workload"] for floor in floors} == {*CLAIMS}
-
-
-def test_the_readme_is_measured_with_fixed_settings_alone() -> None:
-    result = CliRunner().invoke(main, ["bench", "readme", "--size", "1MiB"])
-    assert result.exit_code == 2
-    assert "--size does not go with readme" in result.output
 
 
 def test_a_claim_names_the_best_peer_and_the_limit() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -10,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import forked_ranks
-import jsonschema
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from made import bench, valid
 
-from ckptstore.errors import InvalidInput, StorageFull
+from ckptstore.errors import InvalidInput, StorageError, StorageFull
 from ckptstore.storage.base import Bucket, WritesParts
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import RanksFailed
@@ -29,12 +29,7 @@ from ckptstore.tools.bench.work import Task
 from ckptstore.tools.bench.workloads import finding, scaling
 from ckptstore.tools.bench.workloads.sharded_ranks import commit_of_sharded
 from ckptstore.tools.bench.workloads.simulated import commit_of
-from ckptstore.tools.cli import main
 from ckptstore.tools.cli.commands.bench import options_of
-
-pytestmark = pytest.mark.slow
-
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +38,9 @@ def _torch_is_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptstore.tools.bench.run.run_ranks", forked_ranks.run_ranks)
 
 
-def bench(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result
-
-
 def measured(path: Path) -> dict[str, Any]:
     """A report, held to its schema: contenders that were measured, by workload and name."""
-    value = json.loads(path.read_text())
-    jsonschema.Draft202012Validator(SCHEMA).validate(value)
+    value = valid(json.loads(path.read_text()))
     return {
         workload["name"]: {one["name"]: one for one in workload["outcomes"] if one["status"] == "measured"}
         for workload in value["workloads"]
@@ -167,6 +155,10 @@ def test_a_disk_is_not_filled(tmp_path: Path) -> None:
         check_room(Place(uri=str(tmp_path)), disk_bytes=free_bytes, memory_bytes=0)
     with pytest.raises(StorageFull, match="of memory"):
         check_room(Place(uri=str(tmp_path)), disk_bytes=0, memory_bytes=1 << 50)
+    bucket = Place(uri="s3://bucket/x")  # whose files have to fit on the disk where they are made
+    check_room(bucket, disk_bytes=1 << 60, memory_bytes=0, temporary_bytes=1)
+    with pytest.raises(StorageFull, match="are free"):
+        check_room(bucket, disk_bytes=0, memory_bytes=0, temporary_bytes=1 << 60)
     assert "are free" in bench("save", "--size", "100000GiB", "--to", tmp_path, code=StorageFull.exit_code).output
     assert [*tmp_path.iterdir()] == []
 
@@ -181,27 +173,17 @@ def test_only_what_is_below_its_own_prefix_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "gib"), [("llama-8b", 105), ("llama-70b", 912), ("llama-405b", 5290)])
 def test_presets_have_the_sizes_of_mlperf_storage(name: str, gib: float) -> None:
     assert PRESETS[name].size_bytes / (1 << 30) == pytest.approx(gib, rel=0.04)
+    assert state_bytes(name, size_bytes=1, scale=0.5) == PRESETS[name].size_bytes // 2
+    with pytest.raises(InvalidInput, match="is none"):
+        state_bytes("tensors", size_bytes=1, scale=0.5)
 
 
 @pytest.mark.parametrize("rank_bytes", [1 << 20, 1 << 30])
 def test_a_scaled_preset_keeps_its_tensors_and_about_its_size(rank_bytes: int) -> None:
     found = shapes_of("llama-8b", rank_bytes)
     assert len(found) == 4 * (2 + 32 * 9 + 1)
-    size_bytes = sum(dtype.itemsize * _product(shape) for shape, dtype in found.values())
+    size_bytes = sum(dtype.itemsize * math.prod(shape) for shape, dtype in found.values())
     assert 0.8 * rank_bytes < size_bytes < 1.1 * rank_bytes + (64 << 10)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
-
-
-def test_a_scale_is_that_of_a_preset() -> None:
-    assert state_bytes("llama-8b", size_bytes=1, scale=0.5) == PRESETS["llama-8b"].size_bytes // 2
-    with pytest.raises(InvalidInput, match="is none"):
-        state_bytes("tensors", size_bytes=1, scale=0.5)
 
 
 def test_tensors_have_the_size_that_is_asked_for_and_llama_1b_its_146_tensors() -> None:
@@ -224,17 +206,11 @@ def test_requests_to_the_test_server_wait_when_that_is_asked_for(tmp_path: Path)
     assert found["ckptstore"]["samples"][0]["total_seconds"] > 0.2, "several requests wait for each other"
 
 
-def test_nothing_is_loaded_from_a_server_that_keeps_nothing() -> None:
-    result = bench("load", "--to", "s3-sink", "--size", "1MiB", code=InvalidInput.exit_code)
-    assert "s3-sink keeps nothing that load could read" in result.output
-
-
-def test_a_fast_tier_is_measured_on_a_disk_alone() -> None:
-    assert "s3-test is no disk" in bench("tier", "--to", "s3-test", code=InvalidInput.exit_code).output
-
-
 def test_unknown_peers_and_sizes_are_refused() -> None:
     assert "does not know tape" in bench("save", "--peers", "tape", code=InvalidInput.exit_code).output
+    output = bench("load", "--to", "s3-sink", "--size", "1MiB", code=InvalidInput.exit_code).output
+    assert "s3-sink keeps nothing that load could read" in output
+    assert "s3-test is no disk" in bench("tier", "--to", "s3-test", code=InvalidInput.exit_code).output
     bench("save", "--size", "many", code=2)
     bench("save", "--size", "2Gb", code=2)
     assert options_of(["save", "--size", "2GB"]).size_bytes == 2 * 10**9
@@ -304,8 +280,7 @@ def test_a_rank_that_writes_slowly_is_seen_in_the_timeline(tmp_path: Path) -> No
     with opened_place(str(tmp_path), {}) as place:
         task = Task(name="save", options=options, place=place, size_bytes=32 << 20, late_rank=1, late_seconds=0.5)
         workload = contest(task, 2, lambda *_: None)
-    late = straggler(workload.timeline)
-    assert late is not None
+    late: Any = straggler(workload.timeline)
     assert late[0] == 1
     assert late[1] > 0.4
     assert workload.facts["straggler"]["rank"] == 1
@@ -337,6 +312,7 @@ def test_a_file_that_cannot_be_used_is_refused_before_anything_is_measured(tmp_p
     for text, reason in (
         ("{", "holds no floors"),
         ('{"floors": []}', "it is empty"),
+        ('{"floors": [{"workload": "save"}]}', "lacks a field"),
         ('{"floors": [{"workload": "save", "role": "peer", "floor": "high"}]}', "could not convert"),
         ('{"floors": [{"workload": "save", "role": "peers", "floor": 1}]}', "another role"),
         ('{"floors": [{"workload": "save", "role": "peer", "contender": "x", "floor": 1}]}', "a field too many"),
@@ -354,17 +330,9 @@ def test_a_file_that_cannot_be_used_is_refused_before_anything_is_measured(tmp_p
 def test_a_place_that_cannot_be_used_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for place in (tmp_path / "file", tmp_path / "file/below"):
-        result = CliRunner().invoke(main, ["bench", "save", "--size", "1MiB", "--to", str(place)])
-        assert "Creating a directory in" in result.output
-        assert result.exit_code > 2
+        output = bench("save", "--size", "1MiB", "--to", place, code=StorageError.exit_code).output
+        assert "Creating a directory in" in output
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_files_for_a_bucket_have_to_fit_on_the_disk_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(uri="s3://bucket/x")
-    check_room(place, disk_bytes=1 << 60, memory_bytes=0, temporary_bytes=1)
-    with pytest.raises(StorageFull, match="are free"):
-        check_room(place, disk_bytes=0, memory_bytes=0, temporary_bytes=1 << 60)
 
 
 def test_what_an_upload_that_was_cut_off_left_in_a_bucket_goes_too() -> None:
@@ -403,14 +371,9 @@ def test_a_peer_that_cannot_find_leaves_the_others_their_figures(
         found = finding.finding(place, options, tell=lambda _: None)
     for workload in found:
         by_name = {one.name: one for one in workload.outcomes}
-        assert {name: one.status for name, one in by_name.items()} == {
-            "ckptstore": "measured",
-            "ckptstore, listing": "measured",
-            "one listing of the log": "measured",
-            "good": "measured",
-            "broken": "failed",
-            "odd": "skipped",
-        }
+        measured_ = dict.fromkeys(("ckptstore", "ckptstore, listing", "one listing of the log", "good"), "measured")
+        told = {name: one.status for name, one in by_name.items()}
+        assert told == {**measured_, "broken": "failed", "odd": "skipped"}
         assert by_name["broken"].reason == "OSError: no finder"
         assert by_name["good"].samples[0].retries is None
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from typing import Any
 
@@ -14,23 +12,12 @@ from axolotl.integrations.config import merge_input_args
 from axolotl.utils.dict import DictDefault
 from axolotl.utils.train import determine_last_checkpoint
 from pydantic import ValidationError
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-from transformers_worker import texts
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers_worker import QUIET, Notes, texts
 
 from ckptstore.errors import InvalidInput
 
 PLUGIN = "ckptstore.integrations.axolotl.CkptstorePlugin"
-
-
-class KilledAt(TrainerCallback):
-    """The end of the process at a step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(given: dict[str, Any], *, kill_at: int | None, seed: int) -> dict[str, Any]:
@@ -42,17 +29,8 @@ def train(given: dict[str, Any], *, kill_at: int | None, seed: int) -> dict[str,
     torch.manual_seed(seed)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     callbacks = manager.add_callbacks_pre_trainer(cfg=cfg, model=model)
-    arguments = TrainingArguments(
-        output_dir=cfg.output_dir,
-        use_cpu=True,
-        max_steps=9,
-        save_steps=3,
-        logging_steps=1,
-        seed=5,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model, arguments, train_dataset=texts(1, 40), callbacks=[*callbacks, KilledAt(kill_at)])
+    arguments = TrainingArguments(output_dir=cfg.output_dir, max_steps=9, save_steps=3, **QUIET)
+    trainer = Trainer(model, arguments, train_dataset=texts(1, 40), callbacks=[*callbacks, Notes(kill_at)])
     manager.post_trainer_create(cfg, trainer)
     resumed = determine_last_checkpoint(cfg)
     trainer.train(resume_from_checkpoint=resumed)

@@ -49,26 +49,8 @@ class Small(pytorch_lightning.LightningModule):
 
 def quiet_trainer(*callbacks: Any, **given: Any) -> Any:
     """A Trainer that prints and logs nothing."""
-    return pytorch_lightning.Trainer(
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **given,
-    )
-
-
-def other_name_of_lightning(root: str) -> tuple[list[str], int | None]:
-    """Train twice; the packages that the callback's classes are from, and the step that the second run resumed from."""
-    for _ in range(2):
-        callback = CheckpointStoreCallback(root)
-        trainer = pytorch_lightning.Trainer(
-            accelerator="cpu", max_epochs=2, callbacks=[callback], logger=False, enable_progress_bar=False
-        )
-        trainer.fit(Small(), DataLoader(torch.ones(8, 4), batch_size=4))
-    names = [cls.__module__.partition(".")[0] for cls in CheckpointStoreCallback.__mro__]
-    return names, callback.resumed.step if callback.resumed else None
+    quiet: Any = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    return pytorch_lightning.Trainer(accelerator="cpu", callbacks=list(callbacks), **quiet, **given)
 
 
 def by_steps(root: str, stops_at: int, every: dict[str, int], given: dict[str, int], *, validates: bool) -> list[Any]:
@@ -146,14 +128,9 @@ def beside_model_checkpoint(root: str) -> dict[str, tuple[list[int], list[int]]]
         store = f"{root}/{name}/store"
         resume = {"resume": False} if "save_weights_only" in every else {}
         theirs = ModelCheckpoint(f"{root}/{name}/files", filename="{epoch}-{step}", save_top_k=-1, **every)
-        trainer = pytorch_lightning.Trainer(
-            accelerator="cpu",
-            callbacks=[StopAt(given.get("stop_at", -1)), theirs, CheckpointStoreCallback(store, **every, **resume)],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **{"max_epochs": 3, **{key: value for key, value in given.items() if key != "stop_at"}},
-        )
+        callbacks = [StopAt(given.get("stop_at", -1)), theirs, CheckpointStoreCallback(store, **every, **resume)]
+        options = {"max_epochs": 3, **{key: value for key, value in given.items() if key != "stop_at"}}
+        trainer = quiet_trainer(*callbacks, **options)
         with suppress(Stopped):
             trainer.fit(Small(), data, data)
         files = [torch.load(path, weights_only=False) for path in Path(f"{root}/{name}/files").glob("*.ckpt")]
@@ -168,16 +145,8 @@ def by_their_file(root: str) -> tuple[list[float], list[float], list[float], lis
 
     def fit(store: Any, last: int, where: str | None) -> tuple[list[float], CheckpointStoreCallback]:
         torch.manual_seed(2)
-        callback = CheckpointStoreCallback(store, as_file=True, resume=False, monitor="val_loss")
-        trainer = pytorch_lightning.Trainer(
-            accelerator="cpu",
-            max_epochs=last,
-            callbacks=[callback],
-            logger=False,
-            enable_progress_bar=False,
-            num_sanity_val_steps=0,
-        )
-        module = Small()
+        callback, module = CheckpointStoreCallback(store, as_file=True, resume=False, monitor="val_loss"), Small()
+        trainer = quiet_trainer(callback, max_epochs=last, num_sanity_val_steps=0)
         trainer.fit(module, data, data, ckpt_path=where)
         return module.layer.weight.flatten().tolist(), callback
 
@@ -186,9 +155,7 @@ def by_their_file(root: str) -> tuple[list[float], list[float], list[float], lis
     whole, _ = fit(f"{root}/whole", 4, None)
     with open_store(f"{root}/ended") as store:
         fit(store, 2, None)
-        checkpoint = store.resume()
-        assert checkpoint is not None
-        with checkpoint.as_directory() as directory:
+        with store.resume().as_directory() as directory:
             ended, callback = fit(store, 4, f"{directory}/{CheckpointStoreCallback.CHECKPOINT_NAME}")
         best = Small.load_from_checkpoint(callback.best_model_path).layer.weight.flatten().tolist()
         names = [receipt.name for each in store for receipt in each.files]
@@ -218,6 +185,7 @@ def last_beside_best(root: str) -> list[tuple[int, bool]]:
 def requeued_by_slurm(root: str) -> list[int | None]:
     """Fit to step 2, as Slurm requeues the job; go on to 6, where a node fails; start again. What each start resumed
     from in the store, and its first step."""
+    assert not [cls for cls in CheckpointStoreCallback.__mro__ if cls.__module__.startswith("lightning.")]
     found: list[int | None] = []
     for last in (2, 6, 8):
         callback = CheckpointStoreCallback(f"{root}/store", every_n_train_steps=2)
@@ -299,20 +267,14 @@ def places_in_a_store(root: str) -> list[str]:
     callback = CheckpointStoreCallback(f"{root}/store")
     data, module = DataLoader(torch.ones(4, 4)), Small()
     quiet_trainer(callback, max_epochs=1).fit(module, data)
-    checkpoint = callback.store.latest()
-    assert checkpoint is not None
+    checkpoint: Any = callback.store.latest()
     files = CheckpointStoreCallback(f"{root}/files", as_file=True, resume=False)
     quiet_trainer(files, max_epochs=1).fit(module, data)
-    stored = files.store.latest()
-    assert stored is not None
+    stored: Any = files.store.latest()
     quiet_trainer().validate(module, data, ckpt_path=f"{stored.uri}/checkpoint.ckpt")  # is Lightning's own
     copy = shutil.copytree(checkpoint.uri, f"{root}/copy")
-    places = [
-        checkpoint.uri,
-        f"{root}/store/",
-        copy,
-        "s3://no-such-bucket/run/checkpoints/" + Path(checkpoint.uri).name,
-    ]
+    away = "s3://no-such-bucket/run/checkpoints/" + Path(checkpoint.uri).name
+    places = [checkpoint.uri, f"{root}/store/", copy, away]
     places += [f"{checkpoint.uri}/{receipt.name}" for receipt in checkpoint.files]
     said = []
     for path in [*map(Path, places[:3]), *places, stored.uri]:
@@ -395,9 +357,8 @@ def with_a_loader_that_has_a_position(root: str, kind: str, limit: dict[str, int
             "torchdata": lambda: StatefulDataLoader(data, 3, **collate),
         }
         module = Rows()
-        quiet_trainer(
-            CheckpointStoreCallback(store, every_n_train_steps=2, retention=KeepAll()), **limit, num_sanity_val_steps=0
-        ).fit(module, kinds[kind](), held_out)
+        callback = CheckpointStoreCallback(store, every_n_train_steps=2, retention=KeepAll())
+        quiet_trainer(callback, **limit, num_sanity_val_steps=0).fit(module, kinds[kind](), held_out)
         return module.batches
 
     whole = fit(f"{root}/whole")

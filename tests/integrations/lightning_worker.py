@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckptstore import FastTier, open_store
-from ckptstore.errors import CkptstoreError, InvalidInput, StateMismatch
+from ckptstore.errors import CkptstoreError, StateMismatch
 from ckptstore.integrations.lightning import CheckpointStoreCallback
 from ckptstore.integrations.lightning.trainer_parts import check_strategy
 from ckptstore.retention import KeepBest, KeepEvery, KeepLatest
@@ -108,6 +108,12 @@ class Fsdp1OnCpu(pl.strategies.FSDPStrategy):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
 
+def quiet_trainer(*callbacks: Any, **given: Any) -> Any:
+    """A Trainer that prints and logs nothing."""
+    quiet: Any = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(accelerator="cpu", callbacks=list(callbacks), **quiet, **given)
+
+
 def strategy_of(name: str) -> Any:
     """The strategy of a test, for the number of processes there are."""
     if name == "fsdp2":
@@ -142,19 +148,9 @@ def fit(
     stopper = pl.callbacks.EarlyStopping("val_loss", patience=1000)
     model = Model(seed)
     model.kill_at, model.stop_at, model.stateful_loader = kill_at, stop_at, stateful_loader
-    fitter = pl.Trainer(
-        accelerator="cpu",
-        devices=1 if strategy == "auto" else int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        num_nodes=int(os.environ.get("NUM_NODES", "1")),
-        strategy=strategy_of(strategy),
-        max_epochs=max_epochs,
-        callbacks=[callback, stopper, *callbacks],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **(trainer or {}),
-    )
+    devices = 1 if strategy == "auto" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    how: dict[str, Any] = {"devices": devices, "strategy": strategy_of(strategy), "use_distributed_sampler": False}
+    fitter = quiet_trainer(callback, stopper, *callbacks, max_epochs=max_epochs, **how, **(trainer or {}))
     fitter.fit(model, ckpt_path=ckpt_path, weights_only=False)
     store = callback.store
     return {
@@ -199,23 +195,11 @@ def plain_losses(root: str, cases: list[str]) -> list[tuple[float, float]]:
 def plain_loss(root: str) -> tuple[float, float]:
     """The validation loss that a checkpoint tells, and that of its model on one process without a Trainer."""
     with open_store(root) as store:
-        checkpoint = store.latest()
-        assert checkpoint is not None
+        checkpoint: Any = store.latest()
         model = Model(seed=9)
         checkpoint.load({"model": model})
     inputs, targets = model._data(2).tensors
     return checkpoint.metrics["val_loss"], (model.layers(inputs) - targets).square().mean().item()
-
-
-def on_node_of_its_own(root: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """`stopped_and_resumed`, each process on what Lightning takes for a node of its own, with a disk of its own."""
-    rank = os.environ["RANK"]
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NUM_NODES": "2", "GROUP_RANK": rank, "NODE_RANK": rank}
-    disk = f"{root}/disk-{rank}"
-    os.makedirs(disk)
-    os.chdir(disk)
-    found = stopped_and_resumed(f"{root}/stores", {"case": asked}, 8)["case"]
-    return {"results": found, "left": os.listdir(disk)}
 
 
 def whole_then_killed(root: str, asked: dict[str, Any], kill_at: int, tier: dict[str, Any]) -> None:
@@ -252,11 +236,8 @@ def preempted(root: str) -> tuple[list[int], list[int]]:
         callback = CheckpointStoreCallback(place, every_n_train_steps=2, fast=tier)
         if seconds is not None:
             callback.store.install_sigterm(seconds)
-        fitter = pl.Trainer(
-            accelerator="cpu", max_epochs=3, callbacks=[callback, Preempts()], logger=False, enable_progress_bar=False
-        )
         with suppress(SystemExit):
-            fitter.fit(Model(0))
+            quiet_trainer(callback, Preempts(), max_epochs=3).fit(Model(0))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with open_store(place) as store:
             found.append([checkpoint.step for checkpoint in store])
@@ -278,32 +259,24 @@ def without_resume(root: str) -> dict[str, Any]:
 
     path = f"{root}-plain.ckpt"
     model = Model(seed=3)
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
+    trainer = quiet_trainer(max_epochs=1, enable_checkpointing=False)
     trainer.fit(model)
     trainer.save_checkpoint(path)
     given = fit(root, strategy="auto", max_epochs=3, ckpt_path=path)
 
     model = Model(seed=0)
     callback = CheckpointStoreCallback(f"{root}-twice", every_n_epochs=1)
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, callbacks=[callback], enable_progress_bar=False)
+    trainer = quiet_trainer(callback, max_epochs=2)
     trainer.fit(model)
     trainer.fit_loop.max_epochs = 3
     with torch.no_grad():
         model.layers[2].bias.fill_(100.0)
     trainer.fit(model)
     callback.store.close()
-    return {"off": off, "given": given, "bias": model.layers[2].bias.item(), "files": os.listdir(".")}
-
-
-def dry_run(root: str) -> tuple[bool, list[str]]:
-    """`fast_dev_run`, and what is there afterwards: the store, and files in the working directory."""
-    os.makedirs(f"{root}-cwd")
-    os.chdir(f"{root}-cwd")
-    callback = CheckpointStoreCallback(root, every_n_train_steps=1)
-    pl.Trainer(accelerator="cpu", fast_dev_run=3, callbacks=[callback], enable_progress_bar=False).fit(Model(0))
-    return os.path.exists(root), os.listdir(".")
+    callback = CheckpointStoreCallback(f"{root}-dry", every_n_train_steps=1)
+    quiet_trainer(callback, fast_dev_run=3).fit(Model(0))
+    files = [*os.listdir("."), *(["store"] if os.path.exists(f"{root}-dry") else [])]
+    return {"off": off, "given": given, "bias": model.layers[2].bias.item(), "files": files}
 
 
 def other_size(root: str) -> tuple[str, dict[str, Any]]:
@@ -331,11 +304,13 @@ def refusals(root: str) -> list[str]:
         lambda: CheckpointStoreCallback(root, save_weights_only=True),
         lambda: CheckpointStoreCallback(root, train_time_interval=60),
         lambda: CheckpointStoreCallback(root, resume=False, load_options={"strict": False}),
+        lambda: fit(f"{root}-mistyped", strategy="auto", max_epochs=4, monitor="valloss"),
     ):
         try:
             action()
         except (CkptstoreError, FileNotFoundError) as error:
-            found.append(" ".join([str(error), *getattr(error, "__notes__", [])]))
+            step = getattr(error, "step", None) or ""
+            found.append(" ".join([str(error), *getattr(error, "__notes__", []), str(step)]))
     return found
 
 
@@ -383,35 +358,17 @@ def failing(root: str) -> list[tuple[str, list[int]]]:
     return found
 
 
-def mistyped(root: str) -> tuple[str, int]:
-    """The error of a metric that is never logged, and the epoch in which it came."""
-    try:
-        fit(root, strategy="auto", max_epochs=4, monitor="valloss")
-    except InvalidInput as error:
-        return str(error), error.step or 0
-    return "", 0
-
-
 def validated_best(root: str, strategy: str) -> tuple[float, float | None, float, float]:
     """The loss of the best and of the last checkpoint in another model, each with what was told of it at its save, to a
     fast tier first."""
     store = open_store(root, retention=KeepBest(1, "val_loss") | KeepLatest(1), fast=on_node(root, {}))
     callback = CheckpointStoreCallback(store, monitor="val_loss")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=strategy_of(strategy),
-        max_epochs=2,
-        callbacks=[callback],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-    )
+    how: dict[str, Any] = {"devices": int(os.environ["LOCAL_WORLD_SIZE"]), "strategy": strategy_of(strategy)}
+    trainer = quiet_trainer(callback, max_epochs=2, use_distributed_sampler=False, **how)
     trainer.fit(Model(0))
     (found,) = trainer.validate(Model(9), ckpt_path="best", weights_only=False, verbose=False)
     told = callback.best_model_score
     (last,) = trainer.validate(Model(9), ckpt_path="last", weights_only=False, verbose=False)
-    latest = store.latest()
-    assert latest is not None
+    latest: Any = store.latest()
     store.close()
     return found["val_loss"], told, last["val_loss"], latest.metrics["val_loss"]

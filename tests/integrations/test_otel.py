@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forked_ranks import run_ranks
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 from otel_collecting import Collected, collecting, rank_saves_and_loads
 
@@ -46,30 +45,25 @@ def state() -> dict[str, Any]:
     return {"weight": torch.arange(100_000.0), "epoch": 1}
 
 
-def check_trace(spans: list[ReadableSpan], kind: str, phases: list[str], *, failed: str | None = None) -> ReadableSpan:
+def check_trace(spans: list[Any], kind: str, phases: list[str], *, failed: str | None = None) -> Any:
     """One trace: a span with children, which lie in its time one after the other."""
     *children, root = spans
-    assert [span.name for span in spans] == [f"ckptstore.{kind}.{name}" for name in phases] + [f"ckptstore.{kind}"]
+    assert [span.name for span in spans] == named(kind, phases)
     assert root.parent is None
-    assert root.context is not None
-    assert root.start_time is not None
-    assert root.end_time is not None
     slack = 20_000_000  # two clocks of one machine are read one after the other
     at = root.start_time - slack
     for child in children:
-        assert child.parent is not None
-        assert child.parent.span_id == root.context.span_id
-        assert child.context is not None
-        assert child.context.trace_id == root.context.trace_id
-        assert child.start_time is not None
-        assert child.end_time is not None
+        assert (child.parent.span_id, child.context.trace_id) == (root.context.span_id, root.context.trace_id)
         assert at <= child.start_time <= child.end_time <= root.end_time + slack
         at = child.end_time - slack
-    assert root.attributes is not None
     assert root.attributes.get("error.type") == failed
     assert root.status.status_code is (StatusCode.ERROR if failed else StatusCode.UNSET)
     assert root.status.description is None
     return root
+
+
+def named(kind: str, phases: list[str]) -> list[str]:
+    return [f"ckptstore.{kind}.{name}" for name in phases] + [f"ckptstore.{kind}"]
 
 
 def test_a_save_has_a_trace_and_metrics(collected: Collected, tmp_path: Path, state: dict[str, Any]) -> None:
@@ -77,14 +71,15 @@ def test_a_save_has_a_trace_and_metrics(collected: Collected, tmp_path: Path, st
     with ckptstore.open_store(tmp_path) as store:
         checkpoint = store.save(7, state)
     root = check_trace(collected.spans(), "save", SYNC)
-    assert before - 1_000_000 <= (root.start_time or 0) <= (root.end_time or 0) <= time.time_ns() + 1_000_000
-    assert root.attributes is not None
-    assert root.attributes["ckptstore.step"] == 7
-    assert root.attributes["ckptstore.attempt"] == Path(checkpoint.uri).name
-    assert root.attributes["ckptstore.rank"] == 0
-    assert root.attributes["ckptstore.store"] == str(tmp_path)
-    assert root.attributes["ckptstore.save.background"] is False
-
+    assert before - 1_000_000 <= root.start_time <= root.end_time <= time.time_ns() + 1_000_000
+    told = {
+        "step": 7,
+        "attempt": Path(checkpoint.uri).name,
+        "rank": 0,
+        "store": str(tmp_path),
+        "save.background": False,
+    }
+    assert root.attributes.items() >= {f"ckptstore.{name}": value for name, value in told.items()}.items()
     (duration,) = collected.points("ckptstore.save.duration", ckptstore_store=str(tmp_path))
     (blocked,) = collected.points("ckptstore.save.blocked", ckptstore_store=str(tmp_path))
     assert duration.count == blocked.count == 1
@@ -104,7 +99,6 @@ def test_names_and_units_follow_the_conventions(collected: Collected, tmp_path: 
         store.save(1, state)
         store.load(state)
     data = collected.reader.get_metrics_data()
-    assert data is not None
     (scope,) = (scope for resource in data.resource_metrics for scope in resource.scope_metrics)
     assert scope.scope.name == "ckptstore"
     assert {metric.name: metric.unit for metric in scope.metrics} == {
@@ -132,13 +126,10 @@ def test_a_save_in_the_background(collected: Collected, tmp_path: Path, state: d
         with tracer.start_as_current_span("step") as step:
             pending = store.save_async(3, state)
         checkpoint = pending.result()
-    assert checkpoint is not None
     spans = [span for span in collected.spans() if span.name != "step"]
     root = spans[-1]
-    assert root.parent is not None
     assert root.parent.span_id == step.get_span_context().span_id, "what called it, though that ended long before"
-    assert [span.name for span in spans] == [f"ckptstore.save.{phase}" for phase in ASYNC] + ["ckptstore.save"]
-    assert root.attributes is not None
+    assert [span.name for span in spans] == named("save", ASYNC)
     assert root.attributes["ckptstore.save.background"] is True
     (blocked,) = collected.points("ckptstore.save.blocked", ckptstore_save_background=True)
     (duration,) = collected.points("ckptstore.save.duration", ckptstore_save_background=True)
@@ -158,7 +149,6 @@ def test_directories_and_loads(collected: Collected, tmp_path: Path, state: dict
 
         store[1].load(state)
         root = check_trace(collected.spans(), "load", LOAD)
-        assert root.attributes is not None
         assert root.attributes["ckptstore.step"] == 1
         assert root.attributes["ckptstore.number"] == store[1].number
         read = collected.value("ckptstore.io", ckptstore_io_direction="read")
@@ -200,10 +190,8 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_load(
             if path.stat().st_size > 100_000:
                 path.write_bytes(bytes(path.stat().st_size))
         collected.spans()
-        loaded = store.load(state)
-    assert loaded is not None
+        store.load(state)
     root = check_trace(collected.spans(), "load", ["open", "read", "open", "read", "apply"])
-    assert root.attributes is not None
     assert root.attributes["ckptstore.step"] == 1
 
 
@@ -264,9 +252,8 @@ def test_two_stores_at_once_do_not_mix(collected: Collected, tmp_path: Path, sta
     for thread in threads:
         thread.join()
     spans = collected.spans()
-    traces: dict[int, list[ReadableSpan]] = {}
+    traces: dict[int, list[Any]] = {}
     for span in spans:
-        assert span.context is not None
         traces.setdefault(span.context.trace_id, []).append(span)
     assert len(traces) == 10
     for trace in traces.values():
@@ -281,8 +268,7 @@ def test_two_stores_at_once_do_not_mix(collected: Collected, tmp_path: Path, sta
 def test_a_save_of_torchs_dcp_counts_once(collected: Collected, tmp_path: Path, state: dict[str, Any]) -> None:
     with ckptstore.open_store(tmp_path) as store:
         dcp.save(state, storage_writer=StoreWriter(store.dcp_target(), step=4), no_dist=True)
-    names = [f"ckptstore.save.{phase}" for phase in SYNC] + ["ckptstore.save"]
-    assert [span.name for span in collected.spans()] == names
+    assert [span.name for span in collected.spans()] == named("save", SYNC)
     assert collected.count("ckptstore.save.duration") == 1
     assert collected.value("ckptstore.durable.step", ckptstore_store=str(tmp_path)) == 4
     assert collected.value("ckptstore.io", ckptstore_io_direction="write") > 400_000
@@ -341,6 +327,8 @@ def test_nothing_is_told_when_nobody_traces(tmp_path: Path, monkeypatch: pytest.
         return b"".join(told)
 
     assert b"trace" not in save("off")
+    with instrument():  # the API alone, as where no SDK is installed
+        assert b"trace" not in save("alone")
     with collecting():
         assert save("on").count(b'"trace": {"traceparent": "00-') == 2
 
@@ -365,13 +353,6 @@ def test_instrumenting_twice_counts_once(collected: Collected, tmp_path: Path) -
             store.save_directory(3, None)
             assert collected.count("ckptstore.save.duration") == 2
             assert collected.value("ckptstore.durable.step") == 3
-
-
-def test_without_providers_nothing_happens(tmp_path: Path) -> None:
-    """With the API alone, as where no SDK is installed: no span is recorded, and no message grows."""
-    with instrument(), ckptstore.open_store(tmp_path) as store:
-        assert tracing.told(lambda: tracing.Traced("save", "a", 0, 1, 0.0)) == {}
-        assert store.save_directory(1, None).step == 1
 
 
 def test_a_provider_that_raises_fails_nothing(
@@ -405,8 +386,7 @@ def test_a_forked_child_has_nothing_of_the_saves_of_its_parent(collected: Collec
             assert collected.telemetry._spans._open == {}
             with ckptstore.open_store(tmp_path, group="solo") as store:
                 store.save_directory(1, None)
-            names = [span.name for span in collected.spans()]
-            ok = names == [f"ckptstore.save.{phase}" for phase in SYNC] + ["ckptstore.save"]
+            ok = [span.name for span in collected.spans()] == named("save", SYNC)
             ok &= collected.value("ckptstore.durable.step") == 1
             os._exit(0 if ok else 1)
         finally:

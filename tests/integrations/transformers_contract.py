@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
+from transformers_worker import QUIET, Notes
 
-from ckptstore import open_store
+from ckptstore import open_store, retention
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.integrations.transformers import CheckpointStoreCallback
-from ckptstore.retention import KeepAll, KeepBest, KeepLatest, Policy
 
 warnings.simplefilter("ignore")
 
@@ -72,17 +72,6 @@ class Line(torch.nn.Module):
         return {"loss": (guess - labels).square().mean(), "logits": guess}
 
 
-class Notes(TrainerCallback):
-    """The loss of each step."""
-
-    def __init__(self) -> None:
-        self.losses: dict[int, float] = {}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.losses[state.global_step] = logs["loss"]
-
-
 def trained(
     scenario: Scenario, output_dir: Path, callbacks: list[TrainerCallback], *, last_step: int, resume_from: str | None
 ) -> tuple[Trainer, dict[int, float]]:
@@ -90,20 +79,13 @@ def trained(
     torch.manual_seed(0 if resume_from is None else 1)
     numbers = torch.Generator().manual_seed(3)
     rows = [{"x": torch.randn(4, generator=numbers), "labels": torch.tensor(1.0)} for _ in range(16)]
-    notes = Notes()
-    chosen = {
-        "output_dir": str(output_dir),
-        "use_cpu": True,
-        "per_device_train_batch_size": 4,
-        "max_steps": last_step,
-        "learning_rate": 1e-2,
+    notes = Notes(None)
+    chosen: dict[str, Any] = {"output_dir": str(output_dir), "max_steps": last_step, "learning_rate": 1e-2}
+    chosen |= {
         "lr_scheduler_type": "constant",
         "eval_strategy": "steps",
         "eval_steps": 2,
-        "logging_steps": 1,
-        "seed": 5,
-        "report_to": [],
-        "disable_tqdm": True,
+        **QUIET,
         **scenario.arguments,
     }
     trainer = Trainer(
@@ -116,12 +98,6 @@ def trained(
     )
     trainer.train(resume_from_checkpoint=resume_from)
     return trainer, notes.losses
-
-
-def retention_of(text: str) -> Policy:
-    found = eval(text, {"KeepAll": KeepAll, "KeepBest": KeepBest, "KeepLatest": KeepLatest})
-    assert isinstance(found, Policy)
-    return found
 
 
 def contents(directory: str | Path | None) -> dict[str, bytes]:
@@ -138,7 +114,7 @@ def steps_in(directory: Path) -> list[int]:
 def outcome(root: str, name: str) -> dict[str, Any]:
     """What Trainer leaves and what the store has after the same training, and what a new run makes of each."""
     scenario, stock, store = SCENARIOS[name], Path(root, "stock"), f"{root}/store"
-    options = {"retention": retention_of(scenario.retention), "missing": "worst"}
+    options = {"retention": eval(scenario.retention, vars(retention)), "missing": "worst"}
     callback = CheckpointStoreCallback(store, **options)
     assert callback.resume() is None
     trainer, _ = trained(scenario, stock, [callback], last_step=LAST_STEP, resume_from=None)

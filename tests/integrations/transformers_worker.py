@@ -28,6 +28,10 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 
 
+QUIET: dict[str, Any] = {"use_cpu": True, "per_device_train_batch_size": 4, "logging_steps": 1, "seed": 5}
+QUIET |= {"report_to": [], "disable_tqdm": True}
+
+
 def texts(seed: int, count: int) -> list[dict[str, torch.Tensor]]:
     """Token sequences that follow a rule."""
     numbers = torch.Generator().manual_seed(seed)
@@ -68,22 +72,8 @@ def fit(
         options.setdefault("retention", KeepBest(2, metric="eval_loss", mode="min") | KeepLatest(2))
     torch.manual_seed(seed)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2))
-    chosen = {
-        "output_dir": output_dir,
-        "use_cpu": True,
-        "per_device_train_batch_size": 4,
-        "max_steps": 12,
-        "learning_rate": 5e-3,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "save_steps": 3,
-        "save_total_limit": 1,
-        "logging_steps": 1,
-        "seed": 5,
-        "report_to": [],
-        "disable_tqdm": True,
-        **(arguments or {}),
-    }
+    chosen: dict[str, Any] = {"output_dir": output_dir, "max_steps": 12, "learning_rate": 5e-3, "save_total_limit": 1}
+    chosen |= {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, **QUIET, **(arguments or {})}
     callback = CheckpointStoreCallback(root, **options)
     notes = Notes(kill_at)
     trainer = Trainer(
@@ -175,8 +165,7 @@ def on_disks_of_their_own(root: str, options: dict[str, Any]) -> dict[str, Any]:
 def weights_of(root: str) -> dict[str, float]:
     """The sum of each tensor of the latest checkpoint, as transformers reads its directory."""
     with open_store(root) as store:
-        checkpoint = store.latest()
-        assert checkpoint is not None
+        checkpoint: Any = store.latest()
         with checkpoint.as_directory() as path:
             model = GPT2LMHeadModel.from_pretrained(Path(path))
     return {name: tensor.sum().item() for name, tensor in model.state_dict().items()}
@@ -260,12 +249,8 @@ def forgotten(root: str) -> tuple[list[tuple[int, int]], list[str]]:
         for name in ("first", "second"):
             fit(f"{root}/store", f"{root}/{name}", arguments=short, resume=name == "first", retention=KeepLatest(2))
     told = [(event.step, event.latest_step) for event in heard if isinstance(event, ResumeForgotten)]
-    fit(
-        f"{root}/other",
-        f"{root}/first",
-        arguments={**short, "max_steps": 1, "save_total_limit": 9},
-        retention=KeepLatest(2),
-    )
+    more = {**short, "max_steps": 1, "save_total_limit": 9}
+    fit(f"{root}/other", f"{root}/first", arguments=more, retention=KeepLatest(2))
     return told, logged
 
 
@@ -331,21 +316,15 @@ def best_of_a_resumed_run(root: str) -> dict[str, Any]:
         ("gone", {"retention": KeepLatest(1)}),
     ):
         callbacks = [AtStep(4, _stop)] if name == "fast" else []
+        how = {"missing": "worst", **options}
         with suppress(KeyboardInterrupt):
-            fit(
-                f"{root}/{name}",
-                f"{root}/{name}-1",
-                arguments=arguments,
-                missing="worst",
-                callbacks=callbacks,
-                **options,
-            )
+            fit(f"{root}/{name}", f"{root}/{name}-1", arguments=arguments, callbacks=callbacks, **how)
         out = Path(f"{root}/{name}-2")
         if name == "torn":
             shutil.copytree(f"{root}/{name}-1/checkpoint-3", out / "checkpoint-3")
             (out / "checkpoint-3/model.safetensors").write_bytes(b"torn")
         more = {**arguments, "max_steps": 9}
-        fit(f"{root}/{name}", str(out), arguments=more, missing="worst", callbacks=[Look()], **options)
+        fit(f"{root}/{name}", str(out), arguments=more, callbacks=[Look()], **how)
     return seen
 
 

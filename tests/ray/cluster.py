@@ -171,10 +171,10 @@ def start_fewer_processes() -> None:
 
 def fit(
     train: Callable[[dict[str, Any]], Any],
-    *,
     storage_path: str | os.PathLike[str],
-    name: str,
+    name: str = "run",
     config: Mapping[str, Any] | None = None,
+    *,
     num_workers: Any = 2,
     torch: bool = False,
     max_failures: int = 0,

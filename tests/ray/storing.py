@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,10 +14,12 @@ from ray.train import Checkpoint
 
 from ckptstore import StorageGroup
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayPublisher, Run
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayPublisher, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.saving import transaction
+from ckptstore.testing import Hook, wrap
 from ckptstore.testing.s3_server import S3Server
+from ckptstore.transfer import Transfer
 
 
 def arrow_s3(server: S3Server) -> S3FileSystem:
@@ -59,15 +62,22 @@ def store(
     world_size: int | None = None,
     step: int = 7,
     shared: Collection[str] = (),
-) -> list[RayAttempt | Exception]:
-    """Store one directory for each rank; what a rank raises is its result."""
+    hook_of: Callable[[int], Hook] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+) -> list[Any]:
+    """Store one directory for each rank; what a rank raises is its result. With `hook_of`, a hook sees all that a rank
+    asks the storage for."""
     ranks = list(range(len(directories))) if ranks is None else ranks
     token = uuid4().hex
 
-    def run_rank(index: int) -> RayAttempt | Exception:
+    def run_rank(index: int) -> Any:
         worker = worker_at(path, rank=ranks[index], world_size=world_size or len(ranks), filesystem=filesystem)
         try:
             run = Run.open(worker, rank_timeout_seconds=30)
+            if hook_of is not None:
+                wrapped = wrap(run.storage, hook_of(ranks[index]))
+                transfer = Transfer(wrapped, config=run.config.transfer, retry=run.config.retry, rank=ranks[index])
+                run = replace(run, storage=wrapped, transfer=transfer)
             seat = StorageGroup(index, len(ranks), token, worker.node_id)
             group = seat.open(run.storage, rank_timeout_seconds=30, retry=run.config.retry)
             shard = RayDirectoryShard(run, directories[index], ranks=ranks, shared=shared)
@@ -75,7 +85,7 @@ def store(
                 request = transaction.checked(
                     group, kind="directory", step=step, metrics={"loss": 0.5}, metadata=None, exists="replace"
                 )
-                return transaction.save(group, RayPublisher(run, name, lambda: shard.beside), shard, request)
+                return transaction.save(group, RayPublisher(run, name, lambda: beside or shard.beside), shard, request)
             finally:
                 group.close()
         except Exception as error:
@@ -90,8 +100,7 @@ def stored(
 ) -> Checkpoint:
     """The checkpoint of Ray's that all ranks agree on."""
     found = store(path, directories, filesystem=filesystem, **keywords)
-    for attempt in found:
-        if isinstance(attempt, Exception):
-            raise attempt
+    for error in (attempt for attempt in found if isinstance(attempt, Exception)):
+        raise error
     assert len({str(attempt) for attempt in found}) == 1
     return Checkpoint(f"{path}/{found[0]}", filesystem or LocalFileSystem())

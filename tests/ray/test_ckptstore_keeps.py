@@ -29,14 +29,8 @@ def test_directories_on_s3_are_downloaded_once_per_node(cluster: RayCluster, s3:
 
     ranked = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
     config = {"notes": str(tmp_path), "steps": 4}
-    result = fit(
-        keeping.save_directories,
-        storage_path=s3_path(s3),
-        name="directories",
-        config=config,
-        num_workers=4,
-        checkpoint_config=ranked,
-    )
+    run: Any = (keeping.save_directories, s3_path(s3), "directories")
+    result = fit(*run, config, num_workers=4, checkpoint_config=ranked)
     assert [line[1:] for line in notes(tmp_path, "read")] == [["4", "800000"]] * 4
     downloads = Counter(item.path for item in s3.log if item.method == "GET" and "model" in item.path)
     assert sorted(downloads.values()) == [2] * 4, "four workers on two nodes download each file twice"
@@ -61,7 +55,7 @@ def test_directories_on_s3_are_downloaded_once_per_node(cluster: RayCluster, s3:
     (tmp_path / "lost").mkdir()
     with ckptstore.open_store("s3://test/runs/directories/_ckptstore", storage_options=s3.storage_options) as store:
         store.save_directory(4, tmp_path / "lost", metrics={"loss": 2.5})  # committed, and unknown to Ray
-    again = fit(keeping.save_directories, storage_path=s3_path(s3), name="directories", config=config | {"steps": 1})
+    again = fit(*run, config | {"steps": 1})
     assert sorted(notes(tmp_path, "resumed")[4:]) == [["0", "5"], ["1", "5"]]
     reported = {metrics["ckptstore_step"]: (pointer, metrics["loss"]) for pointer, metrics in again.best_checkpoints}
     assert (list(reported)[-2:], reported[4][1]) == ([4, 5], 2.5), "what training went on from, and no other, again"
@@ -91,33 +85,21 @@ def test_failed_and_skipped_saves_are_counted_and_what_is_registered_is_whole(
     from ray.train import CheckpointConfig
     from watching import Watcher
 
-    config = {
-        "notes": str(tmp_path),
-        "steps": 6,
-        "parallel": "fsdp",
-        "how": "async",
-        "options": {"max_failures": 1},
-        "hurry": True,
-    }
+    config: dict[str, Any] = {"notes": str(tmp_path), "steps": 6, "parallel": "fsdp", "how": "async", "hurry": True}
+    config["options"] = {"max_failures": 1}
     slow = "^PUT.*_ckptstore/checkpoints/step-0000000006.*/ckptstore.json"
     s3.faults.add(Fault(action="delay", match=slow, seconds=3.0))
     written = "^(PUT|POST).*_ckptstore/checkpoints/step-0000000003"
     s3.faults.add(Fault(action="status", match=written, status=403, code="AccessDenied", times=None))
     ranked = CheckpointConfig(checkpoint_score_attribute="step", checkpoint_score_order="max")
-    run: dict[str, Any] = {"storage_path": s3_path(s3), "name": "fsdp", "torch": True, "checkpoint_config": ranked}
+    watched: Any = {"callbacks": [Watcher(config)], "checkpoint_config": ranked}
     try:
-        result = fit(keeping.train, config=config, callbacks=[Watcher(config)], **run)
+        result = fit(keeping.train, s3_path(s3), "fsdp", config, torch=True, **watched)
     finally:
         s3.faults.clear()
     check_losses(tmp_path, 6)
-    assert [" ".join(line) for line in notes(tmp_path, "registered")] == [
-        "1 good",
-        "3 checkpoint-gone",
-        "5 good",
-        "6 good",
-        "7 metrics",
-        "8 good",
-    ]
+    registered = ["1 good", "3 checkpoint-gone", "5 good", "6 good", "7 metrics", "8 good"]
+    assert [" ".join(line) for line in notes(tmp_path, "registered")] == registered
     assert result.metrics["ckptstore_failed_saves"] == 1
     assert result.metrics["ckptstore_skipped_saves"] == 1
     assert result.metrics["ckptstore_waits"] >= 1

@@ -61,20 +61,10 @@ def when(is_so: Callable[[], bool], act: Callable[[], object]) -> threading.Thre
 
 @pytest.mark.parametrize(
     ("parallel", "how", "where", "before", "after"),
-    [
-        ("fsdp", "sync", "s3", 2, 1),
-        pytest.param("ddp", "async", "local", 1, 2, marks=pytest.mark.long),
-    ],
+    [("fsdp", "sync", "s3", 2, 1), pytest.param("ddp", "async", "local", 1, 2, marks=pytest.mark.long)],
 )
 def test_every_way_to_save_survives_a_kill_and_another_number_of_workers(
-    cluster: RayCluster,
-    s3: S3Server,
-    tmp_path: Path,
-    parallel: str,
-    how: str,
-    where: str,
-    before: int,
-    after: int,
+    cluster: RayCluster, s3: S3Server, tmp_path: Path, parallel: str, how: str, where: str, before: int, after: int
 ) -> None:
     """One worker is killed; later the run goes on with fewer or more, from what Ray hands back."""
     config = {"notes": str(tmp_path), "steps": 6, "parallel": parallel, "how": how, "strike": [0, 3, "kill"]}
@@ -116,13 +106,7 @@ def test_a_driver_that_is_killed_is_started_again(cluster: RayCluster, tmp_path:
         driver.kill()
         driver.wait()
     steps = len(notes(tmp_path, "losses")) + 4
-    result = fit(
-        keeping.train,
-        storage_path=tmp_path / "runs",
-        name="driven",
-        config=config | {"steps": steps, "pause_seconds": 0},
-        torch=True,
-    )
+    result = fit(keeping.train, tmp_path / "runs", "driven", config | {"steps": steps, "pause_seconds": 0}, torch=True)
     assert int(notes(tmp_path, "resumed")[-1][2]) >= 4
     check_losses(tmp_path, steps)
     assert ckptstore.ray.resolve(result.checkpoint).verify().ok
@@ -144,20 +128,13 @@ def drain(cluster: RayCluster, node: Any, *, seconds: float) -> None:
 def test_a_notice_of_preemption_leads_to_a_save_if_there_is_time(
     cluster: RayCluster, tmp_path: Path, needed_seconds: float, saved: bool
 ) -> None:
-    config = {
-        "notes": str(tmp_path),
-        "steps": 40,
-        "parallel": "ddp",
-        "how": "none",
-        "pause_seconds": 0.25,
-        "needed_seconds": needed_seconds,
-    }
     from watching import Watcher
 
+    config = {"notes": str(tmp_path), "steps": 40, "parallel": "ddp", "how": "none"}
+    config |= {"pause_seconds": 0.25, "needed_seconds": needed_seconds}
     node = cluster.add_node(num_cpus=4) if len(cluster.nodes) < 2 else cluster.nodes[1]
     drained = when(lambda: len(notes(tmp_path, "losses")) >= 4, lambda: drain(cluster, node, seconds=600))
-    run: dict[str, Any] = {"storage_path": tmp_path / "runs", "name": "notice", "torch": True}
-    result = fit(keeping.train, config=config, callbacks=[Watcher(config)], **run)
+    result = fit(keeping.train, tmp_path / "runs", "notice", config, torch=True, callbacks=[Watcher(config)])
     drained.join()
     cluster.remove_node(node)
     told = notes(tmp_path, "preempted")
@@ -182,15 +159,8 @@ def test_a_node_removed_during_an_upload_leaves_fewer_workers_and_no_half_checkp
     node = cluster.add_node() if len(cluster.nodes) < 2 else cluster.nodes[1]
     config = {"notes": str(tmp_path), "steps": STEPS, "parallel": "fsdp", "how": "async", "strike": [0, 3, "hang"]}
     removed = when((tmp_path / "struck").exists, lambda: cluster.remove_node(node))
-    result = fit(
-        keeping.train,
-        storage_path=s3_path(s3),
-        name="removed",
-        config=config,
-        num_workers=(1, 2),
-        torch=True,
-        max_failures=2,
-    )
+    how: Any = {"num_workers": (1, 2), "torch": True, "max_failures": 2}
+    result = fit(keeping.train, s3_path(s3), "removed", config, **how)
     removed.join()
     resumed = [tuple(line[1:]) for line in notes(tmp_path, "resumed")]
     assert resumed[0] == ("2", "0")

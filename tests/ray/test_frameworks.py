@@ -37,14 +37,7 @@ def check(result: Any, notes: Path, *, resumed: set[int], steps: list[int]) -> c
 def test_lightning(cluster: RayCluster, tmp_path: Path) -> None:
     """Saves are asynchronous; those of the Trainer below are not."""
     config = {"notes": str(tmp_path), "kill_at": 10}
-    result = fit(
-        frameworks.lightning,
-        storage_path=tmp_path / "runs",
-        name="lightning",
-        config=config,
-        torch=True,
-        max_failures=1,
-    )
+    result = fit(frameworks.lightning, tmp_path / "runs", config=config, torch=True, max_failures=1)
     check(result, tmp_path, resumed={4, 8}, steps=[4, 8, 12, 16])
     assert result.metrics["loss"] > 0
     check_columns(result, {"loss", "epoch", "step"})
@@ -55,24 +48,14 @@ def check_columns(result: Any, expected: set[str]) -> None:
     """Those of Ray's own callback, and one of ckptstore; counts of what went wrong or waited may come."""
     columns = set(result.metrics_dataframe.columns)
     assert expected | {"ckptstore_step"} <= columns
-    assert {name for name in columns if name.startswith("ckptstore_")} <= {
-        "ckptstore_step",
-        "ckptstore_waits",
-        "ckptstore_wait_seconds",
-    }
+    known = {"ckptstore_step", "ckptstore_waits", "ckptstore_wait_seconds"}
+    assert {name for name in columns if name.startswith("ckptstore_")} <= known
 
 
 @pytest.mark.long
 def test_transformers(cluster: RayCluster, tmp_path: Path) -> None:
     config = {"notes": str(tmp_path), "kill_at": 5}
-    result = fit(
-        frameworks.transformers,
-        storage_path=tmp_path / "runs",
-        name="transformers",
-        config=config,
-        torch=True,
-        max_failures=1,
-    )
+    result = fit(frameworks.transformers, tmp_path / "runs", config=config, torch=True, max_failures=1)
     checkpoint = check(result, tmp_path, resumed={4}, steps=[2, 4, 6, 8])
     check_columns(result, {"loss", "epoch", "step"})
     assert {"model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= {receipt.name for receipt in checkpoint.files}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ingesting
 import pytest
@@ -36,18 +37,10 @@ def test_after_a_resume_come_the_samples_that_were_due(cluster: RayCluster, tmp_
         rows = pa.table({"row": range(number * ROWS_PER_FILE, (number + 1) * ROWS_PER_FILE)})
         pq.write_table(rows, tmp_path / f"data/{number}.parquet")
     ordered = ray.data.ExecutionOptions(preserve_order=True)
-    fit(
-        ingesting.train,
-        storage_path=tmp_path / "runs",
-        name="data",
-        config={"notes": str(tmp_path), "epochs": EPOCHS},
-        num_workers=WORKERS,
-        max_failures=1,
-        trainer={
-            "datasets": {"train": ray.data.read_parquet(str(tmp_path / "data"), override_num_blocks=NUM_FILES)},
-            "dataset_config": DataConfig(execution_options=ordered),
-        },
-    )
+    data = ray.data.read_parquet(str(tmp_path / "data"), override_num_blocks=NUM_FILES)
+    trainer = {"datasets": {"train": data}, "dataset_config": DataConfig(execution_options=ordered)}
+    how: Any = {"config": {"notes": str(tmp_path), "epochs": EPOCHS}, "num_workers": WORKERS, "max_failures": 1}
+    fit(ingesting.train, tmp_path / "runs", **how, trainer=trainer)
     assert (tmp_path / "died").exists()
     assert sorted(notes(tmp_path, "resumed")) == [["0", "0", "0"], ["0", "1", "2"], ["1", "0", "0"], ["1", "1", "2"]]
 

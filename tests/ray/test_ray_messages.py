@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import telling
@@ -30,20 +31,15 @@ def test_metrics_alone_cost_the_storage_no_more_than_with_ray(cluster: RayCluste
 def test_a_missing_metric_is_the_worst_and_a_rank_alone_is_told(cluster: RayCluster, tmp_path: Path) -> None:
     from ray.train import CheckpointConfig
 
-    result = fit(
-        telling.miss_a_metric,
-        storage_path=tmp_path / "runs",
-        name="missing",
-        config={"notes": str(tmp_path)},
-        checkpoint_config=CheckpointConfig(checkpoint_score_attribute="loss", checkpoint_score_order="min"),
-    )
+    ranked = CheckpointConfig(checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    run: Any = {"config": {"notes": str(tmp_path)}, "checkpoint_config": ranked}
+    result = fit(telling.miss_a_metric, tmp_path / "runs", **run)
     assert notes(tmp_path, "kept") == [["0", "2"]] * 2, "the best and the latest"
     losses = [metrics["loss"] for _, metrics in result.best_checkpoints]
     assert losses == [sys.float_info.max, sys.float_info.max, 0.7, 0.7, 0.5, 0.4], "worst first"
-    told = sorted(" ".join(line) for line in notes(tmp_path, "warnings"))
-    assert told == [
-        f"0 the metric 'loss' is missing in the report of step {step}: it ranks as the worst" for step in (1, 4)
-    ]
+    for step, line in zip((1, 4), sorted(notes(tmp_path, "warnings")), strict=True):
+        told = f"0 the metric 'loss' is missing in the report of step {step}: it ranks as the worst"
+        assert " ".join(line) == told
     (timeout,) = notes(tmp_path, "timeout")
     text = " ".join(timeout)
     assert text.startswith("Rank 1 gave no sign of life for 1 s in 'report'")

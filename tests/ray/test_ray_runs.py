@@ -48,16 +48,9 @@ def test_an_upload_never_deletes_what_it_saved(cluster: RayCluster, tmp_path: Pa
 def test_scores_of_all_kinds(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
     from ray.train import CheckpointConfig
 
-    result = fit(
-        reporting.report_scores,
-        storage_path=s3_path(s3),
-        name="scores",
-        config={"notes": str(tmp_path)},
-        num_workers=3,
-        checkpoint_config=CheckpointConfig(
-            num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min"
-        ),
-    )
+    ranked = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    run: Any = (reporting.report_scores, s3_path(s3), "scores", {"notes": str(tmp_path)})
+    result = fit(*run, num_workers=3, checkpoint_config=ranked)
     assert sorted(notes(tmp_path, "failed")) == [["0", "1"], ["1", "1"], ["2", "1"]], "the same on all ranks"
     assert [step for step, _ in kept_by(result)] == [4, 1], "worst first"
     assert ckptstore.ray.wrap(result.checkpoint).step == 4
@@ -99,9 +92,7 @@ def test_a_run_outlives_trouble_that_hits_rays_snapshot(cluster: RayCluster, s3:
     """Whoever keeps the files."""
     filesystem = ckptstore.ray.s3_filesystem(arrow_s3(s3))
     with trouble_from_a_snapshot_on(s3):
-        result = fit(
-            reporting.report_in_every_way, storage_path="test/runs", name="trouble", storage_filesystem=filesystem
-        )
+        result = fit(reporting.report_in_every_way, "test/runs", "trouble", storage_filesystem=filesystem)
     refused = [request for request in s3.log if request.status == 503]
     assert sum("snapshot" in request.path for request in refused) > 3, "more than pyarrow would have tried"
     by_us, pointer, by_ray = [checkpoint for checkpoint, _ in result.best_checkpoints]
@@ -128,15 +119,9 @@ def test_a_killed_worker_costs_nothing(
     """The run goes on from what Ray hands back, with the losses of a run without any failure."""
     from ray.train import CheckpointConfig
 
-    result = fit(
-        reporting.train,
-        storage_path=s3_path(s3) if where == "s3" else tmp_path / "runs",
-        name=f"{parallel}-{how}",
-        config={"notes": str(tmp_path), "steps": STEPS, "parallel": parallel, "how": how, "kill_at": 2},
-        torch=True,
-        max_failures=1,
-        checkpoint_config=CheckpointConfig(num_to_keep=2),
-    )
+    config = {"notes": str(tmp_path), "steps": STEPS, "parallel": parallel, "how": how, "kill_at": 2}
+    run: Any = (reporting.train, s3_path(s3) if where == "s3" else tmp_path / "runs", f"{parallel}-{how}", config)
+    result = fit(*run, torch=True, max_failures=1, checkpoint_config=CheckpointConfig(num_to_keep=2))
     assert (tmp_path / "killed").exists()
     check_losses(tmp_path, STEPS)
     first = {int(line[2]) for line in notes(tmp_path, "resumed")}

@@ -5,64 +5,33 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from storing import make_run, store
 
-from ckptstore import Checkpoint, StorageGroup
-from ckptstore.config import RetryConfig, StoreConfig
+from ckptstore import Checkpoint
 from ckptstore.errors import CkptstoreError, StorageFull, StorageUnavailable
-from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayPublisher, Run
-from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
-from ckptstore.saving import transaction
-from ckptstore.saving.request import Request
-from ckptstore.storage.disk.local import LocalStorage
-from ckptstore.testing import Call, Hook, wrap
-from ckptstore.transfer import Transfer
-
-pytestmark = pytest.mark.slow
-
-RETRY = RetryConfig(retry_attempts=2, retry_wait_initial_seconds=0.01)
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt
+from ckptstore.testing import Call, Hook
 
 
-def all_store(
-    tmp_path: Path, hook_of: Callable[[int], Hook], *, beside: Callable[[], Mapping[str, bytes]] = dict
-) -> list[RayAttempt | CkptstoreError]:
+@pytest.fixture(autouse=True)
+def _two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
+    monkeypatch.setenv("CKPTSTORE_RETRY_WAIT_INITIAL_SECONDS", "0.01")
+
+
+def all_store(tmp_path: Path, hook_of: Callable[[int], Hook], **more: Any) -> list[Any]:
     """What two ranks get that store a directory of one file each, with a hook around all that a rank asks for."""
-
-    def run(rank: int) -> RayAttempt | CkptstoreError:
-        config = replace(StoreConfig(), retry=RETRY, rank_timeout_seconds=30.0)
-        storage = wrap(LocalStorage(tmp_path / "run"), hook_of(rank))
-        worker = Worker(
-            rank=rank,
-            world_size=2,
-            node_id=f"node{rank}",
-            run_path=str(tmp_path / "run"),
-            filesystem=None,  # type: ignore[arg-type]
-        )
-        transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=rank)
-        opened = Run(worker=worker, config=config, storage=storage, transfer=transfer)
-        source = tmp_path / f"source-{rank}"
+    make_run(str(tmp_path / "run"))
+    sources = [tmp_path / f"source-{rank}" for rank in range(2)]
+    for source in sources:
         source.mkdir(exist_ok=True)
         (source / "model.bin").write_bytes(os.urandom(1000))
-        shard = RayDirectoryShard(opened, source, ranks=range(2))
-        request = Request.of(kind="directory", step=7, metrics={}, metadata=None, exists="replace")
-        group = StorageGroup(rank, 2, "start").open(storage, rank_timeout_seconds=30, retry=RETRY)
-        try:
-            return transaction.save(group, RayPublisher(opened, "checkpoint_7", beside), shard, request)
-        except CkptstoreError as error:
-            return error
-        finally:
-            group.close()
-            transfer.close()
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, range(2)))
+    return store(str(tmp_path / "run"), sources, name="checkpoint_7", hook_of=hook_of, **more)
 
 
 def test_what_ray_keeps_has_timings_too(tmp_path: Path) -> None:
@@ -129,7 +98,7 @@ def test_what_lies_beside_is_there_before_the_manifest(tmp_path: Path) -> None:
 
         return hook
 
-    ends: list[Any] = all_store(tmp_path, hook_of, beside=lambda: {".metadata.json": b"{}"})
+    ends: list[Any] = all_store(tmp_path, hook_of, beside={".metadata.json": b"{}"})
     assert [(type(end), end.committed) for end in ends] == [(StorageFull, False)] * 2
     assert set(deleted) == {0}
     assert not [*tmp_path.glob("run/checkpoint_7*")]

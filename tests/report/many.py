@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from log_entries import entry
+
 from ckptstore.format.changes import Change, Claim, Commit
-from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import HINT_KEY, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.identity import read_or_create_identity
@@ -33,22 +34,12 @@ def records(num_checkpoints: int) -> Iterator[Record]:
 
 
 def _change(number: int) -> Change:
-    step = number - 2
-    if step < 0:
+    if number == 1:
         return Claim("start", 8)
-    entry = CheckpointEntry(
-        step=step,
-        epoch=1,
-        attempt=f"step-{step:010d}-e0001-0123abcd",
-        manifest_sha256="0" * 64,
-        kind="state",
-        world_size=8,
-        size_bytes=10**9,
-        num_files=16,
-        created_at=1.7e9 + number,
-        metrics={"loss": 1 / (1 + step), "accuracy": step / 1e5},
-    )
-    return Commit(entry)
+    step = number - 2
+    size: dict[str, Any] = {"world_size": 8, "size_bytes": 10**9, "num_files": 16, "kind": "state"}
+    metrics = {"loss": 1 / (1 + step), "accuracy": step / 1e5}
+    return Commit(entry(step, **size, created_at=1.7e9 + number, metrics=metrics))
 
 
 def fill(storage: Storage, num_checkpoints: int) -> None:

@@ -14,29 +14,9 @@ from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.tools.report.history import History
 
-KINDS = [
-    "claim",
-    "commit",
-    "commit",
-    "replace",
-    "remove",
-    "rollback",
-    "drop",
-    "pin",
-    "unpin",
-    "restore",
-    "resume",
-    "annotate",
-    "noop",
-]
-CHOICES = st.lists(
-    st.tuples(
-        st.sampled_from(KINDS),
-        st.integers(0, 50),
-        st.booleans(),
-    ),
-    max_size=40,
-)
+KINDS = ["claim", "commit", "commit", "replace", "remove", "rollback", "drop", "pin", "unpin"]
+KINDS += ["restore", "resume", "annotate", "noop"]
+CHOICES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 50), st.booleans()), max_size=40)
 
 
 def change(kind: str, at: int, flag: bool, newest: Record | None) -> Change | None:
@@ -51,12 +31,8 @@ def change(kind: str, at: int, flag: bool, newest: Record | None) -> Change | No
         case "commit" | "replace" if state is not None and state.epoch:
             same = [number for number in live if number % 3 == at % 3] if kind == "replace" else []
             dropped = [number for number in some if number not in same] if flag else []
-            return Commit(
-                entry(at, state.epoch, size_bytes=at + 1),
-                tuple(same),
-                tuple(dropped),
-                dict.fromkeys(dropped[:1], "old"),
-            )
+            made, reasons = entry(at, state.epoch, size_bytes=at + 1), dict.fromkeys(dropped[:1], "old")
+            return Commit(made, tuple(same), tuple(dropped), reasons)
         case "remove" if some:
             return Remove(trash=tuple(some), reason="by hand")
         case "rollback" if len(live) > 1:

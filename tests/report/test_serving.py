@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,22 +32,11 @@ pytestmark = pytest.mark.slow
 DEADLINE_SECONDS = 120.0
 
 
-@dataclass
 class Server:
     """A server that runs."""
 
-    process: subprocess.Popen[str]
-    url: str
-
-    @property
-    def port(self) -> int:
-        found = urlsplit(self.url).port
-        assert found is not None
-        return found
-
-    @property
-    def path(self) -> str:
-        return urlsplit(self.url).path
+    def __init__(self, process: Any, url: str) -> None:
+        self.process, self.port, self.path = process, urlsplit(url).port, urlsplit(url).path
 
     def ask(self, path: str, method: str = "GET", host: str | None = None) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_SECONDS)
@@ -67,11 +54,10 @@ class Server:
 @contextmanager
 def serving(*arguments: object) -> Iterator[Server]:
     command = [sys.executable, "-m", "ckptstore.tools.cli", "serve", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    process: Any = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()  # it ends when the process ends
-        assert line.startswith("http://127.0.0.1:"), process.stderr.read() if process.stderr else ""
+        assert line.startswith("http://127.0.0.1:"), process.stderr.read()
         yield Server(process, line.strip())
     finally:
         process.kill()
@@ -114,10 +100,10 @@ def test_the_page_and_the_document_are_served(server: Server, root: Path) -> Non
     assert everything(root) == before
 
 
-def test_who_does_not_know_the_token_is_told_nothing(server: Server) -> None:
+def test_who_does_not_know_the_token_or_comes_by_another_name_is_told_nothing(server: Server) -> None:
     token = server.path.strip("/")
     bodies = set()
-    for path in (
+    paths = (
         "/",
         "/document.json",
         f"/{token[:-1]}/",
@@ -126,7 +112,8 @@ def test_who_does_not_know_the_token_is_told_nothing(server: Server) -> None:
         "//",
         "/%00/",
         "/%C3%A9/",
-    ):
+    )
+    for path in paths:
         status, headers, body = server.ask(path)
         assert status == 403, path
         assert "Location" not in headers
@@ -134,16 +121,14 @@ def test_who_does_not_know_the_token_is_told_nothing(server: Server) -> None:
     assert bodies == {b"forbidden\n"}
     assert server.ask(f"{server.path}other")[0] == 404
     assert server.ask(f"{server.path}../{token}/")[0] in (403, 404)
-
-
-def test_another_name_does_not_lead_here(server: Server) -> None:
-    for host in (
+    others = (
         "evil.example",
         f"evil.example:{server.port}",
         "127.0.0.1",
         "127.0.0.1:1",
         f"127.0.0.1.evil:{server.port}",
-    ):
+    )
+    for host in others:
         assert server.ask(server.path, host=host)[0] == 403, host
     assert server.ask(server.path, host=f"localhost:{server.port}")[0] == 200
 
@@ -177,9 +162,8 @@ def test_it_keeps_up_with_the_store(tmp_path: Path) -> None:
 def test_many_who_ask_at_once_cost_one_look(root: Path) -> None:
     counted = CountCalls()
     with with_faults(open_store(root), counted) as store:
-        served = Served(
-            Overview([Sighting(store, rest_seconds=3600)], command="test", is_live=True), hosts=frozenset("h")
-        )
+        overview = Overview([Sighting(store, rest_seconds=3600)], command="test", is_live=True)
+        served = Served(overview, hosts=frozenset("h"))
         statuses: list[str] = []
 
         def ask() -> bytes:
@@ -227,19 +211,15 @@ def test_a_store_in_the_place_of_another_is_not_taken_for_it(root: Path) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_cleanly(root: Path, number: signal.Signals) -> None:
+def test_it_ends_cleanly(root: Path, server: Server, number: signal.Signals) -> None:
+    known = server.path
     with serving(root) as server:
         assert server.ask(server.path)[0] == 200
+        assert len(server.path) > 40
+        assert server.ask(known)[0] == 403, "each start has a token of its own"
         server.process.send_signal(number)
         out, error = server.process.communicate(timeout=DEADLINE_SECONDS)
         assert (server.process.returncode, out, error) == (130, "", "interrupted\n")
-
-
-def test_each_start_has_a_token_of_its_own(root: Path, server: Server) -> None:
-    with serving(root) as other:
-        assert len(other.path) > 40
-        assert other.path != server.path
-        assert other.ask(server.path)[0] == 403
 
 
 def test_what_cannot_be_served_is_told(root: Path, server: Server, tmp_path: Path) -> None:
