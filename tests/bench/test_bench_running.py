@@ -31,6 +31,8 @@ from ckptstore.tools.bench.workloads.sharded_ranks import commit_of_sharded
 from ckptstore.tools.bench.workloads.simulated import commit_of
 from ckptstore.tools.cli.commands.bench import options_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _torch_is_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:

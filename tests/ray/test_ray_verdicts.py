@@ -17,6 +17,8 @@ from ckptstore.errors import CkptstoreError, StorageFull, StorageUnavailable
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt
 from ckptstore.testing import Call, Hook
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
