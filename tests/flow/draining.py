@@ -48,7 +48,6 @@ class Rank:
     def fast(self, step: int, save_number: int, *, size_bytes: int = 1000) -> Certificate:
         """Save a fast checkpoint as this rank: its files on the disk of the node, and the certificate."""
         job, place = self.job, self.job.tier.place
-        assert place is not None
         attempt, ranks = Attempt(step, place.epoch, f"{save_number:08x}"), range(len(place.members.nodes))
         contents = {
             f"part-{index}-rank={rank:05d}.bin": (rank, payload(step, rank, index, size_bytes))

@@ -21,7 +21,6 @@ def load_after_a_loss(root: str) -> list[int]:
             lose(store, step, "*" if step == 3 else f"*rank={dist.get_world_size() - 1:05d}*")
             state = {"w": torch.zeros(600, 300)} if step == 3 else {f"own{dist.get_rank()}": torch.tensor(0)}
             checkpoint = store.load(state, read_once="job")
-            assert checkpoint is not None
             found.append(checkpoint.step)
         return found
 

@@ -80,9 +80,9 @@ def fetch(root: Path, download: object, **more: object) -> tuple[int, list[Downl
         if isinstance(event, DownloadWaited):
             waited.append(event)
 
-    nodes = NodeCache(CacheConfig(cache_dir=root, **more))  # type: ignore[arg-type]
+    nodes = NodeCache(CacheConfig(cache_dir=root, **more))
     size_bytes = NUM_FILES * FILE_BYTES
-    with listening(listen), nodes.fetch_once(KEY, step=3, size_bytes=size_bytes, download=download) as path:  # type: ignore[arg-type]
+    with listening(listen), nodes.fetch_once(KEY, step=3, size_bytes=size_bytes, download=download) as path:
         return read_all(path), waited
 
 
@@ -133,7 +133,7 @@ def dies_alone(root: Path, log: Path) -> None:
 
 
 def dies_reading(root: Path, log: Path) -> None:
-    with NodeCache(CacheConfig(cache_dir=root)).fetch_once(KEY, step=3, size_bytes=1, download=downloads(log)):  # type: ignore[arg-type]
+    with NodeCache(CacheConfig(cache_dir=root)).fetch_once(KEY, step=3, size_bytes=1, download=downloads(log)):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -176,7 +176,7 @@ def reads_while_others_evict(root: Path, log: Path) -> int:
     for turn in range(15):
         key = KEY if rank() % 2 == 0 else f"{rank():032x}{turn:032x}"
         download = downloads(log, pause_seconds=0)
-        with NodeCache(config).fetch_once(key, step=3, size_bytes=1, download=download) as path:  # type: ignore[arg-type]
+        with NodeCache(config).fetch_once(key, step=3, size_bytes=1, download=download) as path:
             for _ in range(5):
                 read_all(path)
                 time.sleep(0.001)
@@ -188,7 +188,7 @@ def reads_in_a_forked_worker(root: Path, log: Path) -> str:
     """A worker that was forked by a reader keeps the copy, as a data loader's does."""
     config = CacheConfig(cache_dir=root, cache_budget_bytes=1)
     go_on = os.pipe()
-    with NodeCache(config).fetch_once(KEY, step=3, size_bytes=1, download=downloads(log)) as path:  # type: ignore[arg-type]
+    with NodeCache(config).fetch_once(KEY, step=3, size_bytes=1, download=downloads(log)) as path:
         process_id = os.fork()
         if process_id == 0:
             os.read(go_on[0], 1)
@@ -197,12 +197,12 @@ def reads_in_a_forked_worker(root: Path, log: Path) -> str:
                 os._exit(7)
             finally:
                 os._exit(8)
-    other = NodeCache(config).fetch_once("cd" * 32, step=3, size_bytes=1, download=downloads(log))  # type: ignore[arg-type]
+    other = NodeCache(config).fetch_once("cd" * 32, step=3, size_bytes=1, download=downloads(log))
     with other:
         still_there = path.exists()
     os.write(go_on[1], b"x")
     status = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
-    with NodeCache(config).fetch_once("ef" * 32, step=3, size_bytes=1, download=downloads(log)):  # type: ignore[arg-type]
+    with NodeCache(config).fetch_once("ef" * 32, step=3, size_bytes=1, download=downloads(log)):
         return f"{still_there} {status} {path.exists()}"
 
 
@@ -237,7 +237,7 @@ def downloads_from(storage_root: Path, root: Path, call: int, when: str) -> int:
     from ckptstore.transfer import Transfer, Wanted
 
     count = CountCalls()
-    hooks = [count] if call < 0 else [count, KillAt(call, when=when)]  # type: ignore[arg-type]
+    hooks = [count] if call < 0 else [count, KillAt(call, when=when)]
     storage = wrap(LocalStorage(storage_root), combine(*hooks))
     wanted = [Wanted(f"file-{index}", FILE_BYTES, Digest.of(content(index))) for index in range(NUM_FILES)]
     transfer = Transfer(storage, config=TransferConfig(num_threads=1), retry=RetryConfig())

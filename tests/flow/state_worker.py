@@ -53,7 +53,7 @@ def build(layout: str, *, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, 
     elif layout == "tp":
         plan = {"first": ColwiseParallel(), "second": RowwiseParallel(), "tied": RowwiseParallel()}
         model.norm = nn.Identity()  # a batch norm over a shard is another model
-        parallelize_module(model, init_device_mesh("cpu", (size,)), plan)  # type: ignore[arg-type]
+        parallelize_module(model, init_device_mesh("cpu", (size,)), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
@@ -126,9 +126,7 @@ def train_and_resume(root: str, layouts: list[str]) -> dict[str, tuple[list[floa
             whole = train(parts, 2, layout=layout)
             pending = store.save_async(5, state_of(parts, epoch=5))
             whole += train(parts, 3, layout=layout)
-            result = pending.result()
-            assert result is not None
-            assert result.step == 5
+            assert pending.result().step == 5
             resumed = []
             for step, skip in ((3, 0), (5, 2)):
                 other = build(layout, seed=2)
@@ -139,7 +137,7 @@ def train_and_resume(root: str, layouts: list[str]) -> dict[str, tuple[list[floa
                 resumed.append(train(other, 5 - skip, layout=layout))
             assert store[3].verify().ok
         found[layout] = (whole, *resumed)
-    return found  # type: ignore[return-value]
+    return found
 
 
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -213,8 +211,8 @@ def loader_positions(root: str) -> tuple[list[int], list[int], list[int]]:
 
     def loader() -> Any:
         data = list(range(64))
-        sampler = DistributedSampler(data, shuffle=True, seed=3)  # type: ignore[arg-type, var-annotated]
-        return StatefulDataLoader(data, batch_size=4, sampler=sampler)  # type: ignore[arg-type, var-annotated]
+        sampler = DistributedSampler(data, shuffle=True, seed=3)
+        return StatefulDataLoader(data, batch_size=4, sampler=sampler)
 
     with job(root) as store:
         due = [sample for batch in loader() for sample in batch.tolist()]

@@ -70,14 +70,12 @@ def test_retention_and_best_go_by_what_was_annotated(tmp_path: Path) -> None:
         job.save_directory(4, source)  # the job was not fenced
         assert steps(job) == [1, 3, 4]
         best = evaluation.best("eval_loss")
-        assert best is not None
         assert (best.step, pickle.loads(pickle.dumps(best)).metrics) == (1, {"eval_loss": 1.0})
         evaluation.annotate(1, {"eval_loss": 9.0})
         assert job.best("eval_loss") == job[3], "the later value counts"
         assert best.metrics == {"eval_loss": 1.0}, "as of when it was looked up"
         evaluation.annotate(job[4], {"x": math.nan})
         for found in (job.resume(), evaluation.latest()):
-            assert found is not None
             assert str(found.metrics) == "{'x': nan}"
 
 
@@ -143,7 +141,7 @@ def test_what_cannot_be_annotated_is_refused_before_anything_is_written(tmp_path
             store.annotate(2, {"a": 1})
         for metrics in ({}, {"a": "x"}, {"": 1.0}, {"a": 2**70 + 1}, [1]):
             with pytest.raises(InvalidMetric):
-                store.annotate(1, metrics)  # type: ignore[arg-type]
+                store.annotate(1, metrics)
         assert len(list((tmp_path / "store/log").iterdir())) == before
         with open_store(tmp_path / "store") as later:
             later.resume()

@@ -125,14 +125,12 @@ def test_files_of_any_size_are_saved_and_copied(tmp_path: Path, algorithm: str) 
     with opened(tmp_path) as store:
         store.save_directory(1, source)
         checkpoint = store.latest()
-        assert checkpoint is not None
         assert algorithms_of(checkpoint) == {algorithm}
         assert checkpoint.verify().ok
     command = [sys.executable, "-m", "ckptstore.tools.cli", "cp", str(tmp_path / "store"), str(tmp_path / "copy")]
     subprocess.run(command, check=True, capture_output=True)
     with open_store(tmp_path / "copy") as store:
         copied = store.latest()
-        assert copied is not None
         assert {file.name: file.digest for file in copied.files} == {
             file.name: file.digest for file in checkpoint.files
         }

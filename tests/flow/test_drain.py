@@ -124,7 +124,6 @@ def test_a_drained_checkpoint_is_what_was_certified(tmp_path: Path) -> None:
     assert kinds == [(name, rank) for name in ("CheckpointCommitted", "DrainEnded", "DrainStarted") for rank in (0, 1)]
     with open_store(tmp_path / "store", group="solo") as store:
         latest = store.latest()
-        assert latest is not None
         assert latest.step == 7
         assert latest.verify().ok
 
@@ -137,7 +136,6 @@ def test_one_drains_one_waits_and_a_newer_one_takes_its_place(tmp_path: Path) ->
         assert gate.reached.wait(SECONDS)
         drains += [rank.offer(2, 2), rank.offer(3, 3, is_due=False), rank.offer(4, 4)]
         place = rank.job.tier.place
-        assert place is not None
         held = sorted(place.in_use)
         meeting.wait(SECONDS)
         gate.opened.set()
@@ -200,7 +198,6 @@ def test_a_store_that_is_away_is_tried_again_and_sent_nothing_twice(
 def flip(rank: Rank, certificate: Certificate, name: str, damage: str = "flip") -> None:
     """Damage a file on the disk of this rank's node."""
     place = rank.job.tier.place
-    assert place is not None
     path = place.disk.storage.local_path(certificate.attempt.key(name))
     data = bytearray(path.read_bytes())
     data[500] ^= 1
@@ -214,7 +211,6 @@ def flip(rank: Rank, certificate: Certificate, name: str, damage: str = "flip") 
 def test_a_damaged_file_fails_its_own_checkpoint_and_no_other(tmp_path: Path, damage: str) -> None:
     def script(rank: Rank) -> Any:
         certificate, place = rank.fast(1, 1), rank.job.tier.place
-        assert place is not None
         if place.members.rank == 1:
             flip(rank, certificate, "part-1-rank=00001.bin", damage)
         with pytest.raises(CheckpointDamaged, match="is damaged on the disk of node1") as caught:
@@ -237,7 +233,6 @@ def test_with_two_copies_the_partner_has_what_is_damaged_here(
 
     def script(rank: Rank) -> Any:
         certificates, place = [rank.fast(1, 1), rank.fast(2, 2)], rank.job.tier.place
-        assert place is not None
         stored.wait(SECONDS)
         if place.members.rank == 1:
             flip(rank, certificates[0], "part-1-rank=00001.bin", damage)
@@ -425,7 +420,6 @@ def test_ranks_that_ask_at_different_moments_agree(tmp_path: Path) -> None:
 
     def script(rank: Rank) -> Any:
         drain, place = rank.offer(1, 1, is_due=False), rank.job.tier.place
-        assert place is not None
         if place.members.rank == 0:
             rank.drainer.want(drain)
             asked.wait(SECONDS)
@@ -457,7 +451,6 @@ def test_any_order_of_saves_wishes_and_faults_ends_alike_on_all_ranks(tmp_path: 
 
     def script(rank: Rank) -> Any:
         place = rank.job.tier.place
-        assert place is not None
         pace = random.Random(100 * seed + place.members.rank)
         drains = []
         for number in range(12):

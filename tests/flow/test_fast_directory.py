@@ -36,7 +36,6 @@ def tree(path: Path) -> dict[str, bytes | None]:
 
 def resumed(store: CheckpointStore, _rank: int) -> Any:
     found = store.resume()
-    assert found is not None
     with found.as_directory() as path:
         files = tree(path)
     with job_of(store).group.meeting("read"):  # one may have read from the other

@@ -57,7 +57,7 @@ def play(nodes: str, root: Path, script: str, copies: int, token: str, given: di
     number = given.get("rank", int(os.environ["RANK"]))
     tier = FastTier(
         root / f"disk-{nodes[number]}",
-        copies=copies,  # type: ignore[arg-type]
+        copies=copies,
         keep=3,
         node=nodes[number],
         drain=KeepEvery(steps=1_000_000),
@@ -347,7 +347,7 @@ def play_an_outage(root: Path, copies: int, options: dict[str, Any]) -> Any:
     rank = int(os.environ["RANK"])
     seat = StorageGroup(rank, 2, "start", f"node{rank}")  # in a directory, as those of torch meet without the store
     group = seat.open(LocalStorage(root / "board"), rank_timeout_seconds=SECONDS, retry=RetryConfig())
-    tier = FastTier(root / f"disk-{rank}", copies=copies, node=f"node{rank}")  # type: ignore[arg-type]
+    tier = FastTier(root / f"disk-{rank}", copies=copies, node=f"node{rank}")
     with open_store("s3://test/run", group=group, fast=tier, storage_options=options) as store:
         store.save_async(1, state_of(1, rank)).durable(SECONDS)
         (root / f"begun-{rank}").touch()

@@ -108,7 +108,6 @@ def save(*steps: int) -> Flow:
 def settle(store: CheckpointStore) -> None:
     """What is superseded is deleted in the background."""
     place = job_of(store).tier.place
-    assert place is not None
     place.settle()
 
 
@@ -205,7 +204,6 @@ def test_no_request_is_made_until_a_save_is_complete(tmp_path: Path) -> None:
             store.save(1, state_of(1))
             store.drain()  # which later ones are not due for
             pruning = store._job._pruning
-            assert pruning is not None
             pruning.join()
             before = len(server.log)
             save(2, 3)(store, rank)
@@ -214,7 +212,6 @@ def test_no_request_is_made_until_a_save_is_complete(tmp_path: Path) -> None:
             assert pending.result() is not None
             count = len(server.log) - before
             checkpoint = pending.durable()
-            assert checkpoint is not None
             assert (checkpoint.step, checkpoint.is_durable, checkpoint.verify().ok) == (5, True, True)
             return count
 
@@ -458,7 +455,6 @@ def test_where_a_disk_is_full_and_another_rank_has_no_copy_both_are_told(jobs: J
     def flow(store: CheckpointStore, rank: int) -> Any:
         save(1)(store, rank)
         place = job_of(store).tier.place
-        assert place is not None
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
                 patch.setattr(place.transfer, "upload", fail(StorageFull("no space on the disk")))
@@ -495,7 +491,6 @@ def test_a_resume_without_a_state_gives_what_can_be_loaded(jobs: Jobs) -> None:
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         found = store.resume()
-        assert found is not None
         state = state_of(0)
         found.load(state)
         with found.as_directory() as path:  # a copy, since this node does not have all
@@ -578,7 +573,7 @@ def test_bad_input(given: dict[str, Any], match: str) -> None:
 
 def test_what_a_fast_checkpoint_cannot_be(jobs: Jobs) -> None:
     with pytest.raises(InvalidInput, match="it is a FastTier"):
-        open_store(jobs.root / "store", fast="/a")  # type: ignore[arg-type]
+        open_store(jobs.root / "store", fast="/a")
     with jobs.open(0, "a", uuid4().hex) as store, pytest.raises(InvalidInput, match="incremental"):
         store.save(1, state_of(1), incremental=True)
 

@@ -61,7 +61,6 @@ def test_the_newest_wherever_it_is(jobs: Jobs, skipped: list[str]) -> None:
     jobs.run("a", flow, drain_bytes_per_second=None, drain=KeepEvery(steps=1000), keep=9)
     with beside(jobs, "a") as store:
         found = store.latest(fast=True)
-        assert found is not None
         assert (found.step, found.number, found.is_durable) == (2, None, False)
         loaded(found, 2)
         assert steps(store) == [(1, True, True), (2, False, True)]
@@ -77,7 +76,6 @@ def test_the_newest_wherever_it_is(jobs: Jobs, skipped: list[str]) -> None:
     jobs.run("a", back, keep=9)
     with beside(jobs, "a") as store:
         found = store.latest(fast=True)
-        assert found is not None
         assert (found.step, found.is_durable) == (1, True)
         assert steps(store) == [(1, True, True)]
         assert skipped == []  # what is void is nothing to act on
@@ -103,7 +101,6 @@ def test_what_cannot_be_used_is_passed_over(jobs: Jobs, skipped: list[str]) -> N
     certificate.write_bytes(data[:-9])
     with beside(jobs, "a") as store:
         found = store.latest(fast=True)
-        assert found is not None
         assert found.step == 2
         assert len(skipped) == 2
         assert f"{paths[2].name} on a: " in skipped[0]
@@ -123,9 +120,7 @@ def test_what_cannot_be_used_is_passed_over(jobs: Jobs, skipped: list[str]) -> N
         copy.save(9, state_of(9))
     with open_store(jobs.root / "copy", group="solo", fast=FastTier(jobs.disk("a"), node="a")) as copy:
         skipped.clear()
-        found = copy.latest(fast=True)
-        assert found is not None
-        assert found.step == 9
+        assert copy.latest(fast=True).step == 9
         assert sum("another history" in reason for reason in skipped) == 3
     jobs.disk("a").chmod(0o755)
     with beside(jobs, "a") as store, pytest.raises(InvalidInput, match="lets other users in"):
@@ -138,7 +133,6 @@ def test_a_file_on_another_node(jobs: Jobs) -> None:
     def flow(store: CheckpointStore, rank: int) -> list[float]:
         store.save(1, {**state_of(1, rank), "big": torch.ones(BIG)})
         found = store.latest(fast=True)
-        assert found is not None
         assert not found.is_durable
         state = state_of(-1, rank)
         found.load(state)
@@ -148,7 +142,6 @@ def test_a_file_on_another_node(jobs: Jobs) -> None:
     assert jobs.run("ab", flow) == [[1.0, 100.0], [1.0, 101.0]]
     with beside(jobs, "a") as store:
         found = store.latest(fast=True)
-        assert found is not None
         report = found.verify()
         assert report.ok
         assert 0 < report.num_read < len(found.files)  # those of its own node
@@ -173,11 +166,9 @@ def test_it_becomes_durable_and_leaves_the_node(jobs: Jobs) -> None:
     with open_store(jobs.root / "store", fast=tier) as store, beside(jobs, "a") as other:
         store.save(1, state_of(1))
         first = other.latest(fast=True)
-        assert first is not None
         pending = store.save_async(2, state_of(2))
         pending.result()
         second = other.latest(fast=True)
-        assert second is not None
         assert second.step == 2
         pending.durable()
         store.save(3, state_of(3))
@@ -188,7 +179,6 @@ def test_it_becomes_durable_and_leaves_the_node(jobs: Jobs) -> None:
         assert first.is_durable  # the first is always due
         store.save(4, state_of(4))
         third = other.latest(fast=True)
-        assert third is not None
         store.save(5, state_of(5))
         settle(store)
         with pytest.raises(CheckpointGone, match="Step 4 was deleted from the disk of this node"):
@@ -215,7 +205,6 @@ def test_what_another_process_reads_stays(jobs: Jobs) -> None:
             store.save(step, state_of(step))
             arguments = [sys.executable, "-c", READER, str(jobs.root / "store"), str(jobs.disk("a"))]
             reader = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            assert reader.stdout is not None
             assert reader.stdout.readline() == "reads\n"
             settle(store)
             (read,) = jobs.attempts("a")
@@ -266,7 +255,6 @@ def test_health_tells_what_the_store_lacks_whatever_the_reason(jobs: Jobs) -> No
         assert data.name in str(health.error)
         store.save_async(5, state_of(5)).durable()
         drained = store.drain()
-        assert drained is not None
         assert (drained.step, drained.is_durable, store.finish_by(0.0)) == (5, True, True)
         health = store.health()
         assert (health.durable_step, health.not_durable_seconds, health.error) == (5, None, None)

@@ -27,7 +27,7 @@ def append_as_rank(root: Path) -> tuple[str, list[str]]:
 
 
 def die_in_the_middle(root: Path, when: str) -> None:
-    log = Log(wrap(LocalStorage(root), KillAt("create log/*", when=when)), retry=RETRY)  # type: ignore[arg-type]
+    log = Log(wrap(LocalStorage(root), KillAt("create log/*", when=when)), retry=RETRY)
     log.append(lambda _: Noop())
 
 

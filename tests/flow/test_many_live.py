@@ -21,14 +21,12 @@ def add_live(store: CheckpointStore, number: int) -> None:
     """Add live checkpoints by their records and empty directories alone."""
     job = store._job
     newest = job.log.newest()
-    assert newest is not None
     first = job.log.records(newest.state.live)[0].entry
     for step in range(1000, 1000 + number):
         attempt = job.new_attempt(step)
-        os.makedirs(job.storage.local_path(f"checkpoints/{attempt}"))  # type: ignore[attr-defined]
+        os.makedirs(job.storage.local_path(f"checkpoints/{attempt}"))
 
         def change(newest: Record | None, step: int = step, attempt: object = attempt) -> Commit:
-            assert newest is not None
             save_number = newest.state.save_number + 1
             return Commit(entry=replace(first, step=step, attempt=str(attempt), save_number=save_number))
 
@@ -61,7 +59,6 @@ def calls_of_saves(root: Path, number: int) -> tuple[int, int]:
         store.save(1000, {"epoch": 1})
         assert [checkpoint.step for checkpoint in store].count(1000) == 1
         newest = store._job.log.newest()
-        assert newest is not None
         return calls, len(newest.encode())
 
 

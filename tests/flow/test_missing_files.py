@@ -59,9 +59,7 @@ def test_the_one_before_is_taken_and_the_reason_told(tmp_path: Path, uri: str, p
         with listening(events.append):
             for take, read_once in ((store.load, "rank"), (store.load, "node"), (store.resume, "rank")):
                 found = state(0)
-                taken = take(found, read_once=read_once)
-                assert taken is not None
-                assert taken.step == found["epoch"] == 1
+                assert take(found, read_once=read_once).step == found["epoch"] == 1
                 assert found["w"].eq(1).all()
         reasons = [event.reason for event in events if isinstance(event, CheckpointSkipped)]
         assert len(reasons) == 3
@@ -141,9 +139,7 @@ def test_a_byte_more_is_damage_and_passed_over(tmp_path: Path, name: str, fault:
         path.write_bytes(path.read_bytes() + b"\n")
         assert [problem.fault for problem in store[2].verify().problems] == [fault]
     with open_store(tmp_path) as store:
-        resumed = store.resume()
-        assert resumed is not None
-        assert resumed.step == 1
+        assert store.resume().step == 1
 
 
 @pytest.mark.parametrize(

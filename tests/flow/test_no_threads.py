@@ -56,7 +56,6 @@ def live_without_threads(uri: str, options: dict[str, Any], directory: str, grou
             for step in (2, 3):
                 store.save_async(step, state).result()
             latest = store.resume(state)
-            assert latest is not None
             assert latest.step == 3
             assert torch.equal(latest.to_dict()["w"], state["w"])
             latest.to_directory(directory)

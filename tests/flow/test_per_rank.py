@@ -183,7 +183,7 @@ def test_what_cannot_be_marked_and_bad_choices_are_refused(tmp_path: Path) -> No
                 store.save(1, {"a": {"b": per_rank(item)}})
         store.save(1, {"epoch": 1})
         with pytest.raises(InvalidInput, match="per_rank is 'last'"):
-            store.load({"epoch": 0}, per_rank={"epoch": "last"})  # type: ignore[dict-item]
+            store.load({"epoch": 0}, per_rank={"epoch": "last"})
 
 
 def _mersenne(rank: int) -> Any:

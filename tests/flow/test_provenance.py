@@ -72,7 +72,6 @@ def train(script: Path, store: Path, *words: str, **environment: str) -> Checkpo
 
 
 def provenance_of(checkpoint: Checkpoint | None) -> Provenance:
-    assert checkpoint is not None
     assert checkpoint.provenance is not None
     return checkpoint.provenance
 
@@ -133,7 +132,7 @@ def test_it_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with open_store(tmp_path / "b") as store:
         assert store.save(1, {"w": 1}).provenance is None
     with pytest.raises(InvalidInput, match="provenance is 'no'"):
-        open_store(tmp_path / "c", provenance="no")  # type: ignore[arg-type]
+        open_store(tmp_path / "c", provenance="no")
     manifests = [path.read_text() for path in tmp_path.rglob("ckptstore.json")]
     assert len(manifests) == 2
     assert not any("provenance" in text for text in manifests)

@@ -73,10 +73,8 @@ def test_a_pin_goes_with_its_checkpoint_or_stays(tmp_path: Path) -> None:
         for step in (2, 3):
             store.pin(step)
         first = store._job.log.newest()
-        assert first is not None
         store.remove(3, force=True)
         newest = store._job.log.newest()
-        assert newest is not None
         assert newest.number == first.number + 1, "one record, not two"
         assert (steps(store), len(newest.state.pinned)) == ([1, 2], 1)
         with pytest.raises(InvalidInput, match="Step 2 was not removed: step 1 before it was thinned"):
@@ -242,7 +240,7 @@ def test_what_a_job_resumed_from_waits_in_the_trash(tmp_path: Path) -> None:
 class BareDisk(LocalStorage):
     """A disk that cannot create-if-absent."""
 
-    create = None  # type: ignore[assignment]
+    create = None
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_different_steps_are_an_error_that_names_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None, True, 10**10])
 def test_steps_that_are_none(root: str, tmp_path: Path, step: object) -> None:
     with open_store(root) as store, pytest.raises(InvalidStep):
-        store.save_directory(step, tree(tmp_path))  # type: ignore[arg-type]
+        store.save_directory(step, tree(tmp_path))
 
 
 def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_bad_stores_are_refused() -> None:
     with pytest.raises(InvalidInput, match="missing"):
         open_store("memory://x", missing="ignore")
     with pytest.raises(InvalidInput, match="retention"):
-        open_store("memory://x", retention=3)  # type: ignore[arg-type]
+        open_store("memory://x", retention=3)
     with pytest.raises(InvalidInput, match="grace"):
         open_store("memory://x", grace_seconds=-1)
 

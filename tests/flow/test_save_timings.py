@@ -33,7 +33,6 @@ SLOW_SECONDS = 3.0
 
 
 def timings_of(checkpoint: Checkpoint | None) -> Timings:
-    assert checkpoint is not None
     assert checkpoint.timings is not None
     return checkpoint.timings
 
@@ -57,7 +56,6 @@ def test_the_slow_rank_is_named_with_its_node(tmp_path: Path) -> None:
     found = run_ranks(3, save_files, str(tmp_path / "store"), 2, SLOW_SECONDS, -1)
     assert found[0]["timings"] == found[1]["timings"] == found[2]["timings"]
     timings = Timings.from_json(found[0]["timings"])
-    assert timings is not None
     upload, wait = timings.phases["upload"], timings.phases["wait"]
     assert upload.slowest[0] == 2
     assert timings.ranks[upload.slowest[0]].node == "node-2"

@@ -76,7 +76,7 @@ def load_with_trouble(uri: str, trouble: str) -> tuple[type, tuple[int, ...], st
             raise torch.OutOfMemoryError("CUDA out of memory")
         finish(step, buffer)
 
-    Step.finish = finishing  # type: ignore[method-assign]
+    Step.finish = finishing
     state = {key: torch.zeros(3_000_000) for key in "ab"}
     try:
         Checkpoint.from_uri(uri).load(state, read_once="job")

@@ -79,9 +79,7 @@ def test_the_metadata_may_change_at_once(tmp_path: Path) -> None:
         metadata["losses"].append(0.25)
         metadata["config"]["device"] = torch.device("cpu")
         gate.opened.set()
-        checkpoint = pending.result()
-        assert checkpoint is not None
-        assert checkpoint.metadata == {"losses": [0.5], "config": {"lr": 0.1}}
+        assert pending.result().metadata == {"losses": [0.5], "config": {"lr": 0.1}}
 
 
 @pytest.mark.parametrize("mine", [KeyboardInterrupt(), ValueError("mine")])
@@ -113,8 +111,7 @@ def test_the_next_save_waits_is_skipped_or_refused(tmp_path: Path) -> None:
         first.result(timeout_seconds=0.01)
     assert not store.finish_by(0.01)
     threading.Timer(0.3, gate.opened.set).start()
-    waited = store.save_async(4, some_state())
-    assert waited.stalled_seconds > 0.1
+    assert store.save_async(4, some_state()).stalled_seconds > 0.1
     assert first.done()
     assert store.finish_by(60)
     assert [checkpoint.step for checkpoint in store] == [1, 4]
@@ -124,9 +121,9 @@ def test_the_next_save_waits_is_skipped_or_refused(tmp_path: Path) -> None:
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store:
         with pytest.raises(TypeError, match="uploader"):
-            store.save_async(1, some_state(), uploader="process")  # type: ignore[call-arg]
+            store.save_async(1, some_state(), uploader="process")
         with pytest.raises(InvalidInput, match="on_busy"):
-            store.save_async(1, some_state(), on_busy="drop")  # type: ignore[arg-type]
+            store.save_async(1, some_state(), on_busy="drop")
         with pytest.raises(InvalidState, match=r"bad\.thing"):
             store.save_async(1, {"bad": {"thing": object()}})
         assert store.latest() is None

@@ -185,7 +185,6 @@ def dcp_ranks(root: str) -> dict[str, Any]:
             dcp.save({f"w{rank}": torch.ones(3)}, storage_writer=writer)
     with open_store(root) as store:
         found = store.latest()
-        assert found is not None
         seen = {"step": found.step, **found.metrics, **found.metadata}
     dist.destroy_process_group()
     return seen

@@ -1,13 +1,19 @@
-"""Directories with a few files, and stores that have such."""
+"""Directories with a few files, stores that have such, and what happens to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
-from ckptstore import Checkpoint, CheckpointStore
+from ckptstore import Checkpoint, CheckpointStore, open_store
+from ckptstore.events import Event, listening
+from ckptstore.interchange.copying import CopyReport, copy_store
 from ckptstore.testing import Call
+from ckptstore.transfer.opened import open_place
 
 
 def make_tree(directory: Path, files: dict[str, bytes]) -> Path:
@@ -30,6 +36,18 @@ def read_tree(directory: Path) -> dict[str, bytes]:
     }
 
 
+def moved_away(path: Path, elsewhere: Path) -> Path:
+    """Move a directory to another place, and leave a link behind, as people do when a disk is full."""
+    shutil.move(path, elsewhere)
+    make_tree(elsewhere, {"ours/unrelated": b"1"})
+    path.symlink_to(elsewhere, target_is_directory=True)
+    return elsewhere
+
+
+def everything(path: Path) -> list[str]:
+    return sorted(str(item.relative_to(path)) for item in path.rglob("*"))
+
+
 def flip(path: Path) -> None:
     """Change one bit of a file that is read-only."""
     data = bytearray(path.read_bytes())
@@ -41,6 +59,23 @@ def flip(path: Path) -> None:
 def save_tree(store: CheckpointStore, tmp_path: Path, step: int, data: bytes = b"x") -> Checkpoint:
     """Save two files."""
     return store.save_directory(step, make_tree(tmp_path / uuid4().hex, {"f": data, "deep/g": data}))
+
+
+def copied(source: CheckpointStore | Path, target: Path) -> CopyReport:
+    """Copy a store."""
+    if isinstance(source, Path):
+        with open_store(source) as store:
+            return copied(store, target)
+    with closing(open_place(target)) as place:
+        return copy_store(source, place)
+
+
+@contextmanager
+def heard(*kinds: type[Event]) -> Iterator[list[Any]]:
+    """The events of these classes, of all without any."""
+    events: list[Any] = []
+    with listening(events.append, *kinds):
+        yield events
 
 
 def settle(store: CheckpointStore) -> None:
