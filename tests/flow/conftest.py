@@ -12,13 +12,13 @@ from small_disks import mounted
 from ckptstore.events import CheckpointSkipped, listening
 
 if TYPE_CHECKING:
-    from test_fast_tier import Jobs
+    from fast_jobs import Jobs
 
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Jobs:
     """Jobs on nodes whose disks are directories below one."""
-    from test_fast_tier import Jobs  # with torch, which other tests do without
+    from fast_jobs import Jobs  # with torch, which other tests do without
 
     return Jobs(tmp_path)
 
@@ -26,7 +26,7 @@ def jobs(tmp_path: Path) -> Jobs:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """The disk of node a."""
-    with mounted(tmp_path / "disk-a", "2m") as place:
+    with mounted(tmp_path / "disk-a", "3m") as place:
         yield place
 
 

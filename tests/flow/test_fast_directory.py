@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_fast_tier import Jobs
+from fast_jobs import Jobs
 
 from ckptstore import CheckpointStore, InvalidInput, open_store
 from ckptstore.catalogue import job_of

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,8 +15,7 @@ from uuid import uuid4
 import forked_ranks
 import pytest
 import torch
-from small_disks import mounted
-from test_fast_tier import Jobs, of, resume, save, state_of
+from fast_jobs import Jobs, durable, of, resume, save, state_of, steps
 from thread_ranks import in_threads
 from trees import flip
 
@@ -36,21 +34,6 @@ from ckptstore.testing.s3_server import s3_server
 from ckptstore.transfer import Transfer
 
 pytestmark = pytest.mark.slow
-
-
-def steps(jobs: Jobs, node: str) -> list[int]:
-    """Of the fast checkpoints on a node."""
-    return [int(path.name[5:15]) for path in jobs.attempts(node)]
-
-
-def durable(*wanted: int) -> Any:
-    """Save these steps, each until it is in the store."""
-
-    def flow(store: CheckpointStore, rank: int) -> None:
-        for step in wanted:
-            store.save_async(step, state_of(step, rank)).durable(60)
-
-    return flow
 
 
 def test_what_was_damaged_takes_no_place_of_what_can_be_used(jobs: Jobs, skipped: list[str]) -> None:
@@ -174,12 +157,6 @@ def test_a_claim_that_cannot_be_asked_for_now_refuses_nothing(jobs: Jobs, monkey
         resume(faulty, 0)
     assert claim.struck
     assert jobs.run("a", resume) == of(7, 0)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted(tmp_path / "disk-a", "3m") as place:
-        yield place
 
 
 def test_a_job_resumes_on_a_full_disk(jobs: Jobs, small_disk: Path) -> None:

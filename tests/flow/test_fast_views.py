@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast_tier import Jobs, save, settle, state_of
+from fast_jobs import Jobs, save, settle, state_of
 
 from ckptstore import (
     CheckpointDamaged,

@@ -15,14 +15,11 @@ from ckptstore import (
     CheckpointGone,
     InvalidInput,
     KeepLatest,
-    StoreFenced,
-    StoreMissing,
     open_store,
 )
 from ckptstore.log.identity import KEPT_BY_RAY, read_or_create_store_json
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import with_faults
-from ckptstore.upkeep.retain import retain
 
 
 @pytest.fixture
@@ -122,30 +119,19 @@ def test_the_files_of_others_that_it_refers_to_count(tmp_path: Path) -> None:
         store.save(3, {"b": torch.ones(3)})
         store.pin(3)
         base, user = store[1], store[2]
-        retain(store._job.log, KeepLatest(1))
+        store.retain(KeepLatest(1))
         assert store.restore(2).number == user.number
         assert store.prune() == [], "what the restored checkpoint refers to stays"
         user.verify().raise_if_damaged()
         store.unpin(2)
-        retain(store._job.log, KeepLatest(1))
+        store.retain(KeepLatest(1))
         for path in Path(base.uri).glob("*.distcp"):
             path.unlink()
         with pytest.raises(CheckpointDamaged, match="is missing"):
             store.restore(2)
 
 
-def test_an_older_job_restores_nothing(root: Path, tmp_path: Path) -> None:
-    with open_store(root) as old, open_store(root) as new:
-        old.resume()
-        new.resume()
-        with pytest.raises(StoreFenced):
-            old.restore(2)
-        assert steps(new) == [3]
-
-
 def test_where_there_is_no_trash(tmp_path: Path) -> None:
-    with open_store(tmp_path / "absent") as store, pytest.raises(StoreMissing):
-        store.restore(1)
     storage = open_storage(tmp_path / "run")
     read_or_create_store_json(storage, kept_by=KEPT_BY_RAY)
     storage.close()
