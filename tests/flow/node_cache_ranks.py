@@ -91,24 +91,6 @@ def at_random_delays(root: Path, log: Path) -> int:
     return fetch(root, downloads(log))[0]
 
 
-def first_fails(root: Path, log: Path) -> str:
-    """Rank 0 fails in the middle when all others wait."""
-
-    def fail(index: int) -> None:
-        if rank() == 0 and index == 2:
-            wait_for(lambda: len(log.read_text().splitlines()) == int(os.environ["WORLD_SIZE"]))
-            raise ConnectionError("the network is gone")
-
-    if rank():
-        wait_for(log.exists)
-        note_waiting(log)
-    try:
-        inode, waited = fetch(root, downloads(log, at_file=fail))
-    except ConnectionError as error:
-        return str(error)
-    return f"{inode} waited {len(waited)}"
-
-
 def first_is_killed(root: Path, log: Path) -> tuple[int, list[str]]:
     """Rank 0 dies in the middle when all others wait."""
 
@@ -124,49 +106,9 @@ def first_is_killed(root: Path, log: Path) -> tuple[int, list[str]]:
     return inode, [event.holder for event in waited]
 
 
-def dies_alone(root: Path, log: Path) -> None:
-    def die(index: int) -> None:
-        if index == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    fetch(root, downloads(log, at_file=die))
-
-
 def dies_reading(root: Path, log: Path) -> None:
     with NodeCache(CacheConfig(cache_dir=root)).fetch_once(KEY, step=3, size_bytes=1, download=downloads(log)):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def watches(root: Path, log: Path) -> int:
-    """The last rank looks at the place of the copy all the time; the others download, each at a time of its own."""
-    if rank() < int(os.environ["WORLD_SIZE"]) - 1:
-        wait_for(lambda: log.exists() and "watching" in log.read_text())
-        time.sleep(rank() * 0.1)
-        inode = fetch(root, downloads(log))[0]
-        note(log, f"read {rank()}")
-        return inode
-    looks = 0
-    while not log.exists() or log.read_text().count("read") < rank():
-        names = {path.name for path in (root / KEY).iterdir()} if (root / KEY).exists() else None
-        assert names is None or len(names) == NUM_FILES, names
-        looks += names is None
-        if looks == 1 and names is None:
-            note(log, "watching")
-    return looks
-
-
-def holder_hangs(root: Path, log: Path) -> str:
-    """Rank 0 stops in the middle until the others are done."""
-
-    def hang(index: int) -> None:
-        if rank() == 0 and index == 1:
-            wait_for(lambda: log.read_text().count("read") == int(os.environ["WORLD_SIZE"]) - 1)
-
-    if rank():
-        wait_for(log.exists)
-    inode, _ = fetch(root, downloads(log, at_file=hang), cache_wait_seconds=1800 if rank() == 0 else 0.3)
-    note(log, f"read {rank()}")
-    return str(inode)
 
 
 def reads_while_others_evict(root: Path, log: Path) -> int:
@@ -204,28 +146,6 @@ def reads_in_a_forked_worker(root: Path, log: Path) -> str:
     status = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
     with NodeCache(config).fetch_once("ef" * 32, step=3, size_bytes=1, download=downloads(log)):
         return f"{still_there} {status} {path.exists()}"
-
-
-def fills_the_disk(root: Path, log: Path) -> str:
-    from ckptstore.errors import StorageFull
-
-    def download(path: Path) -> None:
-        note(log, f"started {rank()}")
-        with open(path / "file", "wb") as file:
-            while True:
-                file.write(bytes(1 << 20))
-
-    nodes = NodeCache(CacheConfig(cache_dir=root))
-    said = []
-    for size_bytes in (1 << 30, 1 << 20):
-        try:
-            with nodes.fetch_once(KEY, step=3, size_bytes=size_bytes, download=download):
-                said.append("worked")
-        except StorageFull as error:
-            said.append(f"full: {error}")
-        except OSError as error:
-            said.append(f"errno {error.errno}")
-    return "\n".join(said)
 
 
 def downloads_from(storage_root: Path, root: Path, call: int, when: str) -> int:

@@ -1,4 +1,4 @@
-"""The same scenes with real processes as ranks: through a directory, and through torch.distributed with gloo."""
+"""Groups of real processes: through torch.distributed with gloo, and those that die, through a directory too."""
 
 from __future__ import annotations
 
@@ -131,30 +131,6 @@ def check_deaths(seen: list[Any]) -> None:
         assert second[:2] == (RankTimeout, (2,))
         assert "Rank 2 gave no sign of life for 3 s in 'rank 2 dies'" in second[2]
         assert leader[:2] == (RankTimeout, (0,))
-
-
-def through_a_directory(root: Path) -> tuple[dict[str, Any], list[str]]:
-    storage = LocalStorage(root)
-    rank = int(os.environ["RANK"])
-    group = find_group(
-        StorageGroup(rank, 4, "first-start"),
-        storage=storage,
-        config=StoreConfig(rank_timeout_seconds=PATIENCE_SECONDS),
-    )
-    check_shared(group, storage)
-    seen = scenes(group)
-    others = [root.with_name(f"rank {other} has left") for other in (1, 2, 3)]
-    while rank == 0 and not all(path.exists() for path in others):
-        time.sleep(0.01)  # the leader leaves last: on a busy machine it does not wait long enough
-    group.close()
-    root.with_name(f"rank {rank} has left").touch()
-    return seen, [file.key for file in storage.list("")] if rank == 0 else []
-
-
-def test_ranks_agree_through_a_directory(tmp_path: Path) -> None:
-    ends = run_ranks(4, through_a_directory, tmp_path / "store")
-    check_scenes([seen for seen, _ in ends])
-    assert ends[0][1] == []  # what was posted is gone
 
 
 def deaths_through_a_directory(root: Path) -> list[Any]:

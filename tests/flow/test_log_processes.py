@@ -56,14 +56,3 @@ def test_a_process_that_dies_while_it_creates_leaves_a_whole_log(tmp_path: Path)
         assert newest.number == before.number + landed
         assert log.append(lambda _: Noop())
         assert log.verify_chain() == []
-
-
-def test_a_record_cannot_be_written_over(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    log = Log(storage, retry=RETRY)
-    first = log.append(lambda _: Claim("first", 1))
-    assert first
-    assert not storage.create("log/0000000001.json", b"other")
-    again = Log(storage, retry=RETRY).newest()
-    assert again
-    assert again.encode() == first.encode()

@@ -61,10 +61,8 @@ class Node:
 
 
 @contextmanager
-def running(
-    server: S3Server, tmp_path: Path, ports: Sequence[int], num_nodes: int, *, first_line: str = ""
-) -> Iterator[list[Node]]:
-    """Start nodes that have opened the store; with a first line, each goes on with that as soon as it has."""
+def running(server: S3Server, tmp_path: Path, ports: Sequence[int], num_nodes: int) -> Iterator[list[Node]]:
+    """Start nodes that have opened the store."""
     environment = os.environ | {
         "CKPTSTORE_PEERS": ",".join(f"127.0.0.1:{port}" for port in ports),
         "CKPTSTORE_PEERS_TOKEN": "a token of sixteen characters",
@@ -80,8 +78,6 @@ def running(
             )
             stack.callback(process.kill)
             nodes.append(Node(process, directory))
-            if first_line:
-                nodes[-1].say(first_line)
         for node in nodes:
             assert node.hear() == "ready"
         yield nodes
@@ -108,8 +104,9 @@ def check_one_read_of_the_bucket(server: S3Server, nodes: Sequence[Node]) -> Non
     assert 1.0 <= sent_bytes(server, since) < 1.2
 
 
-def test_four_nodes_take_each_byte_from_the_bucket_once(server: S3Server, tmp_path: Path) -> None:
-    with running(server, tmp_path, free_ports(4), 4) as nodes:
+@pytest.mark.parametrize("num_nodes", [4, pytest.param(16, marks=pytest.mark.long)])
+def test_nodes_take_each_byte_from_the_bucket_once(server: S3Server, tmp_path: Path, num_nodes: int) -> None:
+    with running(server, tmp_path, free_ports(num_nodes), num_nodes) as nodes:
         check_one_read_of_the_bucket(server, nodes)
         since = len(server.log)
         nodes[0].say("*")
@@ -117,8 +114,8 @@ def test_four_nodes_take_each_byte_from_the_bucket_once(server: S3Server, tmp_pa
         assert sent_bytes(server, since) == 0, "they have it all in memory"
         for node in nodes:
             node.say("end")
-        assert [node.hear() for node in nodes] == ["[]"] * 4
-        assert [node.process.wait(60) for node in nodes] == [0] * 4
+        assert [node.hear() for node in nodes] == ["[]"] * num_nodes
+        assert [node.process.wait(60) for node in nodes] == [0] * num_nodes
 
 
 def test_two_processes_of_a_node_share_its_port(server: S3Server, tmp_path: Path) -> None:
