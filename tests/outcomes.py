@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ckptstore.errors import CkptstoreError
 
@@ -14,3 +15,11 @@ def error_of(call: Callable[[], object]) -> CkptstoreError | None:
     except CkptstoreError as error:
         return error
     return None
+
+
+def end_of(call: Callable[[], Any]) -> Any:
+    """Return what it returns, or the error that it raises."""
+    try:
+        return call()
+    except CkptstoreError as error:
+        return error

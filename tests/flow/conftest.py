@@ -26,7 +26,7 @@ def jobs(tmp_path: Path) -> Jobs:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """The disk of node a."""
-    with mounted(tmp_path / "disk-a", "3m") as place:
+    with mounted(tmp_path / "disk-a", "2m") as place:
         yield place
 
 

@@ -58,9 +58,7 @@ class Rank:
         upload: Upload = place.transfer.upload
         if place.tier.copies == 2:
             upload = partial(doubled_upload, place, upload)
-        upload(
-            [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in own.items()],
-        )
+        upload([PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in own.items()])
         receipts = [Receipt(name, len(data), Digest.of(data), rank) for name, (rank, data) in contents.items()]
         manifest = Manifest(
             store_id=job.store_id(),

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed.checkpoint as dcp
+from outcomes import end_of
 from thread_ranks import run_threads
 from trees import make_tree
 
-from ckptstore import Checkpoint, CheckpointStore, KeepLatest, StorageGroup, open_store
+from ckptstore import Checkpoint, CheckpointStore, KeepLatest, open_store
 from ckptstore.config import RetryConfig
-from ckptstore.errors import CkptstoreError, InvalidInput, StorageError, StorageFull, StorageUnavailable
+from ckptstore.dcp import StoreWriter
+from ckptstore.errors import InvalidInput, StorageError, StorageFull, StorageUnavailable
 from ckptstore.saving import log_publisher
 from ckptstore.storage import retry
-from ckptstore.testing import Call, FailAt, run_ranks, with_faults
+from ckptstore.testing import Call, FailAt, with_faults
 
 BIG = {"model.bin": os.urandom(2 << 20)}
 
@@ -30,12 +33,9 @@ def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_RETRY_WAIT_INITIAL_SECONDS", "0.01")
 
 
-def end_of(call: Callable[[], Any]) -> Any:
-    """What it returns, or the error that it raises."""
-    try:
-        return call()
-    except CkptstoreError as error:
-        return error
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_tree(tmp_path / "source", BIG)
 
 
 def saved_steps(ends: list[Any]) -> list[Any]:
@@ -67,8 +67,8 @@ def commits(root: Path) -> list[int]:
         return [checkpoint.step for checkpoint in store]
 
 
-def test_a_rank_that_cannot_hear_the_leader_deletes_nothing(tmp_path: Path) -> None:
-    cut, source = CutOff(is_receipt), make_tree(tmp_path / "source", BIG)
+def test_a_rank_that_cannot_hear_the_leader_deletes_nothing(tmp_path: Path, source: Path) -> None:
+    cut = CutOff(is_receipt)
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         store = with_faults(store, cut) if rank == 1 else store
@@ -85,11 +85,11 @@ def test_a_rank_that_cannot_hear_the_leader_deletes_nothing(tmp_path: Path) -> N
     assert commits(tmp_path / "store") == [1, 2]
 
 
-def test_a_rank_that_does_not_hear_of_the_commit_finds_it_in_the_log(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_hear_of_the_commit_finds_it_in_the_log(tmp_path: Path, source: Path) -> None:
     def is_result(call: Call) -> bool:
         return call.verb == "read" and "/step-" in call.key and call.key.endswith(".result")
 
-    cut, source = CutOff(is_result), make_tree(tmp_path / "source", BIG)
+    cut = CutOff(is_result)
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         store = with_faults(store, cut) if rank == 1 else store
@@ -102,8 +102,7 @@ def test_a_rank_that_does_not_hear_of_the_commit_finds_it_in_the_log(tmp_path: P
     assert saved_steps(ends) == [1, 1]
 
 
-def test_a_leader_whose_result_cannot_be_posted_finds_its_commit(tmp_path: Path) -> None:
-    source = make_tree(tmp_path / "source", BIG)
+def test_a_leader_whose_result_cannot_be_posted_finds_its_commit(tmp_path: Path, source: Path) -> None:
     fault = FailAt(
         lambda call: call.verb == "create" and "/step-" in call.key and call.key.endswith(".result"), times=2
     )
@@ -119,8 +118,8 @@ def test_a_leader_whose_result_cannot_be_posted_finds_its_commit(tmp_path: Path)
 
 
 @pytest.mark.parametrize("how", ["ranks", "dcp"])
-def test_a_commit_of_which_the_storage_told_nothing_is_found(tmp_path: Path, how: str) -> None:
-    source, left = make_tree(tmp_path / "source", BIG), [0]
+def test_a_commit_of_which_the_storage_told_nothing_is_found(tmp_path: Path, source: Path, how: str) -> None:
+    left = [0]
 
     def lose(call: Call) -> None:
         if call.key != "log/0000000002.json":
@@ -147,8 +146,8 @@ def test_a_commit_of_which_the_storage_told_nothing_is_found(tmp_path: Path, how
     assert saved_steps(ends) == [1, 1]
 
 
-def test_only_the_leader_deletes_what_a_failed_attempt_wrote(tmp_path: Path) -> None:
-    source, deleted = make_tree(tmp_path / "source", BIG), [0, 0]
+def test_only_the_leader_deletes_what_a_failed_attempt_wrote(tmp_path: Path, source: Path) -> None:
+    deleted = [0, 0]
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         def watch(call: Call) -> None:
@@ -169,21 +168,16 @@ def test_only_the_leader_deletes_what_a_failed_attempt_wrote(tmp_path: Path) -> 
     assert list((tmp_path / "store" / "checkpoints").rglob("*.bin")) == []
 
 
-def test_an_error_after_the_commit_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = make_tree(tmp_path / "source", BIG)
-
-    def fail(*_arguments: Any, **_options: Any) -> None:
-        raise StorageError("no use")
-
-    monkeypatch.setattr(log_publisher, "tell", fail)
-    ends = run_threads(2, tmp_path / "store", lambda store, rank: store.save_directory(1, source))
+def test_an_error_after_the_commit_removes_nothing(tmp_path: Path, source: Path) -> None:
+    with patch.object(log_publisher, "tell", side_effect=StorageError("no use")):
+        ends = run_threads(2, tmp_path / "store", lambda store, rank: store.save_directory(1, source))
     assert [(type(error), error.committed) for error in ends] == [(StorageError, True)] * 2
     assert commits(tmp_path / "store") == [1]
 
 
 @pytest.mark.parametrize("kind", ["directory", "state"])
-def test_a_rank_that_missed_the_agreement_is_in_step_again(tmp_path: Path, kind: str) -> None:
-    source, fault = make_tree(tmp_path / "source", BIG), threading.Event()
+def test_a_rank_that_missed_the_agreement_is_in_step_again(tmp_path: Path, source: Path, kind: str) -> None:
+    fault = threading.Event()
 
     def lose(call: Call) -> None:
         if call.key.endswith("00000003.result") and call.phase == "before":
@@ -192,12 +186,8 @@ def test_a_rank_that_missed_the_agreement_is_in_step_again(tmp_path: Path, kind:
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         store = with_faults(store, lose) if rank == 1 else store
-        save = (
-            (lambda step: store.save_directory(step, source))
-            if kind == "directory"
-            else (lambda step: store.save(step, {"epoch": step}))
-        )
-        return [end_of(lambda step=step: save(step)) for step in range(1, 7)]
+        save, what = (store.save, {}) if kind == "state" else (store.save_directory, source)
+        return [end_of(lambda step=step: save(step, what)) for step in range(1, 7)]
 
     ends = run_threads(2, tmp_path / "store", flow, rank_timeout_seconds=2)
     assert fault.is_set()
@@ -206,68 +196,32 @@ def test_a_rank_that_missed_the_agreement_is_in_step_again(tmp_path: Path, kind:
     assert ends[0][-2:] == ends[1][-2:]
 
 
-def stopped_leader(directory: str) -> list[str]:
-    """Rank 0 stops itself before its second save; rank 1 goes on, gives up twice, and lets it run again."""
-    rank, root = int(os.environ["RANK"]), Path(directory)
-    group = StorageGroup(rank, 2, "start")
-    ends: list[str] = []
-    source = make_tree(root / f"source-{rank}", {"model.bin": b"x" * 1000})
-    with open_store(root / "store", group=group, rank_timeout_seconds=1.5) as store:
-        for step in range(1, 30):
-            if rank == 0 and step == 2:
-                (root / "pid").write_text(str(os.getpid()))
-                os.kill(os.getpid(), signal.SIGSTOP)
-            end = end_of(lambda step=step: store.save_directory(step, source))
-            ends.append(str(end) if isinstance(end, CkptstoreError) else "saved")
-            if rank == 1 and step == 3:
-                os.kill(int((root / "pid").read_text()), signal.SIGCONT)
-            if step > 3 and ends[-2:] == ["saved", "saved"]:
-                return ends
-    return ends
-
-
-def test_a_leader_that_was_stopped_catches_up_with_the_others(tmp_path: Path) -> None:
-    leader, other = run_ranks(2, stopped_leader, str(tmp_path))
-    assert leader[0] == other[0] == "saved"
-    assert leader[-2:] == other[-2:] == ["saved", "saved"]
-    assert len(leader) == len(other) > 4
-    assert "has given up" in leader[1]
-    assert "Rank 0 gave no sign of life" in other[1]
-
-
 def slow_step_1(call: Call) -> None:
     if call.key.startswith("checkpoints/step-0000000001") and call.phase == "before":
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("how", ["directory", "dcp", "state", "resume", "load", "close"])
+NEXT: dict[str, Callable[[CheckpointStore], Any]] = {
+    "directory": lambda store: store.save_directory(2, None),
+    "state": lambda store: store.save(2, {"epoch": 2}),
+    "dcp": lambda store: dcp.save({"epoch": 2}, storage_writer=StoreWriter(store.dcp_target(), step=2)),
+    "resume": lambda store: store.resume(),
+    "load": lambda store: store.load({"epoch": 0}),
+    "close": lambda store: store.close(),
+}
+
+
+@pytest.mark.parametrize("how", NEXT)
 def test_what_is_in_flight_ends_before_the_next_call_begins(tmp_path: Path, how: str) -> None:
-    source = make_tree(tmp_path / "source", BIG)
-    store = with_faults(open_store(tmp_path / "store", retention=KeepLatest(1)), slow_step_1)
-    pending = store.save_async(1, {"epoch": 1})
-    if how == "directory":
-        store.save_directory(2, source)
-    elif how == "state":
-        store.save(2, {"epoch": 2})
-    elif how == "dcp":
-        import torch.distributed.checkpoint as dcp
-
-        from ckptstore.dcp import StoreWriter
-
-        dcp.save({"epoch": 2}, storage_writer=StoreWriter(store.dcp_target(), step=2))
-    elif how == "resume":
-        assert store.resume().step == 1
-    elif how == "load":
-        assert store.load({"epoch": 0}) is not None
-    else:
-        store.close()
-    assert pending.done()
-    store.close()
+    with with_faults(open_store(tmp_path / "store", retention=KeepLatest(1)), slow_step_1) as store:
+        pending = store.save_async(1, {"epoch": 1})
+        found = NEXT[how](store)
+        assert pending.done()
+        assert how not in ("resume", "load") or found.step == 1
     assert commits(tmp_path / "store") == ([2] if how in ("directory", "state", "dcp") else [1])
 
 
-def test_what_torch_ends_too_late_is_refused(tmp_path: Path) -> None:
-    source = make_tree(tmp_path / "source", BIG)
+def test_what_torch_ends_too_late_is_refused(tmp_path: Path, source: Path) -> None:
     with open_store(tmp_path / "store") as store:
         target = store.dcp_target()
         prefix = target.begin(1)
@@ -279,8 +233,7 @@ def test_what_torch_ends_too_late_is_refused(tmp_path: Path) -> None:
         assert [checkpoint.step for checkpoint in store] == [2, 3]
 
 
-def test_a_failure_that_one_rank_alone_has_is_raised_on_all(tmp_path: Path) -> None:
-    source = make_tree(tmp_path / "source", BIG)
+def test_a_failure_that_one_rank_alone_has_is_raised_on_all(tmp_path: Path, source: Path) -> None:
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         ends = [end_of(lambda: store.save_directory(1, source))]
@@ -299,38 +252,32 @@ def test_a_failure_that_one_rank_alone_has_is_raised_on_all(tmp_path: Path) -> N
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
-    source = make_tree(tmp_path / "source", BIG)
     store = open_store(tmp_path / "store")
-    store.save(1, {"epoch": 1})
-    target = store.dcp_target()
+    saved, target = store.save(1, {"epoch": 1}), store.dcp_target()
     store.close()
     calls: list[Callable[[], Any]] = [
         lambda: store.save(2, {"epoch": 2}),
         lambda: store.save(2, {"data": BIG["model.bin"]}),
         lambda: store.save_async(2, {"epoch": 2}),
         lambda: store.save_async(2, {"epoch": 2}, on_busy="skip"),
-        lambda: store.save_directory(2, source),
+        lambda: store.save_directory(2, None),
         lambda: store.load({"epoch": 0}),
-        lambda: store.resume(),
         lambda: store.resume({"epoch": 0}),
         lambda: store.warm_up({"epoch": 0}),
-        lambda: store.latest(),
         lambda: store.best("loss"),
         lambda: store[1],
         lambda: list(store),
-        lambda: store.entries(),
-        lambda: store.trash(),
         lambda: store.pin(1),
         lambda: store.unpin(1),
         lambda: store.roll_back(1),
-        lambda: store.prune(),
-        lambda: store.collect_garbage(),
-        lambda: store.dcp_target(),
         lambda: target.begin(2),
+        *(store.resume, store.latest, store.entries, store.trash, store.prune, store.collect_garbage, store.dcp_target),
     ]
     for call in calls:
         with pytest.raises(InvalidInput, match="is closed"):
             call()
+    with pytest.raises(InvalidInput, match=r"was closed before this call.*open_store"):
+        saved.verify()
     store.close()
     assert str(tmp_path) in repr(store)
     assert commits(tmp_path / "store") == [1]

@@ -12,11 +12,14 @@ from typing import Any
 import independent_reader
 import pytest
 import torch
+from click.testing import CliRunner
+from trees import copied, flip, make_tree
 
 import ckptstore
 from ckptstore import CheckpointDamaged, CheckpointStore, FastTier, open_store
 from ckptstore.format.digest import ALGORITHMS, DEFAULT
-from ckptstore.interchange.exporting import export
+from ckptstore.interchange import export
+from ckptstore.tools.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +30,7 @@ Use = Callable[[str], None]
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Use:
-    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     return lambda name: monkeypatch.setenv("CKPTSTORE_DIGEST", name)
 
 
@@ -61,8 +63,7 @@ def loads(checkpoint: ckptstore.Checkpoint, number: float) -> None:
 
 
 def test_equal_contents_with_digests_by_two_algorithms_are_not_said_to_differ(tmp_path: Path, use: Use) -> None:
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source/same.bin").write_bytes(b"same")
+    make_tree(tmp_path / "source", {"same.bin": b"same"})
     for name in (DEFAULT, OTHER):
         use(name)
         with open_store(tmp_path / name, durable=False) as store:
@@ -71,21 +72,13 @@ def test_equal_contents_with_digests_by_two_algorithms_are_not_said_to_differ(tm
 
     def diff(step: int, *words: str) -> Any:
         places = [f"{tmp_path / name}@{step}" for name in (DEFAULT, OTHER)]
-        command = [sys.executable, "-m", "ckptstore", "diff", *places, *words, "--json"]
-        return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        return json.loads(CliRunner().invoke(main, ["diff", *places, *words, "--json"]).stdout)
 
     assert [(item["key"], item["change"]) for item in diff(1)["tensors"]] == [("large", "unknown")]
     assert diff(1, "--values")["tensors"] == []
     found = diff(2)
     assert [(item["name"], item["change"]) for item in found["files"]] == [("same.bin", "unknown")]
     assert found["num_equal_files"] == 0
-
-
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.chmod(0o600)
-    path.write_bytes(data)
 
 
 def test_a_state_is_saved_and_every_damaged_file_is_found(tmp_path: Path, algorithm: str) -> None:
@@ -110,7 +103,7 @@ def test_a_state_is_saved_and_every_damaged_file_is_found(tmp_path: Path, algori
         exported = torch.load(tmp_path / "exported/state.pt", weights_only=True)
         assert torch.equal(exported["large"], torch.full((SIZE,), 1.0))
         (file,) = (receipt for receipt in checkpoint.files if receipt.name.endswith(".distcp"))
-        flip(directory / file.name, file.size_bytes // 2)
+        flip(directory / file.name)
         with pytest.raises(CheckpointDamaged):
             export(checkpoint, tmp_path / "again", to="torch")
         with pytest.raises(CheckpointDamaged, match=ALGORITHMS[algorithm].title):
@@ -118,23 +111,17 @@ def test_a_state_is_saved_and_every_damaged_file_is_found(tmp_path: Path, algori
 
 
 def test_files_of_any_size_are_saved_and_copied(tmp_path: Path, algorithm: str) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for size in (0, 1, 1 << 20, (1 << 20) + 1, 40 << 20):
-        (source / str(size)).write_bytes(bytes(range(251)) * (size // 251) + bytes(size % 251))
+    sizes = (0, 1, 1 << 20, (1 << 20) + 1, 40 << 20)
+    files = {str(size): bytes(range(251)) * (size // 251) + bytes(size % 251) for size in sizes}
     with opened(tmp_path) as store:
-        store.save_directory(1, source)
+        store.save_directory(1, make_tree(tmp_path / "source", files))
         checkpoint = store.latest()
         assert algorithms_of(checkpoint) == {algorithm}
         assert checkpoint.verify().ok
-    command = [sys.executable, "-m", "ckptstore.tools.cli", "cp", str(tmp_path / "store"), str(tmp_path / "copy")]
-    subprocess.run(command, check=True, capture_output=True)
-    with open_store(tmp_path / "copy") as store:
-        copied = store.latest()
-        assert {file.name: file.digest for file in copied.files} == {
-            file.name: file.digest for file in checkpoint.files
-        }
-        assert copied.verify().ok
+        copied(store, tmp_path / "copy")
+        with open_store(tmp_path / "copy") as copy:
+            assert [(it.name, it.digest) for it in copy[1].files] == [(it.name, it.digest) for it in checkpoint.files]
+            assert copy[1].verify().ok
 
 
 @pytest.mark.parametrize("incremental", [True, "reference"])
@@ -179,12 +166,9 @@ def test_the_name_of_no_algorithm_is_refused(use: Use, tmp_path: Path) -> None:
 
 
 def test_a_reader_without_the_package_says_which_extra_it_lacks(tmp_path: Path, use: Use) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "file").write_bytes(b"data")
     use(OTHER)
     with opened(tmp_path) as store:
-        store.save_directory(1, source)
+        store.save_directory(1, make_tree(tmp_path / "source", {"file": b"data"}))
     code = """if True:
         import json, sys
         sys.modules["xxhash"] = None

@@ -1,4 +1,4 @@
-"""Fast checkpoints come into the store whole and in order, whatever fails on the way. Ranks are threads here."""
+"""Fast checkpoints come into the store whole and in order, whatever fails on the way. Most ranks are threads here."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from draining import FILES_OF_A_RANK, Rank, board_at, opened, payload
+from outcomes import end_of
 from thread_ranks import in_threads
+from trees import heard, make_tree
 
 from ckptstore import open_store
 from ckptstore.catalogue import job_of
@@ -27,16 +28,7 @@ from ckptstore.errors import (
     StorageUnavailable,
     StoreFenced,
 )
-from ckptstore.events import (
-    CheckpointCommitted,
-    DrainEnded,
-    DrainFailed,
-    DrainRecovered,
-    DrainStalled,
-    DrainStarted,
-    Event,
-    listening,
-)
+from ckptstore.events import CheckpointCommitted, DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain import drain_rounds, own_files
 from ckptstore.format.layout import MANIFEST_NAME
@@ -44,7 +36,7 @@ from ckptstore.format.manifest import sha256_of
 from ckptstore.saving import transaction
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.log_publisher import LogPublisher
-from ckptstore.testing import Call, CountCalls, FailAt, combine
+from ckptstore.testing import Call, CountCalls, FailAt, KillAt, combine, run_ranks
 
 SECONDS = 60
 
@@ -66,13 +58,6 @@ def on_ranks(size: int, path: Path, script: Callable[[Rank], Any], **more: Any) 
     ends = in_threads(size, run)
     assert not [thread.name for thread in threading.enumerate() if thread.name == "ckptstore-drain"]
     return ends
-
-
-@contextmanager
-def hearing(*wanted: type[Event]) -> Iterator[list[Any]]:
-    heard: list[Any] = []
-    with listening(heard.append, *wanted):
-        yield heard
 
 
 def steps_in(path: Path) -> list[int]:
@@ -108,7 +93,7 @@ def test_a_drained_checkpoint_is_what_was_certified(tmp_path: Path) -> None:
         assert health.not_durable_since is health.away_since is None
         return certificate, record
 
-    with hearing(DrainStarted, DrainEnded, CheckpointCommitted) as heard:
+    with heard(DrainStarted, DrainEnded, CheckpointCommitted) as events:
         (certificate, record), (_, other) = on_ranks(2, tmp_path, script)
     assert record.number == other.number
     assert record.entry.save_number == record.state.save_number == 3
@@ -120,12 +105,9 @@ def test_a_drained_checkpoint_is_what_was_certified(tmp_path: Path) -> None:
         for index in range(FILES_OF_A_RANK):
             name = f"part-{index}-rank={rank:05d}.bin"
             assert (tmp_path / "store" / record.entry.prefix / name).read_bytes() == payload(7, rank, index, 1000)
-    kinds = sorted((type(event).__name__, event.rank) for event in heard)
+    kinds = sorted((type(event).__name__, event.rank) for event in events)
     assert kinds == [(name, rank) for name in ("CheckpointCommitted", "DrainEnded", "DrainStarted") for rank in (0, 1)]
-    with open_store(tmp_path / "store", group="solo") as store:
-        latest = store.latest()
-        assert latest.step == 7
-        assert latest.verify().ok
+    assert steps_in(tmp_path) == [7]
 
 
 def test_one_drains_one_waits_and_a_newer_one_takes_its_place(tmp_path: Path) -> None:
@@ -170,10 +152,7 @@ def test_a_store_that_is_away_is_tried_again_and_sent_nothing_twice(
 
     def script(rank: Rank) -> Any:
         first = rank.offer(1, 1)
-        until = time.monotonic() + SECONDS
-        while rank.drainer.health().away_since is None:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        _wait_until(lambda: rank.drainer.health().away_since is not None)
         newer = rank.offer(2, 2)  # training and fast saves go on
         health = rank.drainer.health()
         assert (health.draining, health.waiting) == (1, 2)
@@ -184,11 +163,11 @@ def test_a_store_that_is_away_is_tried_again_and_sent_nothing_twice(
         return first.result(SECONDS).entry.step, newer.result(SECONDS).entry.step, rank.drainer.health().away_since
 
     seen = threading.Barrier(2)
-    with hearing(DrainStalled, DrainRecovered, DrainFailed) as heard:
+    with heard(DrainStalled, DrainRecovered, DrainFailed) as events:
         assert on_ranks(2, tmp_path, script, hook=combine(away, calls, goes_away)) == [(1, 2, None)] * 2
     files = [call.key for call in calls.calls if call.verb == "write" and "step-0000000001" in call.key]
     assert len(files) == len(set(files)) == 2 * FILES_OF_A_RANK
-    assert sorted((type(event).__name__, event.rank) for event in heard) == [
+    assert sorted((type(event).__name__, event.rank) for event in events) == [
         *(("DrainRecovered", rank) for rank in (0, 1)),
         *(("DrainStalled", rank) for rank in (0, 1)),
     ]
@@ -218,9 +197,9 @@ def test_a_damaged_file_fails_its_own_checkpoint_and_no_other(tmp_path: Path, da
         newer = rank.offer(2, 2).result(SECONDS).entry.step
         return caught.value.rank, caught.value.file, caught.value.step, newer
 
-    with hearing(DrainFailed) as heard:
+    with heard(DrainFailed) as events:
         assert on_ranks(2, tmp_path, script) == [(1, "part-1-rank=00001.bin", 1, 2)] * 2
-    assert sorted((event.step, event.rank) for event in heard) == [(1, 0), (1, 1)]
+    assert sorted((event.step, event.rank) for event in events) == [(1, 0), (1, 1)]
     assert steps_in(tmp_path) == [2]
     assert not [*(tmp_path / "store/checkpoints").glob("step-0000000001*")]
 
@@ -267,8 +246,7 @@ def test_a_job_that_is_fenced_drains_nothing_more(tmp_path: Path) -> None:
 
 
 def test_a_later_save_that_went_to_the_store_directly_supersedes(tmp_path: Path) -> None:
-    (tmp_path / "tree").mkdir()
-    (tmp_path / "tree/a").write_bytes(b"a")
+    make_tree(tmp_path / "tree", {"a": b"a"})
 
     def script(rank: Rank) -> Any:
         older, place = rank.fast(1, 1), rank.job.tier.place
@@ -279,9 +257,9 @@ def test_a_later_save_that_went_to_the_store_directly_supersedes(tmp_path: Path)
         drain = rank.drainer.offer(older)
         return drain.result(SECONDS).entry.step, drain.superseded_by is not None
 
-    with hearing(DrainEnded) as heard:
+    with heard(DrainEnded) as events:
         assert on_ranks(1, tmp_path, script) == [(2, True)]
-    assert [(event.step, event.is_superseded, event.size_bytes) for event in heard] == [(1, True, 0)]
+    assert [(event.step, event.is_superseded, event.size_bytes) for event in events] == [(1, True, 0)]
     assert steps_in(tmp_path) == [2]
 
 
@@ -309,12 +287,12 @@ def test_closing_gives_up_cleanly_what_it_cannot_finish(tmp_path: Path) -> None:
         return rank.offer(2, 2, is_due=False)
 
     meeting = threading.Barrier(2)
-    with hearing(DrainFailed) as heard:
+    with heard(DrainFailed) as events:
         drains = on_ranks(2, tmp_path, script, hook=away, close_seconds=0.5)
     for drain in drains:
         assert isinstance(drain.error(), NotDurable)
         assert "stays on the disks" in str(drain.error())
-    assert [event.step for event in heard] == [2, 2]
+    assert [event.step for event in events] == [2, 2]
     assert steps_in(tmp_path) == [1]
 
 
@@ -337,10 +315,10 @@ def test_a_commit_whose_answer_is_lost_is_one_commit(tmp_path: Path) -> None:
     def script(rank: Rank) -> int:
         return rank.offer(1, 1).result(SECONDS).number
 
-    with hearing(DrainStalled, DrainRecovered, CheckpointCommitted) as heard:
+    with heard(DrainStalled, DrainRecovered, CheckpointCommitted) as events:
         assert on_ranks(1, tmp_path, script, hook=combine(lost, blind)) == [2]
     assert blind.struck == 12
-    assert [type(event) for event in heard].count(CheckpointCommitted) == 1
+    assert [type(event) for event in events].count(CheckpointCommitted) == 1
     assert steps_in(tmp_path) == [1]
 
 
@@ -371,14 +349,6 @@ def test_a_rolled_back_store_takes_nothing_that_the_roll_back_voided(tmp_path: P
     assert steps_in(tmp_path) == [1]
 
 
-def _fails(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except NotDurable as error:
-        return "fork" in str(error)
-    return False
-
-
 def test_a_forked_child_drains_nothing(tmp_path: Path) -> None:
     gate = Gate()
 
@@ -389,8 +359,8 @@ def test_a_forked_child_drains_nothing(tmp_path: Path) -> None:
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads; that is what this is about
             child = os.fork()
         if child == 0:
-            error = rank.drainer.offer(newer).error()
-            os._exit(0 if isinstance(error, NotDurable) and _fails(lambda: drain.result(SECONDS)) else 1)
+            errors = rank.drainer.offer(newer).error(), end_of(lambda: drain.result(SECONDS))
+            os._exit(0 if [type(error) for error in errors] == [NotDurable] * 2 and "fork" in str(errors[1]) else 1)
         gate.opened.set()
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), drain.result(SECONDS).entry.step
 
@@ -475,3 +445,63 @@ def test_any_order_of_saves_wishes_and_faults_ends_alike_on_all_ranks(tmp_path: 
         steps = [checkpoint.step for checkpoint in store]  # in the order of their records
         assert all(checkpoint.verify().ok for checkpoint in store)
     assert steps == sorted(set(outcomes[0]))
+
+
+TIMEOUT_SECONDS = 3.0
+
+
+def drain_and_die(path: Path, where: str) -> Any:
+    """Rank 1 is killed at that call; what rank 0 hears of it, and after how many seconds."""
+    rank = int(os.environ["RANK"])
+    hook = KillAt(where, when="during") if rank == 1 else None
+    more: dict[str, Any] = {"board": board_at(path), "timeout_seconds": TIMEOUT_SECONDS, "close_seconds": 0.1}
+    with opened(path / "store", path / "disks", rank=rank, size=2, hook=hook, **more) as job:
+        drain, began = job.offer(1, 1), time.monotonic()
+        try:
+            drain.result(SECONDS)
+        except RankFailed as error:
+            return error.ranks, str(error), time.monotonic() - began
+    return None
+
+
+def test_a_killed_rank_ends_the_drain_with_its_name_and_nothing_visible(tmp_path: Path) -> None:
+    (ranks, text, seconds), _ = run_ranks(2, drain_and_die, tmp_path, "write*", expect_killed=[1])
+    assert ranks == (1,)
+    assert "Rank 1 gave no sign of life" in text
+    assert seconds < 10 * TIMEOUT_SECONDS
+    with open_store(tmp_path / "store", group="solo") as store:
+        assert store.latest() is None
+        assert [*store] == []
+
+
+def drain_until_killed(path: Path, where: str, when: Any) -> None:
+    with opened(
+        path / "store", path / "disks", hook=KillAt(where, when=when, skip=where.startswith("create log"))
+    ) as job:
+        job.offer(1, 1).result(SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+@pytest.mark.parametrize(
+    "where", ["write checkpoints/*", "persist checkpoints/*", "create checkpoints/*", "create log/*"]
+)
+def test_a_job_that_is_killed_leaves_all_or_nothing_and_the_next_goes_on(tmp_path: Path, where: str, when: str) -> None:
+    run_ranks(1, drain_until_killed, tmp_path, where, when, expect_killed=[0])
+    with open_store(tmp_path / "store", group="solo") as store:
+        found = [*store]
+        assert len(found) == (1 if (where, when) == ("create log/*", "after") else 0)
+        assert all(checkpoint.verify().ok for checkpoint in found)
+    with opened(tmp_path / "store", tmp_path / "disks") as job:
+        assert job.offer(2, 1).result(SECONDS).entry.step == 2
+    with open_store(tmp_path / "store", group="solo") as store:
+        store.collect_garbage(claim=True)
+        assert all(checkpoint.verify().ok for checkpoint in store)
+        assert len([*(tmp_path / "store/checkpoints").iterdir()]) == len(store)
+
+
+def _wait_until(is_there: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not is_there():
+        assert time.monotonic() < until
+        time.sleep(0.01)

@@ -1,7 +1,7 @@
 """What a failure costs: the table of `docs/explain/how-the-fast-tier-works.md`, row by row.
 
 Rows kept elsewhere: processes that are killed at any system call of a save or a resume (`tests/outside`) and at any
-moment of a drain (`test_drain_processes`), full disks and zombies (`test_fast_tier`).
+moment of a drain (`test_drain`), full disks and zombies (`test_fast_tier`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from typing import Any
 
 import forked_ranks
 import pytest
-from fast_jobs import NO_DRAIN, Jobs, durable, of, resume, save, state_of
+import torch
+import torch.distributed as dist
+from fast_jobs import NO_DRAIN, Jobs, durable, of, resume, save, state_of, steps
 from thread_ranks import in_threads
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from trees import flip, heard
 
 from ckptstore import CheckpointStore, FastTier, KeepEvery, StorageGroup, open_store
@@ -103,7 +107,9 @@ def test_what_a_lost_or_damaged_disk_costs(
         return resume(store, rank), save(4)(store, rank).is_durable
 
     assert jobs.run(nodes, flow, copies=copies, **TIER) == [(of(step, rank)[0], False) for rank in range(2)]
-    if step == 2 and row != "all certificates are missing":  # a save that was never complete needs no word
+    if row == "all certificates are missing":  # a save that was never complete needs no word, and goes
+        assert (skipped, NEWEST in steps(jobs, "a")) == ([], False)
+    elif step == 2:
         assert skipped, "what is not used is told"
 
 
@@ -139,8 +145,7 @@ def stop_and_start(server: S3Server, seconds: float) -> None:
 
 def throttle(server: S3Server, seconds: float) -> None:
     server.faults.add(
-        Fault(action="status", times=None, probability=0.3),
-        Fault(action="bandwidth", times=None, bytes_per_second=1e6),
+        Fault(action="status", times=None, probability=0.3), Fault(action="bandwidth", times=None, bytes_per_second=1e6)
     )
     time.sleep(seconds)
     server.faults.clear()
@@ -224,3 +229,48 @@ def test_a_node_hangs(tmp_path: Path, copies: int) -> None:
     assert "step 2" in text
     assert seconds < 2 * TIMEOUT_SECONDS + 5
     assert [first, second] == [[False, of(3, rank)[0]] for rank in range(2)]
+
+
+def train(root: str, steps: int, ends: str) -> tuple[int | None, bool, list[float]]:
+    """The step from which it went on, whether that was in the store, and the losses of so many steps more.
+
+    Where it ends "preempted", there is not a second left to bring the last checkpoint into the store.
+    """
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    progress, losses = {"step": 0}, []
+    fast = FastTier(f"{root}/node{rank}", node=f"node{rank}", copies=2)
+    with open_store(f"{root}/store", fast=fast) as store:
+        state = {"model": model, "optimizer": optimizer, "progress": progress}
+        resumed = store.resume(state)
+        for _ in range(steps):
+            progress["step"] += 1
+            torch.manual_seed(progress["step"])
+            loss = model(torch.randn(8, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            pending = store.save_async(progress["step"], state)
+        pending.result()
+        if ends == "preempted":
+            store._deadline.set(0.0)
+    dist.destroy_process_group()
+    return (resumed.step if resumed else None), bool(resumed and resumed.number), losses
+
+
+@pytest.mark.timeout(600)
+def test_a_lost_node_costs_no_step(tmp_path: Path) -> None:
+    whole = forked_ranks.run_ranks(2, train, str(tmp_path / "whole"), 6, "well")
+    root = tmp_path / "lost"
+    before = forked_ranks.run_ranks(2, train, str(root), 3, "preempted")
+    shutil.rmtree(root / "node1")
+    after = forked_ranks.run_ranks(2, train, str(root), 3, "well")
+    for rank in range(2):
+        assert before[rank][0] is None
+        assert after[rank][:2] == (3, False), "from the copy on the partner, which the store does not have"
+        assert before[rank][2] + after[rank][2] == whole[rank][2]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from fast_jobs import Jobs, save, settle, state_of
+from fast_jobs import Jobs, save, settle, state_of, steps
+from trees import flip
 
 from ckptstore import (
     CheckpointDamaged,
@@ -46,7 +47,7 @@ def loaded(checkpoint: Any, step: int) -> None:
         assert {file.name for file in path.iterdir()} >= {receipt.name for receipt in checkpoint.files}
 
 
-def steps(store: CheckpointStore) -> list[tuple[int, bool, bool]]:
+def listed(store: CheckpointStore) -> list[tuple[int, bool, bool]]:
     return [(one.checkpoint.step, one.is_durable, one.is_fast) for one in store.entries(fast=True)]
 
 
@@ -63,7 +64,7 @@ def test_the_newest_wherever_it_is(jobs: Jobs, skipped: list[str]) -> None:
         found = store.latest(fast=True)
         assert (found.step, found.number, found.is_durable) == (2, None, False)
         loaded(found, 2)
-        assert steps(store) == [(1, True, True), (2, False, True)]
+        assert listed(store) == [(1, True, True), (2, False, True)]
         (latest,) = store.entries()
         assert (latest.checkpoint.step, latest.is_durable, latest.is_fast) == (1, True, False)
         assert store.latest() == latest.checkpoint
@@ -77,7 +78,7 @@ def test_the_newest_wherever_it_is(jobs: Jobs, skipped: list[str]) -> None:
     with beside(jobs, "a") as store:
         found = store.latest(fast=True)
         assert (found.step, found.is_durable) == (1, True)
-        assert steps(store) == [(1, True, True)]
+        assert listed(store) == [(1, True, True)]
         assert skipped == []  # what is void is nothing to act on
     with open_store(jobs.root / "store") as store:
         store.save(4, state_of(4))
@@ -95,28 +96,20 @@ def test_what_cannot_be_used_is_passed_over(jobs: Jobs, skipped: list[str]) -> N
     jobs.run("a", save(1, 2, 3, 4), keep=9)
     paths = jobs.attempts("a")
     (paths[3] / "state-rank=00000-00.distcp").unlink()
-    certificate = paths[2] / "fast.json"
-    data = certificate.read_bytes()
-    certificate.unlink()
-    certificate.write_bytes(data[:-9])
+    flip(paths[2] / "fast.json")
     with beside(jobs, "a") as store:
         found = store.latest(fast=True)
         assert found.step == 2
         assert len(skipped) == 2
         assert f"{paths[2].name} on a: " in skipped[0]
         assert "not here with its size: state-rank=00000-00.distcp" in skipped[1]
-        damaged = paths[1] / "state-rank=00000-00.distcp"
-        content = bytearray(damaged.read_bytes())
-        content[len(content) // 2] ^= 1
-        damaged.unlink()
-        damaged.write_bytes(content)
+        flip(paths[1] / "state-rank=00000-00.distcp")
         assert [problem.fault for problem in found.verify().problems] == ["flipped"]
         with pytest.raises(CheckpointDamaged, match="state-rank=00000"):
             found.load(state_of(-1))
     shutil.copytree(jobs.root / "store", jobs.root / "copy")
     with open_store(jobs.root / "copy") as copy:  # another history: its epochs are other jobs
-        log = jobs.root / "copy" / "log"
-        shutil.rmtree(log)
+        shutil.rmtree(jobs.root / "copy/log")
         copy.save(9, state_of(9))
     with open_store(jobs.root / "copy", group="solo", fast=FastTier(jobs.disk("a"), node="a")) as copy:
         skipped.clear()
@@ -173,7 +166,7 @@ def test_it_becomes_durable_and_leaves_the_node(jobs: Jobs) -> None:
         pending.durable()
         store.save(3, state_of(3))
         settle(store)
-        assert [path.name[:15] for path in jobs.attempts("a")] == ["step-0000000003"]
+        assert steps(jobs, "a") == [3]
         assert second.is_durable
         loaded(second, 2)
         assert first.is_durable  # the first is always due
@@ -233,17 +226,12 @@ def test_health_tells_what_the_store_lacks_whatever_the_reason(jobs: Jobs) -> No
         health = store.health()
         assert (health.fast_step, health.durable_step, health.error) == (2, None, None)
         assert health.not_durable_seconds == health.fast_age_seconds is not None
-        pending = store.save_async(3, state_of(3))
-        pending.durable()
+        store.save_async(3, state_of(3)).durable()
         health = store.health()
         assert (health.fast_step, health.durable_step, health.not_durable_seconds) == (3, 3, None)
         lost = store.save_async(4, state_of(4))
         lost.result()
-        data = next(path for path in jobs.attempts("a")[-1].iterdir() if path.name.endswith(".distcp"))
-        damaged = bytearray(data.read_bytes())
-        damaged[len(damaged) // 2] ^= 1
-        data.unlink()
-        data.write_bytes(damaged)
+        flip(data := next(jobs.attempts("a")[-1].glob("*.distcp")))
         with pytest.raises(CheckpointDamaged):
             lost.durable()
         with pytest.raises(CheckpointDamaged):

@@ -1,4 +1,4 @@
-"""Groups of real processes: through torch.distributed with gloo, and those that die, through a directory too."""
+"""Groups of real processes, through torch.distributed and through a directory, and the log that processes write."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from exchanging import exchange
 from thread_ranks import in_threads
 
 from ckptstore.config import RetryConfig, StoreConfig
-from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageFull
+from ckptstore.errors import CkptstoreError, InvalidInput, RankTimeout, StorageFull
+from ckptstore.format.changes import Claim, Noop
 from ckptstore.group import Group, StorageGroup, check_shared, find_group
+from ckptstore.log import Log
+from ckptstore.log.identity import read_identity, read_or_create_identity
 from ckptstore.runtime.beat import beat
 from ckptstore.storage.disk.local import LocalStorage
-from ckptstore.testing import run_ranks
+from ckptstore.testing import KillAt, run_ranks, wrap
 
 PATIENCE_SECONDS = 100.0
 SHORT_SECONDS = 3.0
 """Long enough that a busy machine does not take a living process for dead."""
 BIG_BYTES = 20 << 20
-
-
-def nothing() -> bytes:
-    return b""
 
 
 def joined(answers: list[bytes]) -> bytes:
@@ -48,23 +47,15 @@ def scenes(group: Group) -> dict[str, Any]:
     """Everything that a group survives, as this rank saw it."""
     rank, seen = group.rank, {}
 
-    def failing(*failed: int) -> Callable[[], bytes]:
-        def work() -> bytes:
-            if rank in failed:
-                raise StorageFull(f"no space for rank {rank}", step=7)
-            return b""
-
-        return work
-
-    def refuse(answers: list[bytes]) -> bytes:
-        raise ValueError("the join fails")
+    def fail() -> bytes:
+        if rank == 2:
+            raise StorageFull(f"no space for rank {rank}", step=7)
+        return b""
 
     seen["token"] = group.start_token
     seen["answers"] = [exchange(group, f"call {n}", lambda: b"%d" % rank, joined) for n in range(10)]
-    seen["one fails"] = error_of(lambda: exchange(group, "one fails", failing(2), joined))
-    seen["three fail"] = error_of(lambda: exchange(group, "three fail", failing(1, 2, 3), joined))
-    seen["join fails"] = error_of(lambda: exchange(group, "join fails", nothing, refuse))
-    seen["mismatch"] = error_of(lambda: exchange(group, "save" if rank < 3 else "load", nothing, joined))
+    seen["one fails"] = error_of(lambda: exchange(group, "one fails", fail, joined))
+    seen["mismatch"] = error_of(lambda: exchange(group, "save" if rank < 3 else "load", bytes, joined))
     big = exchange(group, "big", lambda: bytes([rank]) * BIG_BYTES, lambda answers: b"".join(answers[1:3]))
     seen["big"] = hashlib.sha256(big).hexdigest()
     seen["lane"] = exchange(group.lane("background"), "lane", lambda: b"%d" % rank, joined)
@@ -78,12 +69,6 @@ def check_scenes(seen: list[dict[str, Any]]) -> None:
     kind, ranks, text = scene["one fails"]
     assert (kind, ranks) == (StorageFull, (2,))
     assert "no space for rank 2 (step 7, rank 2)" in text
-    kind, ranks, text = scene["three fail"]
-    assert (kind, ranks) == (StorageFull, (1, 2, 3))
-    assert "no space for rank 1 [ranks 2-3 failed too] (step 7, rank 1)" in text
-    kind, _, text = scene["join fails"]
-    assert kind is RankFailed
-    assert "ValueError: the join fails" in text
     kind, ranks, text = scene["mismatch"]
     assert (kind, ranks) == (InvalidInput, (0, 3))
     assert "rank 0 calls 'save', rank 3 'load'" in text
@@ -289,3 +274,48 @@ def test_ranks_agree_through_torch_and_dead_ones_are_named(tmp_path: Path) -> No
         assert 0 < num_open < 30  # the last call of each lane, signs of life and claims, not all of the calls
         assert num_left == 0
     check_deaths([end and end[1] for end in ends])
+
+
+RETRY = RetryConfig(retry_attempts=3)
+APPENDS = 25
+
+
+def append_as_rank(root: Path) -> tuple[str, list[str]]:
+    storage = LocalStorage(root)
+    log = Log(storage, retry=RETRY)
+    store_id = read_or_create_identity(storage)
+    records = [log.append(lambda _: Claim(f"rank-{os.environ['RANK']}", 1))]
+    records += [log.append(lambda _: Noop()) for _ in range(APPENDS - 1)]
+    return store_id, [record.write_id for record in records if record]
+
+
+def die_in_the_middle(root: Path, when: str) -> None:
+    log = Log(wrap(LocalStorage(root), KillAt("create log/*", when=when)), retry=RETRY)
+    log.append(lambda _: Noop())
+
+
+def test_processes_write_one_chain(tmp_path: Path) -> None:
+    found = run_ranks(3, append_as_rank, tmp_path)
+    storage = LocalStorage(tmp_path)
+    log = Log(storage, retry=RETRY)
+    assert log.verify_chain() == []
+    newest = log.newest()
+    assert newest
+    assert (newest.number, newest.state.epoch) == (3 * APPENDS, 3)
+    in_log = {record.write_id for record in log.records(range(1, newest.number + 1))}
+    assert in_log == {write_id for _, write_ids in found for write_id in write_ids}
+    assert {store_id for store_id, _ in found} == {read_identity(storage)}
+
+
+def test_a_process_that_dies_while_it_creates_leaves_a_whole_log(tmp_path: Path) -> None:
+    log = Log(LocalStorage(tmp_path), retry=RETRY)
+    assert log.append(lambda _: Claim("first", 1))
+    for when, landed in (("before", False), ("during", False), ("after", True)):
+        before = log.newest()
+        assert before
+        run_ranks(1, die_in_the_middle, tmp_path, when, expect_killed=[0])
+        newest = Log(LocalStorage(tmp_path), retry=RETRY).newest()
+        assert newest
+        assert newest.number == before.number + landed
+        assert log.append(lambda _: Noop())
+        assert log.verify_chain() == []

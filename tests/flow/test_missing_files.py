@@ -1,4 +1,4 @@
-"""A file that is missing is damage, wherever a load meets it: all ranks go on with the checkpoint before."""
+"""A file that is missing or damaged: ranks go on with the checkpoint before, or read what their node's copy lacks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked_ranks import run_ranks
-from missing_worker import load_after_a_loss
-from thread_ranks import run_threads
-from trees import Once
+from thread_ranks import in_threads, run_threads
+from trees import Once, flip, heard
 
-from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, open_store
+from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, StorageGroup, open_store
 from ckptstore.config import StoreConfig
 from ckptstore.errors import StorageError, StorageUnavailable
-from ckptstore.events import CheckpointSkipped, Event, listening
+from ckptstore.events import CheckpointSkipped
 from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Receipt
+from ckptstore.loading.story import NodeCopies
 from ckptstore.runtime.beat import beating
 from ckptstore.saving.commit import check_stored
 from ckptstore.storage.base import Storage
+from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing import Call, FailAt, with_faults, wrap
+from ckptstore.testing.s3_server import s3_server
 
 FILES = ["tensors.index", "*.distcp", "ckptstore.json"]
 
@@ -55,15 +58,12 @@ def test_the_one_before_is_taken_and_the_reason_told(tmp_path: Path, uri: str, p
         save_two(store)
         newest = store[2]
         name = lose(store, 2, pattern)
-        events: list[Event] = []
-        with listening(events.append):
+        with heard(CheckpointSkipped) as skipped:
             for take, read_once in ((store.load, "rank"), (store.load, "node"), (store.resume, "rank")):
                 found = state(0)
                 assert take(found, read_once=read_once).step == found["epoch"] == 1
                 assert found["w"].eq(1).all()
-        reasons = [event.reason for event in events if isinstance(event, CheckpointSkipped)]
-        assert len(reasons) == 3
-        assert all(name in reason for reason in reasons)
+        assert [name in event.reason for event in skipped] == [True] * 3
         with pytest.raises(CheckpointGone if pattern == "ckptstore.json" else CheckpointDamaged, match=name):
             newest.load(state(0))
         lose(store, 1, pattern)
@@ -77,10 +77,26 @@ def test_all_ranks_go_on_together(tmp_path: Path) -> None:
         if rank == 0:
             lose(store, 2, "*.distcp")
         found = state(0)
-        taken = store.load(found)
-        return taken and (taken.step, found["epoch"])
+        return store.load(found).step, found["epoch"]
 
     assert run_threads(2, tmp_path / "store", flow) == [(1, 1)] * 2
+
+
+def load_after_a_loss(root: str) -> list[int]:
+    """Load with one rank reading for all: a file is lost that all want, then one that a single rank wants."""
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), []
+    with open_store(root) as store:
+        for step in (1, 2, 3):
+            store.save(step, {"w": torch.full((600, 300), float(step)), f"own{rank}": torch.tensor(step)})
+        for step, pattern in ((3, "*.distcp"), (2, f"*rank={dist.get_world_size() - 1:05d}*.distcp")):
+            for file in Path(store[step].uri).glob(pattern) if rank == 0 else ():
+                file.unlink()
+            dist.barrier()
+            target = {"w": torch.zeros(600, 300)} if step == 3 else {f"own{rank}": torch.tensor(0)}
+            found.append(store.load(target, read_once="job").step)
+    dist.destroy_process_group()
+    return found
 
 
 def test_all_ranks_go_on_together_where_one_reads_for_all(tmp_path: Path) -> None:
@@ -111,23 +127,6 @@ def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path: Path) -> None:
 
 def memory_store() -> CheckpointStore:
     return open_store(f"memory://{uuid.uuid4().hex}")
-
-
-def test_a_directory_of_the_node_cache_is_whole_again_when_it_is_handed_out(tmp_path: Path) -> None:
-    (tmp_path / "source/empty").mkdir(parents=True)
-    for name in ("a", "b"):
-        (tmp_path / "source" / name).write_bytes(name.encode())
-    with memory_store() as store:
-        checkpoint = store.save_directory(1, tmp_path / "source")
-        with checkpoint.as_directory() as reading:
-            before = sorted(path.name for path in reading.iterdir())
-            for name in ("a", "ckptstore.json"):
-                (reading / name).unlink()
-            (reading / "empty").rmdir()
-            with checkpoint.as_directory() as path:
-                assert path == reading
-                assert sorted(file.name for file in path.iterdir()) == before == ["a", "b", "ckptstore.json", "empty"]
-                assert (path / "a").read_bytes() == b"a"
 
 
 @pytest.mark.parametrize(("name", "fault"), [("ckptstore.json", "manifest"), ("*.distcp", "longer")])
@@ -218,3 +217,67 @@ def test_a_manifest_that_is_not_there_as_it_was_written_is_not_committed(
             store.save(1, state(1))
         assert caught.value.committed is False
         assert list(store) == []
+
+
+def test_the_cache_may_lie_below_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "scratch").symlink_to("disk")
+    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "scratch/cache"))
+    with memory_store() as store:
+        store.save(1, state(1))
+        found = state(0)
+        store.load(found, read_once="node")
+        assert found["epoch"] == 1
+        assert list((tmp_path / "disk/cache").rglob("*.distcp"))
+
+
+def loads_newest(store: CheckpointStore) -> bool:
+    found = state(0)
+    store.resume(found, read_once="node")
+    return bool(found["epoch"] == 2 and found["w"].eq(2).all())
+
+
+@pytest.mark.parametrize("harm", [flip, Path.unlink])
+@pytest.mark.parametrize("pattern", ["tensors.index", "*.distcp"])
+def test_a_copy_that_is_fliped_or_lost_is_no_damage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], pattern: str
+) -> None:
+    path_of = NodeCopies.path
+
+    def harmed(copies: NodeCopies, name: str) -> Path:
+        path = path_of(copies, name)
+        if path.match(pattern):
+            harm(path)
+        return path
+
+    with memory_store() as store:
+        for step in (1, 2):
+            store.save(step, state(step))
+        with monkeypatch.context() as patched:
+            patched.setattr(NodeCopies, "path", harmed)
+            assert loads_newest(store)
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert "A copy of step 2 in the node cache" in warning
+        caplog.clear()
+        assert loads_newest(store)  # from a new copy
+        assert not caplog.records
+
+
+@pytest.mark.parametrize("fault", ["too full", "not writable"])
+def test_ranks_need_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    if fault == "too full":
+        monkeypatch.setattr(posix, "free_bytes", lambda directory: 60 << 20)
+    else:
+        (tmp_path / "cache").write_bytes(b"a file, so root cannot make it either")
+    with s3_server(buckets=["b"]) as server:
+
+        def flow(rank: int) -> Any:
+            group = StorageGroup(rank, 2, "start")
+            with open_store("s3://b/run", group=group, storage_options=server.storage_options) as store:
+                store.save(1, state(1))
+                found = state(0)
+                store.load(found)
+                return found["epoch"]
+
+        assert in_threads(2, flow) == [1, 1]

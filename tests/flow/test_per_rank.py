@@ -71,15 +71,11 @@ def _of_any_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("_of_any_size")
 def test_an_object_takes_the_states_of_all_ranks(tmp_path: Path) -> None:
-    saved(
-        tmp_path, num_ranks=3, state=lambda rank: {"in": {"it": StatefulLoader(7 + rank)}, "alike": StatefulLoader(5)}
-    )
+    made = lambda rank: {"in": {"it": StatefulLoader(7 + rank)}, "alike": StatefulLoader(5)}  # noqa: E731
+    saved(tmp_path, num_ranks=3, state=made)
     Divisible.heard.clear()
 
-    def flow(store: CheckpointStore, rank: int) -> Any:
-        store.resume({"in": {"it": Divisible()}, "alike": Divisible()})
-
-    assert run_threads(2, tmp_path, flow) == [None] * 2
+    run_threads(2, tmp_path, lambda store, rank: store.resume({"in": {"it": Divisible()}, "alike": Divisible()}).step)
     assert sorted(Divisible.heard) == [[5, 5, 5]] * 2 + [[7, 8, 9]] * 2
     Divisible.heard.clear()
     with open_store(tmp_path) as store:
@@ -123,11 +119,8 @@ def saved(root: Path, *, num_ranks: int, state: Any) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_is_marked_is_kept_for_each_rank_though_alike(tmp_path: Path, num_ranks: int) -> None:
-    saved(
-        tmp_path,
-        num_ranks=num_ranks,
-        state=lambda rank: {"loader": per_rank(StatefulLoader(7)), "in": {"n": per_rank(5), "plain": 6}, "epoch": 3},
-    )
+    made = {"loader": per_rank(StatefulLoader(7)), "in": {"n": per_rank(5), "plain": 6}, "epoch": 3}
+    saved(tmp_path, num_ranks=num_ranks, state=lambda rank: made)
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         loader = StatefulLoader(0)
@@ -162,9 +155,8 @@ def test_a_loader_that_was_not_marked_is_refused_too(tmp_path: Path) -> None:
     state = {"loader": StatefulLoader(0), "epoch": 0}
     with open_store(tmp_path) as store:
         store.load(state, include="epoch")
-        with pytest.raises(
-            StateMismatch, match=r"its own loader, loader\.seen, .*Where loader was means other samples"
-        ):
+        text = r"its own loader, loader\.seen, .*Where loader was means other samples"
+        with pytest.raises(StateMismatch, match=text):
             store.load(state)
         store.load(state, per_rank={"loader": "skip"})
         assert (state["loader"].position, state["epoch"]) == (0, 1)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 from timed_ranks import save_files
+from trees import copied
 
 from ckptstore import Checkpoint, FastTier, open_store, program
 from ckptstore.errors import InvalidInput
 from ckptstore.format.provenance import Provenance
-from ckptstore.interchange.copying import copy_store
 from ckptstore.testing import run_ranks
-from ckptstore.transfer.opened import open_place
 
 pytestmark = pytest.mark.slow
 
@@ -161,10 +159,10 @@ def test_where_git_does_not_say_it_the_commit_is_left_out(tmp_path: Path, monkey
 
 
 def test_a_long_command_line_takes_no_time() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     for text in ("a", "key", "key=", "-key ", "s3://", "token   "):
         program.masked((text * 100_000, "--x", text * 100_000))
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_hosts_are_counted_and_not_named(tmp_path: Path) -> None:
@@ -181,10 +179,9 @@ def test_fast_checkpoints_and_copies_have_it(tmp_path: Path) -> None:
         near = provenance_of(store.latest(fast=True))
         assert provenance_of(store.drain()) == near
         assert near.argv
-        with closing(open_place(str(tmp_path / "copy"))) as place:
-            copy_store(store, place)
-    with open_store(tmp_path / "copy") as copied:
-        assert provenance_of(copied.latest()) == near
+        copied(store, tmp_path / "copy")
+    with open_store(tmp_path / "copy") as copy:
+        assert provenance_of(copy.latest()) == near
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+from trees import flip, salvaged
 
 import ckptstore
-from ckptstore.interchange.salvage import salvage_store
 from ckptstore.tools.cli import main
-from ckptstore.transfer.opened import open_place
 
 STEPS = range(4)
 
@@ -39,20 +38,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def lose_log(root: Path) -> None:
-    shutil.rmtree(root / "log")
-
-
-def lose_first_record(root: Path) -> None:
-    (root / "log/0000000001.json").unlink()
-
-
-def lose_a_record(root: Path) -> None:
-    (root / "log/0000000004.json").unlink()
-
-
-def lose_newest_record(root: Path) -> None:
-    max(root.glob("log/*.json")).unlink()
+def directory_of(root: Path, step: int) -> Path:
+    return next(root.glob(f"checkpoints/step-{step:010}-*"))
 
 
 def tear_a_record(root: Path) -> None:
@@ -62,44 +49,37 @@ def tear_a_record(root: Path) -> None:
     path.write_bytes(data[: len(data) // 2])
 
 
-def lose_identity(root: Path) -> None:
-    (root / "store.json").unlink()
+Loss = Callable[[Path], object]
 
 
-def lose_hint(root: Path) -> None:
-    (root / "latest.json").unlink()
+def lose(path: str) -> Loss:
+    """Remove the last file or directory of this name."""
+
+    def lose(root: Path) -> None:
+        found = max(root.glob(path))
+        shutil.rmtree(found) if found.is_dir() else found.unlink()
+
+    return lose
 
 
-RECORDS = [lose_log, lose_first_record, lose_a_record, lose_newest_record, tear_a_record]
-OTHERS = [lose_identity, lose_hint]
-
-
-def directory_of(root: Path, step: int) -> Path:
-    return next(root.glob(f"checkpoints/step-{step:010}-*"))
-
-
-def lose_directory(root: Path) -> None:
-    shutil.rmtree(directory_of(root, 0))
-
-
-def lose_manifest(root: Path) -> None:
-    (directory_of(root, 2) / "ckptstore.json").unlink()
-
-
-def damage_a_file(root: Path) -> None:
-    path = max(directory_of(root, 2).glob("*.distcp"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.unlink()
-    path.write_bytes(data)
-
-
-LOST_STEPS = {lose_directory: 0, lose_manifest: 2, damage_a_file: 2}
+RECORDS: dict[str, Loss] = {
+    "no record": lambda root: None,
+    "the log": lose("log"),
+    "the first record": lose("log/0000000001.json"),
+    "a record": lose("log/0000000004.json"),
+    "the newest record": lose("log/*.json"),
+    "half a record": tear_a_record,
+}
+LOST_STEPS: dict[str, tuple[Loss, set[int]]] = {
+    "no checkpoint": (lambda root: None, set()),
+    "a directory": (lose("checkpoints/step-0000000000-*"), {0}),
+    "a manifest": (lose("checkpoints/step-0000000002-*/ckptstore.json"), {2}),
+    "a bit": (lambda root: flip(max(directory_of(root, 2).glob("*.distcp"))), {2}),
+}
 
 
 def check(root: Path, target: Path, *, lost: set[int], log_is_whole: bool) -> None:
-    with closing(open_place(root)) as source, closing(open_place(target)) as there:
-        report = salvage_store(source, there)
+    report = salvaged(root, target)
     left = {step for step in (0, 1, 2, 3, 4, 5) if step not in lost}
     with ckptstore.open_store(target, group="solo") as store:
         found = {checkpoint.step for checkpoint in store}
@@ -118,17 +98,15 @@ def check(root: Path, target: Path, *, lost: set[int], log_is_whole: bool) -> No
         assert any(f"step-{step:010}-" in name for name in report.left_out), report.left_out
 
 
-@pytest.mark.parametrize("lost", [*LOST_STEPS, None], ids=lambda loss: getattr(loss, "__name__", "no checkpoint"))
-@pytest.mark.parametrize("of_log", [*RECORDS, None], ids=lambda loss: getattr(loss, "__name__", "no record"))
-def test_every_combination(whole: Path, tmp_path: Path, of_log: Any, lost: Any) -> None:
-    for others in ([], OTHERS):
-        root = tmp_path / "-".join(["lost", *(loss.__name__ for loss in others)])
-        shutil.copytree(whole, root)
-        losses = [loss for loss in (of_log, lost, *others) if loss is not None]
-        for loss in losses:
+@pytest.mark.parametrize("lost", LOST_STEPS)
+@pytest.mark.parametrize("of_log", RECORDS)
+def test_every_combination(whole: Path, tmp_path: Path, of_log: str, lost: str) -> None:
+    for others in ((), ("store.json", "latest.json")):
+        root = shutil.copytree(whole, tmp_path / f"lost-{len(others)}")
+        harm, steps = LOST_STEPS[lost]
+        for loss in (RECORDS[of_log], harm, *map(lose, others)):
             loss(root)
-        steps = {LOST_STEPS[loss] for loss in losses if loss in LOST_STEPS}
-        check(root, tmp_path / f"{root.name}-copy", lost=steps, log_is_whole=of_log is None)
+        check(root, tmp_path / f"{root.name}-copy", lost=steps, log_is_whole=of_log == "no record")
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -141,9 +119,8 @@ def test_of_two_saves_of_a_step_the_last_whole_one_counts(tmp_path: Path, is_dam
     first, second = sorted(root.glob("checkpoints/step-*"), key=lambda path: path.name.split("-e")[1])
     if is_damaged:
         max(second.glob("*.distcp")).unlink()
-    lose_log(root)
-    with closing(open_place(root)) as source, closing(open_place(tmp_path / "copy")) as target:
-        report = salvage_store(source, target)
+    RECORDS["the log"](root)
+    report = salvaged(root, tmp_path / "copy")
     assert list(report.left_out) == [second.name if is_damaged else first.name]
     with ckptstore.open_store(tmp_path / "copy") as store:
         loaded = {"w": torch.zeros(1000), "step": -1}
@@ -151,15 +128,18 @@ def test_of_two_saves_of_a_step_the_last_whole_one_counts(tmp_path: Path, is_dam
         assert loaded["step"] == (2 if is_damaged else 5)
 
 
+def command(*words: object) -> Result:
+    return CliRunner().invoke(main, ["cp", "--salvage", *map(str, words)])
+
+
 def test_the_command(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "lost")
-    lose_log(tmp_path / "lost")
-    damage_a_file(tmp_path / "lost")
-    runner, arguments = CliRunner(), ["cp", "--salvage", str(tmp_path / "lost"), str(tmp_path / "copy")]
-    done = runner.invoke(main, arguments)
+    root = shutil.copytree(whole, tmp_path / "lost")
+    for loss in (RECORDS["the log"], LOST_STEPS["a bit"][0]):
+        loss(root)
+    done = command(root, tmp_path / "copy")
     assert done.exit_code == 0, done.output
     assert "left out: step-0000000002-" in done.output
-    again = json.loads(runner.invoke(main, [*arguments, "--json"]).stdout)
+    again = json.loads(command(root, tmp_path / "copy", "--json").stdout)
     assert again["copied_steps"] == []
     assert again["present_steps"] == [0, 1, 3, 4, 5, 9]
     assert len(again["left_out"]) == 1
@@ -169,12 +149,12 @@ def test_the_command(whole: Path, tmp_path: Path) -> None:
 def test_a_store_is_not_copied_into_itself(whole: Path, tmp_path: Path, below: str) -> None:
     root = tmp_path / "lost"
     shutil.copytree(whole, root)
-    lose_log(root)
-    lose_hint(root)
+    for loss in (RECORDS["the log"], lose("latest.json")):
+        loss(root)
     before = sorted(root.rglob("*"))
     (tmp_path / "alias").symlink_to(root)
     for source, target in ((root, root), (root, tmp_path / "alias"), (tmp_path / "alias", root)):
-        done = CliRunner().invoke(main, ["cp", "--salvage", str(source), str(target / below)])
+        done = command(source, target / below)
         assert done.exit_code == ckptstore.InvalidInput.exit_code, done.output
         assert sorted(root.rglob("*")) == before
 
@@ -182,12 +162,11 @@ def test_a_store_is_not_copied_into_itself(whole: Path, tmp_path: Path, below: s
 def test_what_others_leave_beside_checkpoints_is_told(whole: Path, tmp_path: Path) -> None:
     root = tmp_path / "run é [1]"
     shutil.copytree(whole, root)
-    lose_log(root)
+    RECORDS["the log"](root)
     (root / "checkpoints/.DS_Store").write_bytes(b"x")
     (root / "checkpoints/checkpoint-500").mkdir()
     (root / "checkpoints/checkpoint-500/model.safetensors").write_bytes(b"x")
-    with closing(open_place(root)) as source, closing(open_place(tmp_path / "copy")) as target:
-        report = salvage_store(source, target)
+    report = salvaged(root, tmp_path / "copy")
     assert set(report.left_out) == {".DS_Store", "checkpoint-500"}
     assert set(report.steps) == {0, 1, 2, 3, 4, 5, 9}
 
@@ -212,9 +191,8 @@ def test_a_directory_of_hugging_face_is_salvaged_whatever_its_index_says(tmp_pat
             folder.mkdir()
             (folder / "model.safetensors.index.json").write_text(index)
             store.save_directory(step, folder)
-    lose_log(root)
-    with closing(open_place(root)) as source, closing(open_place(tmp_path / "copy")) as target:
-        report = salvage_store(source, target)
+    RECORDS["the log"](root)
+    report = salvaged(root, tmp_path / "copy")
     assert (report.steps, report.left_out) == (tuple(range(len(INDEXES))), {})
 
 
@@ -222,13 +200,13 @@ def test_nothing_is_whole(tmp_path: Path) -> None:
     with ckptstore.open_store(tmp_path / "store", durable=False) as store:
         (file,) = Path(store.save(1, state_of(1)).uri).glob("*.distcp")
     file.unlink()
-    done = CliRunner().invoke(main, ["cp", "--salvage", str(tmp_path / "store"), str(tmp_path / "copy")])
+    done = command(tmp_path / "store", tmp_path / "copy")
     assert done.exit_code == ckptstore.NoUsableCheckpoint.exit_code
     assert f"could be copied: {file.parent.name}: {file.name} is missing" in done.stderr
 
 
 def test_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    done = CliRunner().invoke(main, ["cp", "--salvage", str(tmp_path / "empty"), str(tmp_path / "copy")])
+    done = command(tmp_path / "empty", tmp_path / "copy")
     assert done.exit_code == ckptstore.StoreMissing.exit_code
     assert not (tmp_path / "copy").exists()

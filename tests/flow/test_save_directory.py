@@ -19,16 +19,15 @@ from ckptstore.errors import (
     AccessDenied,
     CheckpointDamaged,
     CheckpointGone,
-    CkptstoreError,
     InvalidInput,
     InvalidMetadata,
     InvalidMetric,
     InvalidName,
     InvalidSource,
-    InvalidStep,
     SourceChanged,
     StepExists,
 )
+from ckptstore.saving import directory_shard
 from ckptstore.testing import FailAt, with_faults
 
 FILES = {
@@ -42,11 +41,6 @@ FILES = {
 @pytest.fixture(params=["disk", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "store") if request.param == "disk" else f"memory://{uuid4().hex}"
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def tree(tmp_path: Path, files: dict[str, bytes] | None = None) -> Path:
@@ -66,6 +60,7 @@ def test_round_trip(root: str, tmp_path: Path) -> None:
         assert [item.name for item in found.files] == sorted(FILES)
         with found.as_directory() as path:
             assert read_tree(path) == FILES
+            assert not [file for file in path.rglob("*") if file.is_file() and file.stat().st_mode & 0o222]
             assert (path / "nothing" / "here").is_dir()
         copy = found.to_directory(tmp_path / "copy")
         assert read_tree(copy) == FILES
@@ -75,13 +70,6 @@ def test_round_trip(root: str, tmp_path: Path) -> None:
         report = found.verify()
         assert report.ok
         assert (report.num_files, report.num_read) == (4, 4)
-
-
-def test_what_is_committed_is_read_only_on_a_disk(tmp_path: Path) -> None:
-    with open_store(tmp_path / "store") as store:
-        checkpoint = store.save_directory(1, tree(tmp_path))
-        with checkpoint.as_directory() as path:
-            assert all(not file.stat().st_mode & 0o222 for file in path.rglob("*") if file.is_file())
 
 
 def test_an_empty_store_has_nothing(root: str) -> None:
@@ -156,42 +144,32 @@ def test_names_agreed_by_ranks(tmp_path: Path) -> None:
     assert results[0].world_size == 3
 
 
-def assert_nothing_left(root: Path) -> None:
-    assert list((root / "checkpoints").rglob("*.*")) == []
-
-
 def test_one_ranks_failure_is_everybodys_and_leaves_nothing(tmp_path: Path) -> None:
     def flow(store: CheckpointStore, rank: int) -> object:
         directory = make_tree(tmp_path / f"rank{rank}", {f"f{rank}": b"1" * 5000})
         if rank == 1:
             os.mkfifo(directory / "pipe")
-        try:
+        with pytest.raises(InvalidSource) as caught:
             store.save_directory(5, directory)
-        except InvalidSource as error:
-            first: CkptstoreError = error
-        store_root = tmp_path / "store"
-        assert not (store_root / "checkpoints").exists()
+        assert not (tmp_path / "store/checkpoints").exists()
         if rank == 1:
             (directory / "pipe").unlink()
-        return first, store.save_directory(5, directory).step
+        return caught.value, store.save_directory(5, directory).step
 
-    results = run_threads(2, tmp_path / "store", flow)
-    for error, step in results:
+    for error, step in run_threads(2, tmp_path / "store", flow):
         assert (error.rank, error.committed, step) == (1, False, 5)
         assert "pipe" in str(error)
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.saving import directories
-
-    scan = directories.scan
+    scan = directory_shard.scan
 
     def scan_then_change(directory: Path) -> object:
         found = scan(directory)
         (directory / "f1").write_bytes(b"2" * 6000)
         return found
 
-    monkeypatch.setattr("ckptstore.saving.directory_shard.scan", scan_then_change)
+    monkeypatch.setattr(directory_shard, "scan", scan_then_change)
 
     def flow(store: CheckpointStore, rank: int) -> None:
         store.save_directory(5, make_tree(tmp_path / f"rank{rank}", {"f0": b"0", "f1": b"1" * 5000}))
@@ -199,7 +177,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     results = run_threads(2, tmp_path / "store", flow)
     assert all(isinstance(error, SourceChanged) and error.committed is False for error in results)
     assert "f1" in str(results[0])
-    assert_nothing_left(tmp_path / "store")
+    assert list((tmp_path / "store/checkpoints").rglob("*.*")) == []
 
 
 def test_shared_files_must_be_equal(tmp_path: Path) -> None:
@@ -208,22 +186,6 @@ def test_shared_files_must_be_equal(tmp_path: Path) -> None:
 
     results = run_threads(2, tmp_path / "store", flow)
     assert all(isinstance(error, InvalidSource) and error.file == "c" for error in results)
-
-
-def test_different_steps_are_an_error_that_names_both(tmp_path: Path) -> None:
-    def flow(store: CheckpointStore, rank: int) -> None:
-        store.save_directory(5 + rank, None)
-
-    results = run_threads(2, tmp_path / "store", flow)
-    assert all(isinstance(error, InvalidStep) for error in results)
-    assert "step 6" in str(results[0])
-    assert "step 5" in str(results[0])
-
-
-@pytest.mark.parametrize("step", [-1, 1.5, "3", None, True, 10**10])
-def test_steps_that_are_none(root: str, tmp_path: Path, step: object) -> None:
-    with open_store(root) as store, pytest.raises(InvalidStep):
-        store.save_directory(step, tree(tmp_path))
 
 
 def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -276,17 +238,6 @@ def test_shared_is_no_text(root: str, tmp_path: Path) -> None:
     make_tree(tmp_path / "out", {"c": b"1"})
     with open_store(root) as store, pytest.raises(InvalidInput, match=r"As in \['c'\]"):
         store.save_directory(1, tmp_path / "out", shared="c")
-
-
-def test_bad_stores_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="gopher"):
-        open_store("gopher://somewhere")
-    with pytest.raises(InvalidInput, match="missing"):
-        open_store("memory://x", missing="ignore")
-    with pytest.raises(InvalidInput, match="retention"):
-        open_store("memory://x", retention=3)
-    with pytest.raises(InvalidInput, match="grace"):
-        open_store("memory://x", grace_seconds=-1)
 
 
 def test_no_permission(tmp_path: Path) -> None:
@@ -380,18 +331,6 @@ def test_a_checkpoint_on_its_own(tmp_path: Path) -> None:
         Checkpoint.from_uri(str(tmp_path / "elsewhere"))
     with pytest.raises(CheckpointGone):
         Checkpoint.from_uri(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", "nul\x00"])
-def test_hostile_manifests_write_nothing(tmp_path: Path, name: str) -> None:
-    with open_store(tmp_path / "store") as store:
-        checkpoint = store.save_directory(3, tree(tmp_path, {"victim": b"1"}))
-        shutil.copytree(checkpoint.uri, tmp_path / "copy")
-    manifest = tmp_path / "copy" / "ckptstore.json"
-    manifest.chmod(0o644)
-    manifest.write_text(manifest.read_text().replace('"victim"', f'"{name}"'.replace("\x00", "\\u0000")))
-    with pytest.raises(InvalidName):
-        Checkpoint.from_directory(tmp_path / "copy")
 
 
 def test_many_small_files(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from thread_ranks import run_threads
 from timed_ranks import save_files
-from trees import make_tree
+from trees import Gate, copied, heard, make_tree
 
 from ckptstore import Checkpoint, CheckpointStore, KeepLatest, open_store
 from ckptstore.dcp import StoreWriter
-from ckptstore.events import Event, SavePhase, listening
+from ckptstore.events import SavePhase
 from ckptstore.format.timings import PHASES, Timings
-from ckptstore.interchange.copying import copy_store
 from ckptstore.saving import commit
 from ckptstore.saving.phases import SaveClock
-from ckptstore.testing import Call, CountCalls, run_ranks
-from ckptstore.testing.stores import with_faults
-from ckptstore.transfer.opened import open_place
+from ckptstore.testing import CountCalls, run_ranks, with_faults
 
 SLOW_SECONDS = 3.0
 """Longer than what keeps a rank of a busy machine from its turn."""
@@ -39,17 +35,6 @@ def timings_of(checkpoint: Checkpoint | None) -> Timings:
 
 def some_state(value: float = 1.0) -> dict[str, Any]:
     return {"w": torch.full((1 << 18,), value), "epoch": 3}
-
-
-class Gate:
-    """A hook that holds up writes until it is opened."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-
-    def __call__(self, call: Call) -> None:
-        if call.phase == "before" and call.verb.startswith(("write", "open_parts")) and "checkpoints/" in call.key:
-            assert self.opened.wait(60)
 
 
 def test_the_slow_rank_is_named_with_its_node(tmp_path: Path) -> None:
@@ -89,9 +74,8 @@ def test_a_killed_rank_leaves_no_timings_and_no_harm(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_save_counts_what_the_training_saw(tmp_path: Path) -> None:
-    heard: list[Event] = []
     gate = Gate()
-    with with_faults(open_store(tmp_path / "store"), gate) as store, listening(heard.append):
+    with with_faults(open_store(tmp_path / "store"), gate) as store, heard(SavePhase) as phases:
         pending = store.save_async(1, some_state())
         time.sleep(0.2)  # training, which the save does not hold up
         gate.opened.set()
@@ -103,7 +87,7 @@ def test_an_asynchronous_save_counts_what_the_training_saw(tmp_path: Path) -> No
     assert mine.seconds["upload"] >= 0.2
     assert timings.size_bytes > 1 << 20
     assert timings.requests >= 1
-    assert [event.phase for event in heard if isinstance(event, SavePhase)] == list(PHASES)
+    assert [event.phase for event in phases] == list(PHASES)
 
 
 def test_the_wait_for_the_save_before_counts_in_agree_and_as_a_stall(tmp_path: Path) -> None:
@@ -119,8 +103,7 @@ def test_the_wait_for_the_save_before_counts_in_agree_and_as_a_stall(tmp_path: P
 
 
 def test_a_dcp_save_has_timings(tmp_path: Path) -> None:
-    heard: list[Event] = []
-    with open_store(tmp_path / "store") as store, listening(heard.append):
+    with open_store(tmp_path / "store") as store, heard(SavePhase) as phases:
         dcp.save(some_state(), storage_writer=StoreWriter(store.dcp_target(), step=4), no_dist=True)
         in_store = timings_of(store[4])
     dcp.save(some_state(), storage_writer=StoreWriter(tmp_path / "alone"), no_dist=True)
@@ -128,7 +111,6 @@ def test_a_dcp_save_has_timings(tmp_path: Path) -> None:
     for timings in (in_store, alone):
         assert set(timings.phases) == {"agree", "upload", "wait", "commit"}
         assert timings.size_bytes > 1 << 20
-    phases = [event for event in heard if isinstance(event, SavePhase)]
     assert [event.phase for event in phases] == ["agree", "upload", "wait", "commit"]
     assert {event.step for event in phases} == {4}
 
@@ -139,10 +121,9 @@ def test_copies_and_restored_checkpoints_keep_them(tmp_path: Path) -> None:
         store.save(2, some_state(2.0), incremental="reference")
         expected = [timings_of(checkpoint) for checkpoint in store]
         assert len({timings.seconds for timings in expected}) == 2
-        with closing(open_place(str(tmp_path / "copy"))) as place:
-            copy_store(store, place)
-    with open_store(tmp_path / "copy") as copied:
-        assert [timings_of(checkpoint) for checkpoint in copied] == expected
+        copied(store, tmp_path / "copy")
+    with open_store(tmp_path / "copy") as copy:
+        assert [timings_of(checkpoint) for checkpoint in copy] == expected
     with open_store(tmp_path / "other", retention=KeepLatest(1)) as store:
         first = timings_of(store.save(1, some_state()))
         store.save(2, some_state())
@@ -152,11 +133,8 @@ def test_copies_and_restored_checkpoints_keep_them(tmp_path: Path) -> None:
 def without_timings(patch: pytest.MonkeyPatch) -> None:
     """Saves as they would be without timings."""
     made = commit.manifest_of
-    patch.setattr(
-        commit,
-        "manifest_of",
-        lambda a, b, contents, *rest, **more: made(a, b, contents._replace(timings=None), *rest, **more),
-    )
+    no_timings = lambda a, b, it, *rest, **more: made(a, b, it._replace(timings=None), *rest, **more)  # noqa: E731
+    patch.setattr(commit, "manifest_of", no_timings)
     patch.setattr(SaveClock, "report", lambda self, traffic, *, node: {"seconds": {"upload": 0.0}, "node": node})
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from trees import Gate
 
 from ckptstore import (
     AccessDenied,
@@ -23,31 +22,16 @@ from ckptstore import (
     StorageUnavailable,
     open_store,
 )
-from ckptstore.testing import Call, FailAt
-from ckptstore.testing.stores import with_faults
-
-
-class Gate:
-    """A hook that holds up a call until it is opened."""
-
-    def __init__(self, verb: str) -> None:
-        self.verb = verb
-        self.opened = threading.Event()
-        self.reached = threading.Event()
-
-    def __call__(self, call: Call) -> None:
-        if call.phase == "before" and call.verb == self.verb and call.key.startswith("checkpoints/"):
-            self.reached.set()
-            assert self.opened.wait(60)
+from ckptstore.testing import FailAt, with_faults
 
 
 def some_state(value: float = 1.0) -> dict[str, Any]:
     return {"w": torch.full((1 << 19,), value), "small": torch.arange(5), "nested": {"epoch": 3, "names": ["a"]}}
 
 
-def gated(tmp_path: Path, **keywords: Any) -> tuple[CheckpointStore, Gate]:
-    gate = Gate("open_parts")
-    return with_faults(open_store(tmp_path / "store", **keywords), gate), gate
+def gated(tmp_path: Path) -> tuple[CheckpointStore, Gate]:
+    gate = Gate()
+    return with_faults(open_store(tmp_path / "store"), gate), gate
 
 
 def test_the_state_may_change_at_once(tmp_path: Path) -> None:
@@ -188,21 +172,6 @@ def test_a_save_that_is_interrupted_in_its_thread_has_failed(tmp_path: Path) -> 
     assert caught.value.committed is None
     with pytest.raises(RankFailed):
         store.close()
-
-
-def test_an_interpreter_that_exits_finishes_the_save(tmp_path: Path) -> None:
-    code = f"""
-import torch
-from ckptstore import open_store
-from ckptstore.testing import Delay
-from ckptstore.testing.stores import with_faults
-store = with_faults(open_store({str(tmp_path / "store")!r}), Delay(0.02))
-store.save_async(1, {{"w": torch.ones(1 << 20), "epoch": 1}})
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    with open_store(tmp_path / "store") as store:
-        assert [checkpoint.step for checkpoint in store] == [1]
-        assert store[1].verify().ok
 
 
 def test_sigterm_only_sets_a_deadline(tmp_path: Path) -> None:

@@ -1,12 +1,145 @@
-"""Real training in real processes: bit-equal curves after a resume, and any layout loaded into any other."""
+"""Real training in real processes: bit-equal curves after a resume. Layouts in layouts are in `tests/state`."""
 
 from __future__ import annotations
 
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from forked_ranks import run_ranks
-from state_worker import load_as, save_as, shares_values_and_samples, train_and_resume
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptstore import CheckpointStore, open_store
+
+
+class Net(nn.Module):
+    """Two linear layers around a batch norm, and a tied output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.second = nn.Linear(32, 16)
+        self.tied = nn.Linear(32, 16)
+        self.tied.weight = self.second.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.first(x)))
+        return self.second(hidden) + self.tied(hidden)
+
+
+def build(layout: str, *, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Model, optimizer and scheduler in a parallel layout over all ranks."""
+    torch.manual_seed(seed)
+    model: nn.Module = Net()
+    size = dist.get_world_size()
+    if layout == "ddp":
+        model = DistributedDataParallel(model)
+    elif layout == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    elif layout == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    elif layout == "tp":
+        plan = {"first": ColwiseParallel(), "second": RowwiseParallel(), "tied": RowwiseParallel()}
+        model.norm = nn.Identity()  # a batch norm over a shard is another model
+        parallelize_module(model, init_device_mesh("cpu", (size,)), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def train(parts: tuple[nn.Module, torch.optim.Optimizer, Any], num_steps: int, *, layout: str) -> list[float]:
+    """Train on random data, each rank its own but under tensor parallelism; the losses of this rank."""
+    model, optimizer, scheduler = parts
+    losses = []
+    for _ in range(num_steps):
+        x = torch.randn(8, 16)
+        if layout == "tp":
+            dist.broadcast(x, 0)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state_of(parts: tuple[nn.Module, torch.optim.Optimizer, Any], **values: Any) -> dict[str, Any]:
+    """The whole state of a run, random numbers included."""
+    model, optimizer, scheduler = parts
+    return {"model": model, "optim": optimizer, "scheduler": scheduler, "rng": Random(), **values}
+
+
+class Random:
+    """This rank's random numbers, which differ from rank to rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        full = list(np.random.get_state())
+        full[1] = state["numpy"]
+        np.random.set_state(tuple(full))
+
+
+@contextmanager
+def job(root: str, **keywords: Any) -> Iterator[CheckpointStore]:
+    """A store, in a process group that is initialised once for all that this process does."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    with open_store(root, rank_timeout_seconds=60, **keywords) as store:
+        yield store
+
+
+def seed_rank() -> None:
+    """Random numbers of this rank's own."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(1000 + rank)
+    random.seed(rank)
+    np.random.seed(rank)
+
+
+def train_and_resume(root: str, layouts: list[str]) -> dict[str, tuple[list[float], list[float], list[float]]]:
+    """For each layout: losses of an uninterrupted run, and of one that resumes from sync and async saves in between."""
+    found = {}
+    for layout in layouts:
+        with job(f"{root}/{layout}") as store:
+            parts = build(layout, seed=1)
+            seed_rank()
+            train(parts, 3, layout=layout)
+            store.save(3, state_of(parts, epoch=3), metrics={"loss": 1.0})
+            whole = train(parts, 2, layout=layout)
+            pending = store.save_async(5, state_of(parts, epoch=5))
+            whole += train(parts, 3, layout=layout)
+            assert pending.result().step == 5
+            resumed = []
+            for step, skip in ((3, 0), (5, 2)):
+                other = build(layout, seed=2)
+                state = state_of(other, epoch=0)
+                torch.manual_seed(0)
+                store[step].load(state)
+                assert state["epoch"] == step
+                resumed.append(train(other, 5 - skip, layout=layout))
+            assert store[3].verify().ok
+        found[layout] = (whole, *resumed)
+    return found
+
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -25,38 +158,3 @@ def test_training_goes_on_as_if_never_interrupted(tmp_path: Path, layouts: list[
     assert_same_curves(results)
     if "ddp" in layouts:
         assert results[0]["ddp"] != results[1]["ddp"]
-
-
-@pytest.mark.long
-def test_ddp_of_two_into_other_layouts(tmp_path: Path) -> None:
-    root = str(tmp_path / "store")
-    expected = run_ranks(2, save_as, root, "ddp")[0]
-    assert run_ranks(1, load_as, root, ["plain"], ["rank"], expected) == [{"plain": []}]
-    wanted = ["fsdp2", "fsdp1", "ddp"]
-    assert run_ranks(2, load_as, root, wanted, ["node", "rank", "job"], expected)[0] == {key: [] for key in wanted}
-
-
-@pytest.mark.parametrize(
-    ("saved", "num_ranks", "loaded"),
-    [
-        pytest.param("fsdp2", 4, {1: ["plain"], 2: ["fsdp2", "ddp", "fsdp1"]}, marks=pytest.mark.long),
-        pytest.param("fsdp1", 2, {4: ["hsdp", "fsdp2"]}, marks=pytest.mark.long),
-        pytest.param("hsdp", 4, {2: ["ddp", "fsdp1", "fsdp2"]}, marks=pytest.mark.slow),
-    ],
-)
-def test_resharding(tmp_path: Path, saved: str, num_ranks: int, loaded: dict[int, list[str]]) -> None:
-    """Each layout is saved, each is loaded, to fewer ranks and to more; other pairs are in tests/state."""
-    root = str(tmp_path / "store")
-    expected = run_ranks(num_ranks, save_as, root, saved, timeout_seconds=240)[0]
-    for world_size, layouts in loaded.items():
-        found = run_ranks(world_size, load_as, root, layouts, ["rank", "job", "node"], expected, timeout_seconds=240)
-        assert found[0] == {key: [] for key in layouts}
-
-
-def test_what_ranks_share_what_differs_and_data_loaders(tmp_path: Path) -> None:
-    """A tensor that all have is split, what differs is kept for each, and each sample is given once over a resume."""
-    for share, is_kept, (before, after, due) in run_ranks(2, shares_values_and_samples, str(tmp_path)):
-        assert abs(share - 0.5) < 0.02
-        assert is_kept
-        assert before + after == due
-        assert len(set(before) & set(after)) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ckptstore import (
     KeepBest,
     KeepLatest,
     NoUsableCheckpoint,
-    RankTimeout,
     StorageFull,
     StoreFenced,
     open_store,
@@ -191,37 +189,6 @@ def test_a_resume_passes_over_what_is_not_whole_and_says_why(root: Path, tmp_pat
         shutil.rmtree(paths[0])
         with pytest.raises(NoUsableCheckpoint, match="None of 5"):
             store.resume()
-
-
-def test_a_crash_with_four_ranks_and_a_restart_with_two_mix_nothing(root: Path, tmp_path: Path) -> None:
-    given_up = threading.Event()
-
-    def gone(*_: object, **__: object) -> list[object]:
-        assert given_up.wait(120)
-        return []
-
-    def crash(store: CheckpointStore, rank: int) -> None:
-        directory = make_tree(tmp_path / f"four{rank}", {"model.pt": b"four-%d" % rank})
-        if rank == 3:  # this rank answers the first exchange and then is gone
-            store._job.transfer.upload = gone
-        try:
-            store.save_directory(8, directory)
-        finally:
-            given_up.set()
-
-    results = run_threads(4, root, crash, rank_timeout_seconds=3)
-    assert all(isinstance(error, RankTimeout) for error in results[:3])
-    assert results[0].ranks == (3,)
-
-    def restart(store: CheckpointStore, rank: int) -> object:
-        resumed = store.resume()
-        directory = make_tree(tmp_path / f"two{rank}", {"model.pt": b"two-%d" % rank})
-        return resumed, store.save_directory(8, directory)
-
-    results = run_threads(2, root, restart)
-    assert [resumed for resumed, _ in results] == [None, None]
-    with results[0][1].as_directory() as path:
-        assert read_tree(path) == {"model-rank=00000.pt": b"two-0", "model-rank=00001.pt": b"two-1"}
 
 
 def test_a_reader_of_the_real_path_is_waited_for(root: Path, tmp_path: Path) -> None:

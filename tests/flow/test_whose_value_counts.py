@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from outcomes import end_of
 from thread_ranks import in_threads, run_threads
+from trees import steps
 
 from ckptstore import Checkpoint, CheckpointStore, KeepBest, KeepLatest, StorageGroup, open_store
 from ckptstore.dcp import StoreWriter
-from ckptstore.errors import CkptstoreError, InvalidInput, InvalidMetadata, InvalidMetric, InvalidStep, StateMismatch
+from ckptstore.errors import InvalidInput, InvalidMetadata, InvalidMetric, InvalidStep, StateMismatch
 
 PAGE = Path(__file__).parents[2] / "docs" / "explain" / "how-ranks-meet.md"
 SAVES = {
@@ -39,13 +41,6 @@ def save(store: CheckpointStore, step: int, **options: Any) -> Checkpoint | None
     return store.save_async(step, state(), **options).result()
 
 
-def end_of(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except CkptstoreError as error:
-        return error
-
-
 def ends(root: Path, call: Callable[[CheckpointStore, int], Any], **options: Any) -> list[Any]:
     """What each of two ranks gets of the call, after which both save and load as if nothing had been."""
 
@@ -61,8 +56,7 @@ def ends(root: Path, call: Callable[[CheckpointStore, int], Any], **options: Any
 
 @pytest.mark.parametrize("bearer", [0, 1])
 def test_metrics_and_metadata_of_one_rank_alone_count(tmp_path: Path, bearer: int) -> None:
-    best = KeepBest(1, metric="loss", mode="min") | KeepLatest(9)
-    options = {"retention": best, "missing": "worst"}
+    options = {"retention": KeepBest(1, metric="loss", mode="min") | KeepLatest(9), "missing": "worst"}
     given = {"metrics": {"loss": 0.5}, "metadata": {"stage": [1]}}
     found = ends(tmp_path, lambda store, rank: save(store, 2, **(given if rank == bearer else {})), **options)
     assert [(dict(end.metrics), dict(end.metadata)) for end in found] == [({"loss": 0.5}, {"stage": [1]})] * 2
@@ -111,8 +105,10 @@ def test_a_bad_value_on_one_rank_is_raised_on_all(tmp_path: Path, name: str) -> 
 
 
 def test_steps_and_directories_are_compared(tmp_path: Path) -> None:
-    found = ends(tmp_path / "steps", lambda store, rank: save(store, 2 + rank))
-    assert all(isinstance(error, InvalidStep) for error in found)
+    for error in ends(tmp_path / "steps", lambda store, rank: save(store, 2 + rank)):
+        assert isinstance(error, InvalidStep)
+        assert "step 2" in str(error)
+        assert "step 3" in str(error)
     for name, value in {"exists": "error", "suffix": "always", "shared": ["a"], "link": True}.items():
 
         def call(store: CheckpointStore, rank: int, given: Mapping[str, Any] = {name: value}) -> Any:
@@ -161,12 +157,9 @@ def test_another_retention_on_another_rank_is_refused_and_that_of_rank_0_alone_c
     for name, given in policies.items():
 
         def run(rank: int, name: str = name, given: tuple[int | None, int | None] = given) -> Any:
-            count = given[rank]
-            policy = None if count is None else KeepLatest(count)
+            policy = None if given[rank] is None else KeepLatest(given[rank])
             with open_store(tmp_path / name, group=StorageGroup(rank, 2, name), retention=policy) as store:
-                for step in range(4):
-                    store.save(step, state())
-                return [checkpoint.step for checkpoint in store]
+                return [store.save(step, state()).step for step in range(4)] and steps(store)
 
         found = in_threads(2, run)
         if name in ("alike", "rank-0-alone"):
@@ -183,9 +176,7 @@ def dcp_ranks(root: str) -> dict[str, Any]:
             given = {"metrics": {"loss": 0.5}, "metadata": {"stage": rank}} if rank else {}
             writer = StoreWriter(store.dcp_target(**given), step=step)
             dcp.save({f"w{rank}": torch.ones(3)}, storage_writer=writer)
-    with open_store(root) as store:
-        found = store.latest()
-        seen = {"step": found.step, **found.metrics, **found.metadata}
+        seen = {"step": store[2].step, **store[2].metrics, **store[2].metadata}
     dist.destroy_process_group()
     return seen
 

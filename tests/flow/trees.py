@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from uuid import uuid4
 from ckptstore import Checkpoint, CheckpointStore, open_store
 from ckptstore.events import Event, listening
 from ckptstore.interchange.copying import CopyReport, copy_store
+from ckptstore.interchange.salvage import salvage_store
 from ckptstore.testing import Call
 from ckptstore.transfer.opened import open_place
 
@@ -48,10 +50,10 @@ def everything(path: Path) -> list[str]:
     return sorted(str(item.relative_to(path)) for item in path.rglob("*"))
 
 
-def flip(path: Path) -> None:
-    """Change one bit of a file that is read-only."""
+def flip(path: Path, place: int | None = None) -> None:
+    """Change one bit of a file that is read-only, in its middle or at a place."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[len(data) // 2 if place is None else place] ^= 1
     path.unlink()
     path.write_bytes(data)
 
@@ -68,6 +70,12 @@ def copied(source: CheckpointStore | Path, target: Path) -> CopyReport:
             return copied(store, target)
     with closing(open_place(target)) as place:
         return copy_store(source, place)
+
+
+def salvaged(source: Path, target: Path) -> CopyReport:
+    """Bring what is whole of a damaged store to a new one."""
+    with closing(open_place(source)) as damaged, closing(open_place(target)) as place:
+        return salvage_store(damaged, place)
 
 
 @contextmanager
@@ -92,6 +100,19 @@ def steps(store: CheckpointStore) -> list[int]:
 def directories(root: Path) -> list[str]:
     """Of attempts, whether they were committed or not."""
     return sorted(path.name for path in (root / "checkpoints").iterdir())
+
+
+class Gate:
+    """A hook at which writes below the checkpoints wait until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+    def __call__(self, call: Call) -> None:
+        is_write = call.verb.startswith(("write", "open_parts"))
+        if is_write and call.phase == "before" and call.key.startswith("checkpoints/step"):
+            self.reached.set()
+            assert self.opened.wait(60)
 
 
 class Once:
