@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptstore import FastTier, open_store
-from ckptstore.catalogue import job_of
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain import Drain, Drainer
@@ -102,7 +101,7 @@ def opened(
         seat = StorageGroup(rank, size, "start", node=node(rank))
         group = seat.open(board, rank_timeout_seconds=timeout_seconds, retry=RETRY)
     tier = FastTier(disks / node(rank), node=node(rank), copies=copies, drain_bytes_per_second=bytes_per_second)
-    job = job_of(open_store(uri, group=group, fast=tier, **more))
+    job = open_store(uri, group=group, fast=tier, **more)._job
     storage = job.storage if hook is None else wrap(job.storage, hook)
     transfer = Transfer(storage, config=config.transfer, retry=config.retry)
     job = replace(job, storage=storage, config=config, log=Log(storage, retry=config.retry), transfer=transfer)

@@ -12,7 +12,6 @@ import torch
 from thread_ranks import in_threads
 
 from ckptstore import CheckpointStore, FastTier, StorageGroup, open_store
-from ckptstore.catalogue import job_of
 
 SIZE = 100_000
 
@@ -89,7 +88,7 @@ def durable(*wanted: int) -> Any:
 
 def settle(store: CheckpointStore) -> None:
     """What is superseded is deleted in the background."""
-    place = job_of(store).tier.place
+    place = store._job.tier.place
     place.settle()
 
 

@@ -15,7 +15,6 @@ from trees import copied, directories, make_tree, read_tree, save_tree, steps
 
 from ckptstore import Checkpoint, CheckpointStore, InvalidInput, KeepAll, KeepEvery, KeepLatest, KeepSince, open_store
 from ckptstore.errors import StoreFenced
-from ckptstore.format.layout import record_key
 from ckptstore.interchange import copying
 from ckptstore.transfer.opened import open_place
 
@@ -214,7 +213,7 @@ def test_a_copy_refuses_a_place_that_is_taken(store: CheckpointStore, tmp_path: 
 def test_ages_are_those_of_the_records_in_a_copy_too(root: Path, tmp_path: Path, target: Path) -> None:
     with open_store(root) as store:
         for hours, checkpoint in zip((5, 3, 0), store, strict=True):
-            os.utime(root / record_key(checkpoint.number), (0, time.time() - hours * 3600))
+            os.utime(root / f"log/{checkpoint.number:010}.json", (0, time.time() - hours * 3600))
     copied(root, target)
     with open_store(target, retention=KeepEvery(seconds=3600)) as store:
         save_tree(store, tmp_path, 4)

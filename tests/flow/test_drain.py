@@ -18,7 +18,6 @@ from thread_ranks import in_threads
 from trees import heard, make_tree
 
 from ckptstore import open_store
-from ckptstore.catalogue import job_of
 from ckptstore.errors import (
     CheckpointDamaged,
     CheckpointGone,
@@ -31,7 +30,6 @@ from ckptstore.errors import (
 from ckptstore.events import CheckpointCommitted, DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain import drain_rounds, own_files
-from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import sha256_of
 from ckptstore.saving import transaction
 from ckptstore.saving.directory_shard import directory_of
@@ -97,7 +95,7 @@ def test_a_drained_checkpoint_is_what_was_certified(tmp_path: Path) -> None:
         (certificate, record), (_, other) = on_ranks(2, tmp_path, script)
     assert record.number == other.number
     assert record.entry.save_number == record.state.save_number == 3
-    manifest = (tmp_path / "store" / record.entry.prefix / MANIFEST_NAME).read_bytes()
+    manifest = (tmp_path / "store" / record.entry.prefix / "ckptstore.json").read_bytes()
     assert manifest == certificate.manifest_data
     assert record.entry.manifest_sha256 == sha256_of(manifest)
     assert record.entry.metrics == {"loss": 0.125}
@@ -233,7 +231,7 @@ def test_a_job_that_is_fenced_drains_nothing_more(tmp_path: Path) -> None:
         rank.offer(1, 1).result(SECONDS)
         if later.wait(SECONDS) == 0:
             with open_store(tmp_path / "store", group="solo") as store:
-                job_of(store).claim(None)
+                store._job.claim(None)
         later.wait(SECONDS)
         with pytest.raises(StoreFenced):
             rank.offer(2, 2).result(SECONDS)

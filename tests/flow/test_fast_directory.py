@@ -17,7 +17,6 @@ from fast_jobs import Jobs
 from trees import heard
 
 from ckptstore import CheckpointStore, FastTier, InvalidInput, open_store
-from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import FastBypassed
 from ckptstore.fast.nodes import node_disk
@@ -48,7 +47,7 @@ def resumed(store: CheckpointStore, _rank: int) -> Any:
     found = store.resume()
     with found.as_directory() as path:
         files = tree(path)
-    with job_of(store).group.meeting("read"):  # one may have read from the other
+    with store._job.group.meeting("read"):  # one may have read from the other
         return found.step, found.is_durable, files
 
 

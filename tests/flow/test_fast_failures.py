@@ -26,7 +26,6 @@ from torch.distributed.fsdp import fully_shard
 from trees import flip, heard
 
 from ckptstore import CheckpointStore, FastTier, KeepEvery, StorageGroup, open_store
-from ckptstore.catalogue import job_of
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import FastBypassed
@@ -117,7 +116,7 @@ def test_a_node_that_cannot_be_reached_costs_no_checkpoint(jobs: Jobs) -> None:
     def flow(store: CheckpointStore, rank: int) -> Any:
         is_durable = [save(1)(store, rank).is_durable]
         if rank == 1:
-            job_of(store).tier.place.server.close()
+            store._job.tier.place.server.close()
         return [*is_durable, *(save(step)(store, rank).is_durable for step in (2, 3)), resume(store, rank)]
 
     with heard(FastBypassed) as bypassed:

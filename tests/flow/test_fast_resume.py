@@ -17,13 +17,11 @@ from thread_ranks import in_threads
 from trees import flip, heard
 
 from ckptstore import CheckpointStore, FastTier, StorageError, StorageGroup, open_store
-from ckptstore.catalogue import job_of
 from ckptstore.errors import InvalidInput, StateMismatch, StorageUnavailable, StoreFenced
 from ckptstore.events import LoadEnded
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.nodes.node_server import NodeClient
 from ckptstore.format.changes import Noop
-from ckptstore.format.layout import record_key
 from ckptstore.group.message import Message
 from ckptstore.testing import FailAt, with_faults, wrap
 from ckptstore.testing.s3_server import s3_server
@@ -97,7 +95,7 @@ def test_a_disk_that_cannot_read_is_as_good_as_damage(jobs: Jobs, skipped: list[
     broken = f"read* *{jobs.attempts('a')[-1].name}*distcp"
 
     def flow(store: CheckpointStore, rank: int) -> Any:
-        job = job_of(store)
+        job = store._job
         place = job.tier.open(job)
         if rank == 0:
             storage = wrap(place.disk.storage, FailAt(broken, StorageError("Input/output error"), times=None))
@@ -135,10 +133,10 @@ def test_a_claim_that_cannot_be_asked_for_now_refuses_nothing(jobs: Jobs, monkey
     jobs.run("a", save(7))
     with open_store(jobs.root / "store") as store:
         for _ in range(70):  # else the claim is among those that every resume reads
-            job_of(store).log.append(lambda _newest: Noop())
+            store._job.log.append(lambda _newest: Noop())
     monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
     number = Certificate.decode((jobs.attempts("a")[0] / "fast.json").read_bytes()).claim_number
-    claim = FailAt(f"read {record_key(number)}", StorageUnavailable("not now"), times=None)
+    claim = FailAt(f"read log/{number:010}.json", StorageUnavailable("not now"), times=None)
     store = jobs.open(0, "a", uuid4().hex)
     with with_faults(store, claim) as faulty, pytest.raises(StorageUnavailable, match="not now"):
         resume(faulty, 0)

@@ -40,8 +40,6 @@ from ckptstore import (
     StoreFenced,
     open_store,
 )
-from ckptstore.catalogue import job_of
-from ckptstore.checkpoint import files_behind
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import CheckpointResumed, FastBypassed, FastCommitted, SavePhase
 from ckptstore.fast.publisher import FastPublisher
@@ -300,7 +298,7 @@ def test_where_a_certificate_alone_does_not_fit_the_save_goes_to_the_store(
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         save(1)(store, rank)
-        disk = job_of(store).tier.open(job_of(store)).disk
+        disk = store._job.tier.open(store._job).disk
         create = disk.storage.create
 
         def fails(key: str, data: bytes) -> bool:
@@ -324,11 +322,11 @@ def test_a_save_that_found_a_disk_full_makes_room_for_the_next(jobs: Jobs) -> No
     def flow(store: CheckpointStore, rank: int) -> list[list[int]]:
         save(1)(store, rank)
         store.drain()
-        with files_behind(save(2)(store, rank)).held():
+        with save(2)(store, rank)._files.held():
             save(3)(store, rank)
             settle(store)
             before = steps(jobs, "a")
-        with patch.object(job_of(store).tier.place.transfer, "upload", side_effect=FULL):
+        with patch.object(store._job.tier.place.transfer, "upload", side_effect=FULL):
             assert save(4)(store, rank).is_durable
         settle(store)
         return [before, steps(jobs, "a")]
@@ -341,7 +339,7 @@ def test_where_a_disk_is_full_and_another_rank_has_no_copy_both_are_told(jobs: J
     def flow(store: CheckpointStore, rank: int) -> Any:
         save(1)(store, rank)
         no_memory = patch.object(store._state_saver, "_staging_memory", side_effect=InvalidState("no memory"))
-        full = patch.object(job_of(store).tier.place.transfer, "upload", side_effect=FULL)
+        full = patch.object(store._job.tier.place.transfer, "upload", side_effect=FULL)
         with no_memory if rank else full:
             return store.save_async(2, state_of(2, rank)).result()
 

@@ -181,9 +181,8 @@ def test_it_becomes_durable_and_leaves_the_node(jobs: Jobs) -> None:
 READER = """
 import sys
 from ckptstore import FastTier, open_store
-from ckptstore.checkpoint import files_behind
 store = open_store(sys.argv[1], group="solo", fast=FastTier(sys.argv[2], node="a"))
-with files_behind(store.latest(fast=True)).held():
+with store.latest(fast=True)._files.held():
     print("reads", flush=True)
     sys.stdin.read()
 """

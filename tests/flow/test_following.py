@@ -35,7 +35,6 @@ from ckptstore import (
     StoreMissing,
     open_store,
 )
-from ckptstore.catalogue import job_of
 from ckptstore.testing.faults import Call, wrap
 from ckptstore.testing.ranks import run_ranks
 from ckptstore.tools.cli import main
@@ -153,7 +152,7 @@ def test_what_is_worked_on_is_not_deleted(tmp_path: Path, place: str) -> None:
         store.prune()  # unless the one behind the last save was faster
         assert store.trash() == []
         follower.close()
-        assert not any(job_of(store).storage.list("leases/"))
+        assert not any(store._job.storage.list("leases/"))
 
 
 def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,7 +166,7 @@ def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pytest.Log
 
     with open_store(tmp_path / "store") as store:
         save(store, 1, 2, 3)
-        job_of(store).storage = wrap(job_of(store).storage, away)
+        store._job.storage = wrap(store._job.storage, away)
         left.update(log=2, cursors=1)
         follower = store.follow(cursor="it", timeout_seconds=30)
         with caplog.at_level(logging.INFO, logger="ckptstore"):

@@ -14,7 +14,6 @@ from trees import everything, make_tree, moved_away, save_tree, steps
 
 from ckptstore import StoreMissing, open_store
 from ckptstore.format.changes import Claim
-from ckptstore.format.layout import HINT_KEY, MANIFEST_NAME
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Hint
 from ckptstore.storage.disk.local import LocalStorage
@@ -70,7 +69,7 @@ def test_it_leaves_what_it_cannot_tell(root: Path, data: str, is_bare: bool, why
     (saved,) = (root / "checkpoints").iterdir()
     unnamed = saved.with_name("step-0000000009-e0001-0123abcd")
     shutil.copytree(saved, unnamed)
-    manifest = unnamed / MANIFEST_NAME
+    manifest = unnamed / "ckptstore.json"
     manifest.chmod(0o600)
     if data:
         manifest.write_text(re.sub('"store_id":"[^"]*"', data, manifest.read_text()) if data != "{" else data)
@@ -103,8 +102,8 @@ def test_it_believes_the_log_and_no_hint(root: Path, tmp_path: Path) -> None:
         save_tree(store, tmp_path, 2)
         for token in "abc":
             newest = Record.following(newest, Claim(token, 1), write_id=uuid4().hex, created_at=0.0)
-        (root / HINT_KEY).chmod(0o600)
-        (root / HINT_KEY).write_bytes(Hint(newest, None).encode())
+        (root / "latest.json").chmod(0o600)
+        (root / "latest.json").write_bytes(Hint(newest, None).encode())
     with open_store(root) as other:
         assert other.collect_garbage().attempts == {}
         assert steps(other) == [1, 2]

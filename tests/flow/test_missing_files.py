@@ -19,7 +19,7 @@ from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsab
 from ckptstore.config import StoreConfig
 from ckptstore.errors import StorageError, StorageUnavailable
 from ckptstore.events import CheckpointSkipped
-from ckptstore.format.layout import MANIFEST_NAME, Attempt
+from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import NodeCopies
 from ckptstore.runtime.beat import beating
@@ -209,7 +209,7 @@ def test_a_manifest_that_is_not_there_as_it_was_written_is_not_committed(
     storage = MemoryStorage(f"memory://{uuid.uuid4().hex}")
 
     def hook(call: Call) -> None:
-        if (call.verb, call.phase) == ("create", phase) and call.key.endswith(MANIFEST_NAME):
+        if (call.verb, call.phase) == ("create", phase) and call.key.endswith("ckptstore.json"):
             harm(storage, call.key)
 
     with with_faults(open_store(storage.uri), hook) as store:

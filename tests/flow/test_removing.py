@@ -21,9 +21,7 @@ from ckptstore import (
     KeepWithin,
     open_store,
 )
-from ckptstore.checkpoint import files_behind
 from ckptstore.format.changes import RESUMED_FROM
-from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.log.identity import KEPT_BY_RAY, read_or_create_store_json
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import Call, with_faults
@@ -169,7 +167,7 @@ def test_a_reader_of_what_refers_to_others_keeps_their_files(tmp_path: Path) -> 
         store.save(3, state)
         assert {item.attempt for item in second.files} == {None, Path(first.uri).name}
         store.retain(KeepLatest(1))
-    reading = files_behind(second).held()
+    reading = second._files.held()
     with with_faults(open_store(tmp_path, grace_seconds=0), Once("create", "log/", reading.__enter__)) as pruner:
         pruner.prune()
         pruner.prune()
@@ -204,11 +202,11 @@ def test_what_somebody_begins_to_follow_stays_in_an_object_store(moment: str) ->
         store.remove(1)
     key = "log/" if moment == "create" else "leases/"  # the look at the leases, or the record that drops it
     with open_store(uri) as reader:
-        reading = leases.hold(reader._job.storage, files_behind(first).record.number)
+        reading = leases.hold(reader._job.storage, first._files.record.number)
         with with_faults(open_store(uri, grace_seconds=0), Once(moment, key, reading.__enter__)) as pruner:
             pruner.prune()
-            names = [file.key for file in reader._job.storage.list(files_behind(first).prefix)]
-            assert any(name.endswith(MANIFEST_NAME) for name in names)
+            names = [file.key for file in reader._job.storage.list(first._files.prefix)]
+            assert any(name.endswith("ckptstore.json") for name in names)
         reading.__exit__(None, None, None)
 
 
@@ -225,7 +223,7 @@ def test_a_manifest_is_deleted_before_the_files_that_it_names(tmp_path: Path) ->
         settle(store)
         store.retain(KeepLatest(1))
         store.prune()
-    assert [key.endswith(MANIFEST_NAME) for key in deleted] == [True, False]
+    assert [key.endswith("ckptstore.json") for key in deleted] == [True, False]
 
 
 def test_what_a_job_resumed_from_waits_in_the_trash(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from ckptstore import CheckpointStore, StepExists, open_store
 from ckptstore.dcp.stock import stock_write
 from ckptstore.errors import InvalidState
 from ckptstore.format.changes import Commit
-from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.record import Record
 from ckptstore.state.index.items import Item, Mode, without_digests
 from ckptstore.state.index.tensor_index import TensorIndex
@@ -63,7 +62,7 @@ def made(parts: dict[str, Any]) -> dict[str, Any]:
 def files_of(path: str) -> dict[str, bytes]:
     """All but the manifest, which has times and digests of the others."""
     found = {str(file.relative_to(path)): file.read_bytes() for file in Path(path).rglob("*") if file.is_file()}
-    return {name: data for name, data in found.items() if name != MANIFEST_NAME}
+    return {name: data for name, data in found.items() if name != "ckptstore.json"}
 
 
 @settings(deadline=None, max_examples=60)

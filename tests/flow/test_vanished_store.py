@@ -17,7 +17,6 @@ from forked_ranks import run_ranks
 import ckptstore
 from ckptstore import CheckpointStore, KeepLatest, NoUsableCheckpoint, StoreForked, StoreMissing, open_store
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, RecordMissing
-from ckptstore.format.layout import HINT_KEY, record_key
 from ckptstore.saving import commit
 from ckptstore.testing import Call, with_faults
 from ckptstore.tools.cli import main
@@ -230,7 +229,7 @@ def lacking(tmp_path: Path, *numbers: int, hint: bool = True) -> Path:
     """A replica without these records."""
     make_store(tmp_path / "source")
     shutil.copytree(tmp_path / "source", tmp_path / "replica")
-    for key in [*map(record_key, numbers), *([] if hint else [HINT_KEY])]:
+    for key in [*(f"log/{number:010}.json" for number in numbers), *([] if hint else ["latest.json"])]:
         os.unlink(tmp_path / "replica" / key)
     return tmp_path / "replica"
 
@@ -255,7 +254,7 @@ def test_a_job_that_takes_a_replica_over_hears_what_is_missing(tmp_path: Path, h
     if hint:
         assert "0000000004.json" in str(caught.value)
     assert keys_of(replica) == before
-    bring(tmp_path / "source", replica, [record_key(3), record_key(4)])
+    bring(tmp_path / "source", replica, ["log/0000000003.json", "log/0000000004.json"])
     with open_store(replica, group="solo") as store:
         assert store.resume({"epoch": -1}).step == 5
 
@@ -265,7 +264,7 @@ def test_a_job_that_writes_leaves_no_missing_record_out(tmp_path: Path) -> None:
         store.save(1, {"epoch": 1})
         for _ in range(70):  # as many as the chain is checked for, and more
             store.annotate(1, {"score": 0.5})
-    (tmp_path / "run" / record_key(2)).unlink()
+    (tmp_path / "run" / "log/0000000002.json").unlink()
     with open_store(tmp_path / "run", group="solo") as store:
         with pytest.raises(RecordMissing, match=r"0000000002.json is missing"):
             store.resume({"epoch": -1})
@@ -280,7 +279,7 @@ def test_a_follower_waits_for_the_record_that_is_next(tmp_path: Path) -> None:
         for checkpoint in store.follow(timeout_seconds=30):
             seen.append(checkpoint.step)
             if len(seen) == 1:
-                bring(tmp_path / "source", replica, [record_key(4)])
+                bring(tmp_path / "source", replica, ["log/0000000004.json"])
             if len(seen) == 5:
                 break
     assert seen == [1, 2, 3, 4, 5]

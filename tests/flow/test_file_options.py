@@ -1,4 +1,4 @@
-"""Each algorithm of digests through everything that writes and checks files, and stores that have several of them."""
+"""Options that change the files of a store: each algorithm of digests, through all that checks them, and prefixes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import independent_reader
 import pytest
 import torch
 from click.testing import CliRunner
+from thread_ranks import run_threads
+from torch.distributed.checkpoint import FileSystemReader, load
 from trees import copied, flip, make_tree
 
 import ckptstore
-from ckptstore import CheckpointDamaged, CheckpointStore, FastTier, open_store
+from ckptstore import CheckpointDamaged, CheckpointStore, FastTier, InvalidInput, KeepLatest, open_store
 from ckptstore.format.digest import ALGORITHMS, DEFAULT
+from ckptstore.format.naming import spread_directory
 from ckptstore.interchange import export
 from ckptstore.tools.cli import main
 
@@ -183,3 +187,47 @@ def test_a_reader_without_the_package_says_which_extra_it_lacks(tmp_path: Path, 
     found = subprocess.run(command, check=True, capture_output=True, text=True)
     name, text = json.loads(found.stdout)
     assert (name, "[torch]" in text) == ("InvalidInput", True)
+
+
+NUM_PREFIXES = 20
+
+
+@pytest.mark.parametrize("num_prefixes", [2, 16, 17, 1000])
+def test_ranks_fill_the_directories_evenly_and_neighbours_differ_at_once(num_prefixes: int) -> None:
+    found = [spread_directory(rank, num_prefixes) for rank in range(4 * num_prefixes)]
+    assert {found.count(name) for name in found} == {4}
+    assert len(set(found)) == num_prefixes
+    assert len({len(name) for name in found}) == 1
+    assert all(one[0] != other[0] for one, other in pairwise(found[:num_prefixes]))
+
+
+def test_one_prefix_is_no_directory() -> None:
+    assert spread_directory(7, 1) == ""
+    with pytest.raises(InvalidInput, match="num_prefixes"):
+        open_store("memory://spread", num_prefixes=0)
+
+
+def save_spread(store: CheckpointStore, rank: int) -> list[str]:
+    """Save twice, the second time incrementally; the names in the last checkpoint."""
+    state: dict[str, Any] = {"own": torch.full((300_000,), float(rank)), "same": torch.arange(700_000), "epoch": 3}
+    for step in (1, 2):
+        checkpoint = store.save(step, state, incremental=True)
+    found = {"own": torch.zeros(300_000), "same": torch.zeros(700_000, dtype=torch.int64), "epoch": 0}
+    assert store.load(found).step == 2
+    assert all(torch.equal(found[name], state[name]) for name in ("own", "same"))
+    return sorted(file.name for file in checkpoint.files)
+
+
+def test_save_load_prune_and_stock_readers(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    options: dict[str, Any] = {"retention": KeepLatest(1), "grace_seconds": 0, "durable": False}
+    names, _ = run_threads(2, root, save_spread, num_prefixes=NUM_PREFIXES, **options)
+    assert {name.partition("/")[0] for name in names if name.endswith(".distcp")} == {"00", "10"}
+    with open_store(root, grace_seconds=0) as store:
+        checkpoint = store[2]
+        assert checkpoint.verify().ok
+        found = {"same": torch.zeros(700_000, dtype=torch.int64)}
+        load(found, storage_reader=FileSystemReader(checkpoint.uri), no_dist=True)
+        assert torch.equal(found["same"], torch.arange(700_000))
+        store.prune()
+    assert [path.name for path in (root / "checkpoints").iterdir()] == [Path(checkpoint.uri).name]
