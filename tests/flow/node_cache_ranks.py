@@ -146,25 +146,3 @@ def reads_in_a_forked_worker(root: Path, log: Path) -> str:
     status = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
     with NodeCache(config).fetch_once("ef" * 32, step=3, size_bytes=1, download=downloads(log)):
         return f"{still_there} {status} {path.exists()}"
-
-
-def downloads_from(storage_root: Path, root: Path, call: int, when: str) -> int:
-    """Download through the transfer engine, and die at one of its storage calls."""
-    from ckptstore.config import RetryConfig, TransferConfig
-    from ckptstore.format.digest import Digest
-    from ckptstore.storage.disk.local import LocalStorage
-    from ckptstore.testing.faults import CountCalls, KillAt, combine, wrap
-    from ckptstore.transfer import Transfer, Wanted
-
-    count = CountCalls()
-    hooks = [count] if call < 0 else [count, KillAt(call, when=when)]
-    storage = wrap(LocalStorage(storage_root), combine(*hooks))
-    wanted = [Wanted(f"file-{index}", FILE_BYTES, Digest.of(content(index))) for index in range(NUM_FILES)]
-    transfer = Transfer(storage, config=TransferConfig(num_threads=1), retry=RetryConfig())
-
-    def download(path: Path) -> None:
-        transfer.download([(file, path / file.key) for file in wanted])
-
-    fetch(root, download)
-    transfer.close()
-    return count.total

@@ -472,32 +472,6 @@ def test_a_killed_rank_ends_the_drain_with_its_name_and_nothing_visible(tmp_path
         assert [*store] == []
 
 
-def drain_until_killed(path: Path, where: str, when: Any) -> None:
-    with opened(
-        path / "store", path / "disks", hook=KillAt(where, when=when, skip=where.startswith("create log"))
-    ) as job:
-        job.offer(1, 1).result(SECONDS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["before", "during", "after"])
-@pytest.mark.parametrize(
-    "where", ["write checkpoints/*", "persist checkpoints/*", "create checkpoints/*", "create log/*"]
-)
-def test_a_job_that_is_killed_leaves_all_or_nothing_and_the_next_goes_on(tmp_path: Path, where: str, when: str) -> None:
-    run_ranks(1, drain_until_killed, tmp_path, where, when, expect_killed=[0])
-    with open_store(tmp_path / "store", group="solo") as store:
-        found = [*store]
-        assert len(found) == (1 if (where, when) == ("create log/*", "after") else 0)
-        assert all(checkpoint.verify().ok for checkpoint in found)
-    with opened(tmp_path / "store", tmp_path / "disks") as job:
-        assert job.offer(2, 1).result(SECONDS).entry.step == 2
-    with open_store(tmp_path / "store", group="solo") as store:
-        store.collect_garbage(claim=True)
-        assert all(checkpoint.verify().ok for checkpoint in store)
-        assert len([*(tmp_path / "store/checkpoints").iterdir()]) == len(store)
-
-
 def _wait_until(is_there: Callable[[], bool]) -> None:
     until = time.monotonic() + SECONDS
     while not is_there():

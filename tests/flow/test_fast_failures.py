@@ -1,7 +1,7 @@
 """What a failure costs: the table of `docs/explain/how-the-fast-tier-works.md`, row by row.
 
-Rows kept elsewhere: processes that are killed at any system call of a save or a resume (`tests/outside`) and at any
-moment of a drain (`test_drain`), full disks and zombies (`test_fast_tier`).
+Rows kept elsewhere: processes that are killed at any system call of a save, a drain or a resume (`tests/outside`), full
+disks and zombies (`test_fast_tier`).
 """
 
 from __future__ import annotations

@@ -25,27 +25,19 @@ from trees import flip, heard
 from ckptstore import (
     CheckpointStore,
     FastTier,
-    InvalidInput,
-    InvalidMetadata,
-    InvalidState,
     KeepEvery,
     KeepLatest,
     KeepWeights,
     KeepWithin,
-    NoUsableCheckpoint,
-    StepExists,
-    StorageError,
-    StorageFull,
     StorageGroup,
-    StoreFenced,
+    errors,
     open_store,
 )
-from ckptstore.errors import CkptstoreError
 from ckptstore.events import CheckpointResumed, FastBypassed, FastCommitted, SavePhase
 from ckptstore.fast.publisher import FastPublisher
 from ckptstore.testing.s3_server import s3_server
 
-FULL = StorageFull("no space on the disk")
+FULL = errors.StorageFull("no space on the disk")
 
 
 def test_a_job_goes_on_from_the_disks_of_its_nodes(jobs: Jobs, skipped: list[str]) -> None:
@@ -93,7 +85,7 @@ def test_timings_survive_an_error_after_the_commit(jobs: Jobs, monkeypatch: pyte
 
     def fails_late(*given: Any) -> Any:
         certified(*given)
-        raise StorageError("the answer is lost", committed=None)
+        raise errors.StorageError("the answer is lost", committed=None)
 
     monkeypatch.setattr(FastPublisher, "_certified", fails_late)
     with heard(FastCommitted) as committed, heard(SavePhase) as phases:
@@ -144,7 +136,7 @@ def test_a_zombie_on_the_same_nodes_is_fenced_without_a_request(jobs: Jobs) -> N
     on_all(save(1, 2))
     assert jobs.run("ab", resume) == of(2, 0, 1)
     found = on_all(save(7))
-    assert [type(error) for error in found] == [StoreFenced] * 2
+    assert [type(error) for error in found] == [errors.StoreFenced] * 2
     on_all(close)
     assert jobs.run("ab", resume) == of(2, 0, 1)
 
@@ -255,7 +247,7 @@ def test_every_file_is_made_durable_once_before_its_checkpoint_is_certified(
 def test_a_save_that_fails_leaves_nothing(jobs: Jobs) -> None:
     def flow(store: CheckpointStore, rank: int) -> Any:
         save(1)(store, rank)
-        with pytest.raises(CkptstoreError) as caught:
+        with pytest.raises(errors.CkptstoreError) as caught:
             store.save(2, {"w": torch.ones(SIZE), "x": object() if rank else 1})
         left = len(jobs.attempts("ab"[rank]))
         save(3)(store, rank)
@@ -338,13 +330,13 @@ def test_a_save_that_found_a_disk_full_makes_room_for_the_next(jobs: Jobs) -> No
 def test_where_a_disk_is_full_and_another_rank_has_no_copy_both_are_told(jobs: Jobs) -> None:
     def flow(store: CheckpointStore, rank: int) -> Any:
         save(1)(store, rank)
-        no_memory = patch.object(store._state_saver, "_staging_memory", side_effect=InvalidState("no memory"))
+        no_memory = patch.object(store._state_saver, "_staging_memory", side_effect=errors.InvalidState("no memory"))
         full = patch.object(store._job.tier.place.transfer, "upload", side_effect=FULL)
         with no_memory if rank else full:
             return store.save_async(2, state_of(2, rank)).result()
 
     for error in jobs.run("ab", flow):
-        assert (type(error), error.rank, error.step) == (InvalidState, 1, 2)
+        assert (type(error), error.rank, error.step) == (errors.InvalidState, 1, 2)
     assert jobs.run("ab", resume) == of(1, 0, 1)
 
 
@@ -358,9 +350,9 @@ def test_a_checkpoint_on_one_node_can_be_used_as_any_other(jobs: Jobs, tmp_path:
         state = state_of(0)
         found.load(state)
         assert state["step"] == 4
-        with pytest.raises(InvalidMetadata, match="durable"):
+        with pytest.raises(errors.InvalidMetadata, match="durable"):
             found.set_metadata({})
-        with pytest.raises(InvalidInput, match="another process"):
+        with pytest.raises(errors.InvalidInput, match="another process"):
             pickle.dumps(found)
 
     assert jobs.run("a", flow) == [None]
@@ -385,7 +377,7 @@ def test_a_resume_without_a_state_gives_what_can_be_loaded(jobs: Jobs) -> None:
 def test_a_step_that_is_there_is_refused_where_that_is_asked(jobs: Jobs) -> None:
     def flow(store: CheckpointStore, rank: int) -> None:
         save(1)(store, rank)
-        with pytest.raises(StepExists):
+        with pytest.raises(errors.StepExists):
             store.save(1, state_of(1), exists="error")
         store.save(2, state_of(2), exists="error")
 
@@ -406,8 +398,8 @@ def test_ranks_that_do_not_fit_together_are_refused(jobs: Jobs) -> None:
 
     assert ["different directories" in str(error) for error in run(["one", "two"], [2, 2])] == [True, True]
     assert ["Only path and node may differ" in str(error) for error in run(["one", "one"], [2, 3])] == [True, True]
-    assert ["copies=2 needs two nodes" in str(error) for error in run(["one", "one"], [2, 2], copies=2)] == [True, True]
-    assert not (jobs.root / "one").exists(), "it is refused before anything is written"
+    assert ["copies=2 needs two nodes" in str(error) for error in run(["new", "new"], [2, 2], copies=2)] == [True, True]
+    assert not (jobs.root / "new").exists(), "it is refused before anything is written"
     found = run(["one", "one"], [2, 2], "ab", copies=2)  # two pods with one directory of their machine
     assert ["a and b have one directory" in str(error) for error in found] == [True, True]
     assert [checkpoint.step for checkpoint in run(["one", "one"], [2, 2], "ab")] == [1, 1]
@@ -431,14 +423,14 @@ def test_ranks_that_do_not_fit_together_are_refused(jobs: Jobs) -> None:
     ],
 )
 def test_bad_input(given: dict[str, Any], match: str) -> None:
-    with pytest.raises(InvalidInput, match=match):
+    with pytest.raises(errors.InvalidInput, match=match):
         FastTier(**{"path": "/a", **given})
 
 
 def test_what_a_fast_checkpoint_cannot_be(jobs: Jobs) -> None:
-    with pytest.raises(InvalidInput, match="it is a FastTier"):
+    with pytest.raises(errors.InvalidInput, match="it is a FastTier"):
         open_store(jobs.root / "store", fast="/a")
-    with jobs.open(0, "a", uuid4().hex) as store, pytest.raises(InvalidInput, match="incremental"):
+    with jobs.open(0, "a", uuid4().hex) as store, pytest.raises(errors.InvalidInput, match="incremental"):
         store.save(1, state_of(1), incremental=True)
 
 
@@ -454,7 +446,7 @@ def test_a_directory_that_is_not_safe_is_refused(jobs: Jobs, how: str) -> None:
     else:
         disk.write_text("")
     (error,) = jobs.run("a", save(1))
-    assert isinstance(error, InvalidInput | StorageError)
+    assert isinstance(error, errors.InvalidInput | errors.StorageError)
     assert "disk-a" in str(error)
 
 
@@ -462,5 +454,5 @@ def test_when_nothing_whole_is_left_the_reasons_are_told(jobs: Jobs) -> None:
     jobs.run("a", save(1))
     flip(next(jobs.attempts("a")[0].glob("*.distcp")))
     (error,) = jobs.run("a", resume)
-    assert isinstance(error, NoUsableCheckpoint)
+    assert isinstance(error, errors.NoUsableCheckpoint)
     assert "step 1" in str(error)

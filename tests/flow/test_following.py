@@ -19,22 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 from trees import copied, salvaged, steps
 
-from ckptstore import (
-    Checkpoint,
-    CheckpointDamaged,
-    CheckpointGone,
-    CheckpointStore,
-    CkptstoreError,
-    InvalidInput,
-    InvalidMetric,
-    InvalidStep,
-    KeepBest,
-    KeepLatest,
-    StorageUnavailable,
-    StoreFenced,
-    StoreMissing,
-    open_store,
-)
+from ckptstore import Checkpoint, CheckpointStore, KeepBest, KeepLatest, errors, open_store
 from ckptstore.testing.faults import Call, wrap
 from ckptstore.testing.ranks import run_ranks
 from ckptstore.tools.cli import main
@@ -162,7 +147,7 @@ def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pytest.Log
         kind = str(call.key).partition("/")[0]
         if left.get(kind):
             left[kind] -= 1
-            raise StorageUnavailable("the network is away")
+            raise errors.StorageUnavailable("the network is away")
 
     with open_store(tmp_path / "store") as store:
         save(store, 1, 2, 3)
@@ -177,7 +162,7 @@ def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pytest.Log
         assert next(follower).step == 2
         follower.close()
         left.update(log=10**9)
-        with pytest.raises(StorageUnavailable, match="the network is away"):
+        with pytest.raises(errors.StorageUnavailable, match="the network is away"):
             followed(store, cursor="it", timeout_seconds=0.2)
         left.update(log=0)
         assert followed(store, cursor="it") == [2, 3]
@@ -191,13 +176,13 @@ def test_a_store_that_is_begun_anew_in_the_place_of_another_is_refused(tmp_path:
         shutil.rmtree(tmp_path / "store")
         with open_store(tmp_path / "store") as other:
             save(other, 1, 2, 3, 4)
-        with pytest.raises(InvalidInput, match="Another store is at"):
+        with pytest.raises(errors.InvalidInput, match="Another store is at"):
             next(follower)
 
 
 def test_bad_arguments_are_refused_at_once(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store, open_store(tmp_path / "other") as other:
-        with pytest.raises(StoreMissing):
+        with pytest.raises(errors.StoreMissing):
             followed(store, timeout_seconds=0.1)
         assert not (tmp_path / "store").exists(), "a follower creates no store"
         save(store, 1)
@@ -205,31 +190,31 @@ def test_bad_arguments_are_refused_at_once(tmp_path: Path) -> None:
         os.chdir(tmp_path)
         Path("here").write_bytes(b"")
         wrong: list[tuple[type[Exception], dict[str, Any]]] = [
-            (InvalidInput, {"after": "newest"}),
-            (InvalidStep, {"after": 1.5}),
-            (InvalidStep, {"after": True}),
-            (InvalidInput, {"timeout_seconds": -1}),
-            (InvalidInput, {"timeout_seconds": float("nan")}),
-            (InvalidInput, {"cursor": ""}),
-            (InvalidInput, {"cursor": "a b"}),
-            (InvalidInput, {"cursor": ".hidden"}),
-            (InvalidInput, {"cursor": "here"}),
-            (InvalidInput, {"cursor": tmp_path}),
-            (InvalidInput, {"cursor": tmp_path / "no/file"}),
+            (errors.InvalidInput, {"after": "newest"}),
+            (errors.InvalidStep, {"after": 1.5}),
+            (errors.InvalidStep, {"after": True}),
+            (errors.InvalidInput, {"timeout_seconds": -1}),
+            (errors.InvalidInput, {"timeout_seconds": float("nan")}),
+            (errors.InvalidInput, {"cursor": ""}),
+            (errors.InvalidInput, {"cursor": "a b"}),
+            (errors.InvalidInput, {"cursor": ".hidden"}),
+            (errors.InvalidInput, {"cursor": "here"}),
+            (errors.InvalidInput, {"cursor": tmp_path}),
+            (errors.InvalidInput, {"cursor": tmp_path / "no/file"}),
         ]
         for error, options in wrong:
             with pytest.raises(error):
                 store.follow(**options)
-        with pytest.raises(CheckpointGone):
+        with pytest.raises(errors.CheckpointGone):
             followed(store, after=5)
-        with pytest.raises(InvalidInput, match="of another store"):
+        with pytest.raises(errors.InvalidInput, match="of another store"):
             followed(store, after=other[1])
         assert followed(other, cursor="./here2") == [1, 2]
         for at in (store, other):
             (tmp_path / "here2").write_bytes((tmp_path / "here2").read_bytes().replace(b'"number":', b'"number":9'))
-            with pytest.raises(InvalidInput, match="a place in another log"):
+            with pytest.raises(errors.InvalidInput, match="a place in another log"):
                 followed(at, cursor="./here2")
-        with pytest.raises(CheckpointDamaged):
+        with pytest.raises(errors.CheckpointDamaged):
             followed(store, cursor="./here")
 
 
@@ -355,7 +340,7 @@ def test_what_was_moved_away_meanwhile_is_annotated_all_the_same(tmp_path: Path)
         store.remove(1)
         cleaner.prune()
         for gone in (1, first, second):
-            with pytest.raises(CheckpointGone):
+            with pytest.raises(errors.CheckpointGone):
                 store.annotate(gone, {"a": 1})
         assert [save.metrics for save in store.history()] == [{"a": 1}, {"b": 2, "c": 3, "d": 4}, {}]
 
@@ -383,19 +368,19 @@ def test_what_cannot_be_annotated_is_refused_before_anything_is_written(tmp_path
     with open_store(tmp_path / "other") as store:
         foreign = store.save_directory(1, None)
     with open_store(tmp_path / "store") as store:
-        with pytest.raises(CkptstoreError, match="There is no store"):
+        with pytest.raises(errors.CkptstoreError, match="There is no store"):
             store.annotate(1, {"a": 1})
         store.save_directory(1, None)
         before = len(list((tmp_path / "store/log").iterdir()))
-        with pytest.raises(InvalidInput, match="of another store"):
+        with pytest.raises(errors.InvalidInput, match="of another store"):
             store.annotate(foreign, {"a": 1})
-        with pytest.raises(CheckpointGone, match="live ones: 1"):
+        with pytest.raises(errors.CheckpointGone, match="live ones: 1"):
             store.annotate(2, {"a": 1})
         for metrics in ({}, {"a": "x"}, {"": 1.0}, {"a": 2**70 + 1}, [1]):
-            with pytest.raises(InvalidMetric):
+            with pytest.raises(errors.InvalidMetric):
                 store.annotate(1, metrics)
         assert len(list((tmp_path / "store/log").iterdir())) == before
         with open_store(tmp_path / "store") as later:
             later.resume()
-            with pytest.raises(StoreFenced):
+            with pytest.raises(errors.StoreFenced):
                 store.annotate(1, {"a": 1})

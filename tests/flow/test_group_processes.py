@@ -23,7 +23,7 @@ from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, read_or_create_identity
 from ckptstore.runtime.beat import beat
 from ckptstore.storage.disk.local import LocalStorage
-from ckptstore.testing import KillAt, run_ranks, wrap
+from ckptstore.testing import run_ranks
 
 PATIENCE_SECONDS = 100.0
 SHORT_SECONDS = 3.0
@@ -289,11 +289,6 @@ def append_as_rank(root: Path) -> tuple[str, list[str]]:
     return store_id, [record.write_id for record in records if record]
 
 
-def die_in_the_middle(root: Path, when: str) -> None:
-    log = Log(wrap(LocalStorage(root), KillAt("create log/*", when=when)), retry=RETRY)
-    log.append(lambda _: Noop())
-
-
 def test_processes_write_one_chain(tmp_path: Path) -> None:
     found = run_ranks(3, append_as_rank, tmp_path)
     storage = LocalStorage(tmp_path)
@@ -305,17 +300,3 @@ def test_processes_write_one_chain(tmp_path: Path) -> None:
     in_log = {record.write_id for record in log.records(range(1, newest.number + 1))}
     assert in_log == {write_id for _, write_ids in found for write_id in write_ids}
     assert {store_id for store_id, _ in found} == {read_identity(storage)}
-
-
-def test_a_process_that_dies_while_it_creates_leaves_a_whole_log(tmp_path: Path) -> None:
-    log = Log(LocalStorage(tmp_path), retry=RETRY)
-    assert log.append(lambda _: Claim("first", 1))
-    for when, landed in (("before", False), ("during", False), ("after", True)):
-        before = log.newest()
-        assert before
-        run_ranks(1, die_in_the_middle, tmp_path, when, expect_killed=[0])
-        newest = Log(LocalStorage(tmp_path), retry=RETRY).newest()
-        assert newest
-        assert newest.number == before.number + landed
-        assert log.append(lambda _: Noop())
-        assert log.verify_chain() == []

@@ -67,21 +67,3 @@ def test_readers_against_evictors(root: Path, log: Path) -> None:
 
 def test_a_forked_worker_keeps_the_copy(root: Path, log: Path) -> None:
     assert run_ranks(1, ranks.reads_in_a_forked_worker, root, log) == ["True 7 False"]
-
-
-def test_a_kill_at_any_storage_call_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for index in range(ranks.NUM_FILES):
-        (source / f"file-{index}").write_bytes(ranks.content(index))
-    (num_calls,) = run_ranks(1, ranks.downloads_from, source, tmp_path / "whole", -1, "before")
-    assert num_calls >= ranks.NUM_FILES
-    for call in range(num_calls):
-        for when in ("during", "after"):  # before a call is after the one before it
-            root = tmp_path / f"{call}-{when}"
-            run_ranks(1, ranks.downloads_from, source, root, call, when, expect_killed=[0])
-            assert not (root / ranks.KEY).exists()
-            assert len(list(root.glob(".tmp-*"))) == 1
-            monkeypatch.setenv("RANK", "0")
-            ranks.fetch(root, ranks.downloads(tmp_path / f"log-{call}-{when}", pause_seconds=0))
-            assert_tidy(root)

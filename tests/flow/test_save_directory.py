@@ -14,19 +14,7 @@ from thread_ranks import run_threads
 from trees import make_tree, read_tree
 
 import ckptstore
-from ckptstore import Checkpoint, CheckpointStore, open_store
-from ckptstore.errors import (
-    AccessDenied,
-    CheckpointDamaged,
-    CheckpointGone,
-    InvalidInput,
-    InvalidMetadata,
-    InvalidMetric,
-    InvalidName,
-    InvalidSource,
-    SourceChanged,
-    StepExists,
-)
+from ckptstore import Checkpoint, CheckpointStore, errors, open_store
 from ckptstore.saving import directory_shard
 from ckptstore.testing import FailAt, with_faults
 
@@ -78,7 +66,7 @@ def test_an_empty_store_has_nothing(root: str) -> None:
         assert store.best("loss") is None
         assert list(store) == []
         assert store.resume() is None
-        with pytest.raises(CheckpointGone):
+        with pytest.raises(errors.CheckpointGone):
             store[3]
 
 
@@ -91,7 +79,7 @@ def test_metadata_can_change_and_the_manifest_cannot(root: str, tmp_path: Path) 
         checkpoint.set_metadata({"only": "this"})
         assert store[1].get_metadata() == {"only": "this"}
         assert store[1].verify().ok
-        with pytest.raises(InvalidMetadata):
+        with pytest.raises(errors.InvalidMetadata):
             checkpoint.set_metadata({"bad": object()})
 
 
@@ -112,7 +100,7 @@ def test_the_best_and_the_order(root: str, tmp_path: Path) -> None:
 def test_saving_a_step_again_replaces_it_or_is_refused(root: str, tmp_path: Path) -> None:
     with open_store(root) as store:
         store.save_directory(1, tree(tmp_path, {"f": b"old"}))
-        with pytest.raises(StepExists) as caught:
+        with pytest.raises(errors.StepExists) as caught:
             store.save_directory(1, tree(tmp_path, {"f": b"new"}), exists="error")
         assert caught.value.committed is False
         again = store.save_directory(1, tree(tmp_path, {"f": b"new"}))
@@ -149,7 +137,7 @@ def test_one_ranks_failure_is_everybodys_and_leaves_nothing(tmp_path: Path) -> N
         directory = make_tree(tmp_path / f"rank{rank}", {f"f{rank}": b"1" * 5000})
         if rank == 1:
             os.mkfifo(directory / "pipe")
-        with pytest.raises(InvalidSource) as caught:
+        with pytest.raises(errors.InvalidSource) as caught:
             store.save_directory(5, directory)
         assert not (tmp_path / "store/checkpoints").exists()
         if rank == 1:
@@ -175,7 +163,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytes
         store.save_directory(5, make_tree(tmp_path / f"rank{rank}", {"f0": b"0", "f1": b"1" * 5000}))
 
     results = run_threads(2, tmp_path / "store", flow)
-    assert all(isinstance(error, SourceChanged) and error.committed is False for error in results)
+    assert all(isinstance(error, errors.SourceChanged) and error.committed is False for error in results)
     assert "f1" in str(results[0])
     assert list((tmp_path / "store/checkpoints").rglob("*.*")) == []
 
@@ -185,7 +173,7 @@ def test_shared_files_must_be_equal(tmp_path: Path) -> None:
         store.save_directory(5, make_tree(tmp_path / f"rank{rank}", {"c": b"%d" % rank}), shared=["c"])
 
     results = run_threads(2, tmp_path / "store", flow)
-    assert all(isinstance(error, InvalidSource) and error.file == "c" for error in results)
+    assert all(isinstance(error, errors.InvalidSource) and error.file == "c" for error in results)
 
 
 def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -193,23 +181,23 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) ->
     source = tree(tmp_path, {"f": b"1"})
     no_writes = FailAt("write* checkpoints/*", times=None)
     with with_faults(open_store(root, retention=ckptstore.KeepBest(1, "loss")), no_writes) as store:
-        with pytest.raises(InvalidMetric, match="loss"):
+        with pytest.raises(errors.InvalidMetric, match="loss"):
             store.save_directory(1, source)
-        with pytest.raises(InvalidMetric):
+        with pytest.raises(errors.InvalidMetric):
             store.save_directory(1, source, metrics={"loss": "low"})
-        with pytest.raises(InvalidMetadata):
+        with pytest.raises(errors.InvalidMetadata):
             store.save_directory(1, source, metrics={"loss": 1}, metadata={"x": {1, 2}})
         for name in ("$t", "\ud800"):
-            with pytest.raises(InvalidMetadata, match="metrics has"):
+            with pytest.raises(errors.InvalidMetadata, match="metrics has"):
                 store.save_directory(1, source, metrics={"loss": 1, name: 1})
-        with pytest.raises(InvalidInput, match="exists"):
+        with pytest.raises(errors.InvalidInput, match="exists"):
             store.save_directory(1, source, metrics={"loss": 1}, exists="ok")
-        with pytest.raises(InvalidInput, match="suffix"):
+        with pytest.raises(errors.InvalidInput, match="suffix"):
             store.save_directory(1, source, metrics={"loss": 1}, suffix="no")
-        with pytest.raises(InvalidSource):
+        with pytest.raises(errors.InvalidSource):
             store.save_directory(1, tmp_path / "absent", metrics={"loss": 1})
         make_tree(source, {"ckptstore.json": b"{}"})
-        with pytest.raises(InvalidName, match="reserved"):
+        with pytest.raises(errors.InvalidName, match="reserved"):
             store.save_directory(1, source, metrics={"loss": 1})
     assert not (root / "checkpoints").exists()
 
@@ -219,7 +207,7 @@ def test_a_directory_that_holds_the_store_is_refused(tmp_path: Path) -> None:
     make_tree(tmp_path / "out", {"a": b"1"})
     (tmp_path / "link").symlink_to(tmp_path / "out")
     for path in ("out", "link", "."):
-        with open_store(tmp_path / "out/runs") as store, pytest.raises(InvalidSource, match="lies in the directory"):
+        with open_store(tmp_path / "out/runs") as store, pytest.raises(errors.InvalidSource, match="lies in the"):
             store.save_directory(1, tmp_path / path)
 
 
@@ -227,7 +215,7 @@ def test_no_store_is_begun_among_the_checkpoints_of_another(tmp_path: Path) -> N
     """A job would find nothing there, and train anew."""
     with open_store(tmp_path) as store:
         store.save(1, {"a": 1})
-    with open_store(tmp_path / "checkpoints") as store, pytest.raises(InvalidInput, match="has the checkpoints of the"):
+    with open_store(tmp_path / "checkpoints") as store, pytest.raises(errors.InvalidInput, match="has the checkpoints"):
         store.resume({"a": 0})
     assert not (tmp_path / "checkpoints/store.json").exists()
     with open_store(tmp_path / "other/checkpoints") as store:
@@ -236,7 +224,7 @@ def test_no_store_is_begun_among_the_checkpoints_of_another(tmp_path: Path) -> N
 
 def test_shared_is_no_text(root: str, tmp_path: Path) -> None:
     make_tree(tmp_path / "out", {"c": b"1"})
-    with open_store(root) as store, pytest.raises(InvalidInput, match=r"As in \['c'\]"):
+    with open_store(root) as store, pytest.raises(errors.InvalidInput, match=r"As in \['c'\]"):
         store.save_directory(1, tmp_path / "out", shared="c")
 
 
@@ -246,7 +234,7 @@ def test_no_permission(tmp_path: Path) -> None:
     else:
         root = tmp_path / "closed"
         root.mkdir(mode=0o500)
-    with open_store(root) as store, pytest.raises((AccessDenied, ckptstore.errors.StorageError)):
+    with open_store(root) as store, pytest.raises((errors.AccessDenied, errors.StorageError)):
         store.save_directory(1, tree(tmp_path, {"f": b"1"}))
 
 
@@ -297,9 +285,9 @@ def test_damage_is_named(root: str, tmp_path: Path) -> None:
             "f": "extra",
         }
         assert "the bytes of b" in report.problems[0].found
-        with pytest.raises(CheckpointDamaged, match="swapped"):
+        with pytest.raises(errors.CheckpointDamaged, match="swapped"):
             report.raise_if_damaged()
-        with pytest.raises(CheckpointDamaged):
+        with pytest.raises(errors.CheckpointDamaged):
             checkpoint.to_directory(tmp_path / "out")
         assert not (tmp_path / "out").exists()
         with pytest.raises(ckptstore.NoUsableCheckpoint, match="step 1"):
@@ -313,7 +301,7 @@ def test_a_sample_reads_a_share(root: str, tmp_path: Path) -> None:
         assert checkpoint.verify(sample="25%").num_read == 10
         assert checkpoint.verify(sample=0.001).num_read == 1
         for bad in ["0%", "x", 2, -0.1]:
-            with pytest.raises(InvalidInput):
+            with pytest.raises(errors.InvalidInput):
                 checkpoint.verify(sample=bad)
 
 
@@ -327,9 +315,9 @@ def test_a_checkpoint_on_its_own(tmp_path: Path) -> None:
     with alone.as_directory() as path:
         assert read_tree(path) == FILES
     (tmp_path / "elsewhere" / "model.pt").unlink()
-    with pytest.raises(CheckpointDamaged, match=r"model\.pt"):
+    with pytest.raises(errors.CheckpointDamaged, match=r"model\.pt"):
         Checkpoint.from_uri(str(tmp_path / "elsewhere"))
-    with pytest.raises(CheckpointGone):
+    with pytest.raises(errors.CheckpointGone):
         Checkpoint.from_uri(tmp_path / "nowhere")
 
 

@@ -15,8 +15,6 @@ from trees import Gate
 from ckptstore import (
     AccessDenied,
     CheckpointStore,
-    InvalidInput,
-    InvalidState,
     RankFailed,
     SaveBusy,
     StorageUnavailable,
@@ -100,17 +98,6 @@ def test_the_next_save_waits_is_skipped_or_refused(tmp_path: Path) -> None:
     assert store.finish_by(60)
     assert [checkpoint.step for checkpoint in store] == [1, 4]
     store.close()
-
-
-def test_bad_arguments_are_refused(tmp_path: Path) -> None:
-    with open_store(tmp_path / "store") as store:
-        with pytest.raises(TypeError, match="uploader"):
-            store.save_async(1, some_state(), uploader="process")
-        with pytest.raises(InvalidInput, match="on_busy"):
-            store.save_async(1, some_state(), on_busy="drop")
-        with pytest.raises(InvalidState, match=r"bad\.thing"):
-            store.save_async(1, {"bad": {"thing": object()}})
-        assert store.latest() is None
 
 
 def failing(tmp_path: Path, times: int | None) -> CheckpointStore:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_disks import mounted
 from thread_ranks import run_threads
-from trees import directories, heard, make_tree, read_tree, save_tree, settle, steps
+from trees import directories, heard, make_tree, save_tree, settle, steps
 
 from ckptstore import (
     Checkpoint,
@@ -57,15 +57,6 @@ def test_retention_drops_in_the_commit_and_prune_deletes_after_the_grace(root: P
         assert len(directories(root)) == 2
         assert store.trash() == []
     assert [event.steps for event in pruned] == [(2,)]
-
-
-def test_a_save_prunes_in_the_background(root: Path) -> None:
-    with open_store(root, retention=KeepLatest(1), grace_seconds=0) as store:
-        for step in range(4):
-            save(store, step)
-            settle(store)
-        assert len(directories(root)) == 1
-        assert steps(store) == [3]
 
 
 def test_pins_protect_until_they_are_gone(root: Path) -> None:
@@ -189,20 +180,6 @@ def test_a_resume_passes_over_what_is_not_whole_and_says_why(root: Path, tmp_pat
         shutil.rmtree(paths[0])
         with pytest.raises(NoUsableCheckpoint, match="None of 5"):
             store.resume()
-
-
-def test_a_reader_of_the_real_path_is_waited_for(root: Path, tmp_path: Path) -> None:
-    with open_store(root, retention=KeepLatest(1), grace_seconds=0) as store:
-        first = save_tree(store, tmp_path, 1)
-        with first.as_directory() as path:
-            save_tree(store, tmp_path, 2)
-            settle(store)
-            assert read_tree(path) == {"f": b"x", "deep/g": b"x"}
-            assert [item.held_by for item in store.trash()] == ["1 readers hold a lease"]
-            assert store.prune() == []
-        assert [item.step for item in store.prune()] == [1]
-        with pytest.raises(CheckpointGone), first.as_directory():
-            pass
 
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
