@@ -118,10 +118,10 @@ def test_no_request_is_made_until_a_save_is_complete(tmp_path: Path) -> None:
         assert jobs.run("a", resume) == of(5, 0)
 
 
-def zombies(jobs: Jobs, nodes: str) -> Callable[[Flow], list[Any]]:
+def zombies(jobs: Jobs, nodes: str, **tier: Any) -> Callable[[Flow], list[Any]]:
     """A job that goes on after another one has taken the store: what a flow gives on all of its ranks."""
     token = uuid4().hex
-    stores = [jobs.open(rank, nodes, token, **NO_DRAIN) for rank in range(len(nodes))]
+    stores = [jobs.open(rank, nodes, token, **NO_DRAIN, **tier) for rank in range(len(nodes))]
     for store in stores:
         store._deadline.set(0.0)
     return lambda flow: in_threads(len(nodes), lambda rank: flow(stores[rank], rank))
@@ -141,15 +141,16 @@ def test_a_zombie_on_the_same_nodes_is_fenced_without_a_request(jobs: Jobs) -> N
     assert jobs.run("ab", resume) == of(2, 0, 1)
 
 
-def test_what_a_zombie_saves_on_other_nodes_is_void(jobs: Jobs, skipped: list[str]) -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_what_a_zombie_saves_on_other_nodes_is_void(jobs: Jobs, skipped: list[str], copies: int) -> None:
     """It has not heard of the other job, which has come to no disk of its."""
-    on_all = zombies(jobs, "ab")
+    on_all = zombies(jobs, "ab", copies=copies)
     on_all(save(1, 2))
-    assert jobs.run("cd", resume) == [None, None]
+    assert jobs.run("cd", resume, copies=copies) == [None, None]
     assert [found.step for found in on_all(save(7, 8))] == [8, 8]
     on_all(close)
-    jobs.run("cd", save(3))
-    assert jobs.run("abcd", lambda store, rank: resume(store, rank)) == of(3, 0, 0, 0, 0)
+    jobs.run("cd", save(3), copies=copies)
+    assert jobs.run("abcd", resume, copies=copies) == of(3, 0, 0, 0, 0)
     assert jobs.attempts("a") == []
     assert skipped == []
 
@@ -257,7 +258,9 @@ def test_a_save_that_fails_leaves_nothing(jobs: Jobs) -> None:
     assert jobs.run("ab", resume) == of(3, 0, 1)
 
 
-def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk: Path) -> None:
+@pytest.mark.usefixtures("small_disk")
+@pytest.mark.parametrize("copies", [1, 2])
+def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, copies: int) -> None:
     large = torch.arange(1 << 20, dtype=torch.float32)
 
     def flow(store: CheckpointStore, rank: int) -> Any:
@@ -268,9 +271,9 @@ def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk:
         return [first.is_durable, second.is_durable, third.is_durable]
 
     with heard(FastBypassed) as told:
-        assert jobs.run("ab", flow) == [[False, True, False]] * 2
+        assert jobs.run("ab", flow, copies=copies) == [[False, True, False]] * 2
     assert {(event.step, event.rank) for event in told} == {(2, 0), (2, 1)}
-    assert jobs.run("ab", resume) == of(3, 0, 1)
+    assert jobs.run("ab", resume, copies=copies) == of(3, 0, 1)
     for node in "ab":
         (jobs.attempts(node)[-1] / "fast.json").unlink()
 
@@ -279,7 +282,7 @@ def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk:
         found = store.resume(state)
         return found is not None and found.number is not None and torch.equal(state["w"], large)
 
-    assert jobs.run("ab", resume_large) == [True, True]
+    assert jobs.run("ab", resume_large, copies=copies) == [True, True]
 
 
 @pytest.mark.parametrize(("full", "is_there"), [("a", False), ("ab", False), ("ab", True)])
