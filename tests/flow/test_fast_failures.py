@@ -32,6 +32,8 @@ from ckptstore.events import FastBypassed
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
+pytestmark = pytest.mark.slow
+
 Row = Callable[[Jobs], object]
 SECONDS = 60
 DURABLE, NEWEST = 1, 3
