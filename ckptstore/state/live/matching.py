@@ -399,7 +399,7 @@ class Matching:
     def miss(self, key: str, what: str) -> None:
         """Note that the state has something for which the checkpoint has nothing, or something of another kind."""
         self._placed.add(key)
-        if key in self.saved.skipped:
+        if not self.saved.skipped.isdisjoint({key, *above(key)}):
             return
         if key in self.saved.values:
             self.mismatch.differing[key] = f"is a plain value in the checkpoint and {what} in the state"
