@@ -16,7 +16,7 @@ from typing import Any
 import layouts as given
 import torch
 import torch.distributed as dist
-from carrier import bits
+from carrier import bits, training, unchanged_by
 
 import ckptstore
 from ckptstore.state.live.apply import collect
@@ -92,14 +92,17 @@ class Trial:
 
     def step(self, number: int, *, same_batch: bool = False) -> None:
         """One step, on a batch that depends on its number and, if wished, on nothing else."""
+        self.backward(number, same_batch=same_batch)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def backward(self, number: int, *, same_batch: bool = False) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         seed = number * 10 + (9 if same_batch else self.batch)
         inputs = torch.randn(4, self.sizes[0], generator=torch.Generator().manual_seed(seed))
         model = getattr(self.model, "_orig_mod", self.model)  # as compiled with the eager backend, but quickly
         model(inputs).square().mean().backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
 
     def whole(self, *, buffers: bool = False) -> dict[str, Any]:
         """Everything that a checkpoint has of it; the buffers of the norm are each rank's own."""
@@ -138,7 +141,8 @@ def save_all(directory: Path, made: Sequence[str], optimizers: Sequence[str]) ->
             trial.step(2)
             try:
                 with ckptstore.open_store(directory / f"{layout}-{optimizer}", durable=False) as store:
-                    store.save(2, trial.state)
+                    looks = [look for one in trial.optimizers for look in training(trial.model, one)]
+                    unchanged_by(lambda store=store, trial=trial: store.save(2, trial.state), *looks)
             except ckptstore.CkptstoreError as error:
                 told[f"{layout} {optimizer}"] = f"{type(error).__name__}: {str(error)[:300]}"
                 continue
@@ -179,7 +183,11 @@ def _go_on(
         group["lr"] *= 3  # what is saved counts
     if layout == "ddp":
         again.step(9)  # DDP sums in another order once it has seen a backward pass
+    again.backward(9)
+    gradients = [parameter.grad for parameter in again.model.parameters()]
     store.load(again.state, per_rank="first" if "alone" in (source, layout) else "error")
+    if any(item.grad is not gradient for item, gradient in zip(again.model.parameters(), gradients, strict=True)):
+        return "loaded: other gradients"
     if wrong := _different(again.whole(), saved):
         return f"loaded: {wrong}"
     again.step(3, same_batch=True)

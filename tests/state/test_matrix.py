@@ -18,16 +18,14 @@ from matrix import OPTIMIZERS, load_all, matrix, save_all
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import independent_reader as reader
 
-pytestmark = pytest.mark.slow
-
-TWO_RANKS = ["plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "tensor-parallel"]
+TWO_RANKS = ["plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-wrapped", "tensor-parallel"]
 FOUR_RANKS = ["hsdp2", "fsdp1-hybrid", "tensor-parallel-fsdp2"]
 ALONE = "alone"
 """One process without a group, which saves too, and loads what the others saved."""
 WITHOUT_PARTS = {ALONE, "plain", "ddp"}
 QUIET = {"PYTHONWARNINGS": "ignore"}
 FSDP1 = {"fsdp1", "fsdp1-flat", "fsdp1-hybrid"}
-DTENSORS = {"fsdp2", "tensor-parallel", "hsdp2", "tensor-parallel-fsdp2"}
+DTENSORS = {"fsdp2", "fsdp2-wrapped", "tensor-parallel", "hsdp2", "tensor-parallel-fsdp2"}
 NOT_IN_TORCH = {"adafactor": DTENSORS, "rprop": DTENSORS, "several": FSDP1, "groups": {"fsdp1-flat"}}
 """Layouts in which torch cannot train with an optimizer. Some do not know DTensors. FSDP1 shows flat pieces of
 parameters, of which Muon takes none, and a flat parameter cannot be frozen in part."""
@@ -123,22 +121,25 @@ def check_matrix(ranks: int, directory: Path, layouts: list[str], optimizers: li
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's, of what it finds on this machine
-def test_a_sample(tmp_path: Path) -> None:
-    check_matrix(2, tmp_path, ["fsdp2", "ddp"], ["several"])
+def test_layouts_of_each_kind(tmp_path: Path) -> None:
+    check_matrix(2, tmp_path, ["ddp", "fsdp1-flat", "fsdp2-wrapped", "tensor-parallel"], ["adamw"])
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("layouts", "optimizers"),
+    ("ranks", "layouts", "optimizers"),
     [
-        pytest.param(TWO_RANKS, ["adamw"], id="layouts"),
-        pytest.param(["fsdp1", "fsdp2"], [name for name in OPTIMIZERS if name != "adamw"], id="optimizers"),
+        pytest.param(2, TWO_RANKS, ["adamw"], id="layouts"),
+        pytest.param(2, ["fsdp1", "fsdp2"], [name for name in OPTIMIZERS if name != "adamw"], id="optimizers"),
+        pytest.param(4, FOUR_RANKS, ["adamw"], id="layouts that need four ranks"),
     ],
 )
-def test_every_layout_and_every_optimizer(tmp_path: Path, layouts: list[str], optimizers: list[str]) -> None:
+def test_every_layout_and_every_optimizer(
+    tmp_path: Path, ranks: int, layouts: list[str], optimizers: list[str]
+) -> None:
     """Not each with each, which takes four times as long."""
-    check_matrix(2, tmp_path, layouts, optimizers)
+    check_matrix(ranks, tmp_path, layouts, optimizers)
 
 
 @pytest.mark.long

@@ -1,167 +1,238 @@
-"""Every parallel layout in real processes: the same names, any layout's checkpoint in any other, and exact resumes."""
+"""What only shows with several ranks: which tensors are the same, the meta device, resets, and modules side by side."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import layouts as given
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from carrier import bits, training, unchanged_by
 from forked_ranks import run_ranks
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
-pytestmark = pytest.mark.slow
-
-TWO_RANKS = ("plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-wrapped", "tensor-parallel")
-MAIN = ("ddp", "fsdp1", "fsdp2")
-QUIET = {"PYTHONWARNINGS": "ignore"}
-"""FSDP1 and stock DCP warn of each other at each step."""
-NEED_FOUR = ("ddp", "fsdp1-hybrid", "hsdp2", "tensor-parallel-fsdp2")
-"""Layouts that two ranks cannot have, and what they are compared with."""
-FOUR_RANKS = (*NEED_FOUR, "fsdp1", "fsdp2", "tensor-parallel")
+import ckptstore
+from ckptstore import InvalidState, StateMismatch
+from ckptstore.state.live.apply import collect
 
 
-def names_and_resumes(directory: Path, layouts: tuple[str, ...]) -> dict[str, Any]:
-    """In each layout: train, save, go on; then resume a new run and hold that it goes the same way, bit for bit."""
-    import layouts as given
-    import torch
-    from carrier import bits, load_with_dcp, save_with_dcp, training, unchanged_by
+def momentum(items: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(items, lr=0.1, momentum=0.9)
 
-    from ckptstore.state.live.apply import collect
-    from ckptstore.state.live.matching import Mismatch
 
-    seen = {}
-    for layout in layouts:
+def save(directory: Path, state: dict[str, Any], step: int = 1) -> ckptstore.Checkpoint:
+    with ckptstore.open_store(directory, durable=False) as store:
+        return store.save(step, state)
+
+
+def load(directory: Path, state: dict[str, Any]) -> None:
+    with ckptstore.open_store(directory) as store:
+        store.load(state)
+
+
+def whole(directory: Path, step: int, include: str = "*") -> dict[str, Any]:
+    """What was saved, as one process reads it; buffers of the norm may be those of each rank."""
+    with ckptstore.open_store(directory, group="solo") as store:
+        found = store[step].to_dict(include=include, per_rank="first")
+    return {f"{part}.{key}": item for part, items in found.items() for key, item in items.items() if "norm" not in key}
+
+
+def assert_alike(directory: Path, state: dict[str, Any], include: str = "*") -> None:
+    """Save what the first checkpoint was loaded into, and hold that both are the same."""
+    save(directory, state, 2)
+    assert bits(whole(directory, 2, include)) == bits(whole(directory, 1, include))
+
+
+def what_ddp_keeps_the_same(directory: Path) -> None:
+    """Only what all ranks of the job share, and not what DDP was told to ignore."""
+
+    def replicated(state: dict[str, Any]) -> set[str]:
+        return {key for key, entry in collect(state).tensors.items() if entry.replicated}
+
+    quiet = DistributedDataParallel(given.Block(), broadcast_buffers=False)
+    optimizer = momentum(quiet.parameters())
+    quiet(torch.rand(3, 6)).sum().backward()
+    optimizer.step()
+    parameters = {f"{layer}.{kind}" for layer in ("up", "norm", "down") for kind in ("weight", "bias")}
+    assert replicated({"model": quiet, "optim": optimizer}) == {
+        *(f"model.{name}" for name in parameters),
+        *(f"optim.state.model.{name}.momentum_buffer" for name in parameters),
+    }
+    assert not any(entry.lowest_rank_counts for entry in collect({"model": quiet}).tensors.values())
+    ignoring = given.Model()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["block.up.weight", "block.scale"])
+    model = DistributedDataParallel(ignoring)
+    names = replicated({"model": model})
+    assert "model.block.up.bias" in names
+    assert not {"model.block.up.weight", "model.block.scale"} & names
+    lowest = {key for key, entry in collect({"model": model}).tensors.items() if entry.lowest_rank_counts}
+    assert lowest == {f"model.block.norm.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")}
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    alone = DistributedDataParallel(given.Block(), process_group=groups[dist.get_rank()])
+    assert not replicated({"model": alone})
+    assert not replicated({"model": given.Block()})
+    assert replicated({"nested": {"inner": torch.nn.Sequential(DistributedDataParallel(given.Block()))}})
+
+
+def unsharded_to_meta_fsdp2(directory: Path) -> None:
+    run = given.Run("ddp")
+    run.steps(2)
+    save(directory, {"model": run.model, "optim": run.optimizer})
+    with torch.device("meta"):
+        model = given.LAYOUTS["fsdp2"](given.Model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    load(directory, {"model": model, "optim": optimizer})
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    assert [name for name, tensor in tensors if tensor.is_meta] == ["block.cache"]
+    assert_alike(directory, {"model": model, "optim": optimizer})
+    model.block.cache = torch.ones(2)
+    model(torch.rand(4, 6)).sum().backward()
+    optimizer.step()
+
+
+def an_empty_optimizer_resets(directory: Path) -> None:
+    for layout in ("fsdp1", "fsdp1-flat", "fsdp2", "tensor-parallel"):
         run = given.Run(layout)
-        fresh = unchanged_by(lambda run=run: collect(run.state), *training(run.model, run.optimizer))
-        assert not [key for key in fresh.tensors if key.startswith("optim.")]
+        save(directory / layout, run.state)
         assert not run.optimizer.state
-        run.steps(3)
-        flat = unchanged_by(
-            lambda run=run, layout=layout: save_with_dcp(run.state, directory / layout),
-            *training(run.model, run.optimizer),
-        )
-        random = torch.get_rng_state()
-        # On its own rank each buffer comes back only through the project's files: stock DCP keeps one rank's.
-        buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
-        seen[layout] = {
-            "tensors": {
-                key: (str(entry.tensor.dtype), tuple(entry.tensor.shape)) for key, entry in flat.tensors.items()
-            },
-            "aliases": dict(flat.aliases),
-            "values": sorted(flat.values),
-            "replicated": sorted(key for key, entry in flat.tensors.items() if entry.replicated),
-            "lowest": sorted(key for key, entry in flat.tensors.items() if entry.lowest_rank_counts),
-            "whole": {key: given.full(entry.tensor) for key, entry in flat.tensors.items()},
+        run.steps(2)
+        assert run.optimizer.state
+        load(directory / layout, run.state)
+        assert not run.optimizer.state, layout
+        run.steps(1)
+
+
+def parameters_that_never_got_a_gradient(directory: Path) -> None:
+    for layout in ("ddp", "fsdp1", "fsdp1-flat", "fsdp2", "tensor-parallel"):
+        run, again = given.Run(layout, momentum), given.Run(layout, momentum)
+        run.steps(1)
+        names = ("first.weight", "module._flat_param")  # the outer flat parameter holds that layer alone
+        unused = next(item for name, item in run.model.named_parameters() if name.endswith(names))
+        del run.optimizer.state[unused]
+        run.optimizer.param_groups[0]["lr"] = 0.7
+        save(directory / layout, run.state)
+        found = whole(directory / layout, 1, "optim.*")
+        assert "optim.state.model.first.weight.momentum_buffer" not in found
+        assert found["optim.param_groups.model.first.weight.lr"] == 0.7
+        again.steps(1)
+        load(directory / layout, again.state)
+        assert_alike(directory / layout, again.state, "optim.*")
+
+
+class Average:
+    """A moving average of a module's weights, in whatever form they are sharded."""
+
+    def __init__(self, module: Any) -> None:
+        self.shadow = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "decay": 0.9}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+def averages_of_sharded_weights(directory: Path) -> None:
+    average = Average(given.Run("fsdp2").model)
+    save(directory, {"ema": average})
+    for layout in ("fsdp2", "tensor-parallel", "plain"):
+        model = given.Run(layout).model
+        other = Average(model)
+        for tensor in other.shadow.values():
+            tensor.zero_()
+        load(directory, {"ema": other})
+        assert type(other.shadow["block.up.weight"]) is type(model.block.up.weight.data)
+        for name, tensor in other.shadow.items():
+            assert torch.equal(given.full(tensor), given.full(average.shadow[name]))
+
+
+def a_mismatch_leaves_everything(directory: Path) -> None:
+    run, other = given.Run("fsdp2"), given.Run("fsdp1", momentum)
+    run.steps(1)
+    save(directory, run.state)
+    words = r"missing in the checkpoint: optim\.param_groups\.model\.block\.down\.bias\.dampening"
+
+    def refused() -> None:
+        with pytest.raises(StateMismatch, match=words):
+            load(directory, other.state)
+
+    unchanged_by(refused, *training(other.model, other.optimizer))
+    assert not other.optimizer.state
+
+
+def wrapped_state_under_fsdp1_is_refused_on_all_ranks(directory: Path) -> None:
+    """Also on the rank whose parts are too small to be wrapped: torch would have it wait for the others."""
+    run = given.Run("fsdp1", momentum)
+    run.steps(1)
+    if dist.get_rank() == 0:
+        state = next(iter(run.optimizer.state.values()))
+        state["momentum_buffer"] = TwoTensor(state["momentum_buffer"], state["momentum_buffer"])
+    with pytest.raises(InvalidState, match=r"'optim' has state in tensors that wrap others \(TwoTensor\), and FSDP1"):
+        save(directory, run.state)
+    save(directory, {"model": run.model})
+
+
+def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def stock(run: given.Run, progress: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(run.model),
+            "optim": get_optimizer_state_dict(run.model, run.optimizer, options=options),
+            "sched": run.scheduler,
+            "progress": progress,
         }
-        seen[layout]["whole"] |= {key: seen[layout]["whole"][to] for key, to in flat.aliases.items()}
-        curve = run.steps(3)
-        end = {key: bits(given.full(entry.tensor)) for key, entry in collect(run.state).tensors.items()}
 
-        again = given.Run(layout)
-        again.model(torch.randn(4, given.SIZES[0])).sum().backward()
-        gradients = [parameter.grad for parameter in again.model.parameters()]
-        assert load_with_dcp(again.state, directory / layout) == Mismatch()
-        assert all(
-            parameter.grad is gradient for parameter, gradient in zip(again.model.parameters(), gradients, strict=True)
-        )
-        with torch.no_grad():
-            for name, buffer in again.model.named_buffers():
-                buffer.copy_(buffers[name])
-        torch.set_rng_state(random)
-        assert again.steps(3) == curve, layout
-        assert {key: bits(given.full(entry.tensor)) for key, entry in collect(again.state).tensors.items()} == end
-    return seen
+    run, other, again = given.Run("tensor-parallel"), given.Run("fsdp2"), given.Run("fsdp1")  # its buffers are alike
+    run.steps(3)
+    progress = {"epoch": 3, "log": [{"loss": 1.5}], "betas": (0.5, 0.25)}
+    checkpoint = save(directory / "ours", {**run.state, "progress": progress})
+    state = stock(other, {"epoch": 0, "log": [{"loss": 0.0}], "betas": ()})
+    dcp.load(state, checkpoint_id=checkpoint.uri)
+    set_model_state_dict(other.model, state["model"])
+    set_optimizer_state_dict(other.model, other.optimizer, state["optim"], options=options)
+    assert state["progress"] == progress
+    assert other.scheduler.last_epoch == 3
+    assert_alike(directory / "ours", {**other.state, "progress": progress})
 
-
-def across(directory: Path, sources: tuple[str, ...], layouts: tuple[str, ...]) -> dict[str, Any]:
-    """Load checkpoints of other layouts, of other numbers of ranks, into fresh runs; what they hold then."""
-    import layouts as given
-    from carrier import load_with_dcp
-
-    from ckptstore.state.live.apply import collect
-    from ckptstore.state.live.matching import Mismatch
-
-    seen = {}
-    for layout in layouts:
-        for source in sources:
-            run = given.Run(layout)
-            assert load_with_dcp(run.state, directory / source) == Mismatch(), (source, layout)
-            assert run.scheduler.last_epoch == 3
-            flat = collect(run.state)
-            seen[source, layout] = {key: given.full(entry.tensor) for key, entry in flat.tensors.items()}
-            assert run.optimizer.param_groups[0]["lr"] == 0.005
-    return seen
+    dcp.save(stock(run, progress), checkpoint_id=directory / "stock")
+    fresh = {**again.state, "progress": {"epoch": 0, "log": [{"loss": 0.0}], "betas": ()}}
+    report = ckptstore.Checkpoint.from_directory(directory / "stock").load(fresh)
+    assert (report.missing, report.unexpected) == ((), ())
+    save(directory / "ours", fresh, 3)
+    assert bits(whole(directory / "ours", 3)) == bits(whole(directory / "ours", 1))
 
 
-def in_ranks(
-    directory: Path, made: tuple[str, ...], sources: tuple[str, ...], loaded: tuple[str, ...], cases: bool = False
-) -> Any:
-    """All in one group of processes, as these take long to start; with the cases that only show with several ranks."""
-    import layouts as given
-    import module_cases
+CASES = (
+    what_ddp_keeps_the_same,
+    unsharded_to_meta_fsdp2,
+    an_empty_optimizer_resets,
+    parameters_that_never_got_a_gradient,
+    averages_of_sharded_weights,
+    a_mismatch_leaves_everything,
+    wrapped_state_under_fsdp1_is_refused_on_all_ranks,
+    stock_calls_of_torch_read_and_write_the_same_keys,
+)
 
+
+def in_ranks(directory: Path) -> None:
+    """All in one group of processes, as these take long to start."""
     given.start()
-    found = names_and_resumes(directory, made), across(directory, sources, loaded)
-    for case in module_cases.CASES if cases else ():
+    for case in CASES:
         case(directory / case.__name__)
     given.finish()
-    return found
 
 
-def check_names(seen: list[dict[str, Any]], layouts: tuple[str, ...]) -> None:
-    import torch
-
-    plain = seen[0][layouts[0]]
-    for rank in seen:
-        for layout, found in rank.items():
-            untied = {**found["tensors"], **{key: found["tensors"][to] for key, to in found["aliases"].items()}}
-            expected = {**plain["tensors"], **{key: plain["tensors"][to] for key, to in plain["aliases"].items()}}
-            assert untied == expected, layout
-            assert found["values"] == plain["values"], layout
-            if layout != "fsdp1-flat":  # a flat parameter hides what is tied in it
-                assert found["aliases"] == {"model.last.weight": "model.first.weight"}, layout
-            if layout != "ddp":
-                assert not found["replicated"], layout
-    buffers = [f"model.block.{name}" for name in ("norm.num_batches_tracked", "norm.running_mean", "norm.running_var")]
-    assert set(seen[0]["ddp"]["replicated"]) == set(plain["tensors"])
-    assert seen[0]["ddp"]["lowest"] == sorted([*buffers, "model.block.scale"])
-    for key, tensor in seen[0]["ddp"]["whole"].items():
-        same = all(torch.equal(tensor, rank["ddp"]["whole"][key]) for rank in seen)
-        assert same or key in buffers, f"{key} is not replicated"
-
-
-def check_across(seen: list[dict[str, Any]], sources: list[dict[str, Any]]) -> None:
-    """Each tensor is what was saved; of buffers that differed between ranks stock DCP kept one."""
-    import torch
-
-    for rank in seen:
-        for (source, layout), tensors in rank.items():
-            for key, tensor in tensors.items():
-                saved = [other[source]["whole"][key] for other in sources]
-                assert any(torch.equal(tensor, one) for one in saved), (source, layout, key)
-
-
-def test_two_ranks_and_their_special_cases(tmp_path: Path) -> None:
-    found = run_ranks(2, in_ranks, tmp_path, TWO_RANKS, TWO_RANKS, MAIN, True, timeout_seconds=240, env=QUIET)
-    saved = [seen for seen, _ in found]
-    check_names(saved, TWO_RANKS)
-    check_across([loaded for _, loaded in found], saved)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("on_four", "on_two", "alone"),
-    [
-        pytest.param(NEED_FOUR, MAIN, ("plain",), id="those that need four", marks=pytest.mark.slow),
-        pytest.param(FOUR_RANKS, TWO_RANKS, ("plain", "fsdp2"), id="all", marks=pytest.mark.long),
-    ],
-)
-def test_pairs_of_layouts_on_four_ranks_and_from_there_to_two_and_one(
-    tmp_path: Path, on_four: tuple[str, ...], on_two: tuple[str, ...], alone: tuple[str, ...]
-) -> None:
-    found = run_ranks(4, in_ranks, tmp_path, on_four, on_four, on_four, timeout_seconds=290, env=QUIET)
-    saved = [seen for seen, _ in found]
-    check_names(saved, on_four)
-    check_across([loaded for _, loaded in found], saved)
-    for count, layouts in ((2, on_two), (1, alone)):
-        found = run_ranks(count, in_ranks, tmp_path, (), on_four, layouts, timeout_seconds=290, env=QUIET)
-        check_across([loaded for _, loaded in found], saved)
+def test_two_ranks(tmp_path: Path) -> None:
+    run_ranks(2, in_ranks, tmp_path, timeout_seconds=240, env={"PYTHONWARNINGS": "ignore"})
