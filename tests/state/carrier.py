@@ -38,6 +38,8 @@ def bits(value: Any) -> Any:
     """A value in which every tensor is its bytes, for comparing."""
     if isinstance(value, torch.Tensor):
         local = value.to_local() if hasattr(value, "to_local") else value
+        if hasattr(local, "__tensor_flatten__"):  # it wraps others
+            return type(local).__name__, [bits(getattr(local, name)) for name in local.__tensor_flatten__()[0]]
         data = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if local.numel() else torch.empty(0)
         return str(value.dtype), tuple(local.shape), bytes(data.tolist()) if local.numel() else b""
     if isinstance(value, Mapping):

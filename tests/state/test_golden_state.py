@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saving import index_of, make_transfer
+from saving import blank, index_of
 
+from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.state.read.stored import StoredState
+from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.transfer import Transfer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "state-v1"
 NAME = "state-rank=00000-00.distcp"
@@ -35,7 +38,7 @@ EXPECTED = {
 
 
 def test_ckptstore_reads_it(golden):
-    transfer = make_transfer(golden)
+    transfer = Transfer(LocalStorage(golden, durable=False), config=TransferConfig(), retry=RetryConfig())
     index = index_of((golden / INDEX_NAME).read_bytes())
     stored = StoredState(index, transfer.read, "", rank=0, world_size=1)
     saved = stored.saved()
@@ -46,7 +49,7 @@ def test_ckptstore_reads_it(golden):
         "history": [float(number) for number in range(1001)],
     }
     assert saved.aliases in ({"tied": "w"}, {"w": "tied"})
-    loaded = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in EXPECTED.items()}
+    loaded = blank(EXPECTED)
     stored.fill({key: (tensor, key) for key, tensor in loaded.items()})
     assert all(torch.equal(loaded[key], EXPECTED[key]) for key in EXPECTED)
     transfer.close()
@@ -54,8 +57,7 @@ def test_ckptstore_reads_it(golden):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_torch_reads_it(golden):
-    state = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in EXPECTED.items()}
-    state |= {"epoch": 0, "nested": {"betas": None, "name": ""}}
+    state = {**blank(EXPECTED), "epoch": 0, "nested": {"betas": None, "name": ""}}
     dcp.load(state, checkpoint_id=golden, no_dist=True)
     assert all(torch.equal(state[key], EXPECTED[key]) for key in EXPECTED)
     assert (state["epoch"], state["nested"]) == (3, {"betas": (0.9, 0.999), "name": "golden"})

@@ -12,9 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshes import chunks, mesh_for
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from meshes import mesh_for
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptstore.state.tensors.boxes import REPLICATED, Box, Cut, overlap
@@ -144,43 +143,3 @@ def test_a_dimension_counted_from_the_end_is_that_dimension() -> None:
     assert layout is not None
     assert layout.boxes_of(1, (2, 4)) == (Box((0, 2), (2, 2)),)
     assert [piece.box for piece in pieces_of(last, "last")] == [Box((0, 2), (2, 2))]
-
-
-SPLITS: list[tuple[tuple[int, ...], list[Any]]] = [
-    ((4,), [Shard(0)]),
-    ((4,), [Shard(1)]),
-    ((2, 2), [Replicate(), Shard(0)]),
-    ((2, 2), [Shard(0), Shard(0)]),
-    ((2, 2), [Shard(0), Shard(1)]),
-    ((2, 3), [Shard(1), Replicate()]),
-    ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
-    ((3, 2), [_StridedShard(1, split_factor=2), Shard(1)]),
-]
-
-
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("shape", [(12, 12), (13, 7), (3, 5), (1, 1), (0, 4)], ids=str)
-def test_the_boxes_are_those_of_torch(split: tuple[tuple[int, ...], list[Any]], shape: tuple[int, ...]) -> None:
-    """Of what torch gives as one box, by its own function; of strided shards by cutting a tensor of numbers."""
-    grid, placements = split
-    full = torch.arange(prod(shape)).reshape(shape)
-    ranks = torch.arange(prod(grid)).reshape(grid)
-    for rank in range(prod(grid)):
-        mesh = mesh_for(rank, ranks.tolist())
-        local = full
-        for dim, placement in enumerate(placements):
-            if not isinstance(placement, Replicate):
-                at, blocks = (
-                    (ranks == rank).nonzero()[0, dim],
-                    chunks(local, getattr(placement, "split_factor", 1), placement.dim),
-                )
-                local = torch.cat([chunks(block, grid[dim], placement.dim)[at] for block in blocks], placement.dim)
-        tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-        layout = mesh_share(tensor).layout
-        assert layout is not None
-        boxes = layout.boxes_of(rank, shape)
-        found = [full[tuple(map(slice, box.offsets, np.add(box.offsets, box.sizes)))] for box in boxes]
-        assert sorted(n for part in found for n in part.reshape(-1).tolist()) == sorted(local.reshape(-1).tolist())
-        if local.numel() and not any(isinstance(placement, _StridedShard) for placement in placements):
-            sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-            assert boxes == (Box(tuple(offsets), tuple(sizes)),)

@@ -211,7 +211,7 @@ def test_a_checkpoint_of_an_older_release_gets_what_the_class_fills_in() -> None
 
 
 def test_settings_decide_what_state_there_is() -> None:
-    momentum, checkpoint = trained("sgd-momentum")
+    _, checkpoint = trained("sgd-momentum")
     plain = Run(OPTIMIZERS["sgd"])
     load(checkpoint, plain.state)
     assert (plain.optimizer.param_groups[0]["momentum"], len(plain.optimizer.state)) == (0.9, 6)

@@ -15,22 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from forked_ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from saving import save_plain
+from meshes import new_uri
+from saving import directory_of, save_plain
 from test_values import same, through
+from thread_ranks import run_threads
 
 import ckptstore
 from ckptstore.dcp.stock import stock_write
 from ckptstore.errors import CheckpointDamaged, InvalidState
-from ckptstore.interchange.exporting import export
+from ckptstore.interchange import export
 from ckptstore.state.index.packed_values import MAX_LEVELS, pack, plain_size, unpack
 from ckptstore.state.live import values
 from ckptstore.state.live.values import Decoder, Encoder
-from ckptstore.state.write.assignment import SaveMemo
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import independent_reader as reader
@@ -264,14 +263,13 @@ def test_very_many_values_are_for_stock_readers_on_request_only(
 ) -> None:
     monkeypatch.setattr(stock_write, "MAX_NESTED_VALUES", 10)
     few = {"epoch": 1, "few": {str(n): n for n in range(5)}, "pairs": [(n, n) for n in range(2000)]}
-    assert (save_plain(tmp_path / "few", {}, few, stock_readable=asked) / ".metadata").exists()
-    scalars = {f"lr.{n}": n for n in range(100)}
-    assert (save_plain(tmp_path / "scalars", {}, scalars, stock_readable=asked) / ".metadata").exists()
+    for number, plain in enumerate((few, {f"lr.{n}": n for n in range(100)})):
+        checkpoint = save_plain(tmp_path / str(number), {}, plain, stock_readable=asked)
+        assert (directory_of(checkpoint) / ".metadata").exists()
     assert not caplog.records
-    memo = SaveMemo()
-    for name in ("many", "again"):
-        plain = {"many": [{"a": n} for n in range(11)]}
-        many = save_plain(tmp_path / name, {}, plain, stock_readable=asked, memo=memo)
+    with ckptstore.open_store(tmp_path / "many", durable=False) as store:
+        for step in range(2):
+            many = Path(store.save(step, {"many": [{"a": n} for n in range(11)]}, stock_readable=asked).uri)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == (
         [] if asked is True else ["torch's own DCP cannot read these checkpoints"]
     )
@@ -288,39 +286,28 @@ def test_stock_reads_values_of_every_length(tmp_path: Path) -> None:
         "of torch": (torch.ones(2), torch.float32, {1, 2}),
         "text of torch": "ctorch\n",
     }
-    directory = save_plain(tmp_path, {}, plain)
     state: dict[str, Any] = {**dict.fromkeys(plain), "nested": {"a": None}}
-    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    dcp.load(state, checkpoint_id=directory_of(save_plain(tmp_path, {}, plain)), no_dist=True)
     assert same(state, {**plain, "nested": {"a": [1, 2]}})
 
 
-def save_on_ranks(root: str) -> list[str]:
-    """Equal and different large values, and loads of them."""
-    problems = []
-    dist.init_process_group("gloo")
-    with ckptstore.open_store(root, durable=False) as store:
-        rank = dist.get_rank()
-        order = list(range(1500)) if rank == 0 else list(reversed(range(1500)))
-        state = {
+def test_ranks_store_equal_values_once_and_their_own_each() -> None:
+    def flow(store: ckptstore.CheckpointStore, rank: int) -> list[bool]:
+        members = range(1500) if rank == 0 else reversed(range(1500))
+        state: dict[str, Any] = {
             "equal": {n: (n, str(n)) for n in range(3000)},
-            "set": {f"n{n}" for n in order},
+            "set": {f"n{n}" for n in members},
             "own": {n: n + rank for n in range(3000)},
+            **({"more": {n: n for n in range(20_000)}} if rank else {}),
         }
-        if rank == 1:
-            state["more"] = {n: n for n in range(20_000)}
-        saved = store.save(1, state)
-        found: dict[str, Any] = dict.fromkeys(state)
+        saved, found = store.save(1, state), dict.fromkeys(state)
         store.load(found)
-        if not same(found, state):
-            problems.append(f"rank {rank} has another state")
-        if len(saved.per_rank("equal")) != 1 or len(saved.per_rank("set")) != 1:
-            problems.append("what is equal is stored for each rank")
-        if not same(saved.per_rank("own"), [{n: n + each for n in range(3000)} for each in range(2)]):
-            problems.append("what differs is not")
-        if list(Path(root).glob("checkpoints/*/.metadata")):
-            problems.append("stock readers have only a part of the values")
-    return problems
+        own = saved.per_rank("own")
+        return [
+            same(found, state),
+            len(saved.per_rank("equal")) == len(saved.per_rank("set")) == 1,
+            same(own, [{n: n + each for n in range(3000)} for each in range(2)]),
+            ".metadata" not in {file.name for file in saved.files},  # which would have only a part of the values
+        ]
 
-
-def test_ranks_store_equal_values_once_and_their_own_each(tmp_path: Path) -> None:
-    assert run_ranks(2, save_on_ranks, str(tmp_path / "store")) == [[], []]
+    assert run_threads(2, new_uri(), flow) == [[True] * 4] * 2

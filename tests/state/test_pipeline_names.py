@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import run_ranks
+import torch
+from meshes import new_uri
+from thread_ranks import run_threads
+
+import ckptstore
 
 pytestmark = pytest.mark.slow
 
 
 def make(stages: list[int]) -> dict[str, Any]:
-    import torch
-
-    modules = {}
-    for stage in stages:
-        torch.manual_seed(stage)
-        modules[f"stage{stage}"] = torch.nn.Linear(3, 3)
+    modules = {f"stage{stage}": torch.nn.Linear(3, 3) for stage in stages}
     parameters = [parameter for module in modules.values() for parameter in module.parameters()]
     return {**modules, "optimizer": torch.optim.AdamW(parameters, lr=0.1)}
 
 
 def step(state: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
     optimizer = state["optimizer"]
     modules = {name: item for name, item in state.items() if name != "optimizer"}
     optimizer.zero_grad()
@@ -34,34 +30,19 @@ def step(state: dict[str, Any]) -> dict[str, Any]:
     return {name: [parameter.tolist() for parameter in module.parameters()] for name, module in modules.items()}
 
 
-def save(directory: Path) -> dict[str, Any]:
-    import torch
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stages_are_loaded_by_one_rank_and_by_as_many(world_size: int) -> None:
+    uri, states = new_uri(), [make([rank]) for rank in range(2)]
 
-    import ckptstore
+    def save(store: ckptstore.CheckpointStore, rank: int) -> dict[str, Any]:
+        step(states[rank])
+        store.save(0, states[rank])
+        return step(states[rank])
 
-    torch.distributed.init_process_group("gloo")
-    state = make([torch.distributed.get_rank()])
-    step(state)
-    with ckptstore.open_store(directory, durable=False) as store:
-        store.save(0, state)
-    return step(state)
-
-
-def load(directory: Path) -> dict[str, Any]:
-    import torch
-
-    import ckptstore
-
-    torch.distributed.init_process_group("gloo")
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    state = make(list(range(rank, 2, world_size)))
-    with ckptstore.open_store(directory, durable=False) as store:
+    def load(store: ckptstore.CheckpointStore, rank: int) -> dict[str, Any]:
+        state = make(list(range(rank, 2, world_size)))
         store.load(state)
-    return step(state)
+        return step(state)
 
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_stages_are_loaded_by_one_rank_and_by_as_many(world_size: int, tmp_path: Path) -> None:
-    wanted = {name: found for rank in run_ranks(2, save, tmp_path) for name, found in rank.items()}
-    loaded = {name: found for rank in run_ranks(world_size, load, tmp_path) for name, found in rank.items()}
-    assert loaded == wanted
+    wanted = {name: found for rank in run_threads(2, uri, save) for name, found in rank.items()}
+    assert {name: found for rank in run_threads(world_size, uri, load) for name, found in rank.items()} == wanted

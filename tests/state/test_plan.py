@@ -8,11 +8,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.errors import InvalidState
 from ckptstore.state.index.items import Item, Mode
 from ckptstore.state.index.part import BESIDE_VALUE, PER_RANK
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.write.agree import Agreement, Negotiator
+from ckptstore.state.write.agree import Negotiator
 from ckptstore.state.write.assignment import MAX_CHUNK_BYTES, Dealt, chunks_of, deal, plan_rank
 from ckptstore.state.write.describe import Described
 
@@ -104,15 +103,8 @@ def test_one_large_tensor_is_shared_within_five_percent(shape, shares):
         assert abs(size_bytes * shares / item.size_bytes - 1) < 0.05
 
 
-def test_many_small_tensors_are_shared_evenly():
-    items = [Dealt((64, 64), 4)] * 1001
-    counts = [len(list(deal(items, 4, share))) for share in range(4)]
-    assert sum(counts) == 1001
-    assert max(counts) - min(counts) <= 1
-
-
 @pytest.mark.parametrize(
-    ("num_items", "num_shares"), [(0, 1), (1, 1), (511, 1), (512, 2), (1000, 3), (1024, 4), (9999, 4)]
+    ("num_items", "num_shares"), [(0, 1), (1, 1), (511, 1), (512, 2), (1000, 3), (1024, 4), (1001, 3), (9999, 4)]
 )
 def test_there_are_no_shares_below_a_block(num_items, num_shares):
     items = [Dealt((64, 16), 4)] * num_items
@@ -120,6 +112,7 @@ def test_there_are_no_shares_below_a_block(num_items, num_shares):
     assert sum(counts) == num_items
     assert counts[num_shares:] == [0] * (4 - num_shares)
     assert all(counts[:num_shares]) or not num_items
+    assert max(counts[:num_shares]) - min(counts[:num_shares]) <= 1
 
 
 @given(SHAPES, st.integers(1, 200), st.integers(0, 400), st.integers(0, 400))
@@ -130,71 +123,6 @@ def test_chunks_cover_a_range_and_stay_small(shape, element_mib, start, stop):
     assert sum(chunk.volume for chunk in found) == max(0, stop - start)
     assert all(chunk.volume * element_mib * MIB <= MAX_CHUNK_BYTES for chunk in found)
     assert all(all(a >= b for a, b in zip(chunk.offsets, box.offsets, strict=True)) for chunk in found)
-
-
-def test_shards_are_written_where_they_are():
-    states, plans = plans_of(
-        [[Item("w", Mode.SHARD, "float32", (4, 3), (Box((2 * rank, 0), (2, 3)),))] for rank in range(2)]
-    )
-    assert written(states, plans, "w") == [[Box((0, 0), (2, 3))], [Box((2, 0), (2, 3))]]
-
-
-def test_replicas_of_a_mesh_share_their_box():
-    held = Box((0, 0), (1024, 1024))
-    states, plans = plans_of(
-        [
-            [Item("w", Mode.MESH, "float32", (2048, 1024), (held,), sharers=(0, 1), position=rank, member=rank)]
-            for rank in range(2)
-        ]
-    )
-    boxes = written(states, plans, "w")
-    assert boxes == [[Box((0, 0), (512, 1024))], [Box((512, 0), (512, 1024))]]
-
-
-def test_of_several_copies_of_a_distributed_tensor_one_is_written():
-    states, plans = plans_of(
-        [
-            [Item("w", Mode.SHARD, "float32", (4, 3), (Box((rank % 2 * 2, 0), (2, 3)),), group=rank // 2 * 2)]
-            for rank in range(4)
-        ]
-    )
-    assert written(states, plans, "w") == [[Box((0, 0), (2, 3))], [Box((2, 0), (2, 3))], [], []]
-
-
-@pytest.mark.parametrize("mode", [Mode.SPLIT, Mode.COMPARE])
-def test_equal_tensors_are_shared_out(mode):
-    items = [plain(f"t{number:03d}", mode, shape=(64, 64)) for number in range(40)] + [
-        plain("big", mode, shape=(1024, 1024))
-    ]
-    states, plans = plans_of([items] * 4)
-    for item in items:
-        assert_covered_once(item.shape, itertools.chain.from_iterable(written(states, plans, item.key)))
-    assert min(len(plan.writes) for plan in plans) > 0
-
-
-def test_the_lowest_rank_writes_what_nobody_vouched_for():
-    states, plans = plans_of([[], [plain("a", Mode.LOWEST)], [plain("a", Mode.LOWEST)]])
-    assert written(states, plans, "a") == [[], [whole((4, 3))], []]
-
-
-def test_what_differs_is_kept_by_each_rank():
-    states, plans = plans_of(
-        [
-            [plain("bn", Mode.COMPARE, content=b"%d" % rank), plain("same", Mode.COMPARE), value("rng", b"%d" % rank)]
-            for rank in range(3)
-        ]
-    )
-    assert written(states, plans, "bn") == [[whole((4, 3))]] * 3
-    assert [plan.flags for plan in plans] == [{"bn": PER_RANK}] * 3
-    assert [plan.own for plan in plans] == [("rng",)] * 3
-    assert sum(map(len, written(states, plans, "same"))) == 1
-
-
-def test_shapes_that_differ_are_kept_by_each_rank():
-    states, plans = plans_of(
-        [[plain("p", mode, shape=(rank + 2, 3))] for rank, mode in enumerate([Mode.LOWEST, Mode.COMPARE])]
-    )
-    assert written(states, plans, "p") == [[whole((2, 3))], [whole((3, 3))]]
 
 
 def test_values_are_written_once_by_the_lowest_rank_that_has_them():
@@ -231,24 +159,6 @@ def test_a_tie_that_not_all_ranks_have_is_no_tie():
     states, plans = plans_of([tied, loose])
     assert_covered_once((4, 3), itertools.chain.from_iterable(written(states, plans, "z")))
     assert all(not plan.ties for plan in plans)
-
-
-def test_a_rank_alone_needs_nobody():
-    items = [plain("a", Mode.SPLIT), plain("b", Mode.COMPARE), value("v"), plain("none", Mode.LOWEST, shape=(0, 3))]
-    plan = plan_rank(by_key(items), Agreement(1), 0)
-    assert {write.item for write in plan.writes} == {0, 1}
-    assert (plan.common, plan.empty) == (("v",), (2,))
-
-
-def test_ranks_that_disagree_on_a_shard_are_told():
-    left = Item("w", Mode.SHARD, "float32", (4, 3), (Box((0, 0), (2, 3)),))
-    right = Item("w", Mode.SHARD, "bfloat16", (4, 3), (Box((2, 0), (2, 3)),))
-    with pytest.raises(
-        InvalidState, match=r"w is a distributed tensor of float32 .* on rank 0 and .* bfloat16 .* rank 1"
-    ):
-        plans_of([[left], [right]])
-    with pytest.raises(InvalidState, match="plain value on rank 1"):
-        plans_of([[left], [value("w")]])
 
 
 def test_the_second_save_exchanges_a_few_bytes_once():

@@ -55,6 +55,7 @@ def in_ranks(directory: Path) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
+    import ckptstore
     from ckptstore.state import per_rank
 
     rank = given.start()
@@ -88,6 +89,13 @@ def in_ranks(directory: Path) -> dict[str, Any]:
         step(model, optimizer, rank)
         name = f"buffers broadcast {broadcast}"
         found[name] = attempt(directory, name, {"m": model, "o": optimizer})
+        running = model.module[1].running_mean.clone()
+        torch.nn.init.zeros_(model.module[1].running_mean)
+        with ckptstore.open_store(directory / name) as store:
+            store.load({"m": model, "o": optimizer})
+        if broadcast:  # the leader's counts, which the next step would broadcast
+            dist.broadcast(running, 0)
+        assert torch.equal(model.module[1].running_mean, running)
     with torch.no_grad():
         model.module[2].weight[-1, -1] += rank
     found["one number"] = attempt(directory, "one", {"m": model, "o": optimizer})
@@ -95,29 +103,6 @@ def in_ranks(directory: Path) -> dict[str, Any]:
     dist.barrier()
     given.finish()
     return found
-
-
-def loaded(directory: Path, name: str, how: Any, **marks: bool) -> dict[str, Any]:
-    """What a fresh model has after a load."""
-    import layouts as given
-    import torch
-
-    import ckptstore
-    from ckptstore.state import per_rank
-
-    given.start()
-    model, optimizer = made()
-    step(model, optimizer, 7)
-    before = {"running": model.module[1].running_mean.clone(), "weight": model.module[2].weight.detach().clone()}
-    with ckptstore.open_store(directory / name) as store:
-        store.load({"m": per_rank(model), "o": per_rank(optimizer)}, per_rank=how)
-    moment = optimizer.state[model.module[2].weight]["momentum_buffer"]
-    after = {"running": model.module[1].running_mean, "weight": model.module[2].weight.detach(), "momentum": moment}
-    given.finish()
-    return {
-        "unchanged": all(torch.equal(after[key], tensor) for key, tensor in before.items()),
-        **{key: tensor.numpy().tobytes() for key, tensor in after.items()},
-    }
 
 
 def test_trainings_that_have_come_apart_are_refused_and_others_saved(tmp_path: Path) -> None:
@@ -137,16 +122,3 @@ def test_trainings_that_have_come_apart_are_refused_and_others_saved(tmp_path: P
     assert "m.2.weight (rank 0 vs rank 1)" in outcome["one number"]
     assert all("per_rank" in message for message in outcome.values())
     assert {ranks for name, (_, ranks) in found[0].items() if name in outcome} == {(0, 1)}
-
-    again = run_ranks(RANKS, loaded, tmp_path, "apart", "error", timeout_seconds=100)
-    assert again[0]["weight"] != again[1]["weight"]
-    assert again[0]["momentum"] != again[1]["momentum"]
-    (alone,) = run_ranks(1, loaded, tmp_path, "apart", "first", timeout_seconds=100)
-    assert {key: alone[key] for key in ("weight", "momentum")} == {key: again[0][key] for key in ("weight", "momentum")}
-    (skipped,) = run_ranks(1, loaded, tmp_path, "apart", "skip", timeout_seconds=100)
-    assert skipped["unchanged"]
-
-    ranks = run_ranks(RANKS, loaded, tmp_path, "buffers broadcast True", "error", timeout_seconds=100)
-    assert ranks[0]["running"] == ranks[1]["running"]  # the leader's, which the next step would broadcast
-    ranks = run_ranks(RANKS, loaded, tmp_path, "buffers broadcast False", "error", timeout_seconds=100)
-    assert ranks[0]["running"] != ranks[1]["running"]

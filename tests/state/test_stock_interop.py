@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saving import bits, index_of, make_transfer, save_plain
+from saving import bits, blank, directory_of, index_of, save_plain
 from test_frames import DTYPES, random_tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptstore import open_store
+from ckptstore import Checkpoint, CheckpointDamaged, InvalidName, InvalidState, open_store
+from ckptstore.checkpoint import files_behind
 from ckptstore.dcp import StoreReader, StoreWriter
 from ckptstore.dcp.stock import stock_write
 from ckptstore.dcp.stock.stock_pickle import MetadataPickle
 from ckptstore.dcp.stock.stock_pickles import load_metadata
-from ckptstore.dcp.stock.stock_read import StockState
 from ckptstore.dcp.view import add_stock_tensors
-from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState, StateMismatch
-from ckptstore.interchange.exporting import export
+from ckptstore.interchange import export
+from ckptstore.loading.load_state import open_any
 from ckptstore.state.tensors.boxes import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
@@ -55,10 +55,6 @@ def many_tensors():
 VALUES = {"epoch": 3, "nested": {"lr": 0.1, "betas": (0.9, 0.99), "list": [1, 2]}, "name": "x", "none": None}
 
 
-def blank(tensors):
-    return {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
-
-
 def assert_same(loaded, tensors):
     for key, tensor in tensors.items():
         assert bits(loaded[key]) == bits(tensor), key
@@ -77,7 +73,7 @@ def stock_load(state, path, way):
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    return save_plain(tmp_path_factory.mktemp("ours"), many_tensors(), VALUES)
+    return directory_of(save_plain(tmp_path_factory.mktemp("ours"), many_tensors(), VALUES))
 
 
 @pytest.mark.parametrize("way", ["checkpoint_id", "FileSystemReader", "FsspecReader"])
@@ -104,15 +100,15 @@ def test_a_copy_is_read_by_stock_without_ckptstores_own_files(ours, tmp_path):
 
 
 def test_without_stock_readable_there_is_nothing_for_stock(tmp_path):
-    directory = save_plain(tmp_path, {"w": torch.ones(2)}, {"epoch": 1}, stock_readable=False)
-    assert sorted(path.name for path in directory.iterdir()) == ["state-rank=00000-00.distcp", "tensors.index"]
+    checkpoint = save_plain(tmp_path, {"w": torch.ones(2)}, {"epoch": 1}, stock_readable=False)
+    assert sorted(file.name for file in checkpoint.files) == ["state-rank=00000-00.distcp", "tensors.index"]
 
 
 @pytest.mark.parametrize("asked", ["auto", True])
 def test_metadata_of_very_many_chunks_is_written_on_request_only(tmp_path, monkeypatch, asked):
     monkeypatch.setattr(stock_write, "MAX_CHUNKS", 1)
-    directory = save_plain(tmp_path, {"v": torch.zeros(2), "w": torch.ones(2)}, {}, stock_readable=asked)
-    assert (directory / ".metadata").exists() is (asked is True)
+    checkpoint = save_plain(tmp_path, {"v": torch.zeros(2), "w": torch.ones(2)}, stock_readable=asked)
+    assert (".metadata" in {file.name for file in checkpoint.files}) is (asked is True)
 
 
 def described(tensors, values, paths):
@@ -167,12 +163,6 @@ def test_metadata_of_a_save_is_what_a_planner_is_shown(ours):
     assert metadata.planner_data["nested.lr"] == ("nested", "lr")
 
 
-def open_stock(path, **more):
-    transfer = make_transfer(path)
-    sizes = {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
-    return StockState(load_metadata((path / ".metadata").read_bytes()), transfer.read, "", sizes, **more)
-
-
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
     path = tmp_path_factory.mktemp("stock")
@@ -181,23 +171,29 @@ def stock(tmp_path_factory):
     return path
 
 
-def test_we_read_stock(stock):
-    state = open_stock(stock)
+@pytest.mark.parametrize("whose", ["theirs", "ours"])
+def test_we_read_stock(stock, ours, tmp_path, whose):
+    path = stock
+    if whose == "ours":
+        path = tmp_path / "copy"
+        shutil.copytree(ours, path, ignore=shutil.ignore_patterns("*index*", "*.json"))
     tensors = many_tensors()
-    loaded = blank(tensors)
-    state.fill({key: (tensor, key) for key, tensor in loaded.items()})
-    assert_same(loaded, tensors)
-    assert state.values() == {
-        "epoch": 3, "nested.lr": 0.1, "nested.betas": (0.9, 0.99), "nested.list": [1, 2], "name": "x", "none": None
-    }  # fmt: skip
-    assert state.paths["nested.lr"] == ("nested", "lr")
-    assert state.index.tensors["large.torch.float64"].shape == (700, 1601)
-    assert state.values(lambda key: key == "epoch") == {"epoch": 3}
+    wide = torch.zeros(700, 1601, 2, dtype=torch.float64)[..., 0]
+    state = {
+        **blank(tensors),
+        "large.torch.float64": wide,
+        **dict.fromkeys(VALUES),
+        "nested": dict.fromkeys(VALUES["nested"]),
+    }
+    Checkpoint.from_directory(path).load(state)
+    assert_same(state, tensors)
+    assert {key: state[key] for key in VALUES} == VALUES
+    assert Checkpoint.from_directory(path).to_dict(include="epoch") == {"epoch": 3}
 
 
 def test_large_contiguous_payloads_are_read_in_place(stock):
-    opaque = set(open_stock(stock)._opaque)
-    index = open_stock(stock).index
+    state = open_any(files_behind(Checkpoint.from_directory(stock)))
+    opaque, index = set(state._opaque), state.index
     framed = {
         key
         for key in index.tensors
@@ -209,54 +205,39 @@ def test_large_contiguous_payloads_are_read_in_place(stock):
     assert "zero_d" in framed
 
 
-def test_we_read_parts_of_stock_tensors_into_strided_memory(stock):
-    wide = torch.zeros(700, 1601, 2, dtype=torch.float64)[..., 0]
-    open_stock(stock).fill({"x": (wide, "large.torch.float64")})
-    assert torch.equal(wide.view(torch.int64), many_tensors()["large.torch.float64"].view(torch.int64))
-
-
-def test_we_read_our_own_files_as_stock(ours):
-    tensors = many_tensors()
-    loaded = blank(tensors)
-    open_stock(ours).fill({key: (tensor, key) for key, tensor in loaded.items()})
-    assert_same(loaded, tensors)
-
-
-def test_what_does_not_fit_is_refused(stock):
-    with pytest.raises(StateMismatch, match="the checkpoint has float32"):
-        open_stock(stock).fill({"x": (torch.zeros(3), "tied.a")})
-    with pytest.raises(StateMismatch, match="has nothing"):
-        open_stock(stock).fill({"x": (torch.zeros(3), "absent")})
-    saved = open_stock(stock).saved(lambda key: key == "epoch")
-    assert saved.tensors["tied.a"].shape == (600, 500)
-    assert saved.values == {"epoch": 3}
-
-
 class Attack:
     def __init__(self, path):
         self.path = path
 
     def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
+        return os.mkdir, (str(self.path),)
 
 
-def hostile(kind, mark):
-    if kind == "planner":
-        return pickle.dumps(Metadata({}, Attack(mark), {}))
-    if kind == "whole":
-        return pickle.dumps(Attack(mark))
-    if kind == "builtin":
-        return b"cbuiltins\nexec\n(V__import__('os').mkdir('" + str(mark).encode() + b"')\ntR."
-    if kind == "torch":
-        return b"ctorch\nload\n(V" + str(mark).encode() + b"\ntR."
-    return b"ctorch.distributed.checkpoint.metadata\nos.mkdir\n(V" + str(mark).encode() + b"\ntR."
+def loaded_with(directory, metadata, state):
+    """Load from a directory with this metadata."""
+    directory.mkdir(exist_ok=True)
+    (directory / ".metadata").write_bytes(metadata if type(metadata) is bytes else pickle.dumps(metadata))
+    Checkpoint.from_directory(directory).load(state)
 
 
-@pytest.mark.parametrize("kind", ["planner", "whole", "builtin", "torch", "dotted"])
+HOSTILE = {
+    "planner": lambda mark: Metadata({}, Attack(mark), {}),
+    "whole": Attack,
+    "builtin": lambda mark: b"cbuiltins\nexec\n(V__import__('os').mkdir('" + str(mark).encode() + b"')\ntR.",
+    "torch": lambda mark: b"ctorch\nload\n(V" + str(mark).encode() + b"\ntR.",
+    "dotted": lambda mark: b"ctorch.distributed.checkpoint.metadata\nos.mkdir\n(V" + str(mark).encode() + b"\ntR.",
+    "nothing": lambda mark: b"",
+    "junk": lambda mark: b"junk",
+    "number": lambda mark: 3,
+    "torn": lambda mark: pickle.dumps(Metadata({}))[:-5],
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
 def test_code_in_metadata_is_refused_and_not_run(tmp_path, kind):
     mark = tmp_path / "run"
     with pytest.raises(CheckpointDamaged, match="Nothing in it was run"):
-        load_metadata(hostile(kind, mark))
+        loaded_with(tmp_path / "c", HOSTILE[kind](mark), {"w": torch.ones(1)})
     assert not mark.exists()
 
 
@@ -265,40 +246,13 @@ def test_code_in_metadata_is_refused_and_not_run(tmp_path, kind):
     ["metadata\nMetadata", "metadata\n_MEM_FORMAT_ENCODING", "filesystem\n_StorageInfo"],
     ids=["class", "enum", "place"],
 )
-def test_metadata_cannot_change_torchs_classes(name):
+def test_metadata_cannot_change_torchs_classes(tmp_path, name):
     module, _, attribute = name.partition("\n")
     code = f"ctorch.distributed.checkpoint.{name}\n".encode() + b"(N(V__reduce__\nVpolluted\ndtb."
     with pytest.raises(CheckpointDamaged):
-        load_metadata(code)
+        loaded_with(tmp_path, code, {"w": torch.ones(1)})
     real = getattr(sys.modules[f"torch.distributed.checkpoint.{module}"], attribute)
     assert real.__reduce__ != "polluted"
-
-
-@pytest.mark.parametrize("data", [b"", b"junk", pickle.dumps(3), pickle.dumps(Metadata({}))[:-5]])
-def test_torn_metadata_is_damage(data):
-    with pytest.raises(CheckpointDamaged):
-        load_metadata(data)
-
-
-def test_values_with_code_are_refused_unless_allowed(tmp_path):
-    mark = tmp_path / "run"
-    dcp.save({"w": torch.ones(2), "evil": Attack(mark)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    state = open_stock(tmp_path / "c")
-    with pytest.raises(InvalidState, match="evil cannot be read safely"):
-        state.values()
-    assert not mark.exists()
-    loaded = torch.zeros(2)
-    state.fill({"w": (loaded, "w")})
-    assert loaded.sum() == 2
-    assert open_stock(tmp_path / "c", allow_pickle=True).values() == {"evil": 0}
-
-
-def metadata_with(path, **changed):
-    metadata = load_metadata((path / ".metadata").read_bytes())
-    index = next(iter(metadata.storage_data))
-    info = metadata.storage_data[index]
-    metadata.storage_data[index] = _StorageInfo(**{**vars(info), **changed})
-    return metadata
 
 
 @pytest.mark.parametrize(
@@ -315,16 +269,18 @@ def metadata_with(path, **changed):
 )
 def test_metadata_that_lies_about_places_is_refused(tmp_path, changed, error):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
-    sizes = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    ((index, info),) = metadata.storage_data.items()
+    metadata.storage_data[index] = _StorageInfo(**{**vars(info), **changed})
     with pytest.raises(error):
-        StockState(metadata_with(tmp_path, **changed), make_transfer(tmp_path).read, "", sizes)
+        loaded_with(tmp_path, metadata, {"w": torch.zeros(2)})
 
 
 def test_a_frame_that_is_no_tensor_is_damage(tmp_path):
     (tmp_path / "f").write_bytes(bytes(300))
     metadata = Metadata({"v": BytesStorageMetadata()}, None, {MetadataIndex("v"): _StorageInfo("f", 0, 300)})
     with pytest.raises(InvalidState, match="v cannot be read"):
-        StockState(metadata, make_transfer(tmp_path).read, "", {"f": 300}).values()
+        loaded_with(tmp_path, metadata, {"v": None})
 
 
 def like_torchtitans(value):
@@ -363,7 +319,7 @@ def test_one_tensor_above_4_gib_goes_both_ways(tmp_path):
     size_bytes = (4 << 30) + 12_345
     tensor = torch.zeros(size_bytes, dtype=torch.uint8)  # memory that is never touched costs nothing
     tensor[-1], tensor[1 << 30], tensor[(3 << 30) + 5] = 9, 8, 7
-    directory = save_plain(tmp_path, {"huge": tensor})
+    directory = directory_of(save_plain(tmp_path, {"huge": tensor}))
     marks = {number: int(tensor[number]) for number in (0, 1 << 30, (3 << 30) + 5, size_bytes - 1)}
     del tensor
     state = {"huge": torch.ones(size_bytes, dtype=torch.uint8)}
@@ -373,7 +329,7 @@ def test_one_tensor_above_4_gib_goes_both_ways(tmp_path):
     shutil.rmtree(directory)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock", sync_files=False), no_dist=True)
     state["huge"].fill_(1)
-    open_stock(tmp_path / "stock").fill({"huge": (state["huge"], "huge")})
+    Checkpoint.from_directory(tmp_path / "stock").load(state)
     assert {number: int(state["huge"][number]) for number in marks} == marks
     assert int(state["huge"].count_nonzero()) == 3
     shutil.rmtree(tmp_path / "stock")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -47,6 +50,102 @@ def test_alone_in_containers_and_in_one_another() -> None:
         bits(part) for part in (given["deep"].a, given["deep"].b)
     ]
     assert found["list"][0] == 1
+
+
+class Kernel(enum.Enum):
+    FAST = 1
+    EXACT = 2
+
+
+@dataclass
+class Options:
+    kernel: Kernel = Kernel.FAST
+    scale: float = 0.1
+
+
+class Coded(torch.Tensor):
+    """Shaped as the quantised tensors of libraries are: codes of one dtype, scales of another, and a context."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    context: Any
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, context: Any) -> Coded:
+        made: Coded = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16)  # type: ignore[attr-defined]
+        made.codes, made.scale, made.context = codes, scale, context
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], self.context
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, *_: Any) -> Coded:
+        return cls(inner["codes"], inner["scale"], context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} is not needed for a checkpoint")
+
+
+def coded(seed: int = 0, context: Any = None) -> Coded:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-99, 99, (4, 6), dtype=torch.int8, generator=generator)
+    return Coded(codes, torch.rand(4, generator=generator), context)
+
+
+class Computed(Coded):
+    """Its codes are made at each look."""
+
+    @property
+    def made(self) -> torch.Tensor:
+        return self.scale + 1
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["made"], None
+
+
+CONTEXTS: dict[str, tuple[Any, Any]] = {
+    "none": (None, ["other"]),
+    "float": (1.0, 1),
+    "bool": (True, 1),
+    "text": ("1", 1),
+    "list": ([True, torch.float32], [True, torch.float16]),
+    "dataclass": (Options(), Options(Kernel.EXACT)),
+    "numbers of a dataclass": (
+        {"block": (1, 64), "options": Options()},
+        {"block": (1, 64), "options": Options(scale=0.2)},
+    ),
+    "size": (torch.Size([2]), torch.Size([3])),
+}
+
+
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_the_same_context_fits_and_another_does_not(kind: str) -> None:
+    context, other = CONTEXTS[kind]
+    given, found = coded(context=context), coded(1, copy.deepcopy(context))
+    store = save({"w": given})
+    store.load({"w": found})
+    assert torch.equal(found.codes, given.codes)
+    assert torch.equal(found.scale, given.scale)
+    for wrong in (coded(context=other), two(4, 6)):
+        with pytest.raises(ckptstore.StateMismatch, match="w was saved from another kind"):
+            store.load({"w": wrong})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: coded(context=object()), "w wraps tensors and has a builtins.object"),
+        (lambda: Coded(torch.ones(3), torch.ones(3).to_sparse(), None), "w.scale"),
+        (lambda: Coded(torch.ones(3), torch.ones(3, device="meta"), None), "w.scale is a tensor on meta"),
+        (lambda: Coded(torch.ones(3), None, None), "w.scale is a NoneType"),  # type: ignore[arg-type]
+        (lambda: Computed(torch.ones(3), torch.ones(3), None), "w.made is computed each time"),
+    ],
+)
+def test_what_cannot_come_back_is_refused_with_its_key(make: Callable[[], torch.Tensor], words: str) -> None:
+    with pytest.raises(ckptstore.InvalidState, match=words):
+        save({"w": make()})
 
 
 class Quantised(torch.nn.Module):

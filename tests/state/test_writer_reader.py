@@ -238,10 +238,9 @@ def test_any_box_of_any_boxes_is_read() -> None:
         @settings(max_examples=60)
         @given(st.sampled_from(sorted(BOXED)), st.booleans(), st.data())
         def check(key: str, is_strided: bool, data: Any) -> None:
-            low, sizes = zip(
-                *(data.draw(st.tuples(st.integers(0, n - 1), st.integers(1, n))) for n in BOXED[key].shape)
-            )
-            sizes = tuple(min(size, n - at) for at, size, n in zip(low, sizes, BOXED[key].shape, strict=True))
+            shape = BOXED[key].shape
+            low = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+            sizes = tuple(data.draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True))
             memory = torch.zeros((*sizes, 2))[..., 0] if is_strided else torch.zeros(sizes)
             opened.fill_boxes([(key, Box(low, sizes), memory)])
             assert torch.equal(memory, BOXED[key][low[0] : low[0] + sizes[0], low[1] : low[1] + sizes[1]])
