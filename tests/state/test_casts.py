@@ -14,17 +14,18 @@ import independent_reader as reader
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cast_ranks import resume_alone, save_cast
+from meshes import distributed, mesh_for, new_uri
 from safetensors.torch import load_file
+from saving import bits
+from saving import stored as opened
+from thread_ranks import run_threads
+from torch.distributed.tensor import Shard
 
 from ckptstore import Checkpoint, CheckpointStore, FastTier, InvalidInput, InvalidState, StateMismatch, open_store
-from ckptstore.checkpoint import files_behind
 from ckptstore.interchange import export, merge
-from ckptstore.loading.load_state import open_alone
 from ckptstore.publication.from_store import weights_of
 from ckptstore.state.read import read_plan
 from ckptstore.state.tensors.boxes import Box
-from ckptstore.testing import run_ranks
 
 LARGE = 5_000_001
 """Elements, so that a tensor takes several stretches of a copy, and does not end with one."""
@@ -58,10 +59,6 @@ def kinds() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(1001.0),
         "small_strided": small.t()[1:],
     }
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().resolve_neg().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def stored(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -149,7 +146,7 @@ def test_a_load_casts_back_into_memory_of_any_form(store: CheckpointStore, monke
 def test_a_box_of_a_cast_tensor_with_gaps_of_its_own_size_is_cast_back(store: CheckpointStore) -> None:
     live = torch.randn(2, 30_000)
     checkpoint = store.save(1, {"t": {"a": live}}, dtype=BF16)
-    state = open_alone(files_behind(checkpoint))
+    state = opened(checkpoint)
     for left in (0, 10_000, 20_000):  # from the first to the last, as many bytes in the file as in memory
         found = torch.zeros(2, 10_000)
         state.fill_boxes([("t.a", Box((0, left), (2, 10_000)), found)])
@@ -373,18 +370,49 @@ def test_every_byte_of_a_staged_cast_is_compared(tmp_path: Path, monkeypatch: py
         assert bits(found.to_dict()["t"]["large"]) == bits(state["large"].bfloat16().float())
 
 
-@pytest.mark.slow
-def test_sharded_tensors_are_cast_on_each_rank(tmp_path: Path) -> None:
-    found = run_ranks(2, save_cast, str(tmp_path), "reference")
-    for rank, one in enumerate(found):
-        assert all(one["is_equal"]), rank
-        assert one["dtypes"] == {"torch.float32"}
-        assert all(one["is_equal_shared"]), rank
-        assert one["sizes"][1] < 0.75 * one["sizes"][0]
-        assert "InvalidInput: dtype={'nothing.*': 'bfloat16'} fits no tensor" in one["errors"][0]
-        assert "InvalidInput: rank 1 asks for" in one["errors"][1]
-        assert "InvalidState: mixed is float32 on rank 0 and float64 on rank 1" in one["errors"][2]
-        assert "InvalidInput: rank 1 asks for" in one["errors"][3]
-    assert found[1]["late"] == torch.tensor(1.1).half().float().item()
-    (alone,) = run_ranks(1, resume_alone, str(tmp_path))
-    assert {str(tensor.dtype) for tensor in alone} == {"torch.float32"}
+@pytest.mark.parametrize("incremental", [False, "reference"])
+def test_sharded_tensors_are_cast_on_each_rank(incremental: Any) -> None:
+    """And a tensor that one rank alone has; for another number of ranks too."""
+    uri, table, own = new_uri(), torch.randn(1100, 601), torch.full((300_000,), 1.1)
+    casts = {"o.*": "bfloat16", "late": torch.float16}
+
+    def state(rank: int, ranks: int, *, zeros: bool = False) -> dict[str, Any]:
+        part = distributed(table, mesh_for(rank, list(range(ranks))), [Shard(0)], zeros=zeros)
+        late = {"late": torch.zeros_like(own) if zeros else own} if rank == 1 or ranks == 1 else {}
+        step = torch.zeros(()) if zeros else torch.tensor(301.0)
+        return {"m": part, "o": {"mean": part if not zeros else torch.zeros_like(part), "step": step}, **late}
+
+    def right(found: dict[str, Any], rank: int, ranks: int) -> bool:
+        local = state(rank, ranks)["m"].to_local()
+        late = torch.equal(found["late"], own.half().float()) if "late" in found else True
+        mean = torch.equal(found["o"]["mean"].to_local(), local.bfloat16().float())
+        return late and mean and torch.equal(found["m"].to_local(), local) and found["o"]["step"] == 301
+
+    def save(store: CheckpointStore, rank: int) -> list[Any]:
+        given, sizes = state(rank, 2), []
+        given["o"]["mean"] = distributed(table, mesh_for(rank, [0, 1]), [Shard(0)])
+        for step, dtype in enumerate([None, casts, casts]):
+            asked: dict[str, Any] = {"dtype": dtype, "incremental": incremental}
+            how = store.save_async(step, given, **asked).result() if step == 2 else store.save(step, given, **asked)
+            sizes.append(how.size_bytes)
+        found = state(rank, 2, zeros=True)
+        store.load(found)
+        mixed = {"mixed": torch.ones(5, dtype=torch.float64 if rank else torch.float32)}
+        for what, dtype, words in [
+            (given, {"nothing.*": "bfloat16"}, "fits no tensor"),
+            (given, {"m": "bfloat16" if rank else "float16"}, "rank 1 asks for"),
+            (mixed, {"mixed": "bfloat16"}, "mixed is float32 on rank 0 and float64 on rank 1"),
+        ]:
+            with pytest.raises((InvalidInput, InvalidState), match=words):
+                store.save(4, what, dtype=dtype)
+        with pytest.raises(InvalidInput, match="rank 1 asks for"):
+            store.warm_up(given, dtype={"m": "bfloat16" if rank else "float16"})
+        return [right(found, rank, 2), sizes[2] < 0.8 * sizes[0]]
+
+    def load(store: CheckpointStore, rank: int) -> bool:
+        found = state(rank, 1, zeros=True)
+        store.load(found)
+        return right(found, rank, 1)
+
+    assert run_threads(2, uri, save) == [[True, True]] * 2
+    assert run_threads(1, uri, load) == [True]

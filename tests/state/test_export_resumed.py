@@ -12,6 +12,7 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 from safetensors.torch import load_file
+from saving import change_byte
 
 from ckptstore import Checkpoint, InvalidInput, open_store
 from ckptstore.errors import StorageError
@@ -131,11 +132,7 @@ def test_all_ranks_of_a_job_export_and_have_one_error(checkpoint: Checkpoint, tm
     assert run_ranks(2, export_in_a_job, checkpoint.uri, out) == ["4 files"] * 2
     assert_whole(Path(out))
     assert run_ranks(2, export_in_a_job, checkpoint.uri, out) == ["InvalidInput"] * 2
-    largest = max(Path(checkpoint.uri).iterdir(), key=lambda path: path.stat().st_size)
-    largest.chmod(0o644)
-    with largest.open("r+b") as file:
-        file.seek(2000)
-        file.write(b"other")
+    change_byte(max(Path(checkpoint.uri).iterdir(), key=lambda path: path.stat().st_size))
     assert run_ranks(2, export_in_a_job, checkpoint.uri, f"{out}-2") == ["CheckpointDamaged"] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "store"]
 

@@ -11,9 +11,9 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from thread_ranks import in_threads
+from thread_ranks import run_threads
 
-from ckptstore import Checkpoint, CheckpointStore, InvalidInput, KeepLatest, StorageGroup, open_store
+from ckptstore import Checkpoint, CheckpointStore, InvalidInput, KeepLatest, open_store
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import Digest
 from ckptstore.format.manifest import Receipt
@@ -152,33 +152,23 @@ def test_each_checkpoint_stands_alone(tmp_path: Path) -> None:
 
 
 def test_ranks_take_over_their_own_files(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    token = uuid4().hex
-
-    def run(rank: int) -> list[int]:
-        state = {"own": {f"rank-{rank}": torch.full((1 << 19,), float(rank))}, "step": 0}
-        group = StorageGroup(rank, 2, token)
-        sizes = []
-        store: CheckpointStore
-        with open_store(tmp_path / "store", group=group, rank_timeout_seconds=60) as opened:
-            counted = CountCalls()
-            store = with_faults(opened, counted)
-            for step in range(3):
-                state["step"] = step
-                counted.clear()
-                assert store.save(step, state, incremental=True).verify().ok
-                sizes.append(written(counted))
-            found: dict[str, Any] = {"own": {f"rank-{rank}": torch.zeros(1 << 19)}, "step": -1}
-            store[2].load(found, strict=False)
-            assert found["own"][f"rank-{rank}"].eq(rank).all()
-            assert found["step"] == 2
+    def flow(opened: CheckpointStore, rank: int) -> list[int]:
+        state: dict[str, Any] = {"own": {f"rank-{rank}": torch.full((1 << 19,), float(rank))}}
+        counted, sizes = CountCalls(), []
+        store = with_faults(opened, counted)
+        for step in range(3):
+            counted.clear()
+            assert store.save(step, {**state, "step": step}, incremental=True).verify().ok
+            sizes.append(written(counted))
+        found: dict[str, Any] = {"own": {f"rank-{rank}": torch.zeros(1 << 19)}, "step": -1}
+        store[2].load(found, strict=False)
+        assert found["own"][f"rank-{rank}"].eq(rank).all()
+        assert found["step"] == 2
         return sizes
 
-    with ThreadPoolExecutor(2) as pool:
-        for first, *others in pool.map(run, range(2)):
-            assert first > 1 << 21
-            assert all(size < 1 << 16 for size in others)
+    for first, *others in run_threads(2, tmp_path / "store", flow):
+        assert first > 1 << 21
+        assert all(size < 1 << 16 for size in others)
 
 
 def test_references_name_live_checkpoints_and_keep_them(root: str, tmp_path: Path) -> None:
@@ -245,15 +235,12 @@ def test_other_words_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"incremental": "reference"}, {"incremental": True}, {"stock_readable": False}])
 def test_ranks_that_ask_for_other_ways_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    token = uuid4().hex
+    def flow(store: CheckpointStore, rank: int) -> None:
+        with pytest.raises(InvalidInput, match=f"rank 1 asks for .*{next(iter(options))}"):
+            store.save(0, {"n": torch.ones(4)}, **(options if rank else {}))
+        assert store.save(1, {"n": torch.ones(4)}, **options).verify().ok
 
-    def run(rank: int) -> None:
-        with open_store(tmp_path, group=StorageGroup(rank, 2, token), rank_timeout_seconds=60) as store:
-            with pytest.raises(InvalidInput, match=f"rank 1 asks for .*{next(iter(options))}"):
-                store.save(0, {"n": torch.ones(4)}, **(options if rank else {}))
-            assert store.save(1, {"n": torch.ones(4)}, **options).verify().ok
-
-    assert in_threads(2, run) == [None, None]
+    assert run_threads(2, tmp_path, flow) == [None, None]
 
 
 def test_what_is_stored_of_chunks_comes_back() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from ckptstore import Checkpoint
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state import per_rank
 from ckptstore.state.read.stored import StoredState
+from ckptstore.testing.states import StateCase, run
+from ckptstore.testing.states.upgraded_makers import UPGRADED
 
 
 class Scaled(nn.Module):
@@ -84,36 +87,6 @@ class Fused(nn.Module):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
-class Swapping(Scaled):
-    """Version 1 had its two entries the other way round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.ones(3))
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        if metadata.get("version", 1) < 2:
-            one, other = f"{prefix}scale", f"{prefix}shift"
-            state[one], state[other] = state[other], state[one]
-        nn.Module._load_from_state_dict(self, state, prefix, metadata, *rest)
-
-
-class OldSwapping(Swapping):
-    _version = 1
-
-
-class Reshaping(nn.Module):
-    """Takes a vector of old for its matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, 3))
-        self._register_load_state_dict_pre_hook(self.reshape)  # type: ignore[no-untyped-call]
-
-    def reshape(self, state: Any, prefix: str, *_: Any) -> None:
-        state[f"{prefix}weight"] = state[f"{prefix}weight"].reshape(2, 3)
-
-
 def by_torch(saved: nn.Module, target: nn.Module, *, metadata: bool = True) -> nn.Module:
     data = io.BytesIO()
     torch.save(saved.state_dict() if metadata else dict(saved.state_dict()), data)
@@ -123,57 +96,27 @@ def by_torch(saved: nn.Module, target: nn.Module, *, metadata: bool = True) -> n
 
 
 def held(module: nn.Module) -> dict[str, Any]:
-    return {name.replace("_orig_mod.", ""): item.tolist() for name, item in module.state_dict().items()}
+    return {name: item.tolist() for name, item in module.state_dict().items()}
 
 
-def vector() -> nn.Module:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.randn(6))
-    return module
+@pytest.mark.parametrize("name", UPGRADED)
+def test_an_upgrade_is_that_of_torch(name: str) -> None:
+    case = StateCase(1, modules=(name,), change="upgraded")
+    cases = [case, replace(case, strict=False), replace(case, bare=True), replace(case, wrapper="compile")]
+    assert {run(case).kind for case in cases} == {"same"}
 
 
-def weight_norm(old: bool) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = torch.nn.utils.weight_norm if old else torch.nn.utils.parametrizations.weight_norm
-        return made(nn.Linear(3, 3))  # type: ignore[no-any-return]
-
-
-UPGRADES: dict[str, tuple[Any, Any]] = {
-    "version": (Old, Scaled),
-    "same version": (lambda: Scaled(5.0), Scaled),
-    "fused": (Split, Fused),
-    "swapped": (OldSwapping, Swapping),
-    "reshaped": (vector, Reshaping),
-    "weight norm": (lambda: weight_norm(True), lambda: weight_norm(False)),
-    "batches": (lambda: nn.BatchNorm1d(3), lambda: nn.BatchNorm1d(3)),
-}
-WAYS = {
-    "bare": lambda module: module,
-    "inside": lambda module: nn.Sequential(nn.Linear(3, 3), module),
-    "compiled": lambda module: torch.compiler.disable(nn.Sequential(module)),  # type: ignore[no-untyped-call]
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", UPGRADES)
-def test_an_upgrade_is_that_of_torch(tmp_path: Path, name: str, way: str) -> None:
-    old, new = UPGRADES[name]
-    saved = WAYS[way](old())
-    expected = held(by_torch(saved, WAYS[way](new())))
+def test_an_upgrade_on_the_meta_device_and_in_a_list_is_that_of_torch(tmp_path: Path) -> None:
+    saved = nn.Sequential(nn.Linear(3, 3), Old(5.0))
+    expected = held(by_torch(saved, nn.Sequential(nn.Linear(3, 3), Scaled())))
     with ckptstore.open_store(tmp_path, durable=False) as store:
         store.save(1, {"model": saved, "nets": [{"m": saved}]})
-        for strict in (True, False):
-            target, nested = WAYS[way](new()), WAYS[way](new())
-            report = store.latest().load({"model": target, "nets": [{"m": nested}]}, strict=strict)
-            assert held(target) == held(nested) == expected
-            assert not report.missing
-            assert not report.unexpected
+        nested = nn.Sequential(nn.Linear(3, 3), Scaled())
         with torch.device("meta"):
-            on_meta = WAYS[way](new())
+            on_meta = nn.Sequential(nn.Linear(3, 3), Scaled())
         assert store.latest().check_load({"model": on_meta}).fits
-        store.load({"model": on_meta}, device="cpu")
-        assert held(on_meta) == expected
+        store.load({"model": on_meta, "nets": [{"m": nested}]}, device="cpu")
+    assert held(on_meta) == held(nested) == expected
 
 
 def test_a_dict_of_a_module_keeps_its_versions(tmp_path: Path) -> None:

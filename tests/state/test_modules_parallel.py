@@ -130,6 +130,20 @@ def parameters_that_never_got_a_gradient(directory: Path) -> None:
         assert_alike(directory / layout, again.state, "optim.*")
 
 
+def what_was_cast_is_read_once_for_all(directory: Path) -> None:
+    run, ours, theirs = given.Run("fsdp2"), given.Run("fsdp2"), given.Run("fsdp2")
+    run.steps(2)
+    with ckptstore.open_store(directory, durable=False) as store:
+        store.save(1, run.state, dtype={"optim.*": "bfloat16"})
+        store.load(ours.state)
+        store.load(theirs.state, read_once="job")
+    for parameter, own, other in zip(*(one.model.parameters() for one in (run, ours, theirs)), strict=True):
+        for name, item in run.optimizer.state[parameter].items():
+            expected = given.full(item) if name == "step" else given.full(item).bfloat16().float()
+            assert torch.equal(given.full(ours.optimizer.state[own][name]), expected)
+            assert torch.equal(given.full(theirs.optimizer.state[other][name]), expected)
+
+
 class Average:
     """A moving average of a module's weights, in whatever form they are sharded."""
 
@@ -219,6 +233,7 @@ CASES = (
     unsharded_to_meta_fsdp2,
     an_empty_optimizer_resets,
     parameters_that_never_got_a_gradient,
+    what_was_cast_is_read_once_for_all,
     averages_of_sharded_weights,
     a_mismatch_leaves_everything,
     wrapped_state_under_fsdp1_is_refused_on_all_ranks,

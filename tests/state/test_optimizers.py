@@ -184,15 +184,6 @@ def test_settings_come_back_exactly_with_those_of_the_user_and_of_each_group() -
     assert float_lr.param_groups[1]["lr"] == 0.001
 
 
-def test_groups_cut_differently_are_a_mismatch() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    apart = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters(), "lr": 0.25}]
-    checkpoint = saved({"model": model, "optim": torch.optim.SGD(apart)})
-    words = r"optim\.param_groups\.model\.1\.bias\.lr is 0\.25 in the checkpoint, and other"
-    with pytest.raises(StateMismatch, match=words):
-        load(checkpoint, {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=1.0)})
-
-
 def test_a_checkpoint_of_an_older_release_gets_what_the_class_fills_in() -> None:
     """And names within the module, as torch gives them, fit too."""
     run, checkpoint = trained("adamw")
@@ -270,23 +261,6 @@ def test_the_first_module_that_owns_all_parameters_names_them() -> None:
     optimizer = torch.optim.SGD(model[0].parameters(), momentum=0.9)
     checkpoint = saved({"optim": optimizer, "whole": model, "part": model[0]})
     assert "optim.param_groups.whole.0.weight.lr" in checkpoint.keys()  # noqa: SIM118
-
-
-def test_tied_weights_have_one_state() -> None:
-    def make() -> dict[str, Any]:
-        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
-        model["b"].weight = model["a"].weight
-        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1)}
-
-    state, other = make(), make()
-    state["model"]["b"](state["model"]["a"](torch.rand(2, 3))).sum().backward()
-    state["optim"].step()
-    checkpoint = saved(state)
-    assert {key for key in checkpoint.tensors if key.endswith("exp_avg")} == {
-        f"optim.state.model.{name}.exp_avg" for name in ("a.weight", "a.bias", "b.bias")
-    }
-    load(checkpoint, other)
-    assert states(other["optim"]) == states(state["optim"])
 
 
 def test_only_the_optimizer_or_a_part_of_it_can_be_loaded() -> None:

@@ -231,17 +231,6 @@ def test_a_store_gives_them_back(tmp_path: Path, incremental: Any) -> None:
         assert store.latest().verify().ok
 
 
-def test_the_format_page_is_enough_to_read_them(tmp_path: Path) -> None:
-    with ckptstore.open_store(tmp_path, durable=False) as store:
-        store.save(1, {"seen": {n: (n, f"name-{n}") for n in range(20_000)}, "log": LARGE["log"]})
-    log = reader.read_log(tmp_path / "log")
-    tensors, plain = reader.read_checkpoint(tmp_path, log[-1])
-    levels, held = plain["seen"]["v"]
-    assert tensors[held["v"]][0] == "uint8"
-    assert reader.unpacked(levels, tensors[held["v"]][2]) == {n: (n, f"name-{n}") for n in range(20_000)}
-    assert plain["log"]["$t"] == "packed"
-
-
 @pytest.mark.parametrize("stock_readable", ["auto", False])
 def test_exports_have_them(tmp_path: Path, stock_readable: Any) -> None:
     expected = {"seen": LARGE["seen"], "pairs": LARGE["pairs"], "log": LARGE["log"]}

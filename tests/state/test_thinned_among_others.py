@@ -20,7 +20,6 @@ from ckptstore import (
     KeepWeights,
     KeepWithin,
     merge,
-    open_publication,
     open_store,
 )
 from ckptstore.catalogue import job_of
@@ -29,7 +28,6 @@ from ckptstore.events import CheckpointSkipped, listening
 from ckptstore.format.layout import MANIFEST_NAME, record_key
 from ckptstore.interchange.copying import copy_store
 from ckptstore.interchange.salvage import salvage_store
-from ckptstore.publication.from_store import weights_of
 from ckptstore.retention import Policy
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Call, with_faults
@@ -261,15 +259,6 @@ def test_weights_of_thinned_checkpoints_are_merged_and_what_is_missing_is_said(t
         assert len(found.left_out) == 6
         with pytest.raises(InvalidInput, match="it is not in"):
             merge([store[3], store[2]], tmp_path / "none", include=OPTIMIZER)
-
-
-def test_weights_of_a_thinned_checkpoint_are_published(tmp_path: Path) -> None:
-    with filled(tmp_path / "store", 1, 2) as store:
-        store.thin(1, OPTIMIZER)
-        weights = weights_of(store[1], include="model.*", strip_prefix="model.")
-        assert torch.equal(weights["weight"], store[1].to_dict()["model"]["weight"])
-        with open_publication(tmp_path / "published") as publication:
-            publication.publish(1, weights)
 
 
 @pytest.mark.parametrize("is_log_lost", [False, True])
