@@ -50,7 +50,7 @@ def save_sharded(root: str) -> None:
 def main(uri: str, directory: str, *kinds: str) -> None:
     """Export in these formats; print by how many bytes that raised the peak of this process's memory."""
     from ckptstore import Checkpoint
-    from ckptstore.interchange.exporting import export
+    from ckptstore.interchange import export
 
     checkpoint = Checkpoint.from_uri(uri)
     for kind in kinds:  # what is loaded on first use

@@ -15,7 +15,6 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from ckptstore import Checkpoint, InvalidInput, StateMismatch, open_store
-from ckptstore.loading.load_report import LoadReport
 from ckptstore.state.live.module_load import on_meta
 from ckptstore.tools.cli import main
 
@@ -97,7 +96,7 @@ def test_the_answer_is_that_of_a_load(saved: tuple[Checkpoint, Checkpoint], chan
                 assert set(check.cast.values()) == ({"float32 to bfloat16"} if is_cast else set())
 
 
-def load(checkpoint: Checkpoint, state: dict[str, Any], **options: Any) -> tuple[str, LoadReport | None]:
+def load(checkpoint: Checkpoint, state: dict[str, Any], **options: Any) -> tuple[str, Any]:
     """Load, and return the error and the report."""
     try:
         return "", checkpoint.load(state, **options)

@@ -19,12 +19,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ckptstore import Checkpoint, open_store
+from ckptstore import (
+    Checkpoint,
+    CheckpointDamaged,
+    CkptstoreError,
+    InvalidInput,
+    InvalidState,
+    RankFailed,
+    StorageError,
+    open_store,
+)
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.dcp import StoreReader, StoreWriter, translated
 from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.dcp.target import DirectoryTarget
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, InvalidState, RankFailed, StorageError
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import FailAt, wrap
 from ckptstore.transfer import Transfer

@@ -14,9 +14,8 @@ from forked_ranks import run_ranks
 from safetensors.torch import load_file
 from saving import change_byte
 
-from ckptstore import Checkpoint, InvalidInput, open_store
-from ckptstore.errors import StorageError
-from ckptstore.interchange.exporting import export
+from ckptstore import Checkpoint, InvalidInput, StorageError, open_store
+from ckptstore.interchange import export
 from ckptstore.interchange.to_safetensors import ExportProgress
 
 pytestmark = pytest.mark.slow

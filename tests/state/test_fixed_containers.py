@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from ckptstore import StateMismatch, open_store
-from ckptstore.errors import InvalidState
 from ckptstore.state import per_rank, replicated
-from ckptstore.state.live.flatten import with_items
 
 
 class Training(NamedTuple):
@@ -113,11 +111,3 @@ def test_what_cannot_be_made_anew_is_refused_before_anything_is_changed(
             assert model.weight.item() == 0.0
         store.load(make(model, 1))  # nothing has to be replaced
     assert model.weight.item() == 2.0
-
-
-def test_a_copy_with_other_items_has_them_in_their_places() -> None:
-    assert with_items((1, 2), {1: 3}) == (1, 3)
-    assert with_items(MappingProxyType({"a": 1, "b": 2}), {"a": 3}) == {"a": 3, "b": 2}
-    for container, changed in ((Frozen(a=1), {"a": 2}), (Sorted([1, linear()]), {0: linear(), 1: 2})):
-        with pytest.raises(InvalidState, match="makes no other one"):
-            with_items(container, changed)

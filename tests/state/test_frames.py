@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore import CheckpointDamaged, InvalidState
 from ckptstore.state.tensors import frames
 
 DTYPES = [

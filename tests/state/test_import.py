@@ -19,8 +19,18 @@ from safetensors.torch import save_file
 from saving import bits, blank, stored
 from test_frames import DTYPES, random_tensor
 
-from ckptstore import Checkpoint, CheckpointDamaged, CkptstoreError, InvalidInput, StepExists, open_store
-from ckptstore.errors import FileMissing, InvalidSource, InvalidState, StorageError
+from ckptstore import (
+    Checkpoint,
+    CheckpointDamaged,
+    CkptstoreError,
+    FileMissing,
+    InvalidInput,
+    InvalidSource,
+    InvalidState,
+    StepExists,
+    StorageError,
+    open_store,
+)
 from ckptstore.interchange import export, import_state
 from ckptstore.interchange.safetensors_file import NAMES
 from ckptstore.storage.open import open_storage

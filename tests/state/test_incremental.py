@@ -13,8 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from thread_ranks import run_threads
 
-from ckptstore import Checkpoint, CheckpointStore, InvalidInput, KeepLatest, open_store
-from ckptstore.errors import CheckpointDamaged
+from ckptstore import Checkpoint, CheckpointDamaged, CheckpointStore, InvalidInput, KeepLatest, open_store
 from ckptstore.format.digest import Digest
 from ckptstore.format.manifest import Receipt
 from ckptstore.state.tensors.boxes import Box
@@ -140,7 +139,7 @@ def test_each_checkpoint_stands_alone(tmp_path: Path) -> None:
         for step in range(3):
             change(state)
             store.save_async(step, state, incremental=True).result()
-            store._job._pruning.join()  # type: ignore[union-attr]
+            store._job.wait_for_prune()
         assert len(list((tmp_path / "store" / "checkpoints").iterdir())) == 1
         checkpoint = store[2]
         assert checkpoint.verify().ok
@@ -179,7 +178,7 @@ def test_references_name_live_checkpoints_and_keep_them(root: str, tmp_path: Pat
             change(state)
             counted.clear()
             checkpoint = store.save(step, state, incremental="reference")
-            store._job._pruning.join()  # type: ignore[union-attr]
+            store._job.wait_for_prune()
             found = blank(state)
             checkpoint.load(found)
             assert_equal(found, state)

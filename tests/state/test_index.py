@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saving import index_of
 
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
+from ckptstore import CheckpointDamaged, CkptstoreError, UnsupportedVersion
 from ckptstore.format.digest import BLOCK_BYTES, Digest
 from ckptstore.loading import index_read
 from ckptstore.state.index.outline import Outline, PartFile, encode_table

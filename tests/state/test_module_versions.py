@@ -18,8 +18,7 @@ from thread_ranks import run_threads
 from torch import nn
 
 import ckptstore
-from ckptstore import Checkpoint
-from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore import Checkpoint, InvalidState, StateMismatch
 from ckptstore.state import per_rank
 from ckptstore.state.read.stored import StoredState
 from ckptstore.testing.states import StateCase, run

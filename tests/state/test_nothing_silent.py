@@ -18,8 +18,7 @@ from torch import nn
 
 import ckptstore
 from ckptstore import InvalidInput, InvalidState, StateMismatch, StoreMissing, open_store
-from ckptstore.interchange.exporting import export
-from ckptstore.interchange.importing import import_state
+from ckptstore.interchange import export, import_state
 from ckptstore.state.index.part import Tensor
 from ckptstore.state.live.matching import Matching, Mismatch, Saved
 

@@ -24,8 +24,8 @@ from test_values import same, through
 from thread_ranks import run_threads
 
 import ckptstore
+from ckptstore import CheckpointDamaged, InvalidState
 from ckptstore.dcp.stock import stock_write
-from ckptstore.errors import CheckpointDamaged, InvalidState
 from ckptstore.interchange import export
 from ckptstore.state.index.packed_values import MAX_LEVELS, pack, plain_size, unpack
 from ckptstore.state.live import values

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckptstore
-from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore import InvalidState, StateMismatch
 from ckptstore.state.tensors.overlap import identity_of, overlaps_itself, shared_memory
 
 ROOM = 48

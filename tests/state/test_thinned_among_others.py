@@ -19,11 +19,10 @@ from ckptstore import (
     KeepLatest,
     KeepWeights,
     KeepWithin,
+    StorageUnavailable,
     merge,
     open_store,
 )
-from ckptstore.catalogue import job_of
-from ckptstore.errors import StorageUnavailable
 from ckptstore.events import CheckpointSkipped, listening
 from ckptstore.format.layout import MANIFEST_NAME, record_key
 from ckptstore.interchange.copying import copy_store
@@ -55,8 +54,7 @@ class Training:
             self.model(torch.ones(200)).sum().backward()
             self.optimizer.step()
             store.save(step, self.state, metrics={"loss": 1.0 / (1 + step)}, **options)
-            if (pruning := job_of(store)._pruning) is not None:
-                pruning.join()
+            store._job.wait_for_prune()
 
 
 def filled(root: Path, *steps: int, retention: Policy | None = None, **options: Any) -> CheckpointStore:
@@ -138,7 +136,6 @@ def test_a_checkpoint_with_a_follower_is_not_thinned_until_it_is_done(tmp_path: 
 def test_a_follower_whose_checkpoint_is_thinned_and_pruned_meanwhile_gets_what_is_left(tmp_path: Path) -> None:
     """Between its look and its lease."""
     with filled(tmp_path / "store", 1, 2, grace_seconds=0) as store, open_store(tmp_path / "store") as other:
-        log = job_of(other).log
         following = other.follow(cursor="place", **AT_ONCE)
         from ckptstore.upkeep import leases
 
@@ -155,7 +152,6 @@ def test_a_follower_whose_checkpoint_is_thinned_and_pruned_meanwhile_gets_what_i
             patched.setattr(leases, "hold", hold_late)
             found = [(one.step, one.thinned is not None) for one in following]
         assert found == [(1, True), (2, False)]
-        assert log.newest() is not None
 
 
 # Annotations
@@ -186,12 +182,12 @@ def test_annotations_survive_a_thin_a_restore_and_a_prune(tmp_path: Path) -> Non
         store.annotate(whole, {"late": 8})
         store.annotate(store[1], {"bleu": 4})
         assert store[1].metrics == {**expected, "late": 8.0, "bleu": 4.0}
-        record = job_of(store).log.newest()
+        record = store._job.log.newest()
         assert record is not None
         assert len(record.state.annotated) == 1
         store.remove(1)
         store.prune()
-        record = job_of(store).log.newest()
+        record = store._job.log.newest()
         assert record is not None
         assert not record.state.annotated
         assert store.history()[0].metrics == {**expected, "late": 8.0, "bleu": 4.0}
@@ -304,8 +300,7 @@ def test_what_later_saves_refer_to_stays_whole_until_they_are_gone(tmp_path: Pat
         for step in range(6):
             torch.nn.init.normal_(model.weight)
             store.save(step, state, incremental="reference" if step < 4 else False)
-            if (pruning := job_of(store)._pruning) is not None:
-                pruning.join()
+            store._job.wait_for_prune()
             if step == 3:
                 assert thinned(store) == [1], "1 refers to 0, and nobody to 1"
                 with pytest.raises(InvalidInput, match=r"Step 0 was not thinned: step .* refers? to its files"):

@@ -26,7 +26,6 @@ from ckptstore import (
     NoUsableCheckpoint,
     open_store,
 )
-from ckptstore.catalogue import job_of
 from ckptstore.events import PruneFailed, listening
 from ckptstore.testing import Call
 from ckptstore.testing.s3_server import s3_server
@@ -298,14 +297,8 @@ def saved(store: CheckpointStore, steps: range) -> Job:
     for step in steps:
         job.train()
         store.save(step, job.state)
-        wait_for_upkeep(store)
+        store._job.wait_for_prune()
     return job
-
-
-def wait_for_upkeep(store: CheckpointStore) -> None:
-    """Wait until the prune in the background has ended."""
-    if (pruning := job_of(store)._pruning) is not None:
-        pruning.join()
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])

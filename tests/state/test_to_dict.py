@@ -77,7 +77,8 @@ def test_dicts_and_lists_of_objects_come_back_however_they_were_saved(how: dict[
     }
     with open_store(new_uri()) as store:
         store.save(1, state, incremental=bool(how.get("incremental", False)))
-        found = store.save(2, state, **how).to_dict()
+        checkpoint = store.save(2, state, **how)
+        found, part = checkpoint.to_dict(), checkpoint.to_dict(include="listed.1.deep.*")
     assert set(found["by key"]) == {0, 1, None, 2.5, "a.b", "('t', 1)"}
     for key, module in state["by key"].items():
         mine = found["by key"][key if type(key) is not tuple else str(key)]
@@ -87,6 +88,7 @@ def test_dicts_and_lists_of_objects_come_back_however_they_were_saved(how: dict[
     assert list(found["listed"][0]) == ["0.bias", "0.weight"]
     assert list(found["listed"][1]["deep"]) == [3]
     assert found["listed"][1]["x"] == {4: {5}}
+    assert part["listed"].keys() == {1}, "no list without its first item"
     assert found["listed"][2] == 8
     assert list(found["dict.of"]["tensors"]) == [0, 1]
     assert found["dict.of"]["sets"] == {(1, 2): {3, "x"}}

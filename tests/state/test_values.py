@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore import CheckpointDamaged, InvalidState
 from ckptstore.state.live.values import INLINE_BYTES, MAX_DEPTH, Decoder, Encoder, references
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,4 @@ def test_a_state_of_hardly_anything(tmp_path: Path, tensors: dict[str, Any], val
     assert set(checkpoint.tensors) == set(tensors)
     assert checkpoint.to_dict().keys() == {*tensors, *values}
     checkpoint.load({**blank(tensors), **dict.fromkeys(values)})
+    assert gc.isenabled(), "as before"
