@@ -116,6 +116,8 @@ def test_what_was_renamed_is_guessed(saved: tuple[Checkpoint, Checkpoint]) -> No
     check = saved[1].check_load({"model": net(first=None, firstly=nn.Linear(4, 8))})
     assert check.renamed == {f"model.firstly.{name}": f"model.first.{name}" for name in ("bias", "weight")}
     assert not saved[1].check_load({"model": net(first=None, firstly=nn.Linear(4, 9))}).renamed
+    both = saved[1].check_load({"model": net(first=None, firstly=nn.Linear(4, 8), firsts=nn.Linear(4, 8))}).renamed
+    assert sorted(both.values()) == ["model.first.bias", "model.first.weight"]
     with pytest.raises(InvalidInput, match="fits no key"):
         saved[1].check_load({"model": net()}, include="modle.*")
 

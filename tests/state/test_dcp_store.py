@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forked_ranks import run_ranks
+from independent_reader import read_log
 
 from ckptstore import (
     CheckpointStore,
@@ -86,6 +87,7 @@ def test_a_process_that_saves_for_a_job_claims_the_store_once(tmp_path: Path, mo
             dcp.save(state(), storage_writer=elsewhere(store, step))
             assert [checkpoint.step for checkpoint in store] == [step]
         assert not list((tmp_path / "store" / "checkpoints").glob("step-0000000001-*")), "nothing was deleted"
+        assert [record["kind"] for record in read_log(tmp_path / "store/log")].count("claim") == 1
         store.save(4, state())  # the claim is the job's too
         with open_store(tmp_path / "store") as later:
             later.resume()

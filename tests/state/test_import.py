@@ -356,7 +356,8 @@ def test_parameters_that_were_saved_with_names_need_no_state(tmp_path: Path) -> 
 
 def test_keys_get_new_names(tmp_path: Path) -> None:
     model, _, _ = trained()
-    torch.save({f"module.{key}": value for key, value in model.state_dict().items()}, tmp_path / "bare.pt")
+    bare = {f"module.{key}": value for key, value in model.state_dict().items()}
+    torch.save({**bare, "modulex": torch.ones(1)}, tmp_path / "bare.pt")
     other, _, _ = fresh()
     imported(tmp_path, tmp_path / "bare.pt", "torch", rename={"module": "model"}).load({"model": other})
     assert torch.equal(other[2].weight, model[2].weight)

@@ -275,6 +275,11 @@ def test_only_the_optimizer_or_a_part_of_it_can_be_loaded() -> None:
     assert other.optimizer.param_groups[0]["lr"] == 7.0
     assert load(checkpoint, other.state, include="model.*") == FITS
     assert len(other.optimizer.state) == 2
+    again, _ = trained("adamw")
+    assert load(checkpoint, again.state, include="optim.state.*.exp_avg") == FITS
+    for found, mine in zip(again.optimizer.state.values(), run.optimizer.state.values(), strict=True):
+        assert torch.equal(found["exp_avg"], mine["exp_avg"])
+        assert (found["step"], mine["step"]) == (1, 2)
     assert load(checkpoint, other.state, include="optim.*") == FITS
     assert states(other.optimizer) == states(run.optimizer)
     assert other.optimizer.param_groups[0]["lr"] == 0.02

@@ -24,7 +24,11 @@ def test_a_training_state_comes_back_nested_with_its_ties() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     plain = {"epoch": 3, "pair": (1, [2, {"x": torch.ones(2)}]), "a.b": {7: "seven"}}
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, **plain}
-    state |= {"ema": {"w": model[0].weight, "decay": 0.9}, "nets": [model[1], {"deep": {"er": model[0]}}]}
+    state |= {
+        "loss": torch.nn.MSELoss(),
+        "ema": {"w": model[0].weight, "decay": 0.9},
+        "nets": [model[1], {"deep": {"er": model[0]}}],
+    }
     with open_store(new_uri()) as store, torch.inference_mode():
         found = store.save(1, state).to_dict()
     assert found.keys() == state.keys()
