@@ -18,6 +18,8 @@ from matrix import OPTIMIZERS, load_all, matrix, save_all
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import independent_reader as reader
 
+pytestmark = pytest.mark.slow
+
 TWO_RANKS = ["plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-wrapped", "tensor-parallel"]
 FOUR_RANKS = ["hsdp2", "fsdp1-hybrid", "tensor-parallel-fsdp2"]
 ALONE = "alone"

@@ -26,6 +26,8 @@ import ckptstore
 from ckptstore import InvalidState, StateMismatch
 from ckptstore.state.live.apply import collect
 
+pytestmark = pytest.mark.slow
+
 
 def momentum(items: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(items, lr=0.1, momentum=0.9)
