@@ -21,8 +21,7 @@ import ckptstore
 from ckptstore import Checkpoint, InvalidState, StateMismatch
 from ckptstore.state import per_rank
 from ckptstore.state.read.stored import StoredState
-from ckptstore.testing.states import StateCase, run
-from ckptstore.testing.states.upgraded_makers import UPGRADED
+from ckptstore.testing.states.oracle import difference
 
 
 class Scaled(nn.Module):
@@ -54,6 +53,16 @@ class Noting(Scaled):
     def _save_to_state_dict(self, state: Any, prefix: str, keep: bool) -> None:
         super()._save_to_state_dict(state, prefix, keep)
         state._metadata[prefix[:-1]].update(form=self.note, table=torch.tensor([0.5, 2.0]).bfloat16())
+
+
+class Bare(nn.Module):
+    """Has extra state alone."""
+
+    def get_extra_state(self) -> Any:
+        return {"a": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"a": 1}
 
 
 class Split(nn.Module):
@@ -226,13 +235,15 @@ def test_ranks_with_other_modules_under_one_key(tmp_path: Path) -> None:
 
 
 def test_a_thinned_checkpoint_keeps_the_versions_of_what_it_keeps(tmp_path: Path) -> None:
+    nets = [{"bare": Bare(), "act": nn.ReLU()}]  # without tensors, and without anything
     with ckptstore.open_store(tmp_path, durable=False) as store:
-        store.save(1, {"model": Old(2.0), "other": Old(1.0)})
+        store.save(1, {"model": Old(2.0), "other": Old(1.0), "nets": nets})
         store.save(2, {"model": Old(3.0), "other": Old(1.0)})
         store.thin(1, ["other.*"])
         target = Scaled()
         store[1].load({"model": target}, strict=False)
         assert held(target) == held(by_torch(Old(2.0), Scaled()))
+        assert difference(store[1].to_dict()["nets"], [{key: net.state_dict() for key, net in nets[0].items()}]) is None
 
 
 def test_the_golden_modules() -> None:

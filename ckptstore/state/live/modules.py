@@ -239,6 +239,8 @@ def collect_module(flat: FlatState, path: Path, module: torch.nn.Module, same: M
     contents = read_module(join_path(path), module)
     if (metadata := canonical_metadata(module, contents.state_dict)) is not None:
         flat.modules[join_path(path)] = metadata
+    if not contents.items:
+        flat.typed[join_path((*path, ""))] = (*path, "")  # a place that no key of an item tells
     for name, item in contents.items.items():
         if isinstance(item, torch.Tensor):
             live = contents.live.get(name)

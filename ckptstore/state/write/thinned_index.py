@@ -246,20 +246,24 @@ def thinned_outline(
         else:
             firsts[first] = key  # the bytes have lost the key that they were under
     paths = outline.paths if outline.paths.is_known else None
-    whole = {it.key for it in outline.modules if any(tensor.key.startswith(f"{it.key}.") for tensor in tensors)}
+    encoded = [Part.decode(part, rank=rank, file=f"the part of {rank}") for rank, part in enumerate(parts)]
+    values = {key for part in encoded for text in (part.common, part.own) if text for key in json.loads(text)}
+    left_keys = {*values, *tied, *(tensor.key for tensor in tensors)}
+
+    def has_any(keys: Collection[str], module: str) -> bool:
+        return any(key.startswith(f"{module}.") for key in keys)
+
     return replace(
         outline,
         parts=tuple(PartFile(len(part), Digest.of(part, algorithm=algorithm)) for part in parts),
         table=encode_table(
             tensors,
             outline.layouts,
-            [it for it in outline.modules if it.key in whole],
+            [it for it in outline.modules if has_any(left_keys, it.key) or not has_any(dropped, it.key)],
             paths,
         ),
         tied=tied,
         own={key: rank for key, rank in outline.own.items() if key not in dropped},
-        common=tuple(
-            rank for rank, part in enumerate(parts) if Part.decode(part, rank=rank, file=f"the part of {rank}").common
-        ),
+        common=tuple(rank for rank, part in enumerate(encoded) if part.common),
         spans=tuple(spans),
     )
