@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -28,6 +28,9 @@ class Selection:
     strip_prefix: str
     paths: KeyPaths
     """The paths in the saved state, as far as the checkpoint has them."""
+    modules: Mapping[str, Callable[[], Mapping[str, Any]]]
+    """As `Saved.modules`."""
+    is_included: Callable[[str], bool]
 
     def name_of(self, key: str) -> str:
         """Return a key's name in the export."""
@@ -40,6 +43,12 @@ class Selection:
             if f"{key_of(path[:count])}." == self.strip_prefix:
                 return path[count:]
         return path if self.name_of(key) == key else (self.name_of(key),)
+
+    def module_at(self, key: str) -> tuple[Path, str]:
+        """Return the path of a module, without the prefix, and the beginning of the names of those inside it that are
+        exported: the prefix may lead into it."""
+        is_inside = self.strip_prefix.startswith(f"{key}.")
+        return ((), self.strip_prefix[len(key) + 1 :]) if is_inside else (self.path_of(key), "")
 
 
 def select(
@@ -62,7 +71,7 @@ def select(
     sources = {key: saved.aliases.get(key, key) for key in sorted(keys)}
     if strip_prefix and not any(key.startswith(strip_prefix) for key in (*sources, *values)):
         raise InvalidInput(f"strip_prefix={strip_prefix!r} is the beginning of no key", hint='Such as "model."')
-    selection = Selection(sources, values, strip_prefix, paths)
+    selection = Selection(sources, values, strip_prefix, paths, saved.modules, is_included)
     names: dict[str, str] = {}
     for key in (*sources, *values):
         name = selection.name_of(key)

@@ -13,18 +13,20 @@ import pickletools
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 from math import prod
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from ckptstore.errors import InvalidState
 from ckptstore.interchange.selection import Selection
 from ckptstore.interchange.streaming import close_off, stream_tensors
-from ckptstore.loading.nesting import nested
+from ckptstore.loading.nesting import nested_state
 from ckptstore.runtime.torch_private import own_safe_globals, tensor_rebuilders
 from ckptstore.state.index.key_paths import Path as KeyPath
 from ckptstore.state.live.flatten import map_tensors
@@ -73,9 +75,19 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles pending tensors as `torch.save` pickles tensors."""
+    """Pickles pending tensors as `torch.save` pickles tensors, and so the tensors that modules have noted."""
+
+    def __init__(self, file: IO[bytes], first_number: int) -> None:
+        super().__init__(file, protocol=2)
+        self._first_number = first_number
+        self.noted: list[tuple[Pending, bytes]] = []
+        """Those of the latter, with their bytes."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            pending = Pending(self._first_number + len(self.noted), obj.dtype, tuple(obj.shape))
+            self.noted.append((pending, obj.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()))
+            obj = pending
         if not isinstance(obj, Pending):
             return NotImplemented
         with_class, with_dtype = tensor_rebuilders()
@@ -111,18 +123,23 @@ def _objection(value: Any) -> str | None:
     return f"it needs {min(refused)}, which only this process allows" if refused else None
 
 
-def write_torch_file(file: IO[bytes], value: Any, pending: Iterable[Pending], data: Iterable[tuple[int, Any]]) -> None:
-    """Write a value, and then the bytes of each pending tensor: `data` has (number, bytes) in the order of `pending`.
+def write_torch_file(
+    file: IO[bytes], value: Any, pending: Collection[Pending], data: Iterable[tuple[int, Any]]
+) -> None:
+    """Write a value, and then the bytes of each pending tensor: `data` has (number, bytes) in the order of `pending`,
+    which are numbered from 0.
 
     Raises ValueError when the bytes do not match the tensors.
     """
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(value)
+    pickler = _Pickler(buffer, len(pending))
+    pickler.dump(value)
+    data = chain(data, ((tensor.number, content) for tensor, content in pickler.noted))
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         archive.writestr(_entry("data.pkl"), buffer.getvalue())
         archive.writestr(_entry("byteorder"), b"little")
         pieces = groupby(data, key=lambda piece: piece[0])
-        for tensor in pending:
+        for tensor in (*pending, *(noted for noted, _ in pickler.noted)):
             number, parts = next(pieces, (None, ()))
             if number != tensor.number:
                 raise ValueError(f"the bytes of storage {number} came in place of {tensor.number}")
@@ -173,19 +190,48 @@ def build_tree(stored: StoredState, selection: Selection) -> Tree:
         entry = stored.entry(source)
         pending[source] = Pending(number, entry.torch_dtype, entry.shape)
     items: dict[KeyPath, Any] = {}
-    left_out, placed = {}, set[str]()
+    left_out, placed = dict[str, str](), set[str]()
     for key, value in selection.values.items():
         path = selection.path_of(key)
         without_tensors, inside = _without_tensors(value, key)
-        if (objection := _objection(without_tensors)) is not None:
-            left_out[key] = objection
-            continue
-        placed |= inside
-        items[path] = map_tensors(value, path, lambda _key, reference: pending[selection.sources[reference.key]])
+        if _is_taken(without_tensors, key, left_out):
+            placed |= inside
+            items[path] = map_tensors(value, path, lambda _key, reference: pending[selection.sources[reference.key]])
     for key, source in selection.sources.items():
         if key not in placed:
             items[selection.path_of(key)] = pending[source]
-    return Tree(nested(items), pending, left_out)
+    modules: dict[str, Any] = {}
+    for key, metadata in selection.modules.items():
+        path, start = selection.module_at(key)
+        modules[key] = path, partial(_taken_notes, key, metadata, start, left_out)
+    state = nested_state(items, [*selection.values, *selection.sources], modules, selection.is_included)
+    return Tree(state, pending, left_out)
+
+
+def _is_taken(value: Any, what: str, left_out: dict[str, str]) -> bool:
+    """Return True if stock readers take a value, else note why they refuse it."""
+    objection = _objection(value)
+    if objection is not None:
+        left_out[what] = objection
+    return objection is None
+
+
+def _taken_notes(
+    key: str, metadata: Callable[[], Mapping[str, Any]], start: str, left_out: dict[str, str]
+) -> dict[str, Any]:
+    """Return the metadata of a module, or of those inside it whose names begin with `start`, as far as stock readers
+    take it."""
+    try:
+        found = metadata()
+    except InvalidState as error:  # of a pickle
+        left_out[f"the metadata of {key}"] = error.message
+        return {}
+    taken, what = dict[str, Any](), f"in the metadata of {key}"
+    for name, notes in found.items():
+        if f"{name}.".startswith(start) and isinstance(notes, dict):  # torch can load no module that notes another type
+            left = {item: note for item, note in notes.items() if _is_taken(note, f"{item} {what}", left_out)}
+            taken[f"{name}."[len(start) :].removesuffix(".")] = left
+    return taken
 
 
 def _without_tensors(value: Any, key: str) -> tuple[Any, set[str]]:

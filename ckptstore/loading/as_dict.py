@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptstore.errors import InvalidState
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_any
-from ckptstore.loading.nesting import nested, paths_of
+from ckptstore.loading.nesting import nested_state, paths_of
 from ckptstore.runtime.near import shown
-from ckptstore.runtime.torch_private import set_metadata
-from ckptstore.state.index.key_paths import DictKey, Path
+from ckptstore.state.index.key_paths import Path
 from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.live.flatten import children, find_references, join_path, map_tensors
 from ckptstore.state.live.patterns import check_used, fitting
@@ -45,24 +43,9 @@ def state_as_dict(files: CheckpointFiles, *, include: str | Sequence[str] | None
         for key, value in saved.values.items()
     }
     items |= {paths.path_of(key): tensors[sources[key]] for key in alone}
-    taken = [*saved.values, *alone]
-    for key in saved.modules:  # also of those without any tensor
-        if includes(key) and not any(name == key or name.startswith(f"{key}.") for name in taken):
-            items[paths.path_of(key)] = {}
-    found: dict[str, Any] = nested(items)
-    for key, metadata in saved.modules.items():
-        path = paths.path_of(key)
-        _note(found, path, metadata)
+    modules = {key: (paths.path_of(key), metadata) for key, metadata in saved.modules.items()}
+    found: dict[str, Any] = nested_state(items, [*saved.values, *alone], modules, includes)
     return found
-
-
-def _note(found: Any, path: Path, metadata: Callable[[], Mapping[str, Any]]) -> None:
-    """Make the dict at a path what the module's `state_dict()` returned, with the metadata of the module."""
-    at: list[Any] = [part.value if isinstance(part, DictKey) else part for part in path]
-    for part in at[:-1]:
-        found = dict(children(found)).get(part)
-    if isinstance(found, dict | list) and isinstance(dict(children(found)).get(at[-1]), dict):
-        found[at[-1]] = set_metadata(OrderedDict(found[at[-1]]), OrderedDict(metadata()))
 
 
 def _refuse_wrapped(values: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.dcp.stock.stock_pickles import load_metadata
@@ -10,7 +11,9 @@ from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
 from ckptstore.loading.checkpoint_files import CheckpointFiles
+from ckptstore.runtime.torch_private import set_metadata
 from ckptstore.state.index.key_paths import DictKey, KeyPaths, Part, Path, beginnings, key_of
+from ckptstore.state.live.flatten import children
 from ckptstore.state.read.stored import StoredState
 
 if TYPE_CHECKING:
@@ -45,3 +48,37 @@ def nested(items: Mapping[Path, Any], at: Path = ()) -> Any:
     if found and is_list:
         return [found[index] for index in range(len(found))]
     return {part.value if isinstance(part, DictKey) else part: item for part, item in found.items()}
+
+
+Metadata = Callable[[], Mapping[str, Any]]
+"""Returns what a module and those inside it have noted beside their items, by name."""
+
+
+def nested_state(
+    items: Mapping[Path, Any],
+    keys: Collection[str],
+    modules: Mapping[str, tuple[Path, Metadata]],
+    is_included: Callable[[str], bool],
+) -> Any:
+    """Nest items, which have these keys, and make the dict at the path of each module what its `state_dict()` returned,
+    with its metadata. A module without any item has an empty one, if its key is included."""
+    bare = {
+        path: dict[str, Any]()
+        for key, (path, _) in modules.items()
+        if is_included(key) and not any(one == key or one.startswith(f"{key}.") for one in keys)
+    }
+    state = nested({**items, **bare})
+    for path, metadata in modules.values():
+        state = _noted(state, path, metadata)
+    return state
+
+
+def _noted(state: Any, path: Path, metadata: Metadata) -> Any:
+    """Return a state with the metadata of the module at a path, if a dict is there."""
+    if not path:
+        return set_metadata(OrderedDict(state), OrderedDict(metadata())) if isinstance(state, dict) else state
+    part: Any = path[0].value if isinstance(path[0], DictKey) else path[0]
+    inner = dict(children(state)).get(part)
+    if isinstance(state, dict | list) and isinstance(inner, dict | list):
+        state[part] = _noted(inner, path[1:], metadata)
+    return state

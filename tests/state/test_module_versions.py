@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from collections import OrderedDict
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from independent_reader import read_modules
+from safetensors.torch import load_file
 from saving import index_of
 from thread_ranks import run_threads
 from torch import nn
 
 import ckptstore
-from ckptstore import Checkpoint, InvalidState, StateMismatch
+from ckptstore import Checkpoint
+from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore.interchange import export
+from ckptstore.interchange.copying import copy_checkpoint
 from ckptstore.state import per_rank
 from ckptstore.state.read.stored import StoredState
 from ckptstore.testing.states.oracle import difference
+from ckptstore.transfer.opened import open_place
 
 
 class Scaled(nn.Module):
@@ -114,9 +121,48 @@ def test_an_upgrade_is_that_of_torch(name: str) -> None:
     assert {run(case).kind for case in cases} == {"same"}
 
 
-def test_an_upgrade_on_the_meta_device_and_in_a_list_is_that_of_torch(tmp_path: Path) -> None:
-    saved = nn.Sequential(nn.Linear(3, 3), Old(5.0))
-    expected = held(by_torch(saved, nn.Sequential(nn.Linear(3, 3), Scaled())))
+def versioned(kind: Any = Scaled) -> nn.Module:
+    newer = Noting if kind is Old else kind
+    return nn.Sequential(kind(2.0), newer(3.0), nn.ModuleDict({"act": nn.ReLU(), "old": kind(1.0), "new": newer(4.0)}))
+
+
+def check_file(given: Any, saved: nn.Module, target: nn.Module) -> None:
+    """What was read is what `torch.save` writes of the `state_dict()` that was saved, and loads as that does."""
+    assert difference(given, saved.state_dict()) is None
+    expected = held(by_torch(saved, copy.deepcopy(target)))
+    target.load_state_dict(given)
+    assert held(target) == expected != held(by_torch(saved, target, metadata=False))
+
+
+def weight_norm(old: bool) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = torch.nn.utils.weight_norm if old else torch.nn.utils.parametrizations.weight_norm
+        return made(nn.Linear(3, 3))  # type: ignore[no-any-return]
+
+
+UPGRADES: dict[str, tuple[Any, Any]] = {
+    "version": (Old, Scaled),
+    "same version": (lambda: Scaled(5.0), Scaled),
+    "fused": (Split, Fused),
+    "swapped": (OldSwapping, Swapping),
+    "reshaped": (vector, Reshaping),
+    "weight norm": (lambda: weight_norm(True), lambda: weight_norm(False)),
+    "batches": (lambda: nn.BatchNorm1d(3), lambda: nn.BatchNorm1d(3)),
+}
+WAYS = {
+    "bare": lambda module: module,
+    "inside": lambda module: nn.Sequential(nn.Linear(3, 3), module),
+    "compiled": lambda module: torch.compiler.disable(nn.Sequential(module)),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", UPGRADES)
+def test_an_upgrade_is_that_of_torch(tmp_path: Path, name: str, way: str) -> None:
+    old, new = UPGRADES[name]
+    saved = WAYS[way](old())
+    expected = held(by_torch(saved, WAYS[way](new())))
     with ckptstore.open_store(tmp_path, durable=False) as store:
         store.save(1, {"model": saved, "nets": [{"m": saved}]})
         nested = nn.Sequential(nn.Linear(3, 3), Scaled())
@@ -169,6 +215,60 @@ def test_all_notes_of_modules_come_back_and_count_as_changed(tmp_path: Path) -> 
             store.load({"model": Scaled()})
         store.load({"model": target}, allow_pickle=True)
         assert target.seen["form"] == Path("x")
+
+
+def test_an_export_for_torch_has_the_versions_also_of_a_copy_and_of_a_thinned_checkpoint(tmp_path: Path) -> None:
+    saved = versioned(Old)
+    state = {"model": saved, "nets": [{"act": nn.ReLU()}], "dict": saved.state_dict(), "w": torch.ones(1)}
+    with ckptstore.open_store(tmp_path / "s", durable=False) as store, closing(open_place(tmp_path / "copy")) as place:
+        checkpoints = [Checkpoint.from_uri(store.save(1, state).uri)]
+        copy_checkpoint(store[1], place)
+        store.save(2, {"epoch": 1})
+        store.thin(1, ["w"])
+        checkpoints += [store[1], Checkpoint.from_directory(tmp_path / "copy")]
+        for number, checkpoint in enumerate(checkpoints):
+            directory = tmp_path / str(number)
+            assert not export(checkpoint, directory / "all", to="torch").notices
+            given = torch.load(directory / "all/state.pt", weights_only=True)
+            check_file(given["model"], saved, versioned())
+            check_file(given["dict"], saved, versioned())
+            assert difference(given["nets"], [{"act": nn.ReLU().state_dict()}]) is None
+            for prefix, part, target in (("model.", saved, versioned()), ("model.2.", saved[2], versioned()[2])):
+                export(checkpoint, directory / prefix, to="torch", include=f"{prefix}*", strip_prefix=prefix)
+                check_file(torch.load(directory / prefix / "state.pt", weights_only=True), part, target)
+
+
+def test_an_export_leaves_out_notes_that_torch_load_refuses(tmp_path: Path) -> None:
+    saved = nn.Sequential(Noting(3.0))
+    with ckptstore.open_store(tmp_path / "s", durable=False) as store:
+        saved[0].note = np.arange(2)
+        store.save(1, {"model": saved})
+        saved[0].note = Path("x")
+        store.save(2, {"model": saved}, allow_pickle=True)
+        (one,), (other,) = (export(store[n], tmp_path / f"{n}", to="torch").notices for n in (1, 2))
+    assert one.startswith("form in the metadata of model is left out")
+    assert other.startswith("the metadata of model is left out")
+    found = [torch.load(tmp_path / f"{n}/state.pt", weights_only=True)["model"]._metadata for n in (1, 2)]
+    assert [{name: notes.keys() for name, notes in each.items()} for each in found] == [
+        {"": {"version"}, "0": {"version", "table"}},
+        {},
+    ]
+
+
+def test_exports_to_other_formats_have_no_versions(tmp_path: Path) -> None:
+    """What safetensors gives is of the oldest version, and what DCP loads into keeps its own."""
+    saved = nn.Sequential(Scaled(2.0))
+    with ckptstore.open_store(tmp_path / "s", durable=False) as store:
+        checkpoint = store.save(1, {"model": saved})
+        export(checkpoint, tmp_path / "hub", to="safetensors", strip_prefix="model.")
+        export(checkpoint, tmp_path / "dcp", to="dcp", include="model.*")
+    target = nn.Sequential(Scaled())
+    target.load_state_dict(load_file(tmp_path / "hub/model.safetensors"))
+    assert held(target) == held(by_torch(saved, nn.Sequential(Scaled()), metadata=False))
+    into = nn.Sequential(Old()).state_dict()
+    dcp.load({"model": into}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert into._metadata["0"] == {"version": 1}
+    assert into["0.scale"].tolist() == saved[0].scale.tolist()
 
 
 def test_stock_dcp_has_no_versions(tmp_path: Path) -> None:
