@@ -27,6 +27,7 @@ from ckptstore.format.safetensors import INDEX_NAME
 from ckptstore.interchange.intake import Intake, is_optimizer
 from ckptstore.interchange.safetensors_file import SafetensorsEntry, read_header
 from ckptstore.loading.nesting import nested
+from ckptstore.runtime.torch_private import metadata_of
 from ckptstore.state.live.flatten import FlatState, join_path
 from ckptstore.state.live.optimizers import GROUPS, STATE
 from ckptstore.state.read.stored import read_whole
@@ -103,6 +104,8 @@ def _add(intake: Intake, path: tuple[Any, ...], item: Any) -> None:
     elif isinstance(item, Mapping) and item and _has_text_keys(item):
         for part, inner in item.items():
             _add(intake, (*path, part), inner)
+        if (metadata := metadata_of(item)) is not None:
+            intake.add_metadata(path, item, metadata)
     elif isinstance(item, list) and any(map(is_optimizer, item)):
         for index, inner in enumerate(item):
             _add(intake, (*path, index), inner)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.state.live.flatten import FlatState, Kind, Path, TensorEntry, join_path, units_of
+from ckptstore.state.live.modules import name_below
 from ckptstore.state.live.optimizers import EMPTY_GROUPS, GROUPS, MORE, STATE, scope_of, settings_of
 from ckptstore.state.live.patterns import fits, patterns_of
 
@@ -122,6 +123,27 @@ class Intake:
         """Add a value of the source with the tensors in it, if included."""
         if self.wants(join_path(path)):
             self._flat.add_value(self._renaming.path(path), value)
+
+    def add_metadata(self, path: Path, names: Iterable[str], metadata: Mapping[str, Any]) -> None:
+        """Add what a module of the source, whose items have these names, and those inside it have noted beside them.
+
+        Call it when the items are added. Modules are renamed as their items are.
+        """
+        places: dict[str, str] = {}
+        for name in names:
+            key = join_path((*path, name))
+            new, parts = self._renaming(key) if self.wants(key) else "", name.split(".")
+            for count in range(len(parts)):
+                inner, rest = ".".join(parts[:count]), ".".join(parts[count:])
+                if inner in metadata and f".{new}".endswith(f".{rest}"):
+                    places.setdefault(inner, new.removesuffix(rest).removesuffix("."))
+        found: dict[str, dict[str, Any]] = {key: {} for key in places.values() if key}
+        for inner, notes in metadata.items():
+            key = places[inner] if inner in places else name_below(places, inner)
+            outermost = next((above for above in found if f"{key}.".startswith(f"{above}.")), None)
+            if outermost is not None:
+                found[outermost][key.removeprefix(outermost).removeprefix(".")] = notes
+        self._flat.modules.update((key, held) for key, held in found.items() if held)
 
     def wants_optimizer(self, path: Path) -> bool:
         """True if the optimizer at a path is included; as a whole, since its numbers belong together."""

@@ -23,7 +23,7 @@ from torch import nn
 import ckptstore
 from ckptstore import Checkpoint
 from ckptstore.errors import InvalidState, StateMismatch
-from ckptstore.interchange import export
+from ckptstore.interchange import export, import_state
 from ckptstore.interchange.copying import copy_checkpoint
 from ckptstore.state import per_rank
 from ckptstore.state.read.stored import StoredState
@@ -269,6 +269,32 @@ def test_exports_to_other_formats_have_no_versions(tmp_path: Path) -> None:
     dcp.load({"model": into}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert into._metadata["0"] == {"version": 1}
     assert into["0.scale"].tolist() == saved[0].scale.tolist()
+
+
+RENAMES: dict[str, tuple[Any, Any]] = {
+    "as it is": (lambda saved: {"model": saved.state_dict(), "epoch": 3}, None),
+    "renamed": (lambda saved: {"model_state_dict": saved.state_dict()}, {"model_state_dict": "model"}),
+    "whole": (lambda saved: saved.state_dict(), {"": "model"}),
+    "by a function": (lambda saved: saved.state_dict(), lambda key: f"model.{key}"),
+    "DDP": (lambda saved: nn.ModuleDict({"module": saved}).state_dict(), {"module": "model"}),
+    "DDP inside": (lambda saved: {"model": nn.ModuleDict({"module": saved}).state_dict()}, {"model.module": "model"}),
+}
+
+
+@pytest.mark.parametrize("name", RENAMES)
+def test_an_import_takes_the_versions_under_new_names(tmp_path: Path, name: str) -> None:
+    saved, target = versioned(Old), versioned()
+    make, rename = RENAMES[name]
+    torch.save(make(saved), tmp_path / "file.pt")
+    with ckptstore.open_store(tmp_path / "s", durable=False) as store:
+        import_state(tmp_path / "file.pt", store, 1, kind="torch", rename=rename)
+        store.load({"model": target})
+        assert held(target) == held(by_torch(saved, versioned()))
+        assert {**target[1].seen, "table": 0} == {"version": 2, "form": ("log", 2), "table": 0}
+        import_state(tmp_path / "file.pt", store, 2, kind="torch", rename=rename, include="*old.*")
+        target = versioned()
+        store.load({"model": target}, include="*old.*")
+        assert target[2]["old"].scale.tolist() == Scaled(1.0).scale.exp().tolist()
 
 
 def test_stock_dcp_has_no_versions(tmp_path: Path) -> None:

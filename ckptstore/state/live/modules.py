@@ -130,7 +130,7 @@ def _with_raw_names(module: torch.nn.Module, metadata: Mapping[str, Any]) -> Ord
     }
     found = OrderedDict((raw, metadata[name]) for raw, name in names.items() if name in metadata)
     innermost = {name: raw for raw, name in names.items()}
-    found.update((_below(innermost, name), metadata[name]) for name in metadata.keys() - innermost.keys())
+    found.update((name_below(innermost, name), metadata[name]) for name in metadata.keys() - innermost.keys())
     return found
 
 
@@ -145,10 +145,10 @@ def raw_name(contents: ModuleContents, name: str) -> str:
         prefixes[".".join(ours)] = ".".join(its)
     if any(f"{name}.".startswith(f"{raw}.") for prefix, raw in prefixes.items() if raw and raw != prefix):
         return name  # it was saved with the names of a wrapper
-    return _below(prefixes, name)
+    return name_below(prefixes, name)
 
 
-def _below(prefixes: Mapping[str, str], name: str) -> str:
+def name_below(prefixes: Mapping[str, str], name: str) -> str:
     """Return a name with the longest known beginning replaced."""
     parts = name.split(".")
     for count in range(len(parts) - 1, -1, -1):
