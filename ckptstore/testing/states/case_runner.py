@@ -8,10 +8,10 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, InvalidState
+from ckptstore.interchange import export
 from ckptstore.opening import open_store
-from ckptstore.runtime.torch_private import metadata_of
+from ckptstore.state.index.key_paths import key_of
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.states.module_makers import NEEDS_GROUP
 from ckptstore.testing.states.oracle import (
@@ -33,6 +34,7 @@ from ckptstore.testing.states.oracle import (
     keep,
     kept_in,
     observed,
+    without_wrappers,
 )
 from ckptstore.testing.states.program import Program
 from ckptstore.testing.states.refusals import explanation
@@ -221,21 +223,23 @@ class _Run:
         return kept
 
     def _read(self, newest: Checkpoint, data: bytes) -> None:
-        """Compare `to_dict`, which has no state to load into, with what torch.save has kept."""
+        """Compare `to_dict` and an export for torch, which need no state to load into, with what torch.save kept."""
         try:
-            found = newest.to_dict()
+            reads = {"to_dict": (newest.to_dict(), ()), "export": _exported(newest)}
         except InvalidState:  # of a tensor that only an object of its class can take
             return
-        for path, item in kept_in(data).items():
+        for (how, (found, notices)), (path, item) in product(reads.items(), kept_in(data).items()):
+            if any(notice.startswith((f"{key_of(path)} is left out", f"{key_of(path)}.")) for notice in notices):
+                continue
             at: Any = found
             for part in path:
                 if not isinstance(at, list) and part not in at:
-                    raise _Fault("to_dict: a place is missing", f"{path} of {found.keys()}")
+                    raise _Fault(f"{how}: a place is missing", f"{path} of {found.keys()}")
                 at = at[part]
-            if isinstance(item, dict) and ("param_groups" in item or metadata_of(item) is not None):
-                continue  # names of parameters for numbers, and names without those of wrappers
-            if what := difference(at, item, path, marks=False):
-                raise _Fault(f"to_dict: {self._place(what)} {self._words(what.partition(': ')[2])}", what)
+            if isinstance(item, dict) and "param_groups" in item:
+                continue  # names of parameters for numbers
+            if what := difference(without_wrappers(at), without_wrappers(item), path, marks=False):
+                raise _Fault(f"{how}: {self._place(what)} {self._words(what.partition(': ')[2])}", what)
 
     def _stored(self) -> list[int | None]:
         return [checkpoint.number for checkpoint in self._store]
@@ -304,6 +308,13 @@ class _Run:
         text = re.sub(r"\b(a|b|optimizer)(\.[\w.\-]+)+", r"KEY", text)
         text = re.sub(r"(KEY(, | and )?)+", "KEYS ", " ".join(text.split()))
         return re.sub(r"-?\d+(\.\d+)?(e-\d+)?", "N", text)[:110]
+
+
+def _exported(checkpoint: Checkpoint) -> tuple[Any, Sequence[str]]:
+    """Return what torch.load reads of an export, and the notices of its report."""
+    with tempfile.TemporaryDirectory(prefix="ckptstore-states-") as directory:
+        report = export(checkpoint, directory, to="torch")
+        return torch.load(f"{directory}/state.pt", weights_only=True), report.notices
 
 
 def _raised_at(error: BaseException) -> str:

@@ -99,6 +99,14 @@ def give_back(state: Any, kept: Mapping[Path, Any], *, strict: bool = True, name
                 container[path[-1]] = result
 
 
+def without_wrappers(item: Any) -> Any:
+    """Return what the `state_dict()` of a module gave, under names without wrappers; anything else as it is."""
+    if (metadata := metadata_of(item)) is None:
+        return item
+    notes = OrderedDict((plain_name(f"{name}.").removesuffix("."), note) for name, note in metadata.items())
+    return set_metadata(OrderedDict((plain_name(name), value) for name, value in item.items()), notes)
+
+
 def _rank_of(item: Any) -> int:
     if isinstance(item, WritesAtLoad):
         return -1  # before all that it may write to
