@@ -8,8 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 from outcomes import error_of
@@ -26,6 +30,7 @@ pytestmark = pytest.mark.slow
 MIB = 1 << 20
 ENGINES = ["obstore", "sdk", "fsspec"]
 DAY_SECONDS = 86_400.0
+LIFE_SECONDS = 3600.0
 numbers = itertools.count()
 
 
@@ -142,16 +147,73 @@ def by_a_process(path: Path, key: str) -> None:
     there.replace(path)
 
 
+def by_a_token(path: Path, key: str) -> None:
+    there = path.with_suffix(".new")
+    soon = datetime.now(UTC) + timedelta(seconds=LIFE_SECONDS)
+    there.write_text(
+        '<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">'
+        f"<AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>{key}</AccessKeyId><SessionToken>t</SessionToken>"
+        f"<SecretAccessKey>s</SecretAccessKey><Expiration>{soon.isoformat()}</Expiration></Credentials>"
+        "</AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"
+    )
+    there.replace(path)
+
+
+Keys = Callable[[Callable[[Path, str], None], str], None]
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
+    """Writes a key where clients find it by a source; for tokens, behind a security token service."""
+    path, token, config = tmp_path / "keys", tmp_path / "token", tmp_path / "config"
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = parse_qs(self.rfile.read(int(self.headers["content-length"])).decode())
+            assert asked["WebIdentityToken"] == ["a token"]
+            body = path.read_bytes()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """The test says what matters."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as service:
+        Thread(target=service.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        token.write_text("a token")
+        config.write_text(f"[default]\ncredential_process = /bin/cat {path}\n")
+        variables = {
+            in_a_file: {"AWS_SHARED_CREDENTIALS_FILE": str(path)},
+            by_a_process: {"AWS_CONFIG_FILE": str(config)},
+            by_a_token: {
+                "AWS_WEB_IDENTITY_TOKEN_FILE": str(token),
+                "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/trainer",
+                "AWS_ENDPOINT_URL_STS": f"http://127.0.0.1:{service.server_address[1]}",
+            },
+        }
+
+        def write(source: Callable[[Path, str], None], key: str) -> None:
+            source(path, key)
+            for name, value in variables[source].items():
+                monkeypatch.setenv(name, value)
+
+        yield write
+        service.shutdown()
+
+
 @pytest.mark.parametrize(
     ("engine", "source", "rotation"),
     [
         ("obstore", in_a_file, Rotation),
+        ("obstore", by_a_token, Rotation),
         ("sdk", by_a_process, Expiring),
-        ("fsspec", in_a_file, Expiring),
+        ("fsspec", by_a_token, Expiring),
         *(
             pytest.param(engine, source, rotation, marks=pytest.mark.slow)
             for engine in ENGINES
-            for source in (in_a_file, by_a_process)
+            for source in (in_a_file, by_a_process, by_a_token)
             for rotation in (Rotation, Expiring)
         ),
     ],
@@ -161,22 +223,14 @@ def test_keys_are_replaced_several_times_in_one_save(
     server: S3Server,
     engine: str,
     files: Path,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    keys: Keys,
     source: Callable[[Path, str], None],
     rotation: type[Rotation],
 ) -> None:
-    keys, config = tmp_path / "keys", tmp_path / "config"
-    if source is in_a_file:
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
-    else:
-        config.write_text(f"[default]\ncredential_process = /bin/cat {keys}\n")
-        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    rotating = rotation(server.service, lambda key: source(keys, key), every=40)
+    rotating = rotation(server.service, lambda key: keys(source, key), every=40)
     monkeypatch.setattr(server.service, "_authorize", rotating.authorize)
-    options = {**server.storage_options, "key": None, "secret": None}
-    if engine == "fsspec":
-        del options["key"], options["secret"]
+    options = {name: value for name, value in server.storage_options.items() if name not in ("key", "secret")}
     for number in range(80):
         (files / f"f{number}.bin").write_bytes(os.urandom(100))
     with ckptstore.open_store("s3://test/keys", storage_options=options, engine=engine) as store:
@@ -184,6 +238,25 @@ def test_keys_are_replaced_several_times_in_one_save(
         store.save_directory(0, files)
         assert rotating.rotations >= before + 2, rotating.requests
         assert store.save_directory(1, files).verify().ok
+
+
+@pytest.mark.parametrize("source", [in_a_file, by_a_token])
+def test_a_refusal_without_a_reason(
+    server: S3Server, engine: str, keys: Keys, source: Callable[[Path, str], None]
+) -> None:
+    """S3 gives none to HEAD: whether other keys may help shows in an answer to GET."""
+    options = {name: value for name, value in server.storage_options.items() if name not in ("key", "secret")}
+    keys(source, "")
+    with closing(open_storage("s3://test/head", storage_options=options, engine=engine)) as storage:
+        for number, size_bytes in enumerate((1, 0)):
+            keys(source, f"AKIA{number}")
+            server.service.access_keys = frozenset([f"AKIA{number}"])
+            if number:
+                assert type(error_of(lambda: storage.stat("0"))) is StorageUnavailable
+            storage.write(str(number), [memoryview(bytes(size_bytes))])
+            assert storage.stat(str(number)).size_bytes == size_bytes
+        server.faults.add(Fault(action="status", status=403, code="AccessDenied", times=None))
+        assert type(error_of(lambda: storage.stat("0"))) is AccessDenied
 
 
 def test_keys_that_are_gone_for_a_moment(

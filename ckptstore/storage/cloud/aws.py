@@ -107,7 +107,17 @@ class S3Files(CloudFiles):
         return file_bytes
 
     def stat(self, key: str) -> StoredFile:
-        answer = self.call("head_object", file=key, Key=self.full(key))
+        from botocore.exceptions import ClientError
+
+        place = {**self.source_of_copy(key), **self._payer}
+        with self.sdk_seam("stat", key):
+            try:
+                answer = self.client.head_object(**place)
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] not in (400, 403):
+                    raise
+                answer = self.client.get_object(**place)  # a refusal of it has the reason, that of a HEAD has none
+                answer["Body"].close()
         with complete(key):
             return StoredFile(key, answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"])
 
@@ -263,9 +273,6 @@ class S3Files(CloudFiles):
     @property
     def _keys_may_change(self) -> bool:
         return not self._settings.given_keys and not self._settings.is_anonymous
-
-    def _finds_other_keys(self) -> bool:
-        return self._settings.finds_other_credentials()
 
     def _renew_credentials(self) -> bool | None:
         found_others = self._settings.renew_credentials()

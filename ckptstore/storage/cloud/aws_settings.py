@@ -194,14 +194,6 @@ class AwsSettings:
         except Exception:  # whoever needs them next raises what is wrong
             return True
 
-    def finds_other_credentials(self) -> bool:
-        """Return True if other credentials would be found now in place of those of a file or of variables."""
-        try:
-            before = _seen(self._session)
-            return before is not None and "refresh" not in before and _seen(self._made_session()) != before
-        except Exception:
-            return False
-
     def client(self) -> Any:
         """Return a new client of botocore, which uses only these settings."""
         self.located()
@@ -375,17 +367,6 @@ def keys_of(client: Any) -> tuple[Any, ...] | None:
     found: Any = getattr(client._request_signer, "_credentials", None)
     is_refreshed = found is None or hasattr(found, "_frozen_credentials")
     return None if is_refreshed else (found.access_key, found.secret_key, found.token)
-
-
-def found_keys(profile: str | None) -> tuple[Any, ...] | None:
-    """Return the credentials that would be found now, None for half a file of them."""
-    import botocore.session
-
-    try:
-        found = botocore.session.Session(profile=profile).get_credentials()
-        return None if found is None else tuple(found.get_frozen_credentials())[:3]
-    except Exception:  # whoever needs them raises what is wrong
-        return None
 
 
 @functools.cache

@@ -56,23 +56,18 @@ class Renewals:
         if number > self._proven:
             self._proven = number
 
-    def renew(
-        self, number: int, forget: Callable[[], bool | None], *, at_first: bool = True, only_other: bool = False
-    ) -> bool:
+    def renew(self, number: int, forget: Callable[[], bool | None], *, at_first: bool = True) -> bool:
         """Call `forget`, after the refusal of a request that was sent at this number, unless another request has done
         so. It returns True if it has found something else than what was refused.
 
         Return True if the request is worth another try: something else was found, or a request has succeeded since the
-        renewal before, for which at first none is needed unless `at_first` is False. With `only_other` it is not worth
-        one unless something else was found, and nothing was renewed otherwise.
+        renewal before, for which at first none is needed unless `at_first` is False.
         """
         with self._lock:
             if number != self.number:
                 return self._was_worth_a_try or self._proven == self.number
             has_worked = self._proven == number or (at_first and number == 0)
             found_other = forget()  # in any case: a later request may find what is right
-            if only_other and not found_other:
-                return False
             in_vain = number - max(0, self._proven)
             self._was_worth_a_try = has_worked or (bool(found_other) and in_vain < _MOST_IN_VAIN)
             self.number += 1
@@ -96,9 +91,10 @@ class Clock:
     def correct(self, date: str | None, *, server: str) -> bool:
         """Take over the time in the header `Date` of a response. Return True if it is not what was known."""
         self.is_doubted = date is None
-        if date is None or not self.differs(date):
+        ahead_seconds = self.ahead_seconds if date is None else _seconds_ahead(date)
+        if abs(ahead_seconds - self.ahead_seconds) <= _CLOCK_SECONDS:
             return False
-        self.ahead_seconds = ahead_seconds = _seconds_ahead(date)
+        self.ahead_seconds = ahead_seconds
         logger.warning(
             "the clock of %s is %+.0f seconds from that of this machine, and requests are signed by it from now on. "
             "Set the clock of this machine",
@@ -106,10 +102,6 @@ class Clock:
             ahead_seconds,
         )
         return True
-
-    def differs(self, date: str) -> bool:
-        """Return True if the header `Date` of a response that has just come is not the time by this clock."""
-        return abs(_seconds_ahead(date) - self.ahead_seconds) > _CLOCK_SECONDS
 
 
 def _seconds_ahead(date: str) -> float:
@@ -162,25 +154,11 @@ class Renewing(ProcessBound):
 
         if foreign.is_out_of_time(code, text):
             return foreign.signed_again(what, key) if self._renewals.renew(number, correct_clock) else None
-        if not code and status in (400, 403):  # a response to HEAD, which gives no reason
-            is_late = date is not None and self._clock.differs(date)
-
-            def look() -> bool:
-                if is_late:
-                    return correct_clock()
-                return self._keys_may_change and self._finds_other_keys() and self._renew_credentials() is not False
-
-            again = foreign.signed_again if is_late else foreign.renewed
-            return again(what, key) if self._renewals.renew(number, look, only_other=True) else None
         is_expired = code in foreign.EXPIRED_CODES or (status == 401 and not self.uri.startswith("s3:"))
         if is_expired or (self._keys_may_change and code in foreign.KEY_CODES):
             is_worth_a_try = self._renewals.renew(number, self._renew_credentials, at_first=is_expired)
             return foreign.renewed(what, key) if is_worth_a_try else None
         return None
-
-    def _finds_other_keys(self) -> bool:
-        """Return True if other credentials would be found now than those in use."""
-        return False
 
 
 class CloudFiles(Renewing):

@@ -334,7 +334,7 @@ class FastS3(ObstoreFiles, S3Files):
     def stat(self, key: str) -> StoredFile:
         try:
             return super().stat(key)
-        except StorageError as error:  # a response to HEAD gives no reason, and obstore does not show its headers
+        except StorageError as error:  # a response to HEAD gives no reason, for which the SDK asks
             if type(error) not in (AccessDenied, StorageError):
                 raise
             return S3Files.stat(self, key)

@@ -16,7 +16,7 @@ from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import Storage, StoredFile, UploadGone
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.aws import sign_by
-from ckptstore.storage.cloud.aws_settings import found_keys, keys_of
+from ckptstore.storage.cloud.aws_settings import keys_of
 from ckptstore.storage.cloud.bodies import PART_BYTES, part_bytes, total_bytes
 from ckptstore.storage.cloud.client_options import INSIDE_FSSPEC
 from ckptstore.storage.cloud.files import Renewals, Renewing
@@ -79,10 +79,6 @@ class CloudStorage(GenericStorage, Renewing):
         before = self._keys()
         self.reopen()
         return self._keys_may_change and (before is None or self._keys() != before)
-
-    def _finds_other_keys(self) -> bool:
-        before = self._keys()
-        return before is not None and found_keys(self._opened_as[1].get("profile")) != before
 
     def _keys(self) -> tuple[Any, ...] | None:
         """Return the credentials in use of s3fs, None if they are refreshed, or not known."""
@@ -183,6 +179,15 @@ class CloudStorage(GenericStorage, Renewing):
             return super().translated(error, what=what, key=key)
         if status == 410 and what.startswith("write"):  # the session of an upload, to gcsfs
             return foreign.upload_gone(what, key)
+        if status in (400, 403) and not code and _comes_from("s3fs", type(self.system)):
+            # a response to HEAD, which s3fs sends before most others, gives no reason: one to GET does
+            try:
+                self.system.cat_file(self.path(key), start=0, end=1)
+            except Exception as reason:
+                said = _refusal_of(reason)
+                status, code, text, date = said if said[0] in (400, 403) else (status, code, text, date)
+            if not code and number != self._renewals.number:
+                return foreign.renewed(what, key)
         again = self.remedy(status, code, text, what=what, key=key, number=number, date=date)
         is_anonymous = bool(self._opened_as[1].get("anon"))
         return again or foreign.from_status(status, code, key=key, what=what, text=text, anonymous=is_anonymous)
