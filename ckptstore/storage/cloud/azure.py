@@ -182,8 +182,9 @@ class AzureFiles(CloudFiles):
             if code == "BlobAlreadyExists":
                 return foreign.ConditionFailed(f"{what}: {code}", file=key)
             date = getattr(error.response, "headers", {}).get("date")
-            again = self.remedy(error.status_code, code, str(error), what=what, key=key, number=number, date=date)
-            return again or foreign.from_status(error.status_code, code, key=key, what=what)
+            status, text = error.status_code, str(error)
+            again = self.remedy(status, code, text, what=what, key=key, number=number, date=date)
+            return again or foreign.from_status(status, code, key=key, what=what, text=text)
         of_network = (exceptions.AzureError, OSError, http.client.HTTPException)
         if isinstance(error, of_network) or type(error).__module__.startswith(("urllib3", "requests")):
             url, through = azure_url(self._names), self._route.through

@@ -181,6 +181,8 @@ def google_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
     """Translate an error of google-auth."""
     from google.auth import exceptions
 
+    if foreign.is_out_of_time("", str(error)):
+        return AccessDenied(f"{what}: the credentials are refused for their date", file=key, hint=foreign.WRONG_CLOCK)
     trouble = None
     if isinstance(error, exceptions.DefaultCredentialsError):
         host = os.environ.get("GCE_METADATA_HOST") or os.environ.get("GCE_METADATA_ROOT")

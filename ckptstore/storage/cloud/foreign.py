@@ -274,7 +274,7 @@ def from_status(
     if status in (429, 503) or code in _THROTTLED_CODES:  # GCS has a 403 for it
         return StorageThrottled(message, file=key)
     if status in (401, 403) or code in EXPIRED_CODES | _SKEWED_CODES:
-        return AccessDenied(message, file=key, hint=_UNSIGNED if anonymous else _hint(status, code))
+        return AccessDenied(message, file=key, hint=_UNSIGNED if anonymous else _hint(status, code, text))
     if status == 412:
         return ConditionFailed(message, file=key)
     if status == 416:
@@ -314,9 +314,12 @@ def upload_gone(what: str, key: str) -> UploadGone:
     return UploadGone(f"{what}: the upload, or a part of it, is gone", file=key, hint=hint)
 
 
-def _hint(status: int | None, code: str) -> str:
-    if code in _SKEWED_CODES:
-        return "The clock of this machine is wrong"
+WRONG_CLOCK = "The clock of this machine is wrong"
+
+
+def _hint(status: int | None, code: str, text: str) -> str:
+    if is_out_of_time(code, text):
+        return WRONG_CLOCK
     if code in EXPIRED_CODES:
         return "The credentials have expired, and new ones were not found"
     if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed") or status == 401:

@@ -205,7 +205,7 @@ def _refusal_of(error: Exception) -> tuple[int | None, str, str, str | None]:
             return head.get("HTTPStatusCode"), "" if code.isdigit() else code, text, date
         if type(item).__name__ == "HttpError":  # of gcsfs
             code = str(getattr(item, "code", ""))
-            return (int(code) if code.isdigit() else None), "", "", None
+            return (int(code) if code.isdigit() else None), "", " ".join(map(str, foreign.chain_of(error))), None
         status = getattr(item, "status_code", None)
         if isinstance(status, int):  # of Azure
             named = getattr(item, "error_code", None)
