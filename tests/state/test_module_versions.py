@@ -7,6 +7,7 @@ import io
 import warnings
 from collections import OrderedDict
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from thread_ranks import run_threads
 from torch import nn
 
 import ckptstore
-from ckptstore import Checkpoint
-from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore import Checkpoint, InvalidState, StateMismatch
 from ckptstore.interchange import export, import_state
 from ckptstore.interchange.copying import copy_checkpoint
 from ckptstore.state import per_rank
 from ckptstore.state.read.stored import StoredState
+from ckptstore.testing.states import StateCase, run
 from ckptstore.testing.states.oracle import difference
+from ckptstore.testing.states.upgraded_makers import UPGRADED
 from ckptstore.transfer.opened import open_place
 
 
@@ -134,35 +136,9 @@ def check_file(given: Any, saved: nn.Module, target: nn.Module) -> None:
     assert held(target) == expected != held(by_torch(saved, target, metadata=False))
 
 
-def weight_norm(old: bool) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = torch.nn.utils.weight_norm if old else torch.nn.utils.parametrizations.weight_norm
-        return made(nn.Linear(3, 3))  # type: ignore[no-any-return]
-
-
-UPGRADES: dict[str, tuple[Any, Any]] = {
-    "version": (Old, Scaled),
-    "same version": (lambda: Scaled(5.0), Scaled),
-    "fused": (Split, Fused),
-    "swapped": (OldSwapping, Swapping),
-    "reshaped": (vector, Reshaping),
-    "weight norm": (lambda: weight_norm(True), lambda: weight_norm(False)),
-    "batches": (lambda: nn.BatchNorm1d(3), lambda: nn.BatchNorm1d(3)),
-}
-WAYS = {
-    "bare": lambda module: module,
-    "inside": lambda module: nn.Sequential(nn.Linear(3, 3), module),
-    "compiled": lambda module: torch.compiler.disable(nn.Sequential(module)),  # type: ignore[no-untyped-call]
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", UPGRADES)
-def test_an_upgrade_is_that_of_torch(tmp_path: Path, name: str, way: str) -> None:
-    old, new = UPGRADES[name]
-    saved = WAYS[way](old())
-    expected = held(by_torch(saved, WAYS[way](new())))
+def test_an_upgrade_on_the_meta_device_and_in_a_list_is_that_of_torch(tmp_path: Path) -> None:
+    saved = nn.Sequential(nn.Linear(3, 3), Old(5.0))
+    expected = held(by_torch(saved, nn.Sequential(nn.Linear(3, 3), Scaled())))
     with ckptstore.open_store(tmp_path, durable=False) as store:
         store.save(1, {"model": saved, "nets": [{"m": saved}]})
         nested = nn.Sequential(nn.Linear(3, 3), Scaled())
