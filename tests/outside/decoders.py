@@ -32,7 +32,7 @@ from mutations import mutated
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidState, StorageFull, from_wire
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, StorageFull, from_wire
 from ckptstore.fast.certificate import Certificate
 from ckptstore.format.cursor import Cursor
 from ckptstore.format.digest import Digest
@@ -241,8 +241,11 @@ def state_targets() -> dict[str, Target]:
         "kept": Target(kept, _decode_kept, 10),
         "values": Target(_value_texts(), _decode_values, 20),
         "metadata": Target(
-            [files[".metadata"], *[stock_files[".metadata"]] * 3, *_attacks()], _decode_metadata(stock_files), 20
+            [files[".metadata"], *[stock_files[".metadata"]] * 3, *_attacks()],
+            _decode_stock(stock_files, ".metadata"),
+            60,
         ),
+        "distcp": Target(_stock_data(stock_files), _decode_stock(stock_files, _STOCK_DATA), 60),
         "frame": Target(_frames(), _decode_frame, 10),
         "safetensors": Target(_safetensors(), _decode_safetensors, 5),
     }
@@ -273,6 +276,7 @@ def _stock_state(root: Path) -> dict[str, bytes]:
         "small": torch.ones(3, dtype=torch.int64),
         "n": 5,
         "nested": {"text": "x", "list": [torch.zeros(2), 1]},
+        "optimizer": {"state": {"w": {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
     }
     dcp.save(state, checkpoint_id=str(root), no_dist=True)
     return {file.name: file.read_bytes() for file in root.iterdir()}
@@ -437,18 +441,27 @@ def _reading(files: dict[str, bytes]) -> Callable[[Sequence[RangeRead]], None]:
     return read
 
 
-def _decode_metadata(files: dict[str, bytes]) -> Callable[[bytes], object]:
-    def decode(data: bytes) -> object:
-        from ckptstore.dcp.stock.stock_pickles import load_metadata
-        from ckptstore.dcp.stock.stock_read import StockState
+_STOCK_DATA = "__0_0.distcp"
+_CUT = slice(9_000, 165_000)
+"""Elements of the large tensor: mutations shall meet what is around them."""
 
-        sizes = {name: len(content) for name, content in files.items()}
-        state = StockState(load_metadata(data), _reading(files), "", sizes)
-        try:
-            saved = state.saved()
-        except InvalidState:
-            return None
-        return saved, state.paths
+
+def _stock_data(files: dict[str, bytes]) -> list[bytes]:
+    data = files[_STOCK_DATA]
+    return [data[: _CUT.start] + data[_CUT.stop :]]
+
+
+def _decode_stock(files: dict[str, bytes], name: str) -> Callable[[bytes], object]:
+    def decode(data: bytes) -> object:
+        from ckptstore.interchange.from_files import read_dcp
+        from ckptstore.interchange.intake import Intake
+
+        if name == _STOCK_DATA:
+            data = data[: _CUT.start] + files[name][_CUT] + data[_CUT.start :]
+        given = {**files, name: data}
+        sizes = {key: len(content) for key, content in given.items()}
+        flat = read_dcp(given[".metadata"], _reading(given), sizes, Intake())
+        return [entry.tensor.sum() for entry in flat.tensors.values()], flat.values
 
     return decode
 

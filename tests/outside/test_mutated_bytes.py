@@ -4,8 +4,10 @@ memory. The limits are those of a process of its own."""
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,7 @@ def run(count: int, first: int) -> None:
 
 
 def test_some_mutations() -> None:
-    run(5_000, first=0)
+    run(6_000, first=0)
 
 
 @pytest.mark.timeout(900)
@@ -47,6 +49,21 @@ def test_the_same_seed_makes_the_same_bytes_and_most_are_refused() -> None:
     found = [mutated(samples, seed) for seed in seeds]
     assert found == [mutated(samples, seed) for seed in seeds]
     assert sum(data not in samples for data in found) > 150
+
+
+def test_a_number_in_a_pickle_takes_no_memory() -> None:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from ckptstore.dcp.stock.stock_pickles import load_metadata
+
+    data = pickle.dumps(Metadata({}, storage_data={}))
+    data = data[:2] + pickle.NONE + pickle.LONG_BINPUT + (1 << 22).to_bytes(4, "little") + pickle.POP + data[2:]
+    tracemalloc.start()
+    try:
+        assert load_metadata(data).state_dict_metadata == {}
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def record_with(number: int, **state: object) -> bytes:

@@ -35,7 +35,11 @@ _ALLOWED: Mapping[str, frozenset[str]] = {
 _IMMUTABLE = frozenset({"Size", "OrderedDict"})
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+_Unpickler = pickle._Unpickler
+"""The one in Python: that in C takes 64 GiB for one opcode with a large number, which a flipped bit may make."""
+
+
+class _MetadataUnpickler(_Unpickler):
     """Builds the classes of `.metadata`, dtypes and layouts. Anything else is refused before it is looked up.
 
     A pickle may also set attributes of the objects it refers to. So it gets subclasses and functions that are made for
@@ -94,7 +98,7 @@ _DTYPE_OF_STORAGE = {
 }  # fmt: skip
 
 
-class _TensorUnpickler(pickle.Unpickler):
+class _TensorUnpickler(_Unpickler):
     """Reads the description of a tensor in its frame, and makes no tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
