@@ -221,3 +221,14 @@ def test_random_numbers_that_are_left_out_or_not_loaded_are_not_named(
     for options in ({"per_rank": {"rng": "skip", "place": "first"}}, {"per_rank": "first", "include": "place"}):
         run_threads(3, tmp_path / "store", lambda store, rank: store.load(state(9), **options).step)  # noqa: B023
     assert "random numbers" not in caplog.text
+
+
+def test_what_differs_comes_back_to_each_rank(tmp_path: Path) -> None:
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        checkpoint = store.save(1, {"position": 10 + rank, "same": 5, "tensor": torch.full((3,), float(rank))})
+        assert (checkpoint.per_rank("position"), checkpoint.per_rank("same")) == ([10, 11], [5])
+        found: dict[str, Any] = {"position": -1, "same": -1, "tensor": torch.full((3,), -1.0)}
+        store.load(found)
+        return found["position"], found["same"], found["tensor"].tolist()
+
+    assert run_threads(2, tmp_path, flow) == [(10 + rank, 5, [float(rank)] * 3) for rank in range(2)]
