@@ -114,15 +114,15 @@ def run_ranks(
 
     def start(directory: Path, rank: int, environment: Mapping[str, str]) -> _Forked:
         found = {**ranks.environment_of(rank, environment), "PYTHONHASHSEED": str(rank % 2)}
-        if rank == 0:
-            parents = [_first(modules, {**found, "PYTHONHASHSEED": str(seed)}) for seed in range(min(n, 2))]
-            for parent in parents:
-                parent.wait_until_imported()
         parent = _first(modules, found)
         assert _read_at_start(found) == parent.fixed, "these variables count only when a process starts"
         files = (str(directory / name) for name in ("job", f"end-{rank}", f"output-{rank}"))
         return parent.fork(_Birth(*files, os.getcwd(), found))
 
+    environment = {**os.environ, **(options.get("env") or {})}
+    parents = [_first(modules, {**environment, "PYTHONHASHSEED": str(seed)}) for seed in range(min(n, 2))]
+    for parent in parents:  # before the time of the ranks begins: on a busy machine the imports take a minute
+        parent.wait_until_imported()
     with patch.object(ranks, "_start", start):
         return ranks.run_ranks(n, function, *args, **options)
 
