@@ -90,3 +90,4 @@ def test_the_same_memory_is_stored_once_and_views_of_a_part_are_not_the_same() -
     assert set(flat.tensors) == {"a", "b.part", "b.shaped"}
     assert flat.key_of(flat.values["b"]["again"]) == "a"
     assert not collect({"a": torch.empty(0), "b": torch.empty(0)}).aliases
+    assert not collect({"a": base, "b": torch._neg_view(base)}).aliases

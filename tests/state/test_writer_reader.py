@@ -48,7 +48,6 @@ def sample() -> dict[str, torch.Tensor]:
         "transposed": base.t(),
         "expanded": torch.randn(1, 600).expand(900, 600),
         "nan": torch.full((3,), float("nan")),
-        "negated": torch._neg_view(torch.randn(70)),
         "parameter": torch.nn.Parameter(torch.randn(4)),
         "odd": torch.randn(262_144 + 3),
     }
