@@ -58,19 +58,15 @@ def test_what_mlflow_shows(uri: str, client: MlflowClient, run_id: str, store_ro
     experiment = run.info.experiment_id
     order = [{"field_name": "metrics.loss", "ascending": False}]
     first, second = client.search_logged_models([experiment], filter_string="metrics.loss < 1", order_by=order)
-    assert (first.name, first.model_type, str(first.status), first.source_run_id) == (
-        *("step-5", "checkpoint", "READY"),
-        run_id,
-    )
+    told = (first.name, first.model_type, str(first.status), first.source_run_id)
+    assert told == ("step-5", "checkpoint", "READY", run_id)
     assert (first.params["uri"], first.params["step"], second.name) == (expected, "5", "step-6")
     assert first.tags["mlflow.model.isExternal"] == "true"
     assert [(item.key, item.value, item.step) for item in first.metrics] == [("loss", 0.5, 5)]
     assert [(item.value, item.step) for item in client.get_metric_history(run_id, "loss")] == [(0.5, 5), (0.25, 6)]
     assert math.isnan(run.data.metrics["other"])
-    assert [(item.model_id, item.step) for item in sorted(run.outputs.model_outputs, key=lambda item: item.step)] == [
-        (first.model_id, 5),
-        (second.model_id, 6),
-    ]
+    outputs = {item.step: item.model_id for item in run.outputs.model_outputs}
+    assert outputs == {5: first.model_id, 6: second.model_id}
     assert run.info.status == "RUNNING"
 
 

@@ -22,17 +22,6 @@ def call(name: str, *args: Any) -> Any:
     return getattr(transformers_worker, name)(*args)
 
 
-def check_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, steps: tuple[int, ...]) -> None:
-    """The run went on from one of the steps exactly as the uninterrupted one."""
-    assert whole["resumed"] is None
-    assert resumed["resumed"] in steps
-    assert sorted(resumed["losses"]) == list(range(resumed["resumed"] + 1, 13))
-    assert resumed["losses"] == {step: whole["losses"][step] for step in resumed["losses"]}
-    assert {**resumed["live"], **whole["live"]} == resumed["live"]
-    assert resumed["live"].keys() <= {*whole["live"], resumed["resumed"]}  # what a job resumed from stays
-    assert resumed["verified"]
-
-
 @pytest.mark.slow
 def test_a_killed_job_goes_on_with_the_same_losses_from_the_partner_of_a_lost_node(tmp_path: Path) -> None:
     """Nothing has come into the store when the job is killed."""
@@ -65,13 +54,6 @@ def test_nodes_without_a_common_disk(tmp_path: Path) -> None:
         assert found["verified"]
     (sums,) = run_ranks(1, call, "weights_of", f"{tmp_path}/store")
     assert len(sums) > 10
-
-
-@pytest.mark.slow
-def test_one_process_waits_for_each_save(tmp_path: Path) -> None:
-    run_ranks(1, call, "whole_then_killed", str(tmp_path), {}, 8, expect_killed=[0])
-    ((whole, resumed),) = run_ranks(1, call, "resumed", str(tmp_path), {})
-    check_resumed(whole, resumed, steps=(6,))
 
 
 @pytest.mark.slow

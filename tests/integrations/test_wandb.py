@@ -147,16 +147,9 @@ def test_artifacts_of_somebody_else_are_passed_over(store_root: Path) -> None:
 
 
 def test_an_object_store_is_referred_to_without_being_asked(run: Any) -> None:
-    reference = Reference(
-        store="s3://bucket/run",
-        step=1,
-        number=2,
-        attempt="step-0000000001-e0001-0123abcd",
-        manifest_sha256="ab" * 32,
-        size_bytes=3,
-        world_size=1,
-        created_at=1.0,
-    )
+    fields: dict[str, Any] = {"attempt": "step-0000000001-e0001-0123abcd", "manifest_sha256": "ab" * 32}
+    fields |= {"step": 1, "number": 2, "size_bytes": 3, "world_size": 1, "created_at": 1.0}
+    reference = Reference(store="s3://bucket/run", **fields)
     tracker = WandbTracker(run)
     tracker.log(reference)
     tracker.log(Reference(**{**vars(reference), "store": "az://container/run"}))

@@ -130,6 +130,7 @@ def test_an_attempt_grows_and_has_a_rate_a_guess_and_a_share(scene: Scene) -> No
 
 
 def test_a_file_that_is_written_anew_makes_no_negative_rate(scene: Scene) -> None:
+    scene.put("a", 50)
     scene.look()
     scene.put("a", 500)
     scene.look()
@@ -141,6 +142,7 @@ def test_a_file_that_is_written_anew_makes_no_negative_rate(scene: Scene) -> Non
 def test_the_rate_forgets_what_is_long_ago(scene: Scene) -> None:
     scene.put("a", 900)
     scene.look()
+    scene.put("b", 50_000)
     for number in range(10):
         scene.put(f"b{number}", 10)
         (attempt,) = scene.look(10.0).attempts
