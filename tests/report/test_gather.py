@@ -142,6 +142,7 @@ def test_the_lines_do_what_they_say(root: Path, run: Commands, report: Commands,
 
     (seen,) = report(strange)["stores"]
     found = by_step(seen)
+    assert "--number" not in found[6]["commands"]["restore"], "there is one of that step"
     for step, name in ((4, "pin"), (2, "unpin"), (6, "restore"), (9, "cp"), (9, "verify"), (6, "prune")):
         shell(found[step]["commands"][name])
     for name in ("ls", "gc", "verify", "prune"):
