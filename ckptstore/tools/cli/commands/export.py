@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 import click
@@ -10,7 +9,7 @@ from click.core import ParameterSource
 
 from ckptstore.errors import InvalidInput
 from ckptstore.runtime.extras import needs
-from ckptstore.runtime.shown import printable, show_size
+from ckptstore.runtime.shown import printable, read_size, show_size
 from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import (
     as_json,
@@ -24,9 +23,6 @@ from ckptstore.tools.cli.options import (
 from ckptstore.tools.cli.output import checkpoint_json, print_json
 from ckptstore.tools.cli.targets import opened_checkpoint, parse_target
 from ckptstore.tools.cli.terminal import progress
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
 
 
 @click.command()
@@ -66,7 +62,7 @@ def command(
     needs("torch")
     from ckptstore.interchange.exporting import export
 
-    shard_size_bytes = parse_size(shard_size)
+    shard_size_bytes = int(read_size(shard_size))
     source = click.get_current_context().get_parameter_source("shard_size")
     if to != "safetensors" and source is not ParameterSource.DEFAULT:
         raise InvalidInput(f"--shard-size is for safetensors, and not for {to}", hint="Leave it out")
@@ -102,11 +98,3 @@ def command(
         click.echo(printable(f"  {report.uri}/{name}"))
     for notice in report.notices:
         click.echo(printable(f"note: {notice}"))
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of "5GB", "500MiB" or a plain number. Raises InvalidInput."""
-    match = _SIZE.fullmatch(text.strip().upper())
-    if match is None or float(match[1]) <= 0:
-        raise InvalidInput(f"{text!r} is no size", hint="Write 5GB or 500MiB")
-    return int(float(match[1]) * _UNITS[match[2]])

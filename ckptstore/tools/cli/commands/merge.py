@@ -15,8 +15,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput
 from ckptstore.opening import open_store
 from ckptstore.runtime.extras import needs
-from ckptstore.runtime.shown import printable, show_size
-from ckptstore.tools.cli.commands.export import parse_size
+from ckptstore.runtime.shown import printable, read_size, show_size
 from ckptstore.tools.cli.options import (
     as_json,
     engine_option,
@@ -108,7 +107,7 @@ def command(
                 directory,
                 weights=_numbers(weights),
                 include=include or None,
-                shard_size_bytes=parse_size(shard_size),
+                shard_size_bytes=int(read_size(shard_size)),
                 executor=executor,
                 storage_options=None if is_store else of_destination,
                 **options,
