@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from thread_ranks import run_threads
 from torch import nn, ones, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -123,3 +124,12 @@ def test_a_resume_that_leaves_out_parts_says_so_once(tmp_path: Path, caplog: pyt
         said = [record.getMessage() for record in caplog.records if "does not name" in record.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("step 1 has 'epoch', 'optimizer' besides")
+
+
+def test_what_another_rank_names_is_not_left_out(tmp_path: Path) -> None:
+    def work(store: Any, rank: int) -> Any:
+        own = {f"loader.rank_{rank}": rank}
+        store.save(1, {**own, "epoch": 3})
+        return store.resume(own).load_report.left_out
+
+    assert run_threads(2, str(tmp_path), work) == [("epoch",)] * 2

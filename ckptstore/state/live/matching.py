@@ -128,6 +128,8 @@ class Mismatch:
         unplaced: dict[frozenset[str], set[str]] = {}
         for part in every:  # ranks that give the same names must all have left the key
             unplaced[part.names] = unplaced.get(part.names, part.unexpected) & part.unexpected
+        names = frozenset[str]().union(*unplaced)
+        uneven = {_part_of(name) for name in names - names.intersection(*unplaced)}  # what one lacks another may name
         return Mismatch(
             missing=set().union(*(part.missing for part in every)),
             unexpected={
@@ -137,7 +139,7 @@ class Mismatch:
                 if all(key in others or not _parts_of(key, names) for names, others in unplaced.items())
             },
             differing={key: how for part in every for key, how in part.differing.items()},
-            names=frozenset().union(*unplaced),
+            names=names,
             absent=frozenset()
             .union(*(part.absent for part in every))
             .difference(*(part.names - part.absent for part in every)),
@@ -148,7 +150,7 @@ class Mismatch:
                 if all(pattern in part.unused for part in every)
             },
             is_empty=bool(every) and all(part.is_empty for part in every),
-            left_out=frozenset.intersection(*(part.left_out for part in every)) if every else frozenset(),
+            left_out=frozenset.intersection(*(part.left_out for part in every)) - uneven if every else frozenset(),
             from_dicts=frozenset().union(*(part.from_dicts for part in every)),
             advice=next((part.advice for part in every if part.advice), ""),
         )
