@@ -76,6 +76,25 @@ def test_it_goes_on_where_it_ended_as_with_their_own_manager(tmp_path: Path) -> 
     assert all(checkpoint.verify().ok for checkpoint in store)
 
 
+@pytest.mark.slow
+def test_the_recipe_of_the_page_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    """It begins with a checkpoint of theirs."""
+    page = (Path(__file__).parents[2] / "docs/how-to/coming-from.md").read_text()
+    after = (
+        page.split("\n## torchtitan's CheckpointManager\n")[1].split("\nAfter:\n")[1].split("```")[1].partition("\n")[2]
+    )
+    own: dict[str, Any] = {"has_own_loader": True, **SHARDED}
+    losses(2, tmp_path / "theirs", manager="theirs", steps=2, **own)
+    found = []
+    for place, kill_at in (("whole", None), ("killed", 5), ("killed", None)):
+        recipe = after.replace("s3://bucket/runs/llama", str(tmp_path / place)).replace("interval=500", "interval=2")
+        recipe = recipe.replace("/shared/outputs/checkpoint/step-5000", str(tmp_path / "theirs/checkpoint/step-2"))
+        found.append(train(2, tmp_path / place, recipe=recipe, kill_at=kill_at, steps=6, **own))
+    whole, _, resumed = found
+    assert resumed["losses"] == {step: whole["losses"][step] for step in (5, 6)}
+    assert resumed["weights"] == whole["weights"]
+
+
 @pytest.mark.long
 def test_stages_of_a_pipeline_load_into_other_stages(tmp_path: Path) -> None:
     """Several stages on a rank, as interleaved schedules have them, then other ones, and all layers on one rank."""

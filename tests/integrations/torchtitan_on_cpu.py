@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch._utils
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import IterableDataset
 
 torch.set_num_threads(1)
 torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan takes "cuda" where torch names none
@@ -30,7 +31,7 @@ import torchtitan.components.metrics as metrics  # noqa: E402
 import torchtitan.distributed.utils  # noqa: E402
 import torchtitan.trainer  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
@@ -94,6 +95,26 @@ class Tokens(BaseDataLoader):
         self.position = state[self.key]
 
 
+class Stream(IterableDataset[Any]):
+    """Those tokens as the data set of a loader of torchtitan's own."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.state_dict, self.load_state_dict = tokens.state_dict, tokens.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tokens)
+
+
+class Loaded(ParallelAwareDataloader):
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config): ...
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **given: Any) -> None:
+        tokens = Tokens(Tokens.Config(), dp_world_size=dp_world_size, dp_rank=dp_rank, **given)
+        super().__init__(Stream(tokens), dp_rank, dp_world_size, batch_size=None)
+
+
 class NoTokenizer(BaseTokenizer):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config): ...
@@ -117,6 +138,7 @@ def config_of(
     *,
     steps: int,
     is_counted_by_rank: bool = False,
+    has_own_loader: bool = False,
     hf_assets_path: str = "",
     **degrees: int,
 ) -> Any:
@@ -141,7 +163,7 @@ def config_of(
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
-        dataloader=Tokens.Config(is_counted_by_rank=is_counted_by_rank),
+        dataloader=Loaded.Config() if has_own_loader else Tokens.Config(is_counted_by_rank=is_counted_by_rank),
         tokenizer=NoTokenizer.Config(),
         metrics=metrics.MetricsProcessor.Config(log_freq=1),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", pipeline_parallel_schedule="1F1B", **given),

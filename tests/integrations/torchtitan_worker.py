@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,15 +38,24 @@ def _train(
     manager: str = "ours",
     steps: int,
     kill_at: int | None = None,
+    recipe: str = "",
     **options: Any,
 ) -> dict[str, Any]:
+    """With `recipe`, which sets `config.checkpoint`, layers have a dropout, and each rank its own random numbers."""
     checkpoint = {
         name: value.format(os.environ["RANK"]) if isinstance(value, str) else value
         for name, value in checkpoint.items()
     }
     config = MANAGERS[manager].Config(**{**CHECKPOINT, **checkpoint})
+    if recipe:
+        exec(recipe, globals() | {"config": (names := SimpleNamespace())})
+        config = names.checkpoint
     trainer = trainer_of(config_of(folder, config, steps=steps, **options))
     losses: dict[int, float] = {}
+    if recipe:
+        torch.manual_seed(dist.get_rank())
+        for layer in trainer.model_parts[0].layers.values():
+            layer.register_forward_hook(lambda _layer, _inputs, output: torch.nn.functional.dropout(output, 0.1))
 
     def log(step: int, average: float, *_: Any, **__: Any) -> None:
         losses[step] = average
@@ -57,12 +68,16 @@ def _train(
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()
+        weights = [
+            getattr(each, "full_tensor", lambda each=each: each)() for each in trainer.model_parts[0].parameters()
+        ]
+        digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in weights)).hexdigest()
     except (CkptstoreError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}", "losses": losses}
     finally:
         trainer.close()
         dist.destroy_process_group()
-    return {"losses": losses, "saved": trainer.checkpointer.store.uri if manager == "ours" else ""}
+    return {"losses": losses, "weights": digest, "saved": trainer.checkpointer.store.uri if manager == "ours" else ""}
 
 
 def refused(root: str) -> dict[str, str]:

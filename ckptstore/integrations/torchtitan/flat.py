@@ -6,7 +6,7 @@ The keys name parameters, never ranks or stages: `layers.0.attention.wo.weight`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import cached_property
 from typing import Any
 
@@ -14,11 +14,34 @@ import torch
 
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.live.contents import same_random_numbers
+from ckptstore.state.live.run_state import RandomNumbers
 from ckptstore.state.tensors.overlap import local_memory
 from ckptstore.state.tensors.segments import check_range
 
 MODEL, DATALOADER = "model", "dataloader"
 """torchtitan's names of these two. The keys of the model have no prefix."""
+RANDOM = "rng"
+"""The name of the random numbers, which torchtitan's own managers do not keep. The last of the states."""
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+
+
+class LayoutRandomNumbers(RandomNumbers):
+    """The random numbers of a rank, which are restored in the layout that they were saved in alone: in another one they
+    may be equal where ranks need different ones, or different where they need equal ones."""
+
+    def __init__(self, model_parts: Iterable[torch.nn.Module], dims: Any) -> None:
+        """Take torchtitan's `ParallelDims`, or None."""
+        super().__init__(model_parts)
+        self._layout = [getattr(dims, degree, 1) for degree in _DEGREES]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all generators, and the degrees of the layout."""
+        return {**super().state_dict(), "layout": self._layout}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all generators, if the layout is the same."""
+        if state["layout"] == self._layout:
+            super().load_state_dict(state)
 
 
 class FlatStates:
@@ -59,6 +82,8 @@ class FlatStates:
                 if name in self.entries:
                     self._states[name] = _loaded(self.entries[name])
                 continue
+            if name == RANDOM and self._states.get(DATALOADER) is not None:
+                self._states[DATALOADER].state_dict()  # begins a pass, which draws a number, where there is none
             contents = {part: _loaded(self.entries[key]) for part, key in self._keys[name].items()}
             try:
                 self._states[name].load_state_dict(contents)

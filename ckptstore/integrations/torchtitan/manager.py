@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from typing import Any, Literal
@@ -18,7 +19,16 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import FileMissing, InvalidInput
 from ckptstore.fast.tier import FastTier
 from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
-from ckptstore.integrations.torchtitan.flat import DATALOADER, MODEL, FlatStates, Lazily, Value, in_dtype
+from ckptstore.integrations.torchtitan.flat import (
+    DATALOADER,
+    MODEL,
+    RANDOM,
+    FlatStates,
+    LayoutRandomNumbers,
+    Lazily,
+    Value,
+    in_dtype,
+)
 from ckptstore.integrations.torchtitan.hugging_face import export_weights, load_weights
 from ckptstore.integrations.torchtitan.places import Contents, ResumeOrder, as_metadata, checkpoint_uri
 from ckptstore.integrations.torchtitan.together import on_all_ranks, on_leader, rank_of
@@ -30,8 +40,8 @@ from ckptstore.storage.uri import redact
 from ckptstore.store import load_in_order, settle_saves
 
 _SHOWN = 5
-_PER_RANK: dict[str, Choice] = {"train_state.*": "first"}
-"""Ranks may count tokens differently, and torchtitan goes on with one of the numbers."""
+_PER_RANK: dict[str, Choice] = {"train_state.*": "first", f"{RANDOM}.*": "skip"}
+"""Ranks may count tokens differently, and torchtitan goes on with one of the numbers. Random numbers are a rank's."""
 
 
 class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] # torchtitan is Any to the type checker
@@ -123,7 +133,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             raise InvalidInput(
                 "last_save_in_hf and initial_load_in_hf need the model's sd_adapter, and this model has none"
             )
-        unknown = set(config.exclude_from_loading) - {*states, "optimizer", DATALOADER, "lr_scheduler"}
+        unknown = set(config.exclude_from_loading) - {*states, "optimizer", DATALOADER, "lr_scheduler", RANDOM}
         if unknown:
             raise InvalidInput(f"exclude_from_loading names {min(unknown)}, which is no part of this training")
         self.config = config
@@ -140,6 +150,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             "optimizer": optimizers,
             DATALOADER: dataloader,
             "lr_scheduler": lr_schedulers,
+            RANDOM: LayoutRandomNumbers(model_parts, getattr(states.get("train_state"), "parallel_dims", None)),
         }
         keep, tier = config.keep_latest_k, config.tier()
         if tier is not None and config.load_only:
@@ -264,9 +275,14 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
                 is_quantized=config.initial_load_in_hf_quantized,
             )
         elif source:
-            uri = on_leader(self.store, "initial load", lambda: checkpoint_uri(source))
-            flat = self._flat(model_only=config.initial_load_model_only)
+
+            def look() -> tuple[str, bool]:
+                keys = Checkpoint.from_uri(uri := checkpoint_uri(source)).keys()
+                return uri, any(key.startswith(f"{RANDOM}.") for key in keys)
+
+            uri, has_random = on_leader(self.store, "initial load", look)
             checkpoint = Checkpoint.from_uri(uri)
+            flat = self._flat(model_only=config.initial_load_model_only, without=() if has_random else (RANDOM,))
             report = checkpoint.load(flat.entries, dtype="state", per_rank=_PER_RANK)
             if report.cast:
                 shown = ", ".join(f"{key} from {how}" for key, how in [*report.cast.items()][:_SHOWN])
@@ -278,8 +294,8 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         logger.info(f"Began from {redact(source)}.")
         return True
 
-    def _flat(self, *, model_only: bool) -> FlatStates:
-        excluded = set(self.states) - {MODEL} if model_only else set(self.config.exclude_from_loading)
+    def _flat(self, *, model_only: bool, without: Sequence[str] = ()) -> FlatStates:
+        excluded = set(self.states) - {MODEL} if model_only else {*self.config.exclude_from_loading, *without}
         return FlatStates({name: item for name, item in self.states.items() if name not in excluded})
 
     def _maybe_wait_for_staging(self) -> None:
