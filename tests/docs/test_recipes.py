@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import LIGHTNING, TORCH, run_ranks
+from forked_ranks import LIGHTNING, TORCH, TRANSFORMERS, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -202,8 +202,42 @@ def loop_of_lightning(directory: Path) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-def test_the_fit_of_lightning_goes_on_to_the_last_bit(tmp_path: Path) -> None:
-    ((whole, resumed),) = run_ranks(1, loop_of_lightning, tmp_path, modules=LIGHTNING, timeout_seconds=240)
+def loop_of_trainer(directory: Path) -> tuple[Any, Any]:
+    """The weights of a training with Hugging Face's Trainer, and of one that is stopped and started anew."""
+    import os
+
+    import torch
+    from transformers import TrainerCallback
+
+    os.chdir(directory)
+    setup, after = block_after("Hugging Face's Trainer")
+    before = PAGE.read_text().split("\n## Hugging Face's Trainer\n")[1].split("```python\n")[1].split("```")[0]
+    code = re.sub(r"(?m)^assert .*$", "", after).replace("callbacks=[keep]", "callbacks=[keep, stop]")
+    found = []
+    for place, stops_at, seed in (("whole", -1, 0), ("ended", 4, 0), ("ended", -1, 99)):  # 99: another process
+
+        class Stop(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, *_: Any, at: int = stops_at, **__: Any) -> None:
+                if state.global_step == at:
+                    raise Stopped
+
+        names: dict[str, Any] = {}
+        exec(setup + before.split("\ntrainer = ")[0], names)
+        names |= {"stop": Stop(), "options": names["options"] | {"max_steps": 6, "per_device_train_batch_size": 4}}
+        torch.manual_seed(seed)
+        try:
+            exec(code.replace("runs/bert", f"runs/{place}").replace("scratch/bert", f"scratch/{place}"), names)
+        except Stopped:
+            continue
+        assert (names["keep"].resumed is None) == (seed == 0)
+        found.append(weights(names["trainer"].model))
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loop", "modules"), [(loop_of_lightning, LIGHTNING), (loop_of_trainer, TRANSFORMERS)])
+def test_a_recipe_with_a_framework_goes_on_to_the_last_bit(loop: Any, modules: Any, tmp_path: Path) -> None:
+    ((whole, resumed),) = run_ranks(1, loop, tmp_path, modules=modules, timeout_seconds=240)
     assert resumed == whole
 
 
