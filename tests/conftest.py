@@ -64,6 +64,7 @@ def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+@pytest.hookimpl(optionalhook=True)  # the tests on the stand-in run without xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
     """Give a worker whole files, and all of Ray's to one, which has the one cluster."""
     return ByFile(config, log)
