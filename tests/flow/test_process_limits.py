@@ -18,6 +18,8 @@ import ckptstore
 from ckptstore import FastTier, KeepLatest
 from ckptstore.testing.s3_server import s3_server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["disk", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

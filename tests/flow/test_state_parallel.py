@@ -322,6 +322,7 @@ pytestmark = pytest.mark.timeout(600)
 ALL = [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_own_parts_are_read_and_more_only_where_they_are_needed(tmp_path: Path) -> None:
     found = run_ranks(4, load_own_parts, str(tmp_path / "store"), timeout_seconds=240)
     for rank, one in enumerate(found):
@@ -386,6 +387,7 @@ def load_shared(uri: str, piece_bytes: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [shared_reads._PIECE_BYTES, 300_000])
 def test_ranks_take_the_same_bytes_into_other_memory(tmp_path: Path, piece_bytes: int) -> None:
     with open_store(tmp_path, durable=False) as store:

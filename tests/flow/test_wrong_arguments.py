@@ -16,6 +16,8 @@ import torch
 import ckptstore
 from ckptstore import Checkpoint, CheckpointStore, CkptstoreError, KeepAll, PendingSave, open_store
 
+pytestmark = pytest.mark.slow
+
 WRONG: list[Any] = [None, 5, -1, 0, 1.5, float("nan"), float("inf"), 2**64, 10**400, True, b"b", print, int]
 WRONG += ["", "x\0y", "\ud800", "nothing", "../up", Path("to/nothing"), object()]
 WRONG += [[], {}, set(), [5], {5: 5}, ["a", "\0"], {"a": object()}]

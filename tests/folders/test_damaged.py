@@ -22,6 +22,8 @@ from ckptstore.tools.run.folders import Folder, JobSeen, Rules, newest_first, re
 from ckptstore.tools.run.folders.whole import checksums, ends, number_in
 from tests.folders.test_finished_property import tensors, zipped
 
+pytestmark = pytest.mark.slow
+
 DEEP = 100_000
 HEAD_BYTES = 64
 

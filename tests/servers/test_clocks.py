@@ -20,6 +20,8 @@ from ckptstore.errors import AccessDenied, StorageUnavailable
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
 
+pytestmark = pytest.mark.slow
+
 ENGINES = ["obstore", "sdk", "fsspec"]
 DAY_SECONDS = 86_400.0
 SKEW_SECONDS = 900.0

@@ -16,6 +16,8 @@ from ckptstore.loading import load_state
 from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, report
 from ckptstore.testing.simulation.fast_tier.fast_jobs import draw_fast
 
+pytestmark = pytest.mark.slow
+
 
 def _run(simulation: Simulation, first: int, count: int) -> None:
     for seed in range(first, first + count):
