@@ -38,7 +38,7 @@ class Writer:
 def _trained(make: Callable[[Any], torch.optim.Optimizer]) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     optimizer = make([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
-    model(torch.randn(4, 2)).sum().backward()
+    (model(torch.randn(4, 2)) * torch.randn(4, 3)).sum().backward()  # a plain sum has no gradient behind a norm
     optimizer.step()
     return {"model": model, "optimizer": optimizer}
 
