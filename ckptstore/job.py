@@ -187,7 +187,6 @@ class Job:
             made: list[Record] = []
 
             def change(newest: Record | None) -> Claim | None:
-                beat()
                 if newest is None:
                     self._refuse_lost_log()
                 # To claim again after a later job's claim would take the store back from that job.

@@ -28,6 +28,7 @@ from ckptstore.format.changes import Change, Noop
 from ckptstore.format.layout import CHECKPOINT_PREFIX, HINT_KEY, LOG_PREFIX, Attempt, parse_record_key, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Hint, LogReader, Probed, link_problem, record_problem
+from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import Behind, mapped
 from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage, Unsupported
 from ckptstore.storage.probe import has_exclusive_create, is_server
@@ -180,6 +181,7 @@ class Log(LogReader):
             self.check_safe()
             failures = 0
             while True:
+                beat()  # other writers may be faster for long
                 newest = self._newest_checked()
                 change = decide(newest)
                 if change is None:

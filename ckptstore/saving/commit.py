@@ -57,10 +57,8 @@ def commit(
     manifest = manifest_of(request, attempt, contents, config, store_id=store_id, world_size=world_size)
     data = manifest.encode()
     write_manifest(job.storage, job.config, attempt, contents, data, counts=False)
-    beat()
 
     def change(newest: Record | None) -> Commit:
-        beat()
         if after is not None and newest is not None:
             _refuse_overtaken(job.log.records(range(after + 1, newest.number + 1)), request.step)
         if newest is not None and not isinstance(job.storage, Disk):
@@ -82,10 +80,8 @@ def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: i
     check_stored(job.storage, job.config, attempt, contents.receipts, rank=job.group.rank, also=[MANIFEST_NAME])
     beat()
     write_manifest(job.storage, job.config, attempt, contents, data, counts=False)
-    beat()
 
     def change(newest: Record | None) -> Commit | None:
-        beat()
         state = job.claim(newest).state
         if (void := void_of(state.void, order)) is not None:
             raise CheckpointGone(f"{order} is void: the store was rolled back to {void.after}", step=manifest.step)

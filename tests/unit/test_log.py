@@ -40,10 +40,12 @@ from ckptstore.log.identity import (
     read_store_json,
 )
 from ckptstore.log.reader import Hint, LogReader
+from ckptstore.runtime.beat import beating, no_beat
 from ckptstore.storage import memory
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
+from ckptstore.storage.retried import with_retries
 from ckptstore.testing.faults import Call, CountCalls, FailAt, TearAt, combine, wrap
 
 ONCE = RetryConfig(retry_attempts=1)
@@ -202,6 +204,12 @@ def test_a_hint_of_another_log_deceives_no_writer() -> None:
     storage.write(HINT_KEY, [memoryview(other.read(HINT_KEY))])
     append(Log(storage, retry=ONCE), Noop())
     assert Log(storage, retry=ONCE).verify_chain() == []
+
+
+def test_a_hint_is_tried_twice_at_most() -> None:
+    flaky = FailAt(f"write {HINT_KEY}", times=None)
+    assert Log(with_retries(wrap(new_storage(), flaky), QUICK), retry=QUICK).append(lambda _: CLAIM)
+    assert flaky.struck == 2
 
 
 def test_a_hint_that_cannot_be_written_fails_nothing() -> None:
@@ -436,21 +444,25 @@ def test_an_older_job_is_fenced_whatever_it_does() -> None:
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_a_lost_race_is_decided_anew(bare: bool) -> None:
+def test_a_lost_race_is_decided_anew_with_a_sign_of_life(bare: bool) -> None:
     storage = filled(2)
     log = Log(BareStorage(storage) if bare else storage, retry=ONCE, single_writer=bare)
     rival = Log(storage, retry=ONCE)
     seen: list[int] = []
+    signs: list[int] = []
 
     def decide(newest: Record | None) -> Change:
         assert newest
         seen.append(newest.number)
         if len(seen) < 3:
-            rival.append(lambda _: Noop())
+            with beating(no_beat):
+                rival.append(lambda _: Noop())
         return commit(5)
 
-    record = log.append(decide)
+    with beating(lambda: signs.append(len(seen))):
+        record = log.append(decide)
     assert seen == [2, 3, 4]
+    assert signs == [0, 1, 2]
     assert record
     assert record.number == 5
     assert log.verify_chain() == []
