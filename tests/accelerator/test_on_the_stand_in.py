@@ -17,9 +17,8 @@ import pytest
 from ckptstore.testing.accelerator import CannotBuild
 from ckptstore.testing.accelerator.building import built_extension
 
-pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
+DEVICE = HERE / "checks_device.py"
 ROOT = HERE.parents[1]
 
 
@@ -57,11 +56,18 @@ DENSE = "not test_single or (not sparse and not quantized)"
 """The stand-in has dense tensors only."""
 
 
+@pytest.mark.timeout(900)  # the stand-in may have to be built
+@pytest.mark.usefixtures("extension")
+def test_copies_from_a_device() -> None:
+    run_pytest(str(DEVICE))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # of all; each has its own limit
 @pytest.mark.usefixtures("extension")
 def test_checks_and_other_suites() -> None:
     """In one process: to begin one takes longer than most of them do. First what draws the device's own numbers."""
-    checks = sorted(map(str, HERE.glob("checks_*.py")))
+    checks = sorted(str(path) for path in HERE.glob("checks_*.py") if path != DEVICE)
     defaults = [f"{Path(path).name}={device}" for path, device in SUITES.items()]
     run_pytest(*checks, *SUITES, "-k", DENSE, STAND_IN_DEFAULT=" ".join(defaults))
 
