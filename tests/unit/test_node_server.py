@@ -201,7 +201,13 @@ def between(server: NodeServer, change: Callable[[bytes, bool], bytes]) -> Itera
 
 
 def test_no_key_is_sent_and_what_is_overheard_opens_nothing(disk: NodeDisk) -> None:
-    with served(disk) as server, between(server, lambda data, _: data) as (client, seen):
+    requests = bytearray()
+
+    def overheard(data: bytes, is_request: bool) -> bytes:
+        requests.extend(data if is_request else b"")
+        return data
+
+    with served(disk) as server, between(server, overheard) as (client, seen):
         write(client, "a", b"data")
         secret = KEYS[0].shared_with(1)
         assert secret == KEYS[1].shared_with(0)
@@ -209,7 +215,7 @@ def test_no_key_is_sent_and_what_is_overheard_opens_nothing(disk: NodeDisk) -> N
             assert form not in seen
         before = disk.storage.stat(ATTEMPT.key("a")).version
         with socket.create_connection(server.addresses[0], timeout=5) as replay, suppress(OSError):
-            replay.sendall(bytes(seen))
+            replay.sendall(requests)
             while replay.recv(1 << 16):
                 pass
         assert disk.storage.stat(ATTEMPT.key("a")).version == before
@@ -290,6 +296,14 @@ def test_a_stranger_who_says_little_does_not_stay(disk: NodeDisk, monkeypatch: p
                     break
                 stranger.sendall(bytes([byte]))
         assert 0.3 < time.monotonic() - began < 10
+
+
+def test_a_stranger_who_proves_nothing_is_sent_away(disk: NodeDisk) -> None:
+    with served(disk) as server, socket.create_connection(server.addresses[0], timeout=5) as stranger:
+        for said in (b'{"rank": 0, "node": "b", "nonce": "00"}', b'{"proof": "00"}'):
+            stranger.sendall(len(said).to_bytes(4, "little") + said)
+        stranger.recv(1 << 12)  # the nonce of the server, and its proof
+        assert is_sent_away(stranger)
 
 
 @pytest.mark.parametrize("used_up", ["descriptors", "threads"])
