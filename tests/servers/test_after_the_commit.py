@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 import ckptstore
+from ckptstore.config import RetryConfig
 from ckptstore.events import PruneFailed, listening
+from ckptstore.storage.memory import MemoryStorage
+from ckptstore.storage.retried import with_retries
+from ckptstore.testing.faults import FailAt, wrap
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
 LONG_SECONDS = 60.0
@@ -87,6 +91,15 @@ def test_a_prune_delays_nothing(server: S3Server, files: Path, answer: str, monk
             assert in_time(lambda step=step: store.save_directory(step, files)).step == step
         in_time(store.close)
     assert events, "a line says so"
+
+
+def test_a_prune_tries_twice_at_most() -> None:
+    fails = FailAt("delete *", times=None)
+    storage = with_retries(wrap(MemoryStorage("memory://prune"), fails), RetryConfig(retry_wait_max_seconds=0.01))
+    with ckptstore.open_store("memory://prune") as store:
+        store._job.prune_in_background(lambda: storage.delete(["key"]))
+        store._job.wait_for_prune()
+    assert fails.struck == 2
 
 
 def test_a_slow_prune_is_waited_for(server: S3Server, files: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -103,6 +104,17 @@ def test_a_broken_connection_is_worth_a_retry(storage: Any, fault: Any, action: 
         error = error_of(lambda name=name: OPERATIONS[name](storage))  # type: ignore[misc]
         assert error is None or name in ("read", "read_into", "stat", "copy"), "what a lost delete removed is gone"
         storage.write("there", [PART[:MIB]])
+
+
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "nowhere.invalid"])
+def test_a_server_that_is_not_there_is_worth_a_retry_and_no_secret_is_told(engine: str, host: str) -> None:
+    options = {"key": "K", "secret": "S", "endpoint_url": f"http://user:canary@{host}"}
+    with closing(open_storage("s3://test/away", storage_options=options, engine=engine)) as storage:
+        for name, operation in OPERATIONS.items():
+            error = error_of(lambda operation=operation: operation(storage))  # type: ignore[misc]
+            assert type(error) is StorageUnavailable, name
+            assert "canary" not in "".join(traceback.format_exception(error)), name
 
 
 def test_the_name_of_a_file_is_no_reason(storage: Any, fault: Any) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ckptstore.errors import AccessDenied, SourceChanged, StorageError, StorageF
 from ckptstore.events import BytesMoved, Event, FileStored, RequestRetried, listening
 from ckptstore.format.digest import ALGORITHMS, Digest
 from ckptstore.runtime.beat import beating
+from ckptstore.storage.base import UploadGone
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
@@ -391,6 +392,18 @@ def test_after_a_failed_fsync_a_large_file_is_written_anew_once(
     assert caught.value.file == "other/big"
     transfer.close()
     assert [file.key for file in storage.list("")] == ["big"]
+
+
+@pytest.mark.parametrize("times", [1, None])
+def test_an_upload_that_somebody_aborted_is_begun_again_once(tmp_path: Path, times: int | None) -> None:
+    storage = LocalStorage(tmp_path / "store")
+    gone = FailAt("write_part big", UploadGone("it is gone"), times=times)
+    with (
+        closing(transfer_over(wrap(storage, gone))) as transfer,
+        nullcontext() if times else pytest.raises(UploadGone),
+    ):
+        transfer.upload([from_memory("big", DATA)])
+        assert storage.read("big") == DATA
 
 
 INTERRUPTED = """
