@@ -137,7 +137,7 @@ def test_the_same_context_fits_and_another_does_not(kind: str) -> None:
     ("make", "words"),
     [
         (lambda: coded(context=object()), "w wraps tensors and has a builtins.object"),
-        (lambda: Coded(torch.ones(3), torch.ones(3).to_sparse(), None), "w.scale"),
+        (lambda: Coded(torch.ones(3), torch.ones(3, device="cpu").to_sparse(), None), "w.scale"),
         (lambda: Coded(torch.ones(3), torch.ones(3, device="meta"), None), "w.scale is a tensor on meta"),
         (lambda: Coded(torch.ones(3), None, None), "w.scale is a NoneType"),  # type: ignore[arg-type]
         (lambda: Computed(torch.ones(3), torch.ones(3), None), "w.made is computed each time"),
