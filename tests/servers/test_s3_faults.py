@@ -274,15 +274,18 @@ def test_what_is_too_large_for_a_proxy(
         assert max((request.received_bytes for request in fast_s3.log[seen:]), default=0) < 7 * MIB
 
 
-def test_expired_credentials_are_looked_up_anew_once(storage: Any, fault: Any) -> None:
-    fault(action="status", status=400, code="ExpiredToken", times=None)
+@pytest.mark.parametrize(
+    ("status", "code", "words"), [(400, "ExpiredToken", "looked up anew"), (403, "RequestTimeTooSkewed", "made anew")]
+)
+def test_what_has_expired_is_made_anew_once(storage: Any, fault: Any, status: int, code: str, words: str) -> None:
+    fault(action="status", status=status, code=code, times=None)
     first = error_of(lambda: storage.read("there"))
     assert type(first) is StorageUnavailable
-    assert "looked up anew" in str(first)
+    assert words in str(first)
     assert type(error_of(lambda: storage.read("there"))) is AccessDenied
     fault()
     assert storage.read("there") == PART[:MIB]
-    fault(action="status", status=400, code="ExpiredToken")
+    fault(action="status", status=status, code=code)
     assert type(error_of(lambda: storage.read("there"))) is StorageUnavailable
     assert storage.read("there") == PART[:MIB]
 
