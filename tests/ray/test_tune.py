@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trials
+import tune_trials as trials
 from checking import s3_path
 from cluster import RayCluster
 from keeping import notes
