@@ -41,9 +41,11 @@ def mapped(
     missing = object()
     results: list[object] = [missing] * len(items)
     errors: list[BaseException] = []
-    left, lock = iter(range(len(items))), threading.Lock()
+    left, lock, working = iter(range(len(items))), threading.Condition(), set[int]()
 
     def run() -> None:
+        with lock:
+            working.add(threading.get_ident())
         try:
             if begin is not None:
                 begin()
@@ -56,6 +58,10 @@ def mapped(
         except BaseException as error:  # raised again by the caller
             with lock:
                 errors.append(error)
+        finally:
+            with lock:
+                working.discard(threading.get_ident())
+                lock.notify_all()
 
     wanted = min(num_threads, len(items))
     threads: list[threading.Thread] = []
@@ -74,6 +80,8 @@ def mapped(
         for thread in threads:
             with suppress(RuntimeError):  # one that has not begun yet finds the error
                 thread.join()
+        with lock:  # Python takes a thread whose join was interrupted for one that has ended
+            lock.wait_for(lambda: not working)
     if errors:
         raise errors[0]
     return results  # type: ignore[return-value]  # all are filled in, or an error was raised
