@@ -166,19 +166,20 @@ class Terminal:
         command = [sys.executable, "-m", "ckptstore.tools.cli", "watch", *map(str, arguments)]
         self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, **own)
         os.close(theirs)
-        self.drawn = ""
+        self.drawn, self.seen = "", 0
 
     def resize(self, columns: int, rows: int = 24) -> None:
         ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def until(self, text: str) -> str:
-        """Read until the text is there; returns what was read since the last call."""
-        deadline, start = time.monotonic() + DEADLINE_SECONDS, len(self.drawn)
+        """Read until the text is there; returns what was drawn since the last call, up to the text."""
+        deadline, start = time.monotonic() + DEADLINE_SECONDS, self.seen
         while text not in self.drawn[start:]:
             assert time.monotonic() < deadline, self.drawn
             if select.select([self.end], [], [], 1.0)[0]:
                 self.drawn += os.read(self.end, 65536).decode()
-        return self.drawn[start:]
+        self.seen = self.drawn.index(text, start) + len(text)
+        return self.drawn[start : self.seen]
 
     def __enter__(self) -> Self:
         return self
