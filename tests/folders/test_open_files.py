@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -21,15 +22,22 @@ RULES = Rules(patterns=("step_{step}",), marker="done")
 
 @contextmanager
 def daemon(text: str, *words: object) -> Iterator[None]:
-    """A process in a session of its own whose parent has ended; it has run the text, and waits."""
+    """A process in a session of its own whose parent has ended; it has run the text, and waits; it is gone after."""
     text = f"import mmap, os, sys\nif os.fork(): os._exit(0)\nos.setsid()\n{text}\nprint(os.getpid(), flush=True)\n"
     text += "sys.stdin.read()"
     command = [sys.executable, "-c", text, *map(str, words)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         assert os.getsid(pid) == pid
-        yield
+        process_fd = os.pidfd_open(pid)  # it is nobody's child: nobody else can wait for it
+        try:
+            yield
+            process.stdin.close()
+            assert select.select([process_fd], [], [], 60)[0], "the daemon has not ended"
+        finally:
+            os.close(process_fd)
 
 
 @pytest.mark.parametrize(
