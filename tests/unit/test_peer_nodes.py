@@ -61,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_PEERS_TOKEN", TOKEN)
-    monkeypatch.setenv("CKPTSTORE_PEERS_TIMEOUT_SECONDS", "0.3")
+    monkeypatch.setenv("CKPTSTORE_PEERS_TIMEOUT_SECONDS", "5")
 
 
 def weights() -> torch.Tensor:
@@ -188,8 +188,9 @@ STRANGE += [waits_for_ever, says_what_nobody_means, sends_no_message]
 
 @pytest.mark.parametrize("answer", STRANGE, ids=lambda answer: answer.__name__)
 def test_whatever_a_peer_answers_the_files_are_right(
-    server: S3Server, strange: Callable[..., Strange], tmp_path: Path, answer: Answer
+    server: S3Server, strange: Callable[..., Strange], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer
 ) -> None:
+    monkeypatch.setenv("CKPTSTORE_PEERS_TIMEOUT_SECONDS", "0.3")
     events: list[Event] = []
     other = strange(answer)
     with listening(events.append), opened(server, other.peers()) as store:
@@ -436,7 +437,7 @@ def has_odd_characters(line: socket.socket) -> None:
 
 @pytest.mark.parametrize(
     ("speak", "reason"),
-    [(never_ends, "never ends"), (trickles, "timed out"), (has_odd_characters, "does not have the key of the job")],
+    [(never_ends, "too deeply"), (trickles, "timed out"), (has_odd_characters, "does not have the key of the job")],
 )
 def test_whoever_greets_in_another_way_is_no_peer(speak: Callable[[socket.socket], None], reason: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
