@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
-from ckptstore.format.encoding import FORMAT_VERSION, dump_json, load_object, shortened
+from ckptstore.format.encoding import FORMAT_VERSION, as_text, dump_json, is_sha256, load_object, shortened
 from ckptstore.format.layout import MAX_NUMBER, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.order import SaveOrder
@@ -27,7 +27,6 @@ MAX_CERTIFICATE_BYTES = 1 << 30
 """The largest certificate that a node reads from another one, whatever size that one states."""
 
 _NODE = re.compile(r"[\w.:@+-]{1,255}")
-_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Certificate:
         """
         outer = load_object(data, file=file)
         try:
-            text, manifest_data = _text(outer["certificate"]).encode(), _text(outer["manifest"]).encode()
+            text, manifest_data = as_text(outer["certificate"]).encode(), as_text(outer["manifest"]).encode()
             if sha256_of(text) != outer["sha256"]:
                 raise ValueError("its digest is another one")
             value = load_object(text, file=file)
@@ -146,7 +145,7 @@ class Certificate:
                 manifest_data=manifest_data,
                 save_number=SaveOrder.of(manifest.epoch, value.pop("save_number")).save_number,
                 claim_number=claim["number"],
-                claim_sha256=_text(claim["sha256"]),
+                claim_sha256=as_text(claim["sha256"]),
                 holders={node: Numbers.decode(ranks, limit=MAX_RANKS) for node, ranks in holders.items()},
                 extra=value,
                 stored=bytes(data),
@@ -170,12 +169,6 @@ def is_node_name(name: object) -> bool:
     return isinstance(name, str) and _NODE.fullmatch(name) is not None
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a text is none")
-    return value
-
-
 def _check(certificate: Certificate, manifest: Manifest) -> None:
     """Raise CheckpointDamaged if the parts contradict each other."""
     attempt = Attempt.parse(manifest.attempt)
@@ -189,7 +182,7 @@ def _check(certificate: Certificate, manifest: Manifest) -> None:
         ),
         "its epoch or the number of its save is below 1": manifest.epoch < 1 or certificate.save_number < 1,
         "its claim is no record": type(number) is not int or not 1 <= number <= MAX_NUMBER,
-        "the digest of its claim is no SHA-256": not _SHA256.fullmatch(certificate.claim_sha256),
+        "the digest of its claim is no SHA-256": not is_sha256(certificate.claim_sha256),
         "the name of a node is none": not all(map(is_node_name, certificate.holders)),
         "the nodes do not hold the ranks, each once or twice": held != set(ranks) or not held,
         "a file is of a rank that there was not": any(receipt.rank not in ranks for receipt in manifest.files),

@@ -29,6 +29,10 @@ class Claim:
     above_epoch: int = 0
     """An epoch above which the new one must lie too: a copy of a store continues above the epochs in copied names."""
 
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not self.start_token:
+            raise InvalidInput(f"A claim needs a start token and a world size above 0, and this is {self!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class Commit:
@@ -133,6 +137,8 @@ class Annotate:
     """The writer epoch of the job that annotates; None for any other process, which fences nobody."""
 
     def __post_init__(self) -> None:
+        if not self.metrics:
+            raise InvalidInput("The change has no metric")
         check_metrics(self.metrics)
 
 
@@ -227,8 +233,6 @@ def apply(state: StoreState, number: int, change: Change) -> StoreState:
         case Noop():
             return state
         case Claim():
-            if change.world_size < 1 or not change.start_token:
-                raise InvalidInput(f"A claim needs a start token and a world size above 0, and this is {change!r}")
             epoch = max(state.epoch, change.above_epoch) + 1
             return replace(state, epoch=epoch, resume_from=state.latest, save_number=0)
         case Commit(thins=None):
@@ -355,8 +359,6 @@ def _restore(state: StoreState, number: int, change: Restore) -> StoreState:
 
 
 def _annotate(state: StoreState, number: int, change: Annotate) -> StoreState:
-    if not change.metrics:
-        raise InvalidInput("The change has no metric")
     if state.place(change.number) != change.number:
         raise InvalidInput(f"Number {change.number} is thinned: its metrics are those of its place")
     if change.number not in state.trash and change.number not in state.thinned.values():

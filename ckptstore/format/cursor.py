@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.format.encoding import FORMAT_VERSION, dump_json, load_object
+from ckptstore.format.encoding import FORMAT_VERSION, dump_json, is_sha256, load_object
 from ckptstore.format.layout import MAX_NUMBER
 
 
@@ -38,8 +38,8 @@ class Cursor:
         value.pop("version")
         store_id, number, sha256, begun = (value.pop(name, None) for name in ("store_id", "number", "sha256", "begun"))
         are_numbers = all(type(one) is int and 0 <= one <= MAX_NUMBER for one in (number, begun))
-        if not isinstance(store_id, str) or not isinstance(sha256, str) or not are_numbers:
+        if not isinstance(store_id, str) or not are_numbers:
             raise CheckpointDamaged(f"{file} is not a cursor", file=file)
-        if len(sha256) != (64 if number else 0):
+        if not (is_sha256(sha256) if number else sha256 == ""):
             raise CheckpointDamaged(f"{file} is not a cursor: it does not say which record {number} is", file=file)
         return Cursor(store_id, number, sha256, begun, value)

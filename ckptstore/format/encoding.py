@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -96,12 +97,66 @@ def check_seconds(value: Any) -> float:
     return float(value)
 
 
+def as_text(value: Any) -> str:
+    """Return a value of JSON that is a text. Raises ValueError."""
+    if type(value) is not str:
+        raise ValueError(f"{shortened(repr(value))} is not text")
+    return value
+
+
+def as_number(value: Any, low: int = 0, below: float = math.inf) -> int:
+    """Return a value of JSON that is a whole number from `low` on, below `below`. Raises ValueError."""
+    if type(value) is not int or not low <= value < below:
+        limit = "" if below == math.inf else f" and below {below}"
+        raise ValueError(f"{shortened(repr(value))} is not a whole number of at least {low}{limit}")
+    return value
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a value of JSON that is a list, and not a text or an object, which can be iterated too. Raises
+    ValueError."""
+    if type(value) is not list:
+        raise ValueError(f"{shortened(repr(value))} is not a list")
+    return value
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    """Return a value of JSON that is an object. Raises ValueError."""
+    if type(value) is not dict:
+        raise ValueError(f"{shortened(repr(value))} is not an object")
+    return value
+
+
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+def is_sha256(value: object) -> bool:
+    """Return True for the text of a SHA-256: 64 lower-case hexadecimal digits."""
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+_HALF_PAIR = re.compile(r"\\u[dD][89abAB]")
+"""An escape of a character that two escapes make, or of none that is valid."""
+
+
 def load_json(data: bytes, *, file: str) -> Any:
-    """Decode the output of `dump_json`. Raises CheckpointDamaged, naming `file`, for invalid JSON."""
+    """Decode the output of `dump_json`. Raises CheckpointDamaged, naming `file`, for anything that it cannot be."""
     try:
-        return json.loads(data, object_hook=_decode, parse_constant=_refuse_constant)
+        text = str(data, "utf-8-sig")
+        value = json.loads(text, object_hook=_decode, parse_constant=_refuse_constant)
+        if _HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # whoever carries it on could not write it
+        return value
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{file} is not valid JSON: {error}", file=file) from None
+
+
+def parse_json(data: str | bytes | bytearray, *, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """Decode JSON as `json.loads` does. Raises ValueError, also for JSON that nests too deeply to be read."""
+    try:
+        return json.loads(data, object_hook=object_hook)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
 
 
 def load_object(data: bytes, *, file: str) -> dict[str, Any]:

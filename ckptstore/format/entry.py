@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from ckptstore.errors import InvalidInput, InvalidMetric, InvalidStep
-from ckptstore.format.encoding import check_seconds
+from ckptstore.format.encoding import check_seconds, is_sha256
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MAX_STEP, Attempt
 from ckptstore.format.order import SaveOrder
 
@@ -125,7 +125,7 @@ class CheckpointEntry:
             )
         if Attempt.parse(self.attempt) is None:
             raise InvalidInput(f"{self.attempt!r} is not the name of an attempt directory")
-        if len(self.manifest_sha256) != 64 or not set(self.manifest_sha256) <= set("0123456789abcdef"):
+        if not is_sha256(self.manifest_sha256):
             raise InvalidInput(f"{self.manifest_sha256!r} is not a SHA-256")
         if self.kind not in ("directory", "state"):
             raise InvalidInput(f"{self.kind!r} is not a kind of checkpoint")

@@ -11,9 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, InvalidName
 from ckptstore.format.digest import Digest
-from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
-from ckptstore.format.entry import Thinning
-from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_collisions, check_name
+from ckptstore.format.encoding import (
+    FORMAT_VERSION,
+    as_list,
+    as_number,
+    as_object,
+    as_text,
+    check_seconds,
+    dump_json,
+    load_object,
+    shortened,
+)
+from ckptstore.format.entry import Thinning, check_metrics
+from ckptstore.format.layout import MANIFEST_NAME, MAX_STEP, Attempt, check_collisions, check_name
 from ckptstore.format.timings import Timings
 
 if TYPE_CHECKING:
@@ -52,10 +62,8 @@ class Receipt(NamedTuple):
     def from_json(entry: Mapping[str, Any]) -> Receipt:
         """Return the receipt of an entry; raise KeyError, TypeError or ValueError if it is not one, and
         UnsupportedVersion for a digest that this version does not know."""
-        size_bytes, rank, text = entry["size_bytes"], entry["rank"], entry["digest"]
+        size_bytes, rank, text = as_number(entry["size_bytes"]), as_number(entry["rank"]), entry["digest"]
         original, attempt = entry.get("original_name"), entry.get("attempt")
-        if type(size_bytes) is not int or type(rank) is not int or size_bytes < 0 or rank < 0:
-            raise ValueError("a size or a rank is not a number of at least 0")
         if original is not None:
             check_name(original)
         digest = None if text is None else Digest.parse(text)
@@ -153,13 +161,17 @@ class Manifest:
         """
         value = load_object(data, file=file)
         try:
-            files = tuple(sorted_receipts(Receipt.from_json(entry) for entry in value.pop("files")))
-            if not isinstance(value["directories"], list):
-                raise ValueError("directories is not a list")
-            directories = tuple(check_name(name) for name in value.pop("directories"))
+            files = tuple(sorted_receipts(Receipt.from_json(entry) for entry in as_list(value.pop("files"))))
+            directories = tuple(check_name(name) for name in as_list(value.pop("directories")))
             check_collisions([*(receipt.name for receipt in files), *directories])
-            known = {name: value.pop(name) for name in _SCALARS}
-            _check_scalars(known)
+            known: dict[str, Any] = {name: as_text(value.pop(name)) for name in ("kind", "store_id", "attempt")}
+            known |= {name: as_object(value.pop(name)) for name in ("metrics", "metadata")}
+            known |= {name: as_number(value.pop(name), low) for name, low in (("epoch", 0), ("world_size", 1))}
+            known |= {"step": as_number(value.pop("step"), 0, MAX_STEP + 1), "created_at": value.pop("created_at")}
+            check_seconds(known["created_at"])
+            if known["kind"] not in ("directory", "state"):
+                raise ValueError(f"unknown kind {known['kind']!r}")
+            check_metrics(known["metrics"])
             thinned = None if value.get("thinned") is None else Thinning.from_json(value.pop("thinned"))
         except InvalidName as error:
             raise error.at(file=file) from None
@@ -168,32 +180,6 @@ class Manifest:
         value.pop("version")
         value.pop("thinned", None)
         return Manifest(**known, files=files, directories=directories, thinned=thinned, extra=value)
-
-
-_SCALARS: Mapping[str, type | tuple[type, ...]] = {
-    "kind": str,
-    "store_id": str,
-    "step": int,
-    "epoch": int,
-    "attempt": str,
-    "world_size": int,
-    "created_at": (int, float),
-    "metrics": dict,
-    "metadata": dict,
-}
-
-
-def _check_scalars(known: Mapping[str, Any]) -> None:
-    for name, kind in _SCALARS.items():
-        if not isinstance(known[name], kind) or isinstance(known[name], bool):
-            raise ValueError(f"{name} is a {type(known[name]).__name__}")
-    check_seconds(known["created_at"])
-    if known["step"] < 0 or known["epoch"] < 0 or known["world_size"] < 1:
-        raise ValueError("step, epoch or world_size is out of range")
-    if known["kind"] not in ("directory", "state"):
-        raise ValueError(f"unknown kind {known['kind']!r}")
-    if not all(type(number) in (int, float) for number in known["metrics"].values()):
-        raise ValueError("a metric is not a number")
 
 
 def sorted_receipts(receipts: Iterable[Receipt]) -> list[Receipt]:

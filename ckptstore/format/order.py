@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ckptstore.format.encoding import as_list
+
 MAX_VOIDS = 16
 """The most intervals in a record. Above it the two oldest are joined, with everything between them."""
 _MOST = 10**18
@@ -63,10 +65,9 @@ class Void:
 
     @staticmethod
     def from_json(value: Any) -> Void:
-        """Read the interval of a record. Raises ValueError if it is not one."""
-        if not isinstance(value, list) or len(value) != 4:
-            raise ValueError("an interval is not a list of four numbers")
-        return Void(SaveOrder.of(*value[:2]), SaveOrder.of(*value[2:]))
+        """Read the interval of a record. Raises ValueError or TypeError if it is not one."""
+        epoch, save_number, *before = as_list(value)
+        return Void(SaveOrder.of(epoch, save_number), SaveOrder.of(*before))
 
 
 def with_void(voids: Iterable[Void], more: Void) -> tuple[Void, ...]:

@@ -31,7 +31,17 @@ from ckptstore.format.changes import (
     Unpin,
     apply,
 )
-from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
+from ckptstore.format.encoding import (
+    FORMAT_VERSION,
+    as_list,
+    as_number,
+    as_object,
+    as_text,
+    check_seconds,
+    dump_json,
+    load_object,
+    shortened,
+)
 from ckptstore.format.entry import CheckpointEntry, Thinning
 from ckptstore.format.layout import MAX_NUMBER, record_key
 from ckptstore.format.manifest import sha256_of
@@ -176,9 +186,9 @@ class Record:
         try:
             value.pop("version")
             value.pop(_SEAL_FIELD)
-            if _integer(value.pop("number")) != number or not 1 <= number <= MAX_NUMBER:
+            if as_number(value.pop("number")) != number or not 1 <= number <= MAX_NUMBER:
                 raise ValueError("it carries another number")
-            kind, encoded_state = _text(value.pop("kind")), value.pop("state")
+            kind, encoded_state = as_text(value.pop("kind")), value.pop("state")
             if kind not in _KINDS:
                 raise UnsupportedVersion(
                     f"{record_key(number)} is of the kind {shortened(kind)!r}, which this ckptstore does not know",
@@ -188,10 +198,10 @@ class Record:
             return Record(
                 number=number,
                 change=_change_from_json(kind, value.pop("change"), limit=number),
-                previous=_text(value.pop("previous")),
-                write_id=_text(value.pop("write_id")),
+                previous=as_text(value.pop("previous")),
+                write_id=as_text(value.pop("write_id")),
                 created_at=check_seconds(value.pop("created_at")),
-                encoded_state=_object(encoded_state),
+                encoded_state=as_object(encoded_state),
                 extra=value,
                 stored=bytes(data),
             )
@@ -220,28 +230,10 @@ def _damaged(number: int, error: Exception) -> NoReturn:
     raise CheckpointDamaged(f"{file} is not a record of the log: {shortened(text)}", file=file) from None
 
 
-def _integer(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a number of at least 0")
-    return value
-
-
 def _boolean(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
     return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not text")
-    return value
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is not an object")
-    return dict(value)
 
 
 def _kind_of(change: Change) -> str:
@@ -292,20 +284,20 @@ def _change_from_json(kind: str, value: dict[str, Any], *, limit: int) -> Change
 
     match kind:
         case "claim":
-            above_epoch = _integer(value.get("above_epoch", 0))
-            return Claim(_text(value["start_token"]), _integer(value["world_size"]), above_epoch)
+            above_epoch = as_number(value.get("above_epoch", 0))
+            return Claim(as_text(value["start_token"]), as_number(value["world_size"]), above_epoch)
         case "checkpoint":
-            reasons = {int(number): _text(reason) for number, reason in value["reasons"].items()}
+            reasons = {_number(text, limit): as_text(reason) for text, reason in value["reasons"].items()}
             return Commit(_entry_from_json(value["checkpoint"], limit), numbers("replaces"), numbers("drops"), reasons)
         case "thin":
-            return Commit(_entry_from_json(value["checkpoint"], limit), thins=_integer(value["thins"]))
+            return Commit(_entry_from_json(value["checkpoint"], limit), thins=as_number(value["thins"]))
         case "remove":
             voids = None if value.get("voids") is None else Void.from_json(value["voids"])
             return Remove(
                 numbers("trash"),
                 numbers("drop"),
                 _optional(value["epoch"]),
-                _text(value["reason"]),
+                as_text(value["reason"]),
                 voids,
                 _boolean(value.get("unpins", False)),
             )
@@ -317,17 +309,22 @@ def _change_from_json(kind: str, value: dict[str, Any], *, limit: int) -> Change
             return Restore(numbers("numbers"), _boolean(value["pin"]), _optional(value["epoch"]))
         case "resumed":
             source = None if value["source"] is None else SaveOrder.of(*value["source"])
-            next_save = SaveOrder.of(value["epoch"], value["next_save"]).save_number
-            return Resumed(_integer(value["epoch"]), source, _text(value["attempt"]), next_save)
+            until = SaveOrder.of(value["epoch"], as_number(value["next_save"], 1))
+            return Resumed(until.epoch, source, as_text(value["attempt"]), until.save_number)
         case "annotate":
-            (number,) = decode_sequence(str(_integer(value["number"])), limit=limit)
-            return Annotate(number, _object(value["metrics"]), _optional(value["epoch"]))
+            place, metrics = _number(str(as_number(value["number"])), limit), as_object(value["metrics"])
+            return Annotate(place, metrics, _optional(value["epoch"]))
         case _:
             return Noop()
 
 
+def _number(text: str, limit: int) -> int:
+    (number,) = decode_sequence(text, limit=limit)
+    return number
+
+
 def _optional(value: Any) -> int | None:
-    return None if value is None else _integer(value)
+    return None if value is None else as_number(value)
 
 
 def _entry_to_json(entry: CheckpointEntry) -> dict[str, Any]:
@@ -356,14 +353,14 @@ def _entry_to_json(entry: CheckpointEntry) -> dict[str, Any]:
 
 def _entry_from_json(value: dict[str, Any], limit: int) -> CheckpointEntry:
     return CheckpointEntry(
-        **{name: _integer(value[name]) for name in ("step", "epoch", "world_size", "size_bytes", "num_files")},
-        save_number=_integer(value.get("save_number", 0)),
+        **{name: as_number(value[name]) for name in ("step", "epoch", "world_size", "size_bytes", "num_files")},
+        save_number=as_number(value.get("save_number", 0)),
         own_bytes=_optional(value.get("own_bytes")),
-        attempt=_text(value["attempt"]),
-        manifest_sha256=_text(value["manifest_sha256"]),
+        attempt=as_text(value["attempt"]),
+        manifest_sha256=value["manifest_sha256"],
         kind=value["kind"],
         created_at=check_seconds(value["created_at"]),
-        metrics=_object(value["metrics"]),
+        metrics=as_object(value["metrics"]),
         bases=tuple(decode_sequence(value["bases"], limit=limit)),
         committed_at=None if value.get("committed_at") is None else check_seconds(value["committed_at"]),
         thinned=None if value.get("thinned") is None else Thinning.from_json(value["thinned"]),
@@ -414,15 +411,16 @@ def _state_from_json(encoded: Mapping[str, Any], *, limit: int) -> StoreState:
     taken = [whole for number, whole in thinned.items() if number in live]
     if len(taken) > len(set(taken)) or any(whole in live for whole in taken):
         raise ValueError("two live checkpoints have one place")
+    bases = value.pop("bases", {})
     return StoreState(
         **pairs,
-        save_number=_integer(value.pop("save_number", 0)),
+        save_number=as_number(value.pop("save_number", 0)),
         void=_voids(value.pop("void", [])),
-        epoch=_integer(value.pop("epoch")),
+        epoch=as_number(value.pop("epoch")),
         resume_from=_optional(value.pop("resume_from")),
         live=live,
         pinned=pinned,
-        bases={int(base): Numbers.decode(users, limit=limit) for base, users in value.pop("bases", {}).items()},
+        bases={_number(base, limit): Numbers.decode(users, limit=limit) for base, users in bases.items()},
         extra=value,
     )
 
@@ -436,7 +434,7 @@ def _pairs(value: dict[str, Any], name: str, others: str, *, limit: int) -> dict
 
 
 def _voids(value: Any) -> tuple[Void, ...]:
-    voids = tuple(map(Void.from_json, value))
+    voids = tuple(map(Void.from_json, as_list(value)))
     if len(voids) > MAX_VOIDS or (voids and with_void(voids[1:], voids[0]) != voids):
         raise ValueError("what is void is not in order, or there is too much of it")
     return voids

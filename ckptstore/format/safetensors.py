@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.format.encoding import as_list, as_number, as_text, parse_json
 
 SUFFIX = ".safetensors"
 SINGLE_NAME = "model.safetensors"
@@ -61,22 +62,22 @@ def header_bytes(start: bytes, file: str) -> int:
 def parse_header(data: bytes, file: str, *, size_bytes: int) -> Header:
     """Parse the header of a file of that size, whose tensors have to lie in it. Raises CheckpointDamaged."""
     try:
-        fields = json.loads(data[_LENGTH.size :])
-        metadata = {str(key): str(value) for key, value in fields.pop(METADATA, {}).items()}
+        fields = parse_json(data[_LENGTH.size :])
+        metadata = {key: as_text(value) for key, value in fields.pop(METADATA, {}).items()}
         tensors = {}
         for text in (*fields, *metadata, *metadata.values()):
             text.encode()  # fails for half a surrogate pair, which no file can hold
         for name, field in fields.items():
-            first, last = field["data_offsets"]
-            shape = tuple(field["shape"])
-            if not all(type(number) is int and number >= 0 for number in (first, last, *shape)) or last < first:
-                raise ValueError(f"{name} has numbers that are none")
+            first, last = map(as_number, as_list(field["data_offsets"]))
+            shape = tuple(map(as_number, as_list(field["shape"])))
+            if last < first:
+                raise ValueError(f"{name} ends before it begins")
             if len(shape) > _MAX_DIMS or prod(max(1, number) for number in shape) >= _MAX_ELEMENTS:
                 raise ValueError(f"{name} has a shape that cannot be")
             if len(data) + last > size_bytes:
                 raise ValueError(f"{name} ends at byte {len(data) + last}, the file at {size_bytes}")
-            tensors[name] = Located(str(field["dtype"]), shape, len(data) + first, last - first)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            tensors[name] = Located(as_text(field["dtype"]), shape, len(data) + first, last - first)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointDamaged(f"{file} is not a whole safetensors file: {error}", file=file) from None
     return Header(tensors, metadata, len(data))
 

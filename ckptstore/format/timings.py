@@ -5,7 +5,6 @@ They are for people. No decision depends on them, so a reader that cannot read t
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -203,6 +202,6 @@ def _count(value: Any) -> int:
 
 
 def _within(value: Any, kinds: Sequence[Callable[..., Any]], limit: float) -> Any:
-    if type(value) not in kinds or not 0 <= value < limit or not math.isfinite(value):
+    if type(value) not in kinds or not 0 <= value < limit:
         raise ValueError("a number is none, or out of range")
     return value

@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ckptstore.format.encoding import parse_json
+
 _BYTES = "\0bytes"
 
 
@@ -63,10 +65,7 @@ def unpack(data: bytes) -> Any:
         blob, begin = rest[begin : begin + size], begin + size
         return blob
 
-    try:
-        value = json.loads(line, object_hook=taken)
-    except RecursionError as error:
-        raise ValueError("the value is nested too deeply") from error
+    value = parse_json(line, object_hook=taken)
     if begin != len(rest):
         raise ValueError(f"{begin} bytes of {len(rest)} belong to a value")
     return value

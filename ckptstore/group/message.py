@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, UnsupportedVersion, from_wire
-from ckptstore.format.encoding import FORMAT_VERSION
+from ckptstore.format.encoding import FORMAT_VERSION, as_list, as_number, as_text, parse_json
 from ckptstore.group.base import spoken
-
-_FIELDS: Mapping[str, type] = {"tag": str, "rank": int, "world_size": int, "by": str}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,27 +64,30 @@ class Message:
         if not newline:
             return None
         try:
-            head = json.loads(line)
-            whole = head["size"] == len(payload) and head["crc"] == zlib.crc32(payload)
-            if head["version"] > FORMAT_VERSION:
+            head = parse_json(line)
+            whole = (as_number(head["size"]), as_number(head["crc"])) == (len(payload), zlib.crc32(payload))
+            if as_number(head["version"], 1) > FORMAT_VERSION:
                 raise UnsupportedVersion(
                     f"{head['by']} posts messages of version {head['version']}, this ckptstore reads {FORMAT_VERSION}",
                     hint="Use one version of ckptstore on all ranks",
                 )
-            fields = {name: head[name] for name in _FIELDS}
-            error, rejoins, step = head.get("error"), head.get("rejoins", False), head.get("step")
-            after_failure = head.get("after_failure", False)
-            missed, lanes = tuple(head.get("missed", ())), tuple(head.get("lanes", ()))
-        except (ValueError, KeyError, TypeError, RecursionError):
+            error, step = head.get("error"), head.get("step")
+            message = Message(
+                tag=as_text(head["tag"]),
+                rank=as_number(head["rank"]),
+                world_size=as_number(head["world_size"], 1),
+                by=as_text(head["by"]),
+                payload=payload,
+                error=None if error is None else from_wire(error).to_wire(),
+                rejoins=head.get("rejoins", False),
+                after_failure=head.get("after_failure", False),
+                step=None if step is None else as_number(step),
+                missed=tuple(map(as_number, as_list(head.get("missed", [])))),
+                lanes=tuple(map(as_text, as_list(head.get("lanes", [])))),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
             return None
-        is_sound = all(type(fields[name]) is kind for name, kind in _FIELDS.items())
-        is_sound = is_sound and type(rejoins) is bool and type(after_failure) is bool
-        is_sound = is_sound and (step is None or type(step) is int)
-        is_sound = is_sound and all(type(rank) is int for rank in missed) and all(type(lane) is str for lane in lanes)
-        if not whole or not is_sound or not isinstance(error, dict | None):
-            return None
-        fields |= {"rejoins": rejoins, "after_failure": after_failure, "step": step, "missed": missed, "lanes": lanes}
-        return Message(**fields, payload=payload, error=None if error is None else from_wire(error).to_wire())
+        return message if whole and type(message.rejoins) is type(message.after_failure) is bool else None
 
 
 def first_error(messages: Mapping[int, Message], *, lost: CkptstoreError | None = None) -> dict[str, Any] | None:

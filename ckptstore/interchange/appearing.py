@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ckptstore.format.encoding import as_list, as_text, parse_json
 from ckptstore.runtime.file_locks import Exclusive
 from ckptstore.storage.disk.replacing import finish_replacement, replace_directory
 
@@ -117,11 +118,11 @@ def _noted(made: Path, target: Path, token: str, copied: Collection[str]) -> Ite
 def _read(note: Path) -> tuple[str, frozenset[str]] | None:
     """Return the name of the directory, and the names of files that were copied into it; None if it is no such file."""
     try:
-        said = json.loads(note.read_bytes())
-        name, copied = said["directory"], frozenset(map(str, said["beside"]))
+        said = parse_json(note.read_bytes())
+        name, copied = as_text(said["directory"]), frozenset(map(as_text, as_list(said["beside"])))
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return (name, copied) if isinstance(name, str) and "/" not in name and name.startswith(".") else None
+    return (name, copied) if "/" not in name and name.startswith(".") else None
 
 
 def _remove(directory: Path, is_own: IsOwn) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import mmap
 import re
@@ -22,6 +21,7 @@ import torch
 from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.dcp.stock.stock_read import StockState
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidSource
+from ckptstore.format.encoding import parse_json
 from ckptstore.format.layout import check_name
 from ckptstore.format.safetensors import INDEX_NAME
 from ckptstore.interchange.intake import Intake, is_optimizer
@@ -191,11 +191,11 @@ def _safetensors_files(path: Path, intake: Intake) -> dict[Path, set[str]]:
             _check_parts(path, files)
         return {file: set() for file in files}
     try:
-        weights = json.loads(indexes[0].read_bytes())["weight_map"]
+        weights = parse_json(indexes[0].read_bytes())["weight_map"]
         found: dict[Path, set[str]] = {}
         for name, file in weights.items():
             found.setdefault(path / check_name(file), set()).add(name)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidSource(f"{indexes[0]} is no index of safetensors: {error!r}") from None
     for each in found:
         _check_file(each)

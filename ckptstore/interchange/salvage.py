@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, NoUsableCheckpoint, StoreMissing
 from ckptstore.format.changes import Annotate, Commit
+from ckptstore.format.encoding import parse_json
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
@@ -134,7 +134,7 @@ def _bases_of(attempt: Attempt, files: CheckpointFiles, index: Receipt) -> tuple
     A directory with a version of some publication, which was saved as it is, is a checkpoint like any other.
     """
     try:
-        metadata = json.loads(files.read_file(index))["metadata"]
+        metadata = parse_json(files.read_file(index))["metadata"]
         own, base = (Attempt.parse(str(metadata.get(name, ""))) for name in (ATTEMPT, BASE_ATTEMPT))
     except (CheckpointDamaged, ValueError, LookupError, TypeError, AttributeError):
         return ()  # the copy says what is damaged, or it is no publication

@@ -27,6 +27,7 @@ from ckptstore.errors import (
     RankFailed,
     StorageError,
 )
+from ckptstore.format.encoding import parse_json
 from ckptstore.format.layout import PART_NAME
 from ckptstore.format.safetensors import INDEX_NAME
 from ckptstore.group.base import LEADER, Group
@@ -255,7 +256,7 @@ class ExportProgress:
     def _read(self, key: str) -> dict[str, Any]:
         """Return the contents of a progress file; empty if it is missing or torn."""
         try:
-            found = json.loads(self.place.storage.read(key))
+            found = parse_json(self.place.storage.read(key))
         except (FileMissing, ValueError):
             return {}
         return found if isinstance(found, dict) else {}

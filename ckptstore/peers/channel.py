@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ckptstore.format.encoding import parse_json
+
 AUTHENTICATED_BYTES = 1 << 20
 """Files up to this size are authenticated as a whole: indexes, certificates, plain values."""
 MAC_BYTES = 32
@@ -202,10 +204,7 @@ def _received(line: socket.socket, most_bytes: int, deadline: float | None = Non
 
 
 def _parsed(data: bytearray) -> dict[str, Any]:
-    try:
-        header = json.loads(data)
-    except RecursionError:
-        raise ValueError("a header that never ends") from None
+    header = parse_json(data)
     if not isinstance(header, dict):
         raise ValueError("a header that is no object")
     return header

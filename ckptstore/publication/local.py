@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import re
@@ -23,7 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptstore.errors import CheckpointDamaged, InvalidInput, StorageError, StorageFull
+from ckptstore.errors import CheckpointDamaged, InvalidInput, StorageError, StorageFull, UnsupportedVersion
+from ckptstore.format.encoding import parse_json
 from ckptstore.format.manifest import sha256_of
 from ckptstore.format.safetensors import INDEX_NAME, Located, header_bytes
 from ckptstore.publication.codec import num_threads
@@ -53,6 +53,7 @@ _OWN_ASIDE = re.compile(r"next|moved|(spool|old)-[0-9a-f]{8}|\.?journal\.json(\.
 _MARGIN_BYTES = 16 << 20
 _FREED_SECONDS = 5.0
 """The time in which a disk frees what a file held whose name is gone already."""
+_NO_JOURNAL = (CheckpointDamaged, UnsupportedVersion, OSError, ValueError, TypeError, LookupError, AttributeError)
 _WEIGHTS = re.compile(r"model(-.+)?\.safetensors")
 """The names of files of weights: beside a full version, those of an earlier one are of no use."""
 
@@ -110,13 +111,13 @@ class LocalModel:
         """Finish the replacement that the journal describes, or forget it. Unless nothing was replaced yet, there is no
         index then, so that a full version is fetched. Raises StorageFull."""
         try:
-            journal = json.loads(self._journal.read_bytes())
+            journal = parse_json(self._journal.read_bytes())
             links = [Spooled.read(Path(path)) for path in journal["links"]]
             # What was written before the machine started again may have been lost.
             self._replace(journal, links, boot=_boot_id() if journal.get("boot") == _boot_id() else "")
         except StorageFull:
             raise
-        except (CheckpointDamaged, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except _NO_JOURNAL as error:
             logger.warning("%s cannot go on from where it was interrupted: %s", self.path, error)
             self._journal.unlink(missing_ok=True)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.encoding import as_list, as_number, as_object, as_text, parse_json
 from ckptstore.format.safetensors import INDEX_NAME, Header, Located, headed, header_bytes, parse_header
 from ckptstore.publication.codec import Change, Memory, OverwriteChange, XorChange, num_threads, replay
 from ckptstore.publication.wire import OVERWRITE, STRONG, Index
@@ -41,10 +42,11 @@ class Spooled:
 
     @staticmethod
     def read(path: Path) -> Spooled:
-        """Read one that is complete. Raises OSError, ValueError."""
-        facts = json.loads((path / STATE_NAME).read_bytes())
+        """Read one that is complete. Raises OSError, ValueError, TypeError, KeyError, CheckpointDamaged."""
+        facts = parse_json((path / STATE_NAME).read_bytes())
         index = Index.decode((path / INDEX_NAME).read_bytes(), INDEX_NAME)
-        return Spooled(path, facts["version"], facts["identity"], index, facts["metadata"])
+        version, identity = as_number(facts["version"]), as_text(facts["identity"])
+        return Spooled(path, version, identity, index, as_object(facts["metadata"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +68,31 @@ class State:
 
     def encode(self) -> dict[str, Any]:
         """Return it as JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        lists = {name: {key: [*row] for key, row in getattr(self, name).items()} for name in ("digests", "files")}
+        return {name: getattr(self, name) for name in self.__slots__} | lists
 
     @staticmethod
     def decode(fields: Mapping[str, Any]) -> State:
         """Return it from JSON. Raises ValueError, TypeError, KeyError."""
-        digests = {name: (kind, value) for name, (kind, value) in fields["digests"].items()}
-        return State(**{**fields, "digests": digests})
+        digests, files = as_object(fields["digests"]), as_object(fields["files"])
+        pairs = [(name, *as_list(pair)) for name, pair in digests.items()]
+        return State(
+            version=as_number(fields["version"]),
+            identity=as_text(fields["identity"]),
+            metadata=as_object(fields["metadata"]),
+            digests={name: (as_text(kind), as_text(value)) for name, kind, value in pairs},
+            files={name: [as_number(number) for number in as_list(stamp)] for name, stamp in files.items()},
+            config_files=[as_text(name) for name in as_list(fields["config_files"])],
+            checks={name: as_text(digest) for name, digest in as_object(fields["checks"]).items()},
+            boot=as_text(fields["boot"]),
+        )
 
     @staticmethod
     def read(directory: Path, *, needs_index: bool = True) -> State | None:
         """Read it; None where the directory is of no reader, or, if it `needs_index`, was left in the middle of a
         replacement."""
         try:
-            state = State.decode(json.loads((directory / STATE_NAME).read_bytes()))
+            state = State.decode(parse_json((directory / STATE_NAME).read_bytes()))
             return state if not needs_index or (directory / INDEX_NAME).exists() else None
         except (OSError, ValueError, TypeError, KeyError):
             return None

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, FileMissing, StorageError
-from ckptstore.format.encoding import FORMAT_VERSION
+from ckptstore.format.encoding import FORMAT_VERSION, parse_json
 from ckptstore.format.layout import LEASE_PREFIX, lease_key, parse_lease_key
 from ckptstore.node_cache.place import boot_id
 from ckptstore.runtime.file_locks import is_locked, is_named, lock_open_file
@@ -198,7 +198,7 @@ def _is_dead(storage: Storage, file: StoredFile, *, is_old: bool) -> bool | None
     """On a disk: return whether the reader has ended, for a lease whose time is not fresh; None if nobody knows."""
     assert isinstance(storage, Disk)
     try:
-        body = json.loads(storage.read(file.key))
+        body = parse_json(storage.read(file.key))
     except FileMissing:
         return True
     except StorageError:
@@ -221,7 +221,7 @@ def _is_dead(storage: Storage, file: StoredFile, *, is_old: bool) -> bool | None
 def _unchanged(storage: Storage, looks_key: str, files: Sequence[StoredFile], *, remember: bool) -> set[str]:
     """Return the keys of those leases that were the same `FRESH_SECONDS` ago, in a look of this machine."""
     try:
-        before = json.loads(storage.read(looks_key))
+        before = parse_json(storage.read(looks_key))
     except (StorageError, ValueError):
         before = {}
     now_seconds = time.monotonic()  # counts from the boot, for all processes of the machine

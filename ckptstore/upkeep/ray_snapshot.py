@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import FileMissing
+from ckptstore.format.encoding import parse_json
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.log.identity import KEPT_BY_RAY, read_store_json
 from ckptstore.storage.base import Disk, Storage
@@ -58,7 +59,7 @@ def parse_snapshot(data: bytes) -> Snapshot:
     """Parse the file, or as much of it as exists. Never raises."""
     text = data.decode(errors="replace")
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         what = f"is torn after {len(data)} bytes" if data else "is empty"
         return Snapshot(text, tuple(_listed_in(text)), "", f"it {what}: {error}")
@@ -86,7 +87,7 @@ def _listed_in(text: str) -> list[Listed]:
     while position < len(text):
         try:
             value, position = json.JSONDecoder().raw_decode(text, position)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if (item := _listed(value)) is not None:
             found.append(item)

@@ -16,7 +16,7 @@ from ckptstore.format.safetensors import Located, headed, parse_header
 from ckptstore.publication import codec
 from ckptstore.publication.codec import Change, Memory, OverwriteChange, XorChange, digest_of, encode, replay
 from ckptstore.publication.publishing import KeepChains
-from ckptstore.publication.wire import Index, version_of
+from ckptstore.publication.wire import version_of
 from ckptstore.retention import Candidate
 
 
@@ -122,18 +122,6 @@ def test_a_header_says_where_everything_lies(sizes: dict[str, int]) -> None:
     if sum(sizes.values()):
         with pytest.raises(CheckpointDamaged):
             parse_header(head, "x", size_bytes=len(head) + sum(sizes.values()) - 1)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"{", b"[]", b'{"weight_map": []}', b'{"weight_map": {"a": 3}}', b'{"weight_map": {"a": "../b.safetensors"}}',
-        b'{"weight_map": {"a": "config.json"}}', b'{"weight_map": {}, "metadata": []}',
-    ],
-)  # fmt: skip
-def test_an_index_that_is_none_is_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointDamaged):
-        Index.decode(data, "index")
 
 
 @pytest.mark.parametrize(

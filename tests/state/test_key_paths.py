@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,9 +61,3 @@ def test_numbers_of_other_classes_are_pythons_own_under_the_same_text() -> None:
         (found,) = typed((key,), [{}])
         assert (found, str(found)) == (expected, str(key))
         assert type(getattr(found, "value", None)) is type(getattr(expected, "value", None))
-
-
-@pytest.mark.parametrize("rows", [[[]], [[[]]], [[["a"]]], [[[1, 2]]], [[{}]], ["a", 1], 5, [[True]], [[1.5]], [None]])
-def test_anything_else_is_refused(rows: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        KeyPaths.from_json(rows)

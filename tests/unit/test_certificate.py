@@ -84,18 +84,6 @@ def test_no_change_of_a_byte_goes_unseen(data: st.DataObject) -> None:
     assert found == Certificate.decode(DATA)
 
 
-@pytest.mark.parametrize("length", [0, 1, 100, len(DATA) // 2, len(DATA) - 1])
-def test_a_torn_certificate_is_damage(length: int) -> None:
-    with pytest.raises(CheckpointDamaged, match=r"fast\.json"):
-        Certificate.decode(DATA[:length])
-
-
-@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
-def test_anything_else_is_refused(data: bytes | str) -> None:
-    with pytest.raises(CkptstoreError):
-        Certificate.decode(data.encode() if isinstance(data, str) else data)
-
-
 def rebuilt(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes:
     """A certificate whose digests fit what was changed in it: `change` gets what it says and its manifest."""
     outer = json.loads(DATA)
@@ -109,30 +97,9 @@ def rebuilt(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes
 
 
 FALSE: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
-    "another store": lambda inner, _: inner.update(store_id="ab" * 16),
-    "another epoch": lambda inner, _: inner.update(epoch=2),
-    "a step that is true": lambda inner, manifest: (inner.update(step=True), manifest.update(step=1)),
-    "another attempt": lambda inner, _: inner.update(attempt="step-0000000300-e0001-00000000"),
     "an attempt of another step": lambda inner, manifest: [each.update(step=301) for each in (inner, manifest)],
     "an attempt that is a path": lambda inner, manifest: [each.update(attempt="../../x") for each in (inner, manifest)],
-    "no save": lambda inner, _: inner.update(save_number=0),
-    "a save before all": lambda inner, _: inner.update(save_number=-1),
-    "a fraction of a save": lambda inner, _: inner.update(save_number=1.5),
-    "no claim": lambda inner, _: inner.pop("claim"),
-    "a claim of no record": lambda inner, _: inner["claim"].update(number=0),
-    "a claim that is text": lambda inner, _: inner["claim"].update(number="1"),
-    "a claim without digest": lambda inner, _: inner["claim"].update(sha256="12"),
-    "no node": lambda inner, _: inner.update(holders={}),
-    "nodes in a list": lambda inner, _: inner.update(holders=["node-a"]),
-    "a rank without a node": lambda inner, _: inner.update(holders={"node-a": "0"}),
-    "a rank that was not": lambda inner, _: inner.update(holders={"node-a": "0-2"}),
-    "a rank on three nodes": lambda inner, _: inner.update(holders=dict.fromkeys("abc", "0 1")),
-    "a node with a bad name": lambda inner, _: inner.update(holders={"a\n": "0 1"}),
-    "a node with a long name": lambda inner, _: inner.update(holders={"a" * 256: "0 1"}),
-    "a file without digest": lambda _, manifest: manifest["files"][0].update(digest=None),
-    "a file of no rank": lambda _, manifest: manifest["files"][0].update(rank=2),
     "a file elsewhere": lambda _, manifest: manifest["files"][0].update(attempt="step-0000000200-e0001-0123abcd"),
-    "a file with a hostile name": lambda _, manifest: manifest["files"][0].update(name="../x"),
     "endless ranks": lambda inner, manifest: (
         manifest.update(world_size=10**15),
         inner.update(holders={"node-a": f"0-{10**15 - 1}"}),

@@ -16,8 +16,6 @@ from ckptstore.errors import (
     CheckpointDamaged,
     CheckpointGone,
     InvalidInput,
-    InvalidMetric,
-    InvalidStep,
     StoreFenced,
     UnsupportedVersion,
 )
@@ -158,12 +156,6 @@ def test_a_claim_raises_the_epoch_and_remembers_the_latest() -> None:
     assert states(CLAIM).resume_from is None
     assert states(CLAIM, Claim("copy", 1, above_epoch=7)).epoch == 8
     assert states(CLAIM, CLAIM, CLAIM, Claim("copy", 1, above_epoch=1)).epoch == 4
-
-
-@pytest.mark.parametrize("change", [Claim("", 1), Claim("token", 0)])
-def test_a_claim_without_token_or_ranks_is_refused(change: Claim) -> None:
-    with pytest.raises(InvalidInput, match="claim"):
-        apply(EMPTY, 1, change)
 
 
 @pytest.mark.parametrize("epoch", [1, 3])
@@ -338,7 +330,6 @@ def test_an_annotation_lasts_as_long_as_its_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (Annotate(2, {}), InvalidInput),
         (Annotate(3, {"a": 1.0}), CheckpointGone),
         (Annotate(9, {"a": 1.0}), CheckpointGone),
         (Annotate(1, {"a": 1.0}), CheckpointGone),
@@ -351,10 +342,10 @@ def test_what_is_not_there_is_not_annotated(change: Change, error: type[Exceptio
         apply(state, 8, change)
 
 
-@pytest.mark.parametrize("value", ["1", None, True, [1.0]])
-def test_an_annotation_has_numbers(value: object) -> None:
-    with pytest.raises(InvalidMetric, match="not a number"):
-        Annotate(2, {"a": value})  # type: ignore[dict-item]
+def test_a_claim_without_ranks_and_an_annotation_without_metrics_are_refused() -> None:
+    for make in (lambda: Claim("", 1), lambda: Claim("token", 0), lambda: Annotate(2, {})):
+        with pytest.raises(InvalidInput, match=r"claim needs|no metric"):
+            make()
 
 
 @pytest.mark.parametrize("change", [Remove(), Pin(()), Unpin(()), Restore(())])
@@ -368,30 +359,12 @@ def test_a_noop_changes_nothing() -> None:
     assert apply(state, 4, Noop()) is state
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"step": -1}, InvalidStep),
-        ({"step": 10**10}, InvalidStep),
-        ({"epoch": 0}, InvalidInput),
-        ({"attempt": "../../etc"}, InvalidInput),
-        ({"manifest_sha256": "AB" * 32}, InvalidInput),
-        ({"kind": "other"}, InvalidInput),
-        ({"world_size": 0}, InvalidInput),
-        ({"metrics": {"loss": "low"}}, InvalidMetric),
-        ({"metrics": {"loss": True}}, InvalidMetric),
-    ],
-)
-def test_an_entry_is_checked(fields: dict[str, object], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        entry(**{"attempt": "step-0000000001-e0001-0123abcd", **fields})  # type: ignore[arg-type]
-
-
 # Invariants over any sequence of changes, and records as bytes
 
 numbers_of = st.lists(st.integers(1, 30), max_size=4).map(tuple)
 epochs = st.integers(1, 4)
-metrics = st.dictionaries(st.text(max_size=4).filter(lambda name: name != "$t"), st.floats(), max_size=2)
+metric_names = st.text(max_size=4).filter(lambda name: name != "$t")
+metrics = st.dictionaries(metric_names, st.floats(), max_size=2)
 orders = st.builds(SaveOrder, st.integers(1, 4), st.integers(0, 9))
 changes = st.one_of(
     st.builds(
@@ -431,7 +404,12 @@ changes = st.one_of(
     st.builds(Unpin, numbers_of, st.none() | epochs),
     st.builds(Restore, numbers_of, st.booleans(), st.none() | epochs),
     st.builds(Resumed, epochs, st.none() | orders, st.just("step-0000000001-e0001-0123abcd"), st.integers(0, 9)),
-    st.builds(Annotate, st.integers(1, 40), metrics, st.none() | epochs),
+    st.builds(
+        Annotate,
+        st.integers(1, 40),
+        st.dictionaries(metric_names, st.floats(), min_size=1, max_size=2),
+        st.none() | epochs,
+    ),
     st.just(Noop()),
 )
 
@@ -498,19 +476,18 @@ def test_files_that_others_refer_to_stay_when_their_checkpoint_is_thinned() -> N
 
 
 @pytest.mark.parametrize(
-    "thinned",
+    "fields",
     [
-        {"numbers": "3", "wholes": "2"},
-        {"numbers": "1", "wholes": "1"},
-        {"numbers": "1", "wholes": ""},
-        {"numbers": "1"},
-        "1",
-        7,
+        {"live": "1", "trash": {"numbers": "1", "removed_by": "1"}},
+        {"live": "1", "thinned": {"numbers": "3", "wholes": "2"}},
+        {"live": "1", "thinned": {"numbers": "1", "wholes": "1"}},
+        {"void": [[1, 5, 1, 5]]},
+        {"void": [[number, 1, number, 2] for number in range(MAX_VOIDS + 1)]},
     ],
 )
-def test_a_state_whose_thinned_checkpoints_make_no_sense_is_damage(thinned: object) -> None:
+def test_a_state_that_contradicts_itself_is_damage(fields: dict[str, object]) -> None:
     value = json.loads(first().encode())
-    value["state"].update(live="1", thinned=thinned)
+    value["state"].update(fields)
     with pytest.raises(CheckpointDamaged, match="not a record of the log"):
         _ = Record.decode(sealed(json.dumps(value).encode()), 1).state
 
@@ -525,17 +502,6 @@ def test_a_whole_checkpoint_and_a_thinned_one_are_not_live_in_one_place() -> Non
 def test_another_process_gets_the_annotations_too() -> None:
     record = replace(first(), annotated={"loss": 1.0})
     assert Record.from_wire(record.to_wire()).annotated == {"loss": 1.0}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"dropped": []}, {"dropped": "optimizer"}, {"dropped": [1]}, {"attempt": "up/../there"}, {"size_bytes": -1},
-     {"size_bytes": True}, {"thinned_at": "now"}, {"thinned_at": 1e300}],
-)  # fmt: skip
-def test_what_was_dropped_is_not_believed(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        Thinning.from_json({**THINNED.to_json(), **fields})
-    assert Thinning.from_json({**THINNED.to_json(), "later": 1}) == THINNED
 
 
 # The order of saves, and what is void in it
@@ -612,28 +578,6 @@ def test_the_oldest_voids_are_joined_when_there_are_many() -> None:
     assert [void_of(state.void, SaveOrder(epoch, 5)) is None for epoch in range(1, 200)].count(True) == MAX_VOIDS
     assert not void_of(state.void, SaveOrder(198, 5))
     assert all(void_of(state.void, SaveOrder(epoch, 6)) for epoch in range(1, 199))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"void": [[1, 5, 1, 5]]},
-        {"void": [[1, 5, 2]]},
-        {"void": [[2, 1, 3, 1], [1, 1, 2, 1]]},
-        {"void": [[1, 1, 3, 1], [2, 1, 4, 1]]},
-        {"void": [[1, -1, 3, 1]]},
-        {"void": [[number, 1, number, 2] for number in range(MAX_VOIDS + 1)]},
-        {"void": "1 2"},
-        {"void": 7},
-        {"save_number": -1},
-        {"save_number": True},
-    ],
-)
-def test_a_state_whose_voids_make_no_sense_is_damage(fields: dict[str, object]) -> None:
-    value = json.loads(first().encode())
-    value["state"].update(fields)
-    with pytest.raises(CheckpointDamaged, match="not a record of the log"):
-        _ = Record.decode(sealed(json.dumps(value).encode()), 1).state
 
 
 def metrics_of(change: Change) -> list[float]:
@@ -754,70 +698,6 @@ def test_newer_versions_and_unknown_kinds_are_refused_with_a_hint() -> None:
     for change in ({"version": 2}, {"kind": "merge"}):
         with pytest.raises(UnsupportedVersion, match="Upgrade"):
             Record.decode(sealed(json.dumps({**value, **change}).encode()), 1)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"number": 2},
-        {"kind": 3},
-        {"kind": "checkpoint"},
-        {"change": {}},
-        {"change": []},
-        {"previous": None},
-        {"write_id": 7},
-        {"created_at": "now"},
-        {"state": "none"},
-        {"version": 0},
-        {"version": "1"},
-        {"kind": "pin", "change": {"numbers": "1-900", "epoch": None}},
-        {"kind": "pin", "change": {"numbers": "1", "epoch": -1}},
-        {"kind": "annotate", "change": {"number": 2, "metrics": {"a": 1.0}, "epoch": None}},
-        {"kind": "annotate", "change": {"number": 1, "metrics": [1.0], "epoch": None}},
-        {"kind": "annotate", "change": {"number": 1, "metrics": {"a": "x"}, "epoch": None}},
-    ],
-)
-def test_a_record_that_is_not_one_is_damaged(change: dict[str, object]) -> None:
-    value = json.loads(first().encode())
-    with pytest.raises(CheckpointDamaged, match=r"log/0000000001\.json"):
-        Record.decode(sealed(json.dumps({**value, **change}).encode()), 1)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {},
-        {"epoch": 1, "resume_from": None, "live": "1-9"},
-        {"epoch": 1, "resume_from": None, "live": "", "pinned": "1"},
-        {"epoch": 1, "resume_from": None, "live": "1", "trash": {"numbers": "1", "removed_by": "1"}},
-        {"epoch": 1, "resume_from": None, "live": "", "trash": {"numbers": "1", "removed_by": ""}},
-        {"epoch": True, "resume_from": None, "live": ""},
-        {"epoch": 1, "resume_from": "x", "live": ""},
-        {"epoch": 1, "resume_from": None, "live": 3},
-        {"epoch": 1, "resume_from": None, "live": "", "bases": {"x": "1"}},
-        {"epoch": 1, "resume_from": None, "live": "1", "annotated": {"numbers": "1", "annotated_by": ""}},
-        {"epoch": 1, "resume_from": None, "live": "1", "annotated": {"numbers": "1", "annotated_by": "2"}},
-    ],
-)
-def test_a_state_that_is_not_one_is_damaged(state: dict[str, object]) -> None:
-    value = json.loads(first().encode())
-    record = Record.decode(sealed(json.dumps({**value, "state": state}).encode()), 1)
-    with pytest.raises(CheckpointDamaged, match=r"log/0000000001\.json"):
-        _ = record.state
-
-
-@given(st.binary(max_size=200))
-def test_garbage_is_damaged(data: bytes) -> None:
-    with pytest.raises(CheckpointDamaged):
-        Record.decode(data, 1)
-
-
-@given(st.integers(0, 400))
-def test_a_torn_record_is_damaged(cut: int) -> None:
-    data = first().encode()
-    if cut < len(data):
-        with pytest.raises(CheckpointDamaged):
-            Record.decode(data[:cut], 1)
 
 
 def test_every_flipped_bit_of_a_record_is_damage() -> None:

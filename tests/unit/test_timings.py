@@ -6,13 +6,11 @@ import copy
 import json
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.errors import CheckpointDamaged, InvalidMetadata
 from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import dump_json, load_json
 from ckptstore.format.manifest import Manifest, Receipt
@@ -100,59 +98,9 @@ def test_a_name_of_a_node_is_made_harmless() -> None:
     assert clean_node("knoten-ü") == "knoten-ü"
 
 
-NUMBERS: list[Any] = [-1, float("nan"), float("inf"), float("-inf"), 1e300, 10**30, True, "1", None, [1], {"$t": 1}]
-FIELDS: list[tuple[str | int, ...]] = [
-    ("seconds",),
-    ("size_bytes",),
-    ("requests",),
-    ("retries",),
-    ("phases", "upload", "minimum"),
-    ("phases", "upload", "maximum"),
-    ("stalled", "median"),
-    ("stalled", "slowest", 0),
-    ("ranks", 0, "rank"),
-    ("ranks", 1, "seconds", "upload"),
-    ("ranks", 1, "stalled_seconds"),
-    ("ranks", 1, "retries"),
-]
-HOSTILE: list[tuple[tuple[str | int, ...], Any]] = [(field, value) for field in FIELDS for value in NUMBERS]
-HOSTILE += [
-    ((), value)
-    for value in (None, 7, "timings", [], {}, [["seconds", 1]], {"seconds": 1.0}, {"ranks": [], "seconds": 1})
-]
-HOSTILE += [(("phases",), value) for value in (None, [], ["upload"], "upload", {"upload": None}, {"upload": {}})]
-HOSTILE += [(("stalled",), value) for value in (None, [], {"minimum": 1, "median": 1, "maximum": 1})]
-HOSTILE += [
-    (("stalled", "slowest"), value) for value in ([], [0, 1, 2, 3], "0", {"0": 0}, ["<script>"], list(range(10**5)))
-]
-HOSTILE += [(("ranks",), value) for value in (None, {}, [], "ranks", [None], [[]], [{}] * 65, [{}] * 100_000)]
-HOSTILE += [(("ranks", 0, "seconds"), value) for value in (None, [], "agree", ["upload"])]
-HOSTILE += [
-    (("ranks", 1, "node"), value)
-    for value in (None, 7, "", "<script>alert(1)</script>", "a\nb", "\x1b]0;x\x07", "n" * 300, "a b", "&amp;", "'\"")
-]
-HOSTILE += [(("ranks", 1, "rank"), 0), (("stalled", "minimum"), 5000.0)]
-
-
-@pytest.mark.parametrize(("path", "value"), HOSTILE, ids=lambda item: str(item)[:30])
-def test_hostile_timings_are_none_and_the_manifest_stays_whole(path: tuple[str | int, ...], value: Any) -> None:
-    field: Any = copy.deepcopy(Timings.of(save_of(2), seconds=30.0).to_json())
-    if path:
-        at = field
-        for name in path[:-1]:
-            at = at[name]
-        at[path[-1]] = value
-    else:
-        field = value
-    assert Timings.from_json(field) is None
-    try:
-        data = replace(example(), extra={"timings": field}).encode()
-    except InvalidMetadata:  # nobody can write it
-        return
-    manifest = Manifest.decode(data)
-    assert manifest.timings is None
-    assert manifest.files == example().files
-    assert manifest.encode() == data, "who carries it on keeps it"
+def test_seconds_that_are_not_in_order_are_no_timings() -> None:
+    field = Timings.of(save_of(2), seconds=30.0).to_json()
+    assert Timings.from_json({**field, "stalled": {**field["stalled"], "minimum": 5000.0}}) is None
 
 
 def test_phases_of_a_later_version_are_left_out() -> None:
@@ -188,9 +136,3 @@ def test_a_manifest_keeps_the_bytes_of_its_timings() -> None:
     linked = replace(manifest, files=(manifest.files[0]._replace(attempt="step-0000000010-e0003-0123abcd"),))
     assert linked.made_whole().encode() == data, "a copy keeps them too"
     assert example().timings is None
-
-
-def test_bare_nan_in_timings_is_damage_as_anywhere_in_a_manifest() -> None:
-    data = replace(example(), extra={"timings": {"seconds": 1.5}}).encode()
-    with pytest.raises(CheckpointDamaged):
-        Manifest.decode(data.replace(b"1.5", b"NaN"))

@@ -13,7 +13,8 @@ from typing import Any
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
-from ckptstore.format.encoding import FORMAT_VERSION, dump_json, load_object
+from ckptstore.format.encoding import FORMAT_VERSION, as_number, as_text, dump_json, load_object
+from ckptstore.format.layout import check_step
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.filesystem import StoragePlace, is_on_s3, place_of
 from ckptstore.storage.retry import retrying
@@ -66,13 +67,12 @@ class Pointer:
         value = load_object(data, file=file)
         value.pop("version")
         value.pop("about", None)
-        root, step, number = (value.pop(name, None) for name in ("root", "step", "number"))
-        attempt, error = value.pop("attempt", ""), value.pop("error", "")
-        is_number = number is None or (type(number) is int and number > 0)
-        if not isinstance(root, str) or not root or type(step) is not int or not is_number:
-            raise CheckpointDamaged(f"{file} does not say where the checkpoint lies", file=file)
-        if not isinstance(attempt, str) or not isinstance(error, str):
-            raise CheckpointDamaged(f"{file} is not what ckptstore writes there", file=file)
+        try:
+            root, step, number = as_text(value.pop("root")), check_step(value.pop("step")), value.pop("number")
+            number = None if number is None else as_number(number, 1)
+            attempt, error = (as_text(value.pop(name, "")) for name in ("attempt", "error"))
+        except (KeyError, ValueError) as wrong:
+            raise CheckpointDamaged(f"{file} does not say where the checkpoint lies: {wrong}", file=file) from None
         return Pointer(root=root, step=step, number=number, attempt=attempt, error=error, extra=value)
 
 

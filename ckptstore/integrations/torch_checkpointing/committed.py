@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckptstore.errors import CheckpointDamaged, FileMissing
+from ckptstore.format.encoding import load_object
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
 from ckptstore.integrations.torch_checkpointing.drafts import checked_file
@@ -48,8 +48,8 @@ class Committed:
         receipt = self.manifest.by_name.get(BLOCKS_NAME)
         if receipt is None:
             raise CheckpointDamaged(f"{self.name} has no {BLOCKS_NAME}", step=self.record.entry.step, file=BLOCKS_NAME)
-        blocks: dict[str, str] = json.loads(self.files.read_file(receipt))["files"]
-        return blocks
+        blocks = load_object(self.files.read_file(receipt), file=BLOCKS_NAME).get("files")
+        return blocks if isinstance(blocks, dict) else {}
 
     def size_bytes(self, file: str) -> int:
         """Return the size of one file. Raises FileMissing."""
@@ -57,7 +57,7 @@ class Committed:
 
     def checked(self, file: str) -> CheckedFile:
         """Return one file, with the digests of its blocks. Raises FileMissing, CheckpointDamaged."""
-        return checked_file(self.files.prefix, self._receipted(file), self._blocks[file])
+        return checked_file(self.files.prefix, self._receipted(file), self._blocks.get(file))
 
     def _receipted(self, file: str) -> Receipt:
         if file not in self.names:

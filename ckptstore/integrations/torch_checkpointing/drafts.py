@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, StorageError
 from ckptstore.format.digest import BLOCK_BYTES, column_bytes, unpacked
+from ckptstore.format.encoding import as_text, parse_json, shortened
 from ckptstore.format.layout import GROUP_PREFIX, Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, METADATA_KEY, StoredPath
@@ -48,10 +49,10 @@ def encoded_blocks(stored: Stored) -> str:
     return base64.b64encode(b"".join(stored.block_digests)).decode()
 
 
-def checked_file(prefix: str, receipt: Receipt, blocks: str) -> CheckedFile:
+def checked_file(prefix: str, receipt: Receipt, blocks: str | None) -> CheckedFile:
     """Return the file below `prefix` with the digests of its blocks. Raises CheckpointDamaged if they are damaged."""
     try:
-        data = base64.b64decode(blocks, validate=True)
+        data = base64.b64decode(as_text(blocks), validate=True)
     except ValueError:
         data = b"?"
     if receipt.digest is None or len(data) != column_bytes(receipt.digest.algorithm, receipt.size_bytes):
@@ -121,9 +122,14 @@ class Draft:
 
     def read(self, name: str) -> tuple[Receipt, str]:
         """Return the receipt of a file, with the directory of its bytes, and the digests of its blocks, as
-        `encoded_blocks` writes them. Raises FileMissing."""
-        value = json.loads(self.storage.read(f"{self.prefix}/{self._file(name)}"))
-        return Receipt.from_json(value["receipt"]), value["blocks"]
+        `encoded_blocks` writes them. Raises FileMissing, CheckpointDamaged."""
+        data = self.storage.read(f"{self.prefix}/{self._file(name)}")
+        try:
+            value = parse_json(data)
+            return Receipt.from_json(value["receipt"]), as_text(value["blocks"])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            what = shortened(repr(error))
+            raise CheckpointDamaged(f"What was noted of {name} is not in the format: {what}", file=name) from None
 
     def read_all(self, names: Iterable[str]) -> list[tuple[Receipt, str]]:
         """Read many files, several at a time."""

@@ -13,7 +13,8 @@ from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import AccessDenied, CheckpointGone, InvalidInput, StoreMissing
 from ckptstore.events import CheckpointCommitted
 from ckptstore.format.changes import Commit
-from ckptstore.format.encoding import dump_json, load_object
+from ckptstore.format.encoding import as_number, as_object, as_text, check_seconds, dump_json, load_object
+from ckptstore.format.entry import check_metrics
 from ckptstore.format.layout import CHECKPOINT_PREFIX
 from ckptstore.format.record import Record
 from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -98,17 +99,19 @@ class Reference:
 
         Raises CheckpointDamaged for text that is no JSON object, InvalidInput for one without a reference.
         """
-        value = load_object(text.encode() if isinstance(text, str) else text, file="reference")
-        found: dict[str, Any] = {item.name: value.get(item.name) for item in fields(Reference)}
-        texts = all(isinstance(found[name], str) and found[name] for name in ("store", "attempt", "manifest_sha256"))
-        counts = all(type(found[name]) is int for name in ("step", "number", "size_bytes", "world_size"))
-        metrics = found["metrics"]
-        if not texts or not counts or not isinstance(metrics, dict) or not _is_number(found["created_at"]):
-            raise InvalidInput("This is no reference to a checkpoint", hint="ckptstore's trackers write them")
-        if not all(_is_number(number) for number in metrics.values()):
-            raise InvalidInput("The metrics of this reference are not numbers")
-        found["metrics"] = {name: float(number) for name, number in metrics.items()}
-        return Reference(**found)
+        value = load_object(text.encode(errors="surrogatepass") if isinstance(text, str) else text, file="reference")
+        try:
+            found: dict[str, Any] = {name: as_text(value.get(name)) for name in ("store", "attempt", "manifest_sha256")}
+            found |= {name: as_number(value.get(name)) for name in ("step", "number", "size_bytes", "world_size")}
+            created_at, metrics = check_seconds(value.get("created_at")), as_object(value.get("metrics"))
+            check_metrics(metrics)
+            metrics = {name: float(number) for name, number in metrics.items()}
+            if "" in found.values():
+                raise ValueError("it does not say to which")
+        except (ValueError, OverflowError) as error:
+            hint = "ckptstore's trackers write them"
+            raise InvalidInput(f"This is no reference to a checkpoint: {error}", hint=hint) from None
+        return Reference(**found, created_at=created_at, metrics=metrics)
 
     def open(
         self,
@@ -178,10 +181,6 @@ class Reference:
 
     def _is_in(self, record: Record) -> bool:
         return isinstance(record.change, Commit) and record.entry.manifest_sha256 == self.manifest_sha256
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def choose(

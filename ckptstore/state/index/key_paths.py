@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any, NamedTuple
 
+from ckptstore.format.encoding import as_list, as_number
+
 
 class DictKey(NamedTuple):
     """A part of a path that is the key of a dict and no text. As text it is as the key itself."""
@@ -74,7 +76,7 @@ class KeyPaths:
     @staticmethod
     def from_json(rows: Any) -> KeyPaths:
         """Read the output of `to_json`. Raises ValueError or TypeError for anything else."""
-        paths = [tuple(map(_from_json, row)) for row in rows]
+        paths = [tuple(map(_from_json, as_list(row))) for row in as_list(rows)]
         if not all(paths):
             raise ValueError("a container has no path")
         return KeyPaths({key_of(path): path for path in paths})
@@ -116,8 +118,10 @@ def _to_json(part: Part) -> Any:
 
 
 def _from_json(value: Any) -> Part:
-    if type(value) in (str, int):
-        return value  # type: ignore[no-any-return]
+    if type(value) is str:
+        return value
+    if type(value) is int:
+        return as_number(value)
     if type(value) is list and len(value) == 1 and type(value[0]) in (bool, int, float, type(None)):
         return DictKey(value[0])
     raise ValueError(f"{value!r} is no part of a path")

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.format.digest import STRUCTURES, Digest
-from ckptstore.format.encoding import FORMAT_VERSION
+from ckptstore.format.encoding import FORMAT_VERSION, as_list, as_number, as_text, parse_json
 from ckptstore.format.naming import spread_directory
 from ckptstore.state.index.key_paths import KeyPaths
 from ckptstore.state.index.part import DTYPES, MAX_ELEMENTS, PER_RANK, Tensor, inflated
 from ckptstore.state.tensors.boxes import Box, Sizes
-from ckptstore.state.tensors.layouts import MeshLayout, number_of
+from ckptstore.state.tensors.layouts import MeshLayout
 
 INDEX_NAME = "tensors.index"
 """The name of its file; one for each checkpoint."""
@@ -167,7 +167,7 @@ class Outline:
     @cached_property
     def _table(self) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...], tuple[ModuleMetadata, ...], KeyPaths]:
         with _distrusted():
-            return _checked_table(json.loads(_inflated(self.table)), self)
+            return _checked_table(parse_json(_inflated(self.table)), self)
 
     @cached_property
     def places(self) -> Mapping[str, int]:
@@ -241,7 +241,7 @@ class Outline:
         head_bytes = _HEADER.unpack_from(data)[3]
         head, table = data[_HEADER.size :][:head_bytes], data[_HEADER.size + head_bytes : extent.stop]
         with _distrusted():
-            return _checked(json.loads(_inflated(head)), bytes(table))
+            return _checked(parse_json(_inflated(head)), bytes(table))
 
 
 def encode_table(
@@ -270,7 +270,7 @@ def _distrusted() -> Iterator[None]:
     """Raise CheckpointDamaged for anything that is wrong with an outline."""
     try:
         yield
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         raise CheckpointDamaged(
             f"{INDEX_NAME} has no outline that can be: {str(error)[:200]}", file=INDEX_NAME
         ) from None
@@ -287,14 +287,14 @@ def _inflated(data: bytes | memoryview) -> bytes:
 
 
 def _checked(content: Mapping[str, Any], table: bytes) -> Outline:
-    parts = tuple(PartFile(number_of(size, 1, 1 << 62), Digest.parse(text)) for size, text in content["parts"])
-    num_prefixes, world_size = number_of(content["num_prefixes"], 1, 1 << 31), len(parts)
-    tied = {_text(key): _text(first) for key, first in content["tied"].items()}
+    parts = tuple(PartFile(as_number(size, 1, 1 << 62), Digest.parse(text)) for size, text in as_list(content["parts"]))
+    num_prefixes, world_size = as_number(content["num_prefixes"], 1, 1 << 31), len(parts)
+    tied = {as_text(key): as_text(first) for key, first in content["tied"].items()}
     if any(first in tied for first in tied.values()):
         raise ValueError("a key is tied to one that is tied itself")
-    own = {_text(key): number_of(rank, 0, world_size) for key, rank in content["own"].items()}
-    common = tuple(number_of(rank, 0, world_size) for rank in content["common"])
-    spans = tuple(_span(row, world_size) for row in content["spans"])
+    own = {as_text(key): as_number(rank, 0, world_size) for key, rank in content["own"].items()}
+    common = tuple(as_number(rank, 0, world_size) for rank in as_list(content["common"]))
+    spans = tuple(_span(row, world_size) for row in as_list(content["spans"]))
     if type(content["packed"]) is not bool:
         raise ValueError("it does not say whether its parts are packed")
     return Outline(parts, table, tied, own, common, spans, num_prefixes, content["packed"])
@@ -303,8 +303,8 @@ def _checked(content: Mapping[str, Any], table: bytes) -> Outline:
 def _checked_table(
     content: Mapping[str, Any], outline: Outline
 ) -> tuple[tuple[Tensor, ...], tuple[MeshLayout, ...], tuple[ModuleMetadata, ...], KeyPaths]:
-    layouts = tuple(MeshLayout.from_json(value, num_ranks=outline.world_size) for value in content["layouts"])
-    tensors = _tensors(content["tensors"], len(layouts), outline.own)
+    layouts = tuple(MeshLayout.from_json(value, num_ranks=outline.world_size) for value in as_list(content["layouts"]))
+    tensors = _tensors(as_list(content["tensors"]), len(layouts), outline.own)
     if "live" in content:
         tensors = _with_live(tensors, content["live"])
     keys = [tensor.key for tensor in tensors]
@@ -320,13 +320,14 @@ def _checked_table(
             raise ValueError("a key is tied to one that is not alike")
     if any(span.last >= len(tensors) for span in outline.spans):
         raise ValueError("a span ends behind the last tensor")
-    modules = tuple(_metadata(*row, world_size=outline.world_size) for row in content.get("modules", ()))
+    modules = tuple(_metadata(row, outline.world_size) for row in as_list(content.get("modules", [])))
     paths = KeyPaths.from_json(content["paths"]) if "paths" in content else KeyPaths(is_known=False)
     return tensors, layouts, modules, paths
 
 
-def _metadata(key: Any, content: Any, ranks: Sequence[Any] = (), *, world_size: int) -> ModuleMetadata:
-    return ModuleMetadata(_text(key), content, tuple(number_of(rank, 0, world_size) for rank in ranks))
+def _metadata(row: Any, world_size: int) -> ModuleMetadata:
+    key, content, ranks = row if len(as_list(row)) == 3 else (*row, [])
+    return ModuleMetadata(as_text(key), content, tuple(as_number(rank, 0, world_size) for rank in as_list(ranks)))
 
 
 def _tensors(rows: Sequence[Sequence[Any]], num_layouts: int, own: Collection[str]) -> tuple[Tensor, ...]:
@@ -338,7 +339,7 @@ def _tensors(rows: Sequence[Sequence[Any]], num_layouts: int, own: Collection[st
         raise ValueError("a tensor has a key that is no text, or a layout that is no number")
     if not 0 <= min(layouts) <= max(layouts) <= num_layouts:
         raise ValueError("a tensor has a layout that is none")
-    forms = [_form(dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    forms = [_form(dtype, *as_list(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
     flags = [PER_RANK if key in own else 0 for key in keys] if own else repeat(0)
     columns = zip(keys, *zip(*forms, strict=True), flags, layouts, repeat(""), strict=False)  # `repeat` has no end
     return tuple(map(Tensor._make, columns))
@@ -348,8 +349,8 @@ def _with_live(tensors: Sequence[Tensor], live: Mapping[str, Sequence[int]]) -> 
     """Return the tensors with the dtypes that they had, from their places by dtype."""
     found = list(tensors)
     for dtype, places in live.items():
-        for place in places:
-            at = number_of(place, 0, len(tensors))
+        for place in as_list(places):
+            at = as_number(place, 0, len(tensors))
             if dtype not in DTYPES or DTYPES[dtype][1] <= DTYPES[found[at].dtype][1]:
                 raise ValueError("a tensor was cast from a dtype that cannot be")
             found[at] = found[at]._replace(live=dtype)
@@ -359,21 +360,15 @@ def _with_live(tensors: Sequence[Tensor], live: Mapping[str, Sequence[int]]) -> 
 @lru_cache(maxsize=4096, typed=True)  # thousands of tensors are alike
 def _form(dtype: Any, *sizes: Any) -> tuple[str, Sizes]:
     for size in sizes:
-        number_of(size, 0, MAX_ELEMENTS)
-    if _text(dtype) not in DTYPES or len(sizes) > 255 or prod(map(float, sizes)) >= MAX_ELEMENTS:
+        as_number(size, 0, MAX_ELEMENTS)
+    if as_text(dtype) not in DTYPES or len(sizes) > 255 or prod(map(float, sizes)) >= MAX_ELEMENTS:
         raise ValueError("a tensor has a dtype or a shape that cannot be")
     return dtype, sizes
 
 
 def _span(row: Sequence[Any], world_size: int) -> Span:
     rank, first, last = row
-    found = Span(number_of(rank, 0, world_size), number_of(first, 0, 1 << 31), number_of(last, 0, 1 << 31))
+    found = Span(as_number(rank, 0, world_size), as_number(first, 0, 1 << 31), as_number(last, 0, 1 << 31))
     if found.first > found.last:
         raise ValueError("a span ends before it begins")
     return found
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"{str(value)[:40]} is no text")
-    return value

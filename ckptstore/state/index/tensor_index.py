@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import BLOCK_BYTES, Digest, fingerprinter, unpacked
+from ckptstore.format.encoding import as_object, parse_json
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.outline import Outline
 from ckptstore.state.index.part import DTYPE_NAMES, PER_RANK, Part, Regions, Tensor
@@ -350,12 +350,9 @@ def values_layout(parts: Iterable[Part]) -> list[Any]:
 
 def _values(text: bytes) -> Iterator[tuple[str, Any]]:
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"plain values are not valid JSON: {error}") from None
-    if type(values) is not dict:
-        raise CheckpointDamaged("plain values are not a JSON object")
-    return iter(values.items())
+        return iter(as_object(parse_json(text)).items())
+    except ValueError as error:
+        raise CheckpointDamaged(f"plain values are not a JSON object: {error}") from None
 
 
 def _joined(columns: list[Any]) -> np.ndarray[Any, Any]:

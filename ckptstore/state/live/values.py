@@ -22,7 +22,7 @@ from itertools import chain
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidState
-from ckptstore.format.encoding import float_name, shortened
+from ckptstore.format.encoding import as_list, as_text, float_name, parse_json, shortened
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.runtime.torch_private import metadata_of, set_metadata
 from ckptstore.state.index.packed_values import CONTAINERS, pack, plain_size, unpack
@@ -277,7 +277,7 @@ class Decoder:
         plain = DECODED.get(kind)
         made = _DECODE_NESTED[kind](self, content) if plain is None else plain(content)
         if _METADATA in value:
-            content = json.loads(value[_METADATA])
+            content = parse_json(value[_METADATA])
             set_metadata(made, decode_metadata(content, path="a state dict", allow_pickle=self._allow_pickle))
         return made
 
@@ -386,7 +386,7 @@ def decode_metadata(content: Any, *, path: str, allow_pickle: bool = False) -> O
     pickle that was not allowed, CheckpointDamaged for something in another form."""
     try:
         pairs, *rest = content
-        found = OrderedDict((name, value) for value, names in pairs for name in names)
+        found = OrderedDict((as_text(name), value) for value, names in as_list(pairs) for name in as_list(names))
     except (TypeError, ValueError) as error:
         raise CheckpointDamaged(f"the metadata of {path} is not in the format: {shortened(repr(error))}") from None
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptstore.format.encoding import as_list, as_number
 from ckptstore.state.tensors.boxes import REPLICATED, Box, Cut, Sizes, runs_of
 
 _Array = np.ndarray[Any, Any]
@@ -69,17 +70,15 @@ class Mesh:
     def from_json(value: Mapping[str, Any], *, num_ranks: int = _MAX_RANKS) -> Mesh:
         """Read the output of `to_json` without trust, for a group of `num_ranks` ranks. Raises ValueError, KeyError or
         TypeError."""
-        shape = tuple(number_of(size, 1, num_ranks + 1) for size in value["shape"])
+        shape = tuple(as_number(size, 1, num_ranks + 1) for size in as_list(value["shape"]))
         if len(shape) > _MAX_DIMS or prod(shape) > num_ranks:
             raise ValueError("a mesh is huge")
         if "ranks" in value:
-            ranks = [number_of(rank, 0, num_ranks) for rank in value["ranks"]]
+            ranks = [as_number(rank, 0, num_ranks) for rank in as_list(value["ranks"])]
         else:
-            steps = [number_of(step, 0, num_ranks) for step in value["steps"]]
-            if len(steps) != len(shape):
-                raise ValueError("a mesh has not one step for each dimension")
-            first = number_of(value["first"], 0, num_ranks)
-            number_of(first + sum(step * (size - 1) for step, size in zip(steps, shape, strict=True)), 0, num_ranks)
+            steps = [as_number(step, 0, num_ranks) for step in as_list(value["steps"])]
+            first = as_number(value["first"], 0, num_ranks)
+            as_number(first + sum(step * (size - 1) for step, size in zip(steps, shape, strict=True)), 0, num_ranks)
             ranks = _regular(first, shape, steps).reshape(-1).tolist()
         if len(ranks) != prod(shape) or len(set(ranks)) != len(ranks):
             raise ValueError("a mesh has a rank twice, or not enough")
@@ -186,7 +185,9 @@ class MeshLayout:
         """Read the output of `to_json` without trust, for a group of `num_ranks` ranks. Raises ValueError, KeyError or
         TypeError."""
         mesh = Mesh.from_json(value["mesh"], num_ranks=num_ranks)
-        cuts = tuple(Cut(number_of(dim, REPLICATED, _MAX_DIMS), number_of(by, 1, 1 << 31)) for dim, by in value["cuts"])
+        cuts = tuple(
+            Cut(as_number(dim, REPLICATED, _MAX_DIMS), as_number(by, 1, 1 << 31)) for dim, by in as_list(value["cuts"])
+        )
         if len(cuts) != len(mesh.shape):
             raise ValueError("a layout has not one cut for each dimension of its mesh")
         layout = MeshLayout(mesh, cuts)
@@ -232,13 +233,6 @@ def _chunk_starts(place: Any, ends: Any, num_places: int, shares: int, split_fac
     starts = np.minimum(inner, np.arange(shares) * -(-inner // shares))
     flat: _Array = (bounds[:-1, None, None] + outer[:, :-1, None] + starts).reshape(-1)
     return flat
-
-
-def number_of(value: Any, low: int, high: int) -> int:
-    """Return a value of JSON that is a whole number from `low` on, below `high`. Raises ValueError."""
-    if type(value) is not int or not low <= value < high:
-        raise ValueError(f"{str(value)[:40]} is not a number from {low} to {high - 1}")
-    return value
 
 
 def distinct(numbers: Any) -> np.ndarray[Any, Any]:

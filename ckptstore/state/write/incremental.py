@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.format.encoding import FORMAT_VERSION, load_object, shortened
+from ckptstore.format.encoding import FORMAT_VERSION, as_list, as_number, as_text, load_object, shortened
 from ckptstore.format.manifest import Receipt
 from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.tensors.layouts import number_of
 
 LEAST_CURRENT = 0.75
 """The least share of a file that is still current for it to be taken over; below, the current chunks are written
@@ -106,7 +105,7 @@ class Kept:
         """Read the output of `encode`. Raises CheckpointDamaged."""
         value = load_object(data, file=file)
         try:
-            return Kept(attempt, tuple(_file_from_json(entry) for entry in value["files"]))
+            return Kept(attempt, tuple(_file_from_json(entry) for entry in as_list(value["files"])))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointDamaged(f"{file} does not describe chunks: {shortened(repr(error))}", file=file) from None
 
@@ -118,23 +117,27 @@ def _file_from_json(entry: dict[str, Any]) -> KeptFile:
     return KeptFile(
         receipt,
         _number(entry["slab_bytes"]),
-        base64.b64decode(entry["slab_digests"]),
+        _bytes(entry["slab_digests"]),
         tuple(
             KeptChunk(
-                str(key),
-                Box(tuple(map(_number, offsets)), tuple(map(_number, sizes))),
+                as_text(key),
+                Box(tuple(map(_number, as_list(offsets))), tuple(map(_number, as_list(sizes)))),
                 _number(at),
                 _number(size_bytes),
-                str(digest),
-                base64.b64decode(blocks),
+                as_text(digest),
+                _bytes(blocks),
             )
-            for key, offsets, sizes, at, size_bytes, digest, blocks in entry["chunks"]
+            for key, offsets, sizes, at, size_bytes, digest, blocks in as_list(entry["chunks"])
         ),
     )
 
 
 def _number(value: Any) -> int:
-    return number_of(value, 0, 1 << 63)
+    return as_number(value, 0, 1 << 63)
+
+
+def _bytes(value: Any) -> bytes:
+    return base64.b64decode(as_text(value), validate=True)
 
 
 def kept_file_name(rank: int) -> str:

@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.format.digest import Digest
+from ckptstore.format.encoding import parse_json
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.answers import check_head, complete, wrong
@@ -88,7 +89,7 @@ class GcsFiles(CloudFiles):
         with self.sdk_seam(what, key):
             data = answer.content
         with complete(key):
-            return {} if answer.status_code == 204 else json.loads(data)
+            return {} if answer.status_code == 204 else parse_json(data)
 
     def rules(self) -> dict[str, str]:
         """See `Bucket`."""

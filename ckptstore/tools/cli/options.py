@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ import click
 
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.tier import FastTier
+from ckptstore.format.encoding import parse_json
 from ckptstore.keep_rules import RULES, parse_policy
 from ckptstore.storage.uri import parse_uri
 from ckptstore.transfer.executor import Executor, InProcess
@@ -170,6 +170,6 @@ def parse_storage_options(texts: tuple[str, ...]) -> dict[str, Any]:
 
 def _parse(name: str, value: str) -> Any:
     try:
-        return json.loads(value)
+        return parse_json(value)
     except ValueError:
         raise InvalidInput(f"--storage-option {name}= takes JSON, and the value is not JSON") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.format.encoding import check_seconds
+from ckptstore.format.encoding import as_number, as_text, check_seconds
 from ckptstore.format.layout import check_user_name
 from ckptstore.tools.run.folders.candidate import Beside, MarkerReader, Prospect, fingerprint, text_of
 from ckptstore.tools.run.folders.whole import json_in
@@ -94,30 +94,33 @@ def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
     if fields is None:
         return None
     try:
-        items = fields["beside"].items()
-        beside = {
-            check_user_name(name): Beside(it.get("text"), it.get("data"), it.get("link"), it.get("copy"))
-            for name, it in items
-        }
-        name, is_directory = check_user_name(fields["name"]), fields["is_directory"] is True
-        written_at = check_seconds(fields["written_at"]) if "written_at" in fields else None
+        beside = {check_user_name(name): _neighbour(it) for name, it in fields["beside"].items()}
         own_step = fields.get("step", step)
-        place = folder_of(metadata)
-        home = Home(name, fields["shape"], is_directory, beside, fields["fingerprint"], written_at, own_step, place)
-        texts = [home.shape, home.fingerprint]
-        texts += [text for it in beside.values() for text in (it.text, it.data, it.link, it.copy) if text]
-        if not all(isinstance(text, str) for text in texts) or not isinstance(own_step, int | None):
+        home = Home(
+            name=check_user_name(fields["name"]),
+            shape=as_text(fields["shape"]),
+            is_directory=fields["is_directory"],
+            beside=beside,
+            fingerprint=as_text(fields["fingerprint"]),
+            written_at_seconds=check_seconds(fields["written_at"]) if "written_at" in fields else None,
+            step=None if own_step is None else as_number(own_step),
+            folder=folder_of(metadata),
+        )
+        if type(home.is_directory) is not bool:
             raise TypeError
-        for it in beside.values():
-            b64decode(it.data or "", validate=True)
-            for target in (it.link, it.copy):
-                if target is not None:
-                    check_user_name(target)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointDamaged(
             f"The metadata of step {step} do not tell where it lay in its folder", step=step, hint="See `show`"
         ) from error
     return home
+
+
+def _neighbour(fields: Mapping[str, Any]) -> Beside:
+    texts = {kind: as_text(fields[kind]) for kind in ("text", "data", "link", "copy") if fields.get(kind) is not None}
+    b64decode(texts.get("data", ""), validate=True)
+    for target in (texts[kind] for kind in ("link", "copy") if kind in texts):
+        check_user_name(target)
+    return Beside(**texts)
 
 
 def _metrics(candidate: Prospect, contents: MarkerReader, metrics_file: str | None) -> dict[str, float]:

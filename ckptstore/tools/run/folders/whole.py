@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import math
 import pickletools
 import re
@@ -19,7 +18,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckptstore.format.encoding import shortened
+from ckptstore.format.encoding import parse_json, shortened
 from ckptstore.format.layout import known_step
 from ckptstore.transfer.sources import refuse_shortage
 
@@ -52,8 +51,8 @@ def _whatever_it_holds(path: Path, read: Callable[[Path], T], failed: Callable[[
 def json_in(text: str | bytes | None) -> Any:
     """Return what a JSON text says; None for one that says nothing, is torn, or nests deeper than it can be read."""
     try:
-        return json.loads(text or "null")
-    except (ValueError, RecursionError):
+        return parse_json(text or "null")
+    except ValueError:
         return None
 
 
