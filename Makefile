@@ -13,8 +13,8 @@ INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
 EXTRAS := dev,s3,gcs,azure,fast,fsspec-clouds,ray,lightning,transformers,torch-checkpointing,otel,mlflow,wandb,serve
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20
-# Some tests wait, for a stalled server or a dead rank, so two processors carry four. Files keep
-# the order of their names: by number of tests the few that take long would be the last.
+# Some tests wait, for a stalled server or a dead rank, so two processors carry four. Files keep the order of their
+# names: by number of tests the few that take long would be the last.
 AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder
 QUICK := -m "not slow and not long and not ceph"
 OTHERS := -m "(slow or hypothesis) and not long and not ceph"

@@ -123,6 +123,7 @@ TEXTS: dict[str, str] = {
     "<b>": "text name",
     "a" * 4_000: "text base64",
     "\ud800": "",
+    chr(0xDFFF): "",
 }
 """Hostile texts, with the rules by which each is valid."""
 _NUMBERS: list[Any] = [True, False, 0, -1, 1, 1.5, -0.0, -1.5, 2**31, 2**63, 2**64, 10**30, 10**400]
@@ -201,9 +202,8 @@ def _replacements(value: Any, words: Sequence[str]) -> Iterator[tuple[Any, Verdi
         near += [int(high) + 1] if math.isfinite(high) else []
     elif isinstance(value, list) and value:
         near = [value[:-1], value * 2, value[:1] * (200 if isinstance(value[0], list | dict) else 10_000), value[:1]]
-    tags = (
-        [] if {"any", "map"} & {*words} else _TAGS
-    )  # one that is not known is left as it is, and is not written again
+    # A tag that is not known is left as it is, and is not written again.
+    tags = [] if {"any", "map"} & {*words} else _TAGS
     for new in itertools.chain([None], _NUMBERS, TEXTS, _CONTAINERS, tags, _FLOATS, near):
         if type(new) is not type(value) or new != value:
             wrong = Verdict.REFUSED if "fixed" in words else Verdict.SAME

@@ -135,14 +135,14 @@ def is_sha256(value: object) -> bool:
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
-_HALF_PAIR = re.compile(r"\\u[dD][89abAB]")
-"""An escape of a character that two escapes make, or of none that is valid."""
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape of half a character: with its other half, as it should be, or without."""
 
 
 def load_json(data: bytes, *, file: str) -> Any:
     """Decode the output of `dump_json`. Raises CheckpointDamaged, naming `file`, for anything that it cannot be."""
     try:
-        text = str(data, "utf-8-sig")
+        text = str(data, "utf-8").removeprefix("\ufeff")  # a codec for that may not be readable to this user
         value = json.loads(text, object_hook=_decode, parse_constant=_refuse_constant)
         if _HALF_PAIR.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # whoever carries it on could not write it
