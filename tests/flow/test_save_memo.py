@@ -65,7 +65,7 @@ def files_of(path: str) -> dict[str, bytes]:
     return {name: data for name, data in found.items() if name != "ckptstore.json"}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=min(60, settings.default.max_examples))
 @given(states=_STATES, ways=_WAYS, in_background=st.booleans(), repeats=st.integers(1, 2))
 @example([{"a": "floats"}, {"a": "turned"}, {"a": "as many bytes"}], [{}], False, 1)
 @example([{"a": "floats", "b": "tied"}, {"a": "floats", "b": "floats"}, {"b": "floats", "a": "tied"}], [{}], False, 1)

@@ -279,7 +279,7 @@ EVENTS = st.lists(
         (silent, 2, RULES),
     ],
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=min(25, settings.default.max_examples), deadline=None, suppress_health_check=list(HealthCheck))
 @given(events=EVENTS)
 def test_what_is_finished_is_whole(
     program: Program,

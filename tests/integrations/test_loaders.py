@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import run_ranks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from thread_ranks import run_threads
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -64,7 +64,6 @@ phases = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(0,
 """Numbers of ranks, the batch sizes, and how many batches each rank takes; the last one ends the epoch."""
 
 
-@settings(deadline=None, max_examples=150)
 @given(size=st.integers(1, 60), phases=phases, shuffle=st.booleans(), drop_last=st.booleans(), epoch=st.integers(0, 2))
 def test_each_sample_comes_once_on_any_numbers_of_ranks(
     size: int, phases: list[tuple[int, int, int]], shuffle: bool, drop_last: bool, epoch: int
@@ -124,7 +123,6 @@ def test_the_order_is_that_of_torchs_sampler(drop_last: bool, size: int) -> None
             assert [batch.tolist() for batch in loader] == theirs[1:]
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     phases=st.lists(
         st.tuples(st.integers(1, 7), st.integers(1, 5), st.lists(st.integers(0, 5), min_size=7, max_size=7))

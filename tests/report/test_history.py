@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from log_entries import entry
 
@@ -67,7 +67,6 @@ def log_of(choices: list[tuple[str, int, bool]]) -> list[Record]:
     return [Record.decode(record.encode(), record.number) for record in made]
 
 
-@settings(deadline=None)
 @given(CHOICES)
 def test_a_history_agrees_with_the_records(choices: list[Any]) -> None:
     made = log_of(choices)
@@ -93,7 +92,6 @@ def test_a_history_agrees_with_the_records(choices: list[Any]) -> None:
     assert len(history.changes) == len(made)
 
 
-@settings(deadline=None)
 @given(CHOICES, st.sets(st.integers(0, 39), max_size=3))
 def test_records_that_cannot_be_read_hide_no_others(choices: list[Any], broken: set[int]) -> None:
     made = log_of(choices)

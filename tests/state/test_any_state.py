@@ -200,7 +200,7 @@ def _check(size: int, drawn: list[Place], data: Any, **options: Any) -> None:
     assert run_threads(other, uri, load) == [[]] * other
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=min(40, settings.default.max_examples), deadline=None)
 @given(worlds(), st.data())
 def test_a_save_holds_every_key_of_every_rank_or_names_it(world: tuple[int, list[Place]], data: Any) -> None:
     check(*world, data)
@@ -218,7 +218,6 @@ def test_saves_of_what_changed(world: tuple[int, list[Place]], options: dict[str
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)  # 200 examples, each saved and loaded, take minutes on a busy machine
-@settings(max_examples=200, deadline=None)
 @given(worlds(), st.one_of(st.just({}), INCREMENTAL), st.data())
 def test_however_it_is_saved(world: tuple[int, list[Place]], options: dict[str, Any], data: Any) -> None:
     check(*world, data, **options)

@@ -4,7 +4,7 @@ import json
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from saving import index_of
 
@@ -255,7 +255,6 @@ def test_places_that_cannot_be_are_damage(part, words):
         Part.decode(part, rank=0, file="f")
 
 
-@settings(max_examples=400)
 @given(st.integers(0, 10_000), st.integers(0, 255), st.integers(0, 60))
 def test_flipped_and_torn_parts_are_damage_or_harmless(position, value, torn):
     data = bytearray(encoded(1))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from meshes import mesh_for
 from torch.distributed.tensor import DTensor, Shard
@@ -43,7 +43,6 @@ def cells_of(boxes: Any) -> list[tuple[int, ...]]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
 @given(layouts())
 def test_each_element_is_on_one_rank_of_each_set_of_copies(drawn: tuple[MeshLayout, tuple[int, ...]]) -> None:
     layout, shape = drawn
@@ -60,7 +59,6 @@ def test_each_element_is_on_one_rank_of_each_set_of_copies(drawn: tuple[MeshLayo
     assert layout.boxes_of(stranger, shape) == layout.sharers_of(stranger) == ()
 
 
-@settings(max_examples=200, deadline=None)
 @given(layouts(), st.data())
 def test_the_ranks_that_have_a_part_of_a_box_are_found(drawn: tuple[MeshLayout, tuple[int, ...]], data: Any) -> None:
     layout, shape = drawn
@@ -75,7 +73,6 @@ def test_the_ranks_that_have_a_part_of_a_box_are_found(drawn: tuple[MeshLayout, 
     assert sorted(layout.ranks_meeting(shape, wanted).tolist()) == sorted(expected)
 
 
-@settings(max_examples=200, deadline=None)
 @given(layouts())
 def test_a_layout_comes_back_from_json(drawn: tuple[MeshLayout, tuple[int, ...]]) -> None:
     layout, _ = drawn

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -27,7 +27,6 @@ def placed(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]]:
     return grid, shape, [draw(split | st.just(Replicate())) for _ in grid]
 
 
-@settings(max_examples=150, deadline=None)
 @given(placed())
 def test_each_rank_has_what_torch_cuts_for_it(drawn: tuple[tuple[int, ...], tuple[int, ...], list[Any]]) -> None:
     grid, shape, placements = drawn
@@ -79,7 +78,6 @@ def altered(value: Any, draw: Any) -> Any:
     return draw(st.sampled_from(ODD))
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.data())
 def test_altered_json_is_refused_or_a_layout_that_answers(layout: MeshLayout, data: Any) -> None:
     text = json.dumps(altered(layout.to_json(), data.draw))

@@ -263,7 +263,7 @@ def numbers(module: nn.Module) -> list[Any]:
     return [bits(tensor) for tensor in [*module.parameters(), *module.buffers()]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=min(25, settings.default.max_examples), deadline=None)
 @given(
     outside=st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=3),
     inside=st.lists(st.sampled_from(["checkpoint", "compile"]), max_size=3),

@@ -121,7 +121,7 @@ def stored(directory: Path, state: Any) -> Any:
         return store.save(store.latest().step + 1 if store.latest() else 0, state)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=min(40, settings.default.max_examples), deadline=None)
 @given(drawn=st.lists(views(), min_size=1, max_size=5), seed=st.integers(0, 99), is_tied=st.booleans())
 def test_views_load_into_views_or_nothing_changes(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[Any], seed: int, is_tied: bool

@@ -236,7 +236,7 @@ def test_any_box_of_any_boxes_is_read() -> None:
     with open_store(uri) as store:
         opened = stored(store[1])
 
-        @settings(max_examples=60)
+        @settings(max_examples=min(60, settings.default.max_examples))
         @given(st.sampled_from(sorted(BOXED)), st.booleans(), st.data())
         def check(key: str, is_strided: bool, data: Any) -> None:
             shape = BOXED[key].shape

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
@@ -71,7 +71,6 @@ def test_what_is_written_comes_back(certificate: Certificate) -> None:
         assert receipt.rank not in again.ranks_in({**sizes, receipt.name: receipt.size_bytes + 1})
 
 
-@settings(max_examples=200)
 @given(st.data())
 def test_no_change_of_a_byte_goes_unseen(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(DATA) - 1))

@@ -78,7 +78,7 @@ def test_large_files_are_written_in_larger_parts_still_larger_ones_where_that_is
     assert (disk / "file").read_bytes() == data
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.integers(MIB + 1, 3 * MIB),
     cuts=st.lists(st.integers(0, MIB) | st.sampled_from([512, 4096, MIB // 2]), max_size=4),

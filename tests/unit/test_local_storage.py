@@ -428,7 +428,7 @@ def test_a_link_at_the_place_of_a_file_goes_and_what_it_leads_to_stays(storage: 
         assert (tmp_path / "elsewhere").read_bytes() == b"kept"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(sizes=st.lists(st.integers(0, 30), max_size=8), offset=st.integers(0, 5))
 def test_no_call_writes_more_to_the_page_cache_than_makes_it_fast(
     tmp_path: Path, sizes: list[int], offset: int

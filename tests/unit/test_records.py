@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from log_entries import entry
 
@@ -603,7 +603,6 @@ def check_invariants(state: StoreState, number: int) -> None:
     assert places == sorted(set(places))
 
 
-@settings(max_examples=300)
 @given(st.lists(changes, max_size=40))
 def test_every_history_keeps_the_invariants_and_survives_encoding(history: list[Change]) -> None:
     newest: Record | None = None

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import ckptstore
@@ -76,7 +76,6 @@ def test_what_two_spaces_in_memory_hold_is_apart(one: str, other: str) -> None:
     )
 
 
-@settings(max_examples=50, deadline=None)
 @given(name=NAMES)
 def test_a_path_is_what_the_system_takes_it_for(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     root = tmp_path_factory.mktemp("names")
