@@ -32,6 +32,8 @@ from ckptstore.errors import CheckpointDamaged, InvalidName, UnsupportedVersion
 LATER = "later-field"
 """The name of a field that no version knows."""
 _DEEP = 100_000
+_MOST_CHARS = 2_000
+"""The longest error that is of use to anybody."""
 _RAW = "\0raw\0"
 _Path = tuple[str | int, ...]
 
@@ -322,7 +324,9 @@ def faults_of(reader: Reader, changes: Iterable[Mutation]) -> list[str]:
 def _fault(reader: Reader, mutation: Mutation, plain: bytes) -> str | None:
     try:
         value = reader.read(mutation.data)
-    except reader.errors:
+    except reader.errors as error:
+        if len(str(error)) > _MOST_CHARS:
+            return f"raises an error of {len(str(error))} characters"
         value = None
     except Exception as error:
         return f"raises {type(error).__name__}: {str(error)[:200]}"

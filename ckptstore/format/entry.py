@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from ckptstore.errors import InvalidInput, InvalidMetric, InvalidStep
-from ckptstore.format.encoding import check_seconds, is_sha256
+from ckptstore.format.encoding import check_seconds, is_sha256, shortened
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MAX_STEP, Attempt
 from ckptstore.format.order import SaveOrder
 
@@ -136,4 +136,4 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
     """Raise InvalidMetric for a value that is no number."""
     for name, value in metrics.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidMetric(f"The metric {name!r} is a {type(value).__name__}, not a number")
+            raise InvalidMetric(f"The metric {shortened(repr(name))} is a {type(value).__name__}, not a number")

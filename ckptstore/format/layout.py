@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import InvalidName, InvalidStep
+from ckptstore.format.encoding import shortened
 
 STORE_KEY = "store.json"
 HINT_KEY = "latest.json"
@@ -54,9 +55,9 @@ def check_step(step: Any) -> int:
     try:
         value = operator.index(step)
     except TypeError:
-        raise InvalidStep(f"the step is {step!r}, not an integer") from None
+        raise InvalidStep(f"the step is {shortened(repr(step))}, not an integer") from None
     if isinstance(step, bool) or not 0 <= value <= MAX_STEP:
-        raise InvalidStep(f"the step is {step!r}, it must be an integer from 0 to {MAX_STEP}")
+        raise InvalidStep(f"the step is {shortened(repr(step))}, it must be an integer from 0 to {MAX_STEP}")
     return value
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ckptstore.format.encoding import parse_json
+from ckptstore.format.encoding import as_number, parse_json
 
 _BYTES = "\0bytes"
 
@@ -59,9 +59,7 @@ def unpack(data: bytes) -> Any:
         nonlocal begin
         if item.keys() != {_BYTES}:
             return item
-        size = item[_BYTES]
-        if type(size) is not int or not 0 <= size <= len(rest) - begin:
-            raise ValueError(f"{size!r} is not the size of bytes in a value")
+        size = as_number(item[_BYTES], 0, len(rest) - begin + 1)
         blob, begin = rest[begin : begin + size], begin + size
         return blob
 

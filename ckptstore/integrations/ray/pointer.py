@@ -13,7 +13,7 @@ from typing import Any
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
-from ckptstore.format.encoding import FORMAT_VERSION, as_number, as_text, dump_json, load_object, shortened
+from ckptstore.format.encoding import FORMAT_VERSION, as_number, as_text, dump_json, load_object
 from ckptstore.format.layout import check_step
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.filesystem import StoragePlace, is_on_s3, place_of
@@ -71,10 +71,10 @@ class Pointer:
             root, step, number = as_text(value.pop("root")), check_step(value.pop("step")), value.pop("number")
             number = None if number is None else as_number(number, 1)
             attempt, error = (as_text(value.pop(name, "")) for name in ("attempt", "error"))
+            if not root:
+                raise ValueError("its root is empty")
         except (KeyError, ValueError) as wrong:
-            raise CheckpointDamaged(
-                f"{file} does not say where the checkpoint lies: {shortened(str(wrong))}", file=file
-            ) from None
+            raise CheckpointDamaged(f"{file} does not say where the checkpoint lies: {wrong}", file=file) from None
         return Pointer(root=root, step=step, number=number, attempt=attempt, error=error, extra=value)
 
 

@@ -13,7 +13,7 @@ from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import AccessDenied, CheckpointGone, InvalidInput, StoreMissing
 from ckptstore.events import CheckpointCommitted
 from ckptstore.format.changes import Commit
-from ckptstore.format.encoding import as_number, as_object, as_text, check_seconds, dump_json, load_object, shortened
+from ckptstore.format.encoding import as_number, as_object, as_text, check_seconds, dump_json, load_object
 from ckptstore.format.entry import check_metrics
 from ckptstore.format.layout import CHECKPOINT_PREFIX
 from ckptstore.format.record import Record
@@ -110,7 +110,7 @@ class Reference:
                 raise ValueError("it does not say to which")
         except (ValueError, OverflowError) as error:
             hint = "ckptstore's trackers write them"
-            raise InvalidInput(f"This is no reference to a checkpoint: {shortened(str(error))}", hint=hint) from None
+            raise InvalidInput(f"This is no reference to a checkpoint: {error}", hint=hint) from None
         return Reference(**found, created_at=created_at, metrics=metrics)
 
     def open(
