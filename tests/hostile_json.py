@@ -9,6 +9,7 @@ of its numbers, unless a rule has one, and so has an object whose keys are names
     optional   may be left out, or be null     set, sequence   numbers as text
     map        an object whose keys are names  base64          bytes as text
     empty      may be empty                    number          any number: negative, NaN, an infinity
+    some       a text, but not the empty one
     repeats    items may come twice            2..9, ..9, 2..  a number from 2 on, up to 9
     like:1     as if 1 were here               keys:node       names that are text of that kind
     whole      a list of just so many items    fixed           nothing else: what is left of it must not be read
@@ -128,7 +129,7 @@ TEXTS: dict[str, str] = {
     chr(0xDFFF): "",
 }
 """Hostile texts, with the rules by which each is valid."""
-_NUMBERS: list[Any] = [True, False, 0, -1, 1, 1.5, -0.0, -1.5, 2**31, 2**63, 2**64, 10**30, 10**400]
+_NUMBERS: list[Any] = [True, False, 0, -1, 1, 1.5, -0.0, -1.5, 2**31, 2**63, 2**64, 10**30, 10**4000]
 _CONTAINERS: list[Any] = [[], {}, [[]], [None], {"": ""}, {"x": {}}]
 _TAGS: list[Any] = [{"$t": "float", "v": "x"}, {"$t": "float", "v": 1}]
 _FLOATS: list[Any] = [{"$t": "float", "v": name} for name in ("NaN", "Infinity", "-Infinity")]
@@ -253,6 +254,8 @@ def _as_float(value: Any) -> Any:
 
 
 def _may_be_text(new: str, words: Sequence[str]) -> bool:
+    if not new and "some" in words:
+        return False
     kinds = TEXTS.get(new, "text name node set sequence base64").split()  # the others are near to one that is valid
     return "anytext" in words or not {*kinds}.isdisjoint(words) or (not new and "empty" in words)
 

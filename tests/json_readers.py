@@ -115,7 +115,7 @@ ENTRY = {
 BY = {"epoch": "null like:1"}
 COMMIT = {**_below("checkpoint", ENTRY), "replaces": "sequence", "drops": "sequence"}
 CHANGES: Mapping[str, Rules] = {
-    "claim": {"start_token": "text", "world_size": "1..", "above_epoch": "optional"},
+    "claim": {"start_token": "text some", "world_size": "1..", "above_epoch": "optional"},
     "checkpoint": {**COMMIT, **_below("reasons", {"": "map empty keys:number", "*": "text"})},
     "thin": COMMIT,
     "remove": {
@@ -247,7 +247,7 @@ MESSAGE = {
 }
 POINTER = {
     "about": "optional any",
-    "root": "text",
+    "root": "text some",
     "step": _STEP,
     "number": "null like:1 1..",
     "attempt": "optional text",
@@ -276,7 +276,7 @@ SNAPSHOT = {
 }
 REFERENCE = {
     "uri": "optional any",
-    **dict.fromkeys(("store", "attempt", "manifest_sha256"), "text"),
+    **dict.fromkeys(("store", "attempt", "manifest_sha256"), "text some"),
     **_below("metrics", {"": "map empty", "*": "number"}),
 }
 
@@ -311,7 +311,7 @@ def _of_log(saved: Saved) -> dict[str, Reader]:
             data=saved.identity,
             read=StoreIdentity.decode,
             write=StoreIdentity.encode,
-            rules={"store_id": "text", "kept_by": "text"},
+            rules={"store_id": "text some", "kept_by": "text"},
             calls="log.identity:StoreIdentity.decode",
         ),
         "latest.json": Reader(

@@ -68,7 +68,7 @@ def parse_header(data: bytes, file: str, *, size_bytes: int) -> Header:
         for text in (*fields, *metadata, *metadata.values()):
             text.encode()  # fails for half a surrogate pair, which no file can hold
         for name, field in fields.items():
-            first, last = map(as_number, as_list(field["data_offsets"]))
+            first, last = (as_number(offset, 0, 1 << 63) for offset in as_list(field["data_offsets"]))
             shape = tuple(map(as_number, as_list(field["shape"])))
             if last < first:
                 raise ValueError(f"{name} ends before it begins")

@@ -66,7 +66,7 @@ class Message:
         try:
             head = parse_json(line)
             whole = (as_number(head["size"]), as_number(head["crc"])) == (len(payload), zlib.crc32(payload))
-            if as_number(head["version"], 1) > FORMAT_VERSION:
+            if as_number(head["version"], 1, 1 << 31) > FORMAT_VERSION:
                 raise UnsupportedVersion(
                     f"{head['by']} posts messages of version {head['version']}, this ckptstore reads {FORMAT_VERSION}",
                     hint="Use one version of ckptstore on all ranks",
