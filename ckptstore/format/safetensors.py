@@ -63,7 +63,8 @@ def parse_header(data: bytes, file: str, *, size_bytes: int) -> Header:
     """Parse the header of a file of that size, whose tensors have to lie in it. Raises CheckpointDamaged."""
     try:
         fields = parse_json(data[_LENGTH.size :])
-        metadata = {key: as_text(value) for key, value in fields.pop(METADATA, {}).items()}
+        found = fields.pop(METADATA, None)  # null, too, is none
+        metadata = {} if found is None else {key: as_text(value) for key, value in found.items()}
         tensors = {}
         for text in (*fields, *metadata, *metadata.values()):
             text.encode()  # fails for half a surrogate pair, which no file can hold

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from saving import bits, blank, stored
 from test_frames import DTYPES, random_tensor
 
@@ -219,6 +219,13 @@ def test_a_lying_header_is_refused(tmp_path: Path, field: dict[str, object]) -> 
     (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
     with pytest.raises(CkptstoreError):
         imported(tmp_path, tmp_path / "f", "safetensors")
+
+
+@pytest.mark.parametrize("head", ['{"__metadata__": null, %s}', "  {%s}", "{%s}   ", "{%s, %s}"])
+def test_a_header_that_safetensors_reads_is_read(tmp_path: Path, head: str) -> None:
+    text = head.replace("%s", '"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}').encode()
+    (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
+    assert load_file(tmp_path / "f").keys() == imported(tmp_path, tmp_path / "f", "safetensors").to_dict().keys()
 
 
 def test_what_holds_no_state_is_refused(tmp_path: Path) -> None:
