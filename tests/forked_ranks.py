@@ -119,7 +119,7 @@ def run_ranks(
         files = (str(directory / name) for name in ("job", f"end-{rank}", f"output-{rank}"))
         return parent.fork(_Birth(*files, os.getcwd(), found))
 
-    environment = {**os.environ, **(options.get("env") or {})}
+    environment = {**os.environ, **ranks._rank_environment(n), **(options.get("env") or {})}
     parents = [_first(modules, {**environment, "PYTHONHASHSEED": str(seed)}) for seed in range(min(n, 2))]
     for parent in parents:  # before the time of the ranks begins: on a busy machine the imports take a minute
         parent.wait_until_imported()
