@@ -54,6 +54,7 @@ class FastPlace:
 
     def _after_fork(self) -> None:
         self._lock, self._deletion = threading.Lock(), None
+        self.saved = []  # the parent's to delete
 
     @property
     def in_use(self) -> frozenset[str]:
@@ -154,7 +155,7 @@ class FastPlace:
         # It needs no look at the log: a later job marks its epoch on this disk before it looks, and no job of a lower
         # epoch deletes after that.
         self.settle()
-        old = {name for name in self.saved[: -self.tier.keep] if name not in self.in_use}
+        old = self._old()
         try:
             attempts = self.disk.attempts()  # now: the next save has not made its own yet
         except CkptstoreError as error:
@@ -166,6 +167,9 @@ class FastPlace:
             self._deletion = started(delete, name="ckptstore-fast-delete")
             if self._deletion is None:
                 delete()
+
+    def _old(self) -> frozenset[str]:
+        return frozenset(self.saved[: -self.tier.keep]) - self.in_use
 
     def settle(self) -> None:
         """Wait for the deletion by this process, if one runs."""
@@ -185,8 +189,14 @@ class FastPlace:
             self.saved = [name for name in self.saved if name not in gone]
 
     def close(self) -> None:
-        """Give threads, connections and buffers back."""
+        """Delete what a drain or a load kept from the deletion after the last save; give threads, connections and
+        buffers back.
+
+        The remains of failed saves stay: another rank may still certify one of them.
+        """
         self.settle()
+        if old := self._old():
+            self._delete([Attempt.of(name) for name in old], old)
         for client in self.clients.values():
             client.close()
         if self.server is not None:
