@@ -69,7 +69,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 SHELLS = ("console", "bash", "sh", "shell")
 NOT_RUN = {
-    r"\w://": "it needs a bucket or a server",
+    r"\w://": "it needs a bucket or a server: test_bucket_commands has one",
     r"(^| )/\w": "it names a directory of another machine",
     r"^(bench|demo)\b": "it measures or trains for minutes",
     r"^(follow|watch|serve|s3-test)\b|--follow\b": "it goes on until it is stopped",
