@@ -33,6 +33,7 @@ def kept_by(result: Any) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_an_upload_never_deletes_what_it_saved(cluster: RayCluster, tmp_path: Path) -> None:
     result = fit(reporting.upload_into_the_run, storage_path=tmp_path, name="run")
     (by_ray, _), (by_us, _) = result.best_checkpoints
@@ -45,6 +46,7 @@ def test_an_upload_never_deletes_what_it_saved(cluster: RayCluster, tmp_path: Pa
     assert not (tmp_path / "run/group").exists(), "the ranks of an upload meet elsewhere"
 
 
+@pytest.mark.slow
 def test_scores_of_all_kinds(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
     from ray.train import CheckpointConfig
 
@@ -131,6 +133,7 @@ def test_a_killed_worker_costs_nothing(
     assert ckptstore.ray.wrap(result.checkpoint) == ckptstore.ray.wrap(result.best_checkpoints[-1][0])
 
 
+@pytest.mark.slow
 def test_rank_0_alone_reads_what_another_run_has_kept(cluster: RayCluster, tmp_path: Path) -> None:
     config = {"notes": str(tmp_path)}
     fit(reporting.warm_start, storage_path=tmp_path / "runs", name="warm", config=config, torch=True)

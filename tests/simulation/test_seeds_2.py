@@ -1,4 +1,4 @@
-"""Seeds 150 to 299, and before a release to 799. Two files, because tests are dealt to processes by file."""
+"""Seeds 50 to 299, and before a release to 799."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptstore.testing.simulation import Simulation
 pytestmark = pytest.mark.slow
 
 
-@items(150, 150)
+@items(50, 250)
 def test_every_promise_holds(simulation: Simulation, first: int) -> None:
     run_seeds(simulation, first)
 

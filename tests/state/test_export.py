@@ -419,7 +419,9 @@ def test_an_incremental_checkpoint_is_made_whole(tmp_path: Path, incremental: bo
     assert_same(stock_load(tmp_path / "dcp", blank(state)), state)
 
 
-@pytest.mark.parametrize("largest_mib", [24, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "largest_mib", [pytest.param(24, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.long)]
+)
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, largest_mib: int) -> None:
     state = {f"t{number}": torch.full((largest_mib << 18,), float(number)) for number in range(8)}
     checkpoint = save(tmp_path, {**state, "small": torch.ones(2)})

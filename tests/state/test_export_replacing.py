@@ -110,7 +110,7 @@ def checkpoints(tmp_path: Path) -> Iterator[list[Checkpoint]]:
         yield list(store)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 @pytest.mark.parametrize("has_exchange", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_export_that_is_killed_leaves_one_and_the_next_finds_the_rest(
     tmp_path: Path, checkpoints: list[Checkpoint], kind: str, has_exchange: bool, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,7 @@ def test_shrinking_keeps_the_kind() -> None:
     assert shrink(StateOutcome(BIG, "this"), runs=runs).case == StateCase(7, life=("step", "lower lr"))
 
 
+@pytest.mark.slow
 def test_a_script_runs_alone(tmp_path: Path) -> None:
     path = tmp_path / "case.py"
     path.write_text(script(StateOutcome(replace(BIG, modules=("linear",)), 'load: "quoted"')))
