@@ -5,8 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# Most of what is installed is never imported. Python compiles the rest when it is, and keeps that: without it each of
-# the thousands of processes that the tests start would compile torch anew.
+# Most of what is installed is never imported, so pip compiles nothing. What the tests import is compiled once, by
+# `install`: else all of their processes begin with that at the same time.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
 # The extra torchtitan is missing: its data sets want an older fsspec. `make servers` gets what its tests need.
@@ -29,6 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(INSTALL) pip setuptools
 	$(INSTALL) torch
 	$(INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
+	$(PYTEST) --collect-only -q $(QUICK) > /dev/null || true
 	touch $@
 
 # pip shows its progress here, since somebody waits for it.
