@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"runtime", "tools.pages"},
     {"events"},
     {"format"},
-    {"config", "retention", "tools.planning"},
+    {"config", "retention"},
     {"boundary", "keep_rules"},
     {"storage"},
     {"peers"},

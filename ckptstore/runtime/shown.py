@@ -8,7 +8,7 @@ from ckptstore.errors import InvalidInput
 
 _UNITS_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(-?\d+(?:\.\d+)?)\s*([a-z]*)")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?(B|bit)(/s)?")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?B")
 _PREFIXES = ("", "K", "M", "G", "T", "P")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -56,16 +56,16 @@ def read_duration(text: str) -> float:
     return float(match[1]) * _UNITS_SECONDS[match[2]]
 
 
-def read_size(text: str, *, is_speed: bool = False) -> float:
-    """Return the bytes of a size with its unit, decimal or binary: "80GB", "1.5TiB"; of a speed: "3GB/s" or
-    "400Gbit/s". Raises InvalidInput, for "Gb" too: it means bits to some and bytes to others."""
+def read_size(text: str) -> float:
+    """Return the bytes of a size with its unit, decimal or binary: "80GB", "1.5TiB".
+
+    Raises InvalidInput, for "Gb" too: it means bits to some and bytes to others.
+    """
     match = _SIZE.fullmatch(text.strip())
-    if match is None or (match[5] or "") != ("/s" if is_speed else ""):
-        like = "3GB/s, 2.5GiB/s or 400Gbit/s" if is_speed else "80GB, 1.5TB or 1.5TiB"
-        raise InvalidInput(f"{text!r} is not like {like}")
-    factor = (1024 if match[3] else 1000) ** _PREFIXES.index((match[2] or "").upper())
-    bytes_each: float = factor / (8 if match[4] == "bit" else 1)
-    return float(match[1]) * bytes_each
+    if match is None:
+        raise InvalidInput(f"{text!r} is not like 80GB, 1.5TB or 1.5TiB")
+    factor: int = (1024 if match[3] else 1000) ** _PREFIXES.index((match[2] or "").upper())
+    return float(match[1]) * factor
 
 
 def printable(text: str) -> str:

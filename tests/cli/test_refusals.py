@@ -15,7 +15,7 @@ from ckptstore import CheckpointStore, CkptstoreError, KeepAll, KeepBest, KeepLa
 from ckptstore.tools.cli import COMMANDS, main
 
 _CHANGE_NOTHING = {"ls", "show", "watch", "latest", "best", "diff", "report", "serve", "verify", "check-load", "doctor"}
-_CHANGE_NOTHING |= {"follow", "demo", "s3-test", "plan", "bench", "fast", "run", "watch-folder", "restore-folder", "gc"}
+_CHANGE_NOTHING |= {"follow", "demo", "s3-test", "bench", "fast", "run", "watch-folder", "restore-folder", "gc"}
 """Commands that change no store, or none that exists before them, or that refuse nothing but a store that is away."""
 
 

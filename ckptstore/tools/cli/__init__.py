@@ -41,7 +41,7 @@ GROUPS = {
         "fast",
     ),
     "Run": ("run", "watch-folder", "follow", "demo", "s3-test"),
-    "Measure": ("plan", "bench"),
+    "Measure": ("bench",),
 }
 """The commands, in the order of the help. The module of a command has its name, with an underscore behind words of
 Python and for a hyphen, and `command` in it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,17 +36,6 @@ class Quantity(_Kind):
             return self._read(str(value))
         except InvalidInput as error:
             self.fail(error.message, param, ctx)
-
-
-def _read_share(text: str) -> float:
-    """Return a part of the whole, from 0 to 1: "0.25" or "25%"."""
-    try:
-        share = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise InvalidInput(f"{text!r} is no share like 25% or 0.25")
-    return share
 
 
 class StoreName(_Kind):
@@ -99,5 +87,4 @@ def _opened(uri: str) -> Iterator[CheckpointStore | None]:
 
 
 STORE, TARGET, METRIC = StoreName(), TargetName(), MetricName()
-DURATION, SHARE = Quantity("duration", read_duration), Quantity("share", _read_share)
-SIZE, SPEED = Quantity("size", read_size), Quantity("size", partial(read_size, is_speed=True))
+DURATION, SIZE = Quantity("duration", read_duration), Quantity("size", read_size)
