@@ -24,10 +24,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptstore.dcp import StoreReader, StoreWriter
 from ckptstore.errors import CkptstoreError
-from ckptstore.runtime.torch_private import is_wrapper
 
 SAME = "same"
 """What ours loads is what was saved, and what stock loads, if stock loads anything."""
@@ -117,7 +117,7 @@ def _tensor_bits(tensor: Any) -> Any:
     is_silent = getattr(tensor, "is_silent", False)
     if is_silent or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
         return object.__repr__(type(tensor))
-    if is_wrapper(tensor):
+    if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         return type(tensor).__name__, repr(context), [(name, bits(getattr(tensor, name))) for name in names]
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)

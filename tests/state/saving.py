@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
+from click.testing import CliRunner
 
 from ckptstore import Checkpoint, open_store
 from ckptstore.checkpoint import files_behind
@@ -16,6 +18,7 @@ from ckptstore.loading.index_read import IndexReader
 from ckptstore.loading.load_state import open_alone
 from ckptstore.state.index.outline import INDEX_NAME
 from ckptstore.storage.memory import MemoryStorage
+from ckptstore.tools.cli import main
 from ckptstore.transfer import Transfer
 
 
@@ -23,6 +26,13 @@ def save_plain(root: Path | str, tensors: dict[str, Any], values: dict[str, Any]
     """The checkpoint of tensors and values, in a new store."""
     with open_store(root, durable=False, group="solo") as store:
         return Checkpoint.from_uri(store.save(7, {**tensors, **(values or {})}, **options).uri)
+
+
+def copied(source: Path | str, target: Path, *words: str) -> Any:
+    """Copy a checkpoint or a store, and return what the command says of it."""
+    done = CliRunner().invoke(main, ["cp", str(source), str(target), *words, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
 
 
 def directory_of(checkpoint: Checkpoint) -> Path:

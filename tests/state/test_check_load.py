@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from ckptstore import Checkpoint, InvalidInput, StateMismatch, open_store
-from ckptstore.state.live.module_load import on_meta
 from ckptstore.tools.cli import main
 
 
@@ -122,23 +122,15 @@ def test_what_was_renamed_is_guessed(saved: tuple[Checkpoint, Checkpoint]) -> No
         saved[1].check_load({"model": net()}, include="modle.*")
 
 
-def test_a_module_is_built_on_the_meta_device() -> None:
-    state = on_meta(net, "net")
-    assert {parameter.device.type for parameter in state["net"].parameters()} == {"meta"}
-    with pytest.raises(InvalidInput, match="returned a int"):
-        on_meta(lambda: 3, "model")
-    with pytest.raises(InvalidInput, match="A Linear was given"):
-        on_meta(nn.Linear(1, 1), "model")
-    with pytest.raises(InvalidInput, match=rf"failed at {__file__}:\d+: RuntimeError: .*item") as caught:
-        on_meta(lambda: torch.zeros(1).item(), "model")
-    assert 'device="cpu"' in str(caught.value)
-    with pytest.raises(InvalidInput, match=r"failed: TypeError: .*missing 1 required positional argument: 'size'"):
-        on_meta(lambda size: size, "model")  # type: ignore[arg-type,misc]
-
-
 def test_the_command(saved: tuple[Checkpoint, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ["import test_check_load", "same = test_check_load.net", "number = 3"]
-    lines += ["def other(): return same(first=None)", "raised = 1", "def leaving(): raise SystemExit(0)"]
+    lines = ["import torch, test_check_load", "same = test_check_load.net", "number = 3"]
+    lines += [
+        "model = torch.nn.Linear(1, 1)",
+        "def other(): return same(first=None)",
+        "def leaving(): raise SystemExit(0)",
+    ]
+    lines += ["def on_meta(): model = same(); assert model.first.weight.is_meta; return model"]
+    lines += ["def three(): return 3", "def sized(size): return size", "def item(): return torch.zeros(1).item()"]
     lines += ["def noisy(): print('building'); return same()", "def failing(): raise OSError('no file')"]
     folder = tmp_path / "torch"  # which does not make its functions torch's
     folder.mkdir()
@@ -154,22 +146,28 @@ def test_the_command(saved: tuple[Checkpoint, Checkpoint], tmp_path: Path, monke
 
     fits = run("my_models:same")
     assert (fits.exit_code, fits.output.splitlines()[0]) == (0, "step 1 fits")
+    assert run("my_models:on_meta").exit_code == 0
     differs = run("my_models:other")
     assert (differs.exit_code, "model.first.weight" in differs.output) == (1, True)
     assert run("my_models:other", "--no-strict").exit_code == 0
     assert run("my_models:same", "--name", "net").exit_code == 1
-    for function in (
-        "my_models",
-        "my_models:failing",
-        "my_models:sane",
-        "my_models:number",
-        "broken_models:same",
-        "no_such_models:same",
-        "leaving_models:same",
-        "my_models:leaving",
-    ):
-        assert run(function).exit_code == 2, function
+    for function, words in {
+        "my_models": "",
+        "my_models:failing": f"failed at {folder}/my_models.py:{len(lines)}: OSError: no file",
+        "my_models:item": 'my_models.py:10: RuntimeError: .*item.*device="cpu"',
+        "my_models:sized": "failed: TypeError: .*missing 1 required positional argument: 'size'",
+        "my_models:three": "returned a int",
+        "my_models:model": "A Linear was given",
+        "my_models:sane": "",
+        "my_models:number": "",
+        "broken_models:same": "",
+        "no_such_models:same": "",
+        "leaving_models:same": "",
+        "my_models:leaving": "",
+    }.items():
+        refused = run(function)
+        assert refused.exit_code == 2, function
+        assert re.search(words, " ".join(refused.output.split())), (function, refused.output)
     noisy = run("my_models:noisy", "--json")
     assert json.loads(noisy.stdout)["fits"]
     assert noisy.stderr == "building\n"
-    assert f"{folder}/my_models.py:{len(lines)}" in run("my_models:failing").output.replace("\n", "")

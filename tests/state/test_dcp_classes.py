@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forked_ranks import run_ranks
-from saving import blank, change_byte, save_plain
+from saving import blank, save_plain
 from test_stock_interop import VALUES, assert_same, many_tensors
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -55,27 +55,6 @@ def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("written") / "checkpoint"
     dcp.save({**many_tensors(), **VALUES}, storage_writer=StoreWriter(path), no_dist=True)
     return path
-
-
-def test_the_reader_reads_what_the_store_saves_without_metadata(tmp_path):
-    tensors = {"w": torch.randn(30, 4), "dotted.inner": torch.ones(3)}
-    state = load_ours(save_plain(tmp_path, tensors, VALUES, stock_readable=False).uri, tensors)
-    assert_same(state, tensors)
-    assert {key: state[key] for key in VALUES} == VALUES
-
-
-def test_damage_is_found_by_the_reader(written, tmp_path):
-    shutil.copytree(written, tmp_path / "copy")
-    change_byte(next((tmp_path / "copy").glob("*.distcp")))
-    with pytest.raises(CheckpointDamaged, match="distcp is damaged"), translated():
-        load_ours(tmp_path / "copy", many_tensors())
-
-
-def test_nothing_is_overwritten(written):
-    with pytest.raises(InvalidInput, match="holds a checkpoint already"), translated():
-        dcp.save({"w": torch.ones(2)}, storage_writer=StoreWriter(written), no_dist=True)
-    with pytest.raises(InvalidInput, match="checkpoint_id"):
-        dcp.save({"w": torch.ones(2)}, storage_writer=StoreWriter(written), checkpoint_id="/elsewhere", no_dist=True)
 
 
 class Failing(DirectoryTarget):

@@ -43,8 +43,8 @@ def save(tmp_path: Path, state: dict[str, object], **keywords: object) -> Checkp
         return Checkpoint.from_uri(store.save(1, state, **keywords).uri)
 
 
-def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(2)
+def trained(seed: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(30, 500), torch.nn.BatchNorm1d(500), torch.nn.Linear(500, 700))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 30)).sum().backward()

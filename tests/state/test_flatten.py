@@ -81,14 +81,3 @@ def loop() -> list[Any]:
 def test_what_has_no_keys_of_its_own_is_refused(state: Any, words: str) -> None:
     with pytest.raises(InvalidState, match=words):
         collect(state)
-
-
-def test_the_same_memory_is_stored_once_and_views_of_a_part_are_not_the_same() -> None:
-    base = torch.arange(6.0)
-    others = {"part": base[:3], "shaped": base.view(2, 3), "bits": base.view(torch.int32)}
-    flat = collect({"a": base, "b": {"again": base.view(6), **others}})
-    assert flat.aliases == {"b.again": "a"}
-    assert set(flat.tensors) == {"a", *(f"b.{name}" for name in others)}
-    assert flat.key_of(flat.values["b"]["again"]) == "a"
-    assert not collect({"a": torch.empty(0), "b": torch.empty(0)}).aliases
-    assert not collect({"a": base, "b": torch._neg_view(base)}).aliases

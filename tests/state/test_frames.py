@@ -38,24 +38,6 @@ def framed(tensor):
     return made.header + raw(tensor) + made.trailer
 
 
-@pytest.mark.parametrize("sizes", [(), (1,), (7,), (3, 5), (0,), (4, 0, 2), (2, 3, 1, 2)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_stock_torch_load_gives_the_equal_tensor(dtype, sizes):
-    tensor = random_tensor(dtype, sizes)
-    loaded = torch.load(io.BytesIO(framed(tensor)), weights_only=True)
-    assert (loaded.dtype, loaded.shape, loaded.is_contiguous()) == (dtype, tensor.shape, True)
-    assert raw(loaded) == raw(tensor)
-    assert loaded.untyped_storage().nbytes() == len(raw(tensor))
-
-
-def test_a_frame_is_found_inside_a_larger_file(tmp_path):
-    tensor = torch.randn(300, 40)
-    path = tmp_path / "tensor.pt"
-    path.write_bytes(framed(tensor))
-    assert torch.equal(torch.load(path, weights_only=True, mmap=True), tensor)
-    assert torch.equal(torch.load(path, weights_only=False), tensor)
-
-
 def test_a_frame_costs_less_than_500_bytes_and_no_memory():
     made = frames.template(torch.float32, (1 << 9, 1 << 20))
     assert made.payload_bytes == 2 << 30
@@ -98,11 +80,6 @@ def test_a_frame_in_the_byte_order_of_other_machines_is_not_taken_for_plain(tmp_
     for name, is_plain in (("here", 1), ("there", 0)):
         data = (tmp_path / name).read_bytes()
         assert frames.payload_range(data[-2000:], len(data), file="f")[2] == is_plain
-
-
-def test_values_are_frames_that_stock_torch_load_reads():
-    value = {"epoch": 3, "lr": [0.1, 0.2]}
-    assert torch.load(io.BytesIO(frames.value_frame(value)), weights_only=True) == value
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from thread_ranks import run_threads
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
+from ckptstore.state import replicated
 from ckptstore.state.write.assignment import SaveMemo
 
 
@@ -55,6 +56,48 @@ def test_a_large_plain_tensor_is_compared_whole(differing: tuple[int, ...]) -> N
         return {"table": tensor}
 
     assert save_and_load(2, state_of) == [[]] * 2
+
+
+DEALT = {
+    "too few for two shares": ([(64, 16)] * 511, 1, 0.05),
+    "two shares": ([(64, 16)] * 512, 2, 0.05),
+    "three shares": ([(64, 16)] * 1001, 3, 0.05),
+    "four shares": ([(64, 16)] * 1024, 4, 0.05),
+    "tensors below 1 MiB": ([(150, 1024)] * 7, 4, 0.5),
+    "short rows": ([(1024, 2048)], 4, 0.05),
+    "long rows": ([(18, 1 << 16)], 4, 0.05),
+    "one row": ([(1, 1 << 21)], 4, 0.05),
+    "rows of several dimensions": ([(2, 3, 349_525)], 4, 0.05),
+}
+"""Shapes, how many of four ranks write a share, as there is none below 1 MiB, and how far from equal shares are."""
+
+
+@pytest.mark.parametrize("name", DEALT)
+def test_what_all_ranks_have_is_dealt_in_equal_shares(name: str) -> None:
+    shapes, shares, most = DEALT[name]
+
+    def flow(store: ckptstore.CheckpointStore, rank: int) -> Any:
+        checkpoint = store.save(1, {f"t{number}": replicated(torch.ones(shape)) for number, shape in enumerate(shapes)})
+        if len(shapes) > 1:
+            assert all(len(entry.ranks) == 1 for entry in checkpoint.tensors.values()), "small ones are not cut"
+        return [file.size_bytes for file in checkpoint.files if file.name.endswith(".distcp")]
+
+    for sizes in run_threads(4, new_uri(), flow):
+        assert len(sizes) == shares
+        assert all(abs(size * shares / sum(sizes) - 1) < most for size in sizes)
+
+
+def test_values_may_differ_and_be_alike_and_differ_again() -> None:
+    """What is alike is written once."""
+    large = [bytes([number]) * 300_000 for number in range(3)]
+    contents = [(large[1], large[2]), (large[0], large[0]), (large[0], large[1])]
+
+    def flow(store: ckptstore.CheckpointStore, rank: int) -> Any:
+        saved = [store.save(step, {"a": both[rank]}) for step, both in enumerate(contents)]
+        assert [round(checkpoint.size_bytes / 300_000) for checkpoint in saved] == [2, 1, 2]
+        return [[one[:1] for one in checkpoint.per_rank("a")] for checkpoint in saved]
+
+    assert run_threads(2, new_uri(), flow) == [[[b"\1", b"\2"], [b"\0"], [b"\0", b"\1"]]] * 2
 
 
 def test_a_mesh_that_reaches_beyond_the_store() -> None:

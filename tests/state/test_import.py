@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from saving import bits, blank, stored
+from test_export import trained as large_and_trained
 from test_frames import DTYPES, random_tensor
 
 from ckptstore import (
@@ -46,15 +47,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def imported(tmp_path: Path, source: Path, kind: str, **keywords: object) -> Checkpoint:
     with open_store(tmp_path / "store") as store:
         return Checkpoint.from_uri(import_state(source, store, 5, kind=kind, **keywords).uri)
-
-
-def model_and_optimizer(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(30, 500), torch.nn.BatchNorm1d(500), torch.nn.Linear(500, 700))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 30)).sum().backward()
-    optimizer.step()
-    return model, optimizer
 
 
 def assert_loads(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
@@ -125,7 +117,7 @@ def test_an_unfinished_export_is_not_a_source(tmp_path: Path, is_remote: bool) -
 
 @pytest.mark.parametrize("kind", ["torch", "dcp", "safetensors"])
 def test_what_was_exported_comes_back(tmp_path: Path, kind: str) -> None:
-    model, optimizer = model_and_optimizer(1)
+    model, optimizer = large_and_trained(1)
     weight = torch.randn(3, 3)
     state = {"model": model, "tied": {"a": weight, "b": weight}, "list": [1, {"x": torch.ones(2)}]}
     if kind != "safetensors":
@@ -135,7 +127,7 @@ def test_what_was_exported_comes_back(tmp_path: Path, kind: str) -> None:
     source = tmp_path / "out/state.pt" if kind == "torch" else exported.path
     checkpoint = imported(tmp_path, source, kind)
     assert stored(checkpoint).index.aliases == {"tied.b": "tied.a"}
-    other, other_optimizer = model_and_optimizer(2)
+    other, other_optimizer = large_and_trained(2)
     loaded = {"model": other, "tied": {"a": torch.zeros(3, 3), "b": torch.zeros(3, 3)}}
     if kind != "safetensors":
         loaded |= {"optimizer": other_optimizer, "epoch": 0, "list": [0, {"x": torch.zeros(2)}]}

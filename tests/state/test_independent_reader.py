@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import independent_reader as reader
 import pytest
 import torch
 from saving import bits
@@ -16,9 +17,6 @@ from test_golden_state import EXPECTED
 import ckptstore
 
 TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS))
-import independent_reader as reader  # noqa: E402
-
 GOLDEN = TESTS / "golden"
 
 

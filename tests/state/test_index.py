@@ -12,7 +12,7 @@ from ckptstore import CheckpointDamaged, CkptstoreError, UnsupportedVersion
 from ckptstore.format.digest import BLOCK_BYTES, Digest
 from ckptstore.loading import index_read
 from ckptstore.state.index.outline import Outline, PartFile, encode_table
-from ckptstore.state.index.part import BESIDE_VALUE, DTYPES, PER_RANK, Part, PartBuilder, Tensor
+from ckptstore.state.index.part import DTYPES, Part, PartBuilder, Tensor
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.tensors import boxes
 from ckptstore.state.tensors.boxes import Box
@@ -50,20 +50,6 @@ def test_boxes_agree_with_numpy(drawn, gap):
     for piece in pieces:
         held = inside(piece)
         assert (numpy.diff(held) <= gap).all()
-
-
-@given(SIZES, st.integers(0, 700), st.integers(0, 700))
-def test_a_range_of_elements_is_cut_into_boxes(sizes, start, stop):
-    volume = int(numpy.prod(sizes))
-    start, stop = min(start, volume), min(stop, volume)
-    elements = numpy.arange(volume).reshape(sizes)
-    found = []
-    for box in boxes.boxes_of_range(sizes, start, stop):
-        assert boxes.is_range(box, sizes)
-        found += (
-            elements[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))].reshape(-1).tolist()
-        )
-    assert found == list(range(start, stop))
 
 
 @given(SIZES, st.integers(1, 1000))
@@ -109,51 +95,6 @@ def packed(*parts, **fields):
     return b"".join([Outline(files, **{**said, **fields}).encode(), *parts])
 
 
-def test_what_was_added_is_found():
-    index = joined(encoded(0), encoded(1))
-    assert index.files == ("state-rank=00000-00.distcp", "state-rank=00001-00.distcp")
-    assert list(index.tensors) == ["t0", "t1", "t2", "t3", "t4", "big", "tied"]
-    entry = index.tensors["t3"]
-    assert (entry.dtype, entry.shape, entry.per_rank, entry.beside_value) == ("float32", (8, 16), False, False)
-    assert [chunk[:3] for chunk in index.chunks("t3", 0)] == [
-        (0, 3300, Box((0, 0), (4, 16))),
-        (1, 3300, Box((4, 0), (4, 16))),
-    ]
-    assert [chunk.file for chunk in index.chunks("t3", 0, Box((5, 3), (1, 1)))] == [1]
-    slab, big = index.chunks("t3", 0)[1].region, index.chunks("big", 0)[1].region
-    assert index.chunks("tied", 0)[1].region == big
-    assert (index.regions.offset[big], index.regions.size_bytes[big]) == (8192, BLOCK_BYTES + 1)
-    assert (index.regions.offset[slab], index.regions.size_bytes[slab]) == (0, 5000)
-    assert [digest.value.to_bytes(4, "little") for digest in index.digests(big)] == [b"big0", b"big1"]
-    index.check_complete()
-    index.check_files(dict.fromkeys(index.files, 8192 + BLOCK_BYTES + 1))
-    assert index.common_values() == {"epoch": 0}
-    assert index.own_values(1) == {"rng": 1}
-    assert index.value_ranks() == {"rng": [0, 1]}
-
-
-def test_tensors_that_differ_are_found_by_rank():
-    index = joined(encoded(0, flags=PER_RANK), encoded(1, flags=PER_RANK | BESIDE_VALUE))
-    assert [chunk.file for chunk in index.chunks("t0", 1)] == [1]
-    assert index.chunks("t0", 2) == []
-    assert index.ranks_of("t0") == [0, 1]
-    assert index.tensors["t0"].per_rank
-    assert index.entry("t0", 1).beside_value
-    assert index.entry("t0", 7) is None
-
-
-def test_parts_are_found_in_their_file():
-    parts = [encoded(rank, tensors=rank + 1) for rank in range(2)]
-    data = packed(*parts)
-    index, outline = index_of(data), Outline.decode(data)
-    assert [index.own_values(rank) for rank in range(2)] == [{"rng": 0}, {"rng": 1}]
-    start = len(data) - outline.packed_bytes
-    for rank, part in enumerate(parts):
-        name, offset = outline.place(rank)
-        assert name == "tensors.index"
-        assert data[start + offset :][: len(part)] == part
-
-
 BIG = Tensor("big", "uint8", (2, BLOCK_BYTES + 1))
 TENSORS = [BIG, *(Tensor(f"t{number}", "float32", (8, 16)) for number in range(5)), BIG._replace(key="tied")]
 
@@ -175,11 +116,6 @@ def test_an_outline_that_its_parts_contradict_is_damage(fields, words):
     assert index_of(packed(*parts, table=encode_table(TENSORS))).aliases == {"tied": "big"}
     with pytest.raises(CheckpointDamaged, match=words):
         index_of(packed(*parts, **fields))
-
-
-def test_an_outline_of_what_each_rank_has_of_its_own_fits():
-    parts = [encoded(rank, flags=flags) for rank, flags in enumerate([PER_RANK, PER_RANK | BESIDE_VALUE])]
-    assert index_of(packed(*parts)).ranks_of("t0") == [0, 1]
 
 
 def test_shapes_that_differ_between_ranks_are_damage():
@@ -217,16 +153,6 @@ def test_holes_and_overlaps_are_found(data):
     if len(grid) > 1 and grid[0].volume == grid[1].volume:
         with pytest.raises(CheckpointDamaged, match="exactly once"):
             index_of([grid[0], grid[0], *grid[2:]]).check_complete()
-
-
-def test_what_two_ranks_have_stored_is_there_twice():
-    builders = PartBuilder(0), PartBuilder(1)
-    for builder in builders:
-        builder.add_file(f"f{builder.rank}", [b"crc."])
-        builder.add_slab(0, 8)
-        builder.add_chunk(builder.add_tensor("t", "uint8", (8,)), 0, Box((0,), (8,)))
-    with pytest.raises(CheckpointDamaged, match="exactly once"):
-        joined(*(builder.encode() for builder in builders)).check_complete()
 
 
 def chunk_of(low, size_bytes, offset, *slabs, digests=(b"crc.",)):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from typing import Any
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.state.index.key_paths import DictKey, KeyPaths, beginnings, key_of, typed, untyped
+from ckptstore.state.index.key_paths import DictKey, KeyPaths, beginnings, key_of, untyped
 
 Parts = st.sampled_from(["a", "b", "a.b", "0", 0, 1, DictKey(0), DictKey(None), DictKey(True), DictKey(1.5)])
 Leaves = st.sampled_from(["w", "w.x", 7])
@@ -37,27 +35,3 @@ def test_paths_are_found_again_and_survive_json(paths: list[tuple[Any, ...]]) ->
         assert known.path_of(key_of(path)) == path
         assert key_of(untyped(path)) == key_of(path)
         assert beginnings(paths).path_of(key_of(path)) == path
-
-
-def test_the_first_rank_decides_what_a_key_stands_for() -> None:
-    first, second = KeyPaths.of([("a", 0, "w")]), KeyPaths.of([("a", DictKey(0), "w"), ("b", "c", "w")])
-    joined = KeyPaths.joined([first, second])
-    assert [joined.path_of(key) for key in ("a.0.w", "b.c.w", "d.e")] == [("a", 0, "w"), ("b", "c", "w"), ("d.e",)]
-
-
-def test_keys_of_dicts_are_told_from_positions() -> None:
-    state = {"a": [{0: {}}]}
-    containers = [state, state["a"], state["a"][0]]
-    assert typed(("a", 0, 0), containers) == ("a", 0, DictKey(0))
-    assert typed(("a", 0, ("x", 1)), containers) == ("a", 0, "('x', 1)")
-
-
-def test_numbers_of_other_classes_are_pythons_own_under_the_same_text() -> None:
-    class Count(enum.IntEnum):
-        ONE = 1
-
-    pairs: list[tuple[Any, Any]] = [(np.int64(3), DictKey(3)), (np.float64(2.5), DictKey(2.5)), (-4, DictKey(-4))]
-    for key, expected in [*pairs, (Count.ONE, DictKey(1)), (True, DictKey(True)), (np.float32(0.1), "0.1")]:
-        (found,) = typed((key,), [{}])
-        assert (found, str(found)) == (expected, str(key))
-        assert type(getattr(found, "value", None)) is type(getattr(expected, "value", None))

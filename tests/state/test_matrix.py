@@ -4,19 +4,16 @@ of the run that was not interrupted: bit by bit, but for what a layout itself ch
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import independent_reader as reader
 import pytest
 import torch
 from carrier import bits
 from forked_ranks import run_ranks
 from matrix import OPTIMIZERS, load_all, matrix, save_all
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import independent_reader as reader
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from torch import nn, ones, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckptstore import StateMismatch, open_store
+from ckptstore import InvalidInput, StateMismatch, open_store
 
 State = Callable[[], dict[str, Any]]
 
@@ -133,3 +133,43 @@ def test_what_another_rank_names_is_not_left_out(tmp_path: Path) -> None:
         return store.resume(own).load_report.left_out
 
     assert run_threads(2, str(tmp_path), work) == [("epoch",)] * 2
+
+
+@pytest.mark.parametrize("turn", [1, -1], ids=["in order", "turned"])
+def test_what_ranks_find_is_joined(tmp_path: Path, turn: int) -> None:
+    """Missing is what any rank misses; unexpected is what no rank that names its part can place."""
+    one = ones(1)
+    saved = {part: {key: one.clone() for key in "xyz"} for part in ("model", "head")}
+    states: list[dict[str, Any]] = [
+        {"model": {"x": one, "lost": one}, "head": {"y": one}},
+        {"model": {"y": one}, "hea": 1},
+    ]
+
+    def work(store: Any, rank: int) -> Any:
+        store.save(1, saved)
+        report = store.load(states[::turn][rank], strict=False).load_report
+        of_same_names = store.load({"model": {"xy"[rank]: one}}, strict=False).load_report
+        return report.missing, report.unexpected, of_same_names.unexpected
+
+    told = run_threads(2, str(tmp_path), work)
+    assert told == [(("hea", "model.lost"), ("head.x", "head.z", "model.z"), ("model.z",))] * 2
+
+
+def test_what_is_nothing_for_one_rank_may_be_something_for_another(tmp_path: Path) -> None:
+    states: list[dict[str, Any]] = [
+        {"a": torch.zeros(1), "more": nn.Linear(1, 1), "none": nn.Linear(1, 1)},
+        {"b": torch.zeros(1), "more": nn.Identity(), "none": nn.Linear(1, 1)},
+    ]
+
+    def work(store: Any, rank: int) -> Any:
+        store.save(1, {"a": ones(1), "b": ones(1)})
+        own, only = states[rank], "ab"[rank]
+        store.load({only: own[only]}, include=["a", "b"])
+        store.load({"a": own["a"]} if rank == 0 else {"none": own["none"]}, strict=False)
+        with pytest.raises(InvalidInput, match="'c' fits no key"):
+            store.load({only: own[only]}, include=["a", "b", "c"])
+        with pytest.raises(StateMismatch, match="'none', but a, b") as caught:
+            store.load(own)
+        return own[only].item(), "'more', but" in str(caught.value)
+
+    assert run_threads(2, str(tmp_path), work) == [(1.0, False)] * 2

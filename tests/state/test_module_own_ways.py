@@ -283,11 +283,6 @@ def test_wrappers_nested_in_any_way_leave_no_trace(outside: list[str], inside: l
         return whole
 
     plain, wrapped, again = Deep(), make(), make()
-    for named, wanted in (
-        ("named_parameters", dict(plain.named_parameters())),
-        ("named_buffers", dict(plain.named_buffers())),
-    ):
-        assert {canonical_names(wrapped, name) for name, _ in getattr(wrapped, named)()} == {(name,) for name in wanted}
     expected = numbers(wrapped)
     checkpoint = saved({"m": wrapped, "o": torch.optim.SGD(wrapped.parameters(), lr=0.5)})
     optimizer = torch.optim.SGD(again.parameters(), lr=0.1)

@@ -6,7 +6,6 @@ import copy
 import io
 import warnings
 from collections import OrderedDict
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from independent_reader import read_modules
 from safetensors.torch import load_file
-from saving import index_of
+from saving import copied, index_of
 from thread_ranks import run_threads
 from torch import nn
 
 import ckptstore
 from ckptstore import Checkpoint, InvalidState, StateMismatch
 from ckptstore.interchange import export, import_state
-from ckptstore.interchange.copying import copy_checkpoint
 from ckptstore.state import per_rank
 from ckptstore.state.read.stored import StoredState
 from ckptstore.testing.states import StateCase, run
 from ckptstore.testing.states.oracle import difference
 from ckptstore.testing.states.upgraded_makers import UPGRADED
-from ckptstore.transfer.opened import open_place
 
 
 class Scaled(nn.Module):
@@ -196,9 +193,9 @@ def test_all_notes_of_modules_come_back_and_count_as_changed(tmp_path: Path) -> 
 def test_an_export_for_torch_has_the_versions_also_of_a_copy_and_of_a_thinned_checkpoint(tmp_path: Path) -> None:
     saved = versioned(Old)
     state = {"model": saved, "nets": [{"act": nn.ReLU()}], "dict": saved.state_dict(), "w": torch.ones(1)}
-    with ckptstore.open_store(tmp_path / "s", durable=False) as store, closing(open_place(tmp_path / "copy")) as place:
+    with ckptstore.open_store(tmp_path / "s", durable=False) as store:
         checkpoints = [Checkpoint.from_uri(store.save(1, state).uri)]
-        copy_checkpoint(store[1], place)
+        copied(f"{tmp_path / 's'}@1", tmp_path / "copy")
         store.save(2, {"epoch": 1})
         store.thin(1, ["w"])
         checkpoints += [store[1], Checkpoint.from_directory(tmp_path / "copy")]

@@ -14,7 +14,6 @@ from torch import nn
 from ckptstore import InvalidState, StateMismatch, open_store
 from ckptstore.state import replicated
 from ckptstore.state.live.apply import collect
-from ckptstore.state.live.matching import Mismatch
 
 
 class Tied(nn.Module):
@@ -125,23 +124,6 @@ def test_a_pattern_narrows_what_is_loaded_and_what_must_fit() -> None:
     assert contents(model[0]) == contents(source[0])
     assert contents(model[1]) == before
     assert load(checkpoint, {"model": model[:1], "epoch": 0}, include=["epoch", "model.0.weight"]) == FITS
-
-
-def test_what_no_rank_can_place_is_unexpected_and_what_one_misses_is_missing() -> None:
-    first = Mismatch({"a"}, {"x", "y"}, {"d": "differs"})
-    joined = Mismatch.joined([first, Mismatch.from_json(Mismatch({"b"}, {"y", "z"}).to_json())])
-    assert joined == Mismatch({"a", "b"}, {"y"}, {"d": "differs"})
-    assert Mismatch.joined([]) == Mismatch()
-    with pytest.raises(StateMismatch, match="2 missing in the checkpoint: a, b"):
-        joined.check(strict=True)
-
-
-def test_a_rank_that_does_not_name_a_part_has_no_say_in_what_is_unexpected_there() -> None:
-    first = Mismatch(unexpected={"model.a", "model.b", "head.a"}, names=frozenset({"model", "head"}))
-    second = Mismatch(unexpected={"model.b"}, names=frozenset({"model", "hea"}))
-    for parts in ([first, second], [second, first]):
-        assert Mismatch.joined(parts).unexpected == {"model.b", "head.a"}
-    assert Mismatch.joined([first, first, Mismatch(names=frozenset({"head"}))]).unexpected == {"model.a", "model.b"}
 
 
 def test_meta_modules_get_memory_and_stay_tied_and_in_their_optimizer() -> None:

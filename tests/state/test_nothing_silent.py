@@ -20,7 +20,7 @@ import ckptstore
 from ckptstore import InvalidInput, InvalidState, StateMismatch, StoreMissing, open_store
 from ckptstore.interchange import export, import_state
 from ckptstore.state.index.part import Tensor
-from ckptstore.state.live.matching import Matching, Mismatch, Saved
+from ckptstore.state.live.matching import Matching, Saved
 
 
 @pytest.fixture
@@ -163,13 +163,6 @@ def test_a_store_is_not_sent_to_another_process_and_a_checkpoint_is(root: Path) 
         with pytest.raises(InvalidInput, match="send a Checkpoint"):
             pickle.dumps(store)
         assert pickle.loads(pickle.dumps(store.latest())).to_dict()["epoch"] == 1
-
-
-def test_a_pattern_has_to_fit_on_one_rank_only() -> None:
-    first = Mismatch(unused={"a": None, "b": "bb"}, absent=frozenset("xy"), names=frozenset("xy"), is_empty=True)
-    second = Mismatch.from_json(Mismatch(unused={"b": "bb"}, absent=frozenset("x"), names=frozenset("xy")).to_json())
-    joined = Mismatch.joined([first, second])
-    assert (joined.unused, joined.absent, joined.is_empty) == ({"b": "bb"}, {"x"}, False)
 
 
 def test_a_store_that_is_not_there_is_missing(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import independent_reader
 import pytest
 import torch
 from meshes import distributed, mesh_for
@@ -30,9 +30,6 @@ from ckptstore.state.index.part import Tensor
 from ckptstore.state.write import outlining
 from ckptstore.testing import Call, with_faults
 from ckptstore.tools.report.trees import read_tree
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import independent_reader
 
 WIDE = torch.arange(24.0).reshape(6, 4)
 LARGE = torch.arange(6 << 18, dtype=torch.float32).reshape(-1, 64)
@@ -310,15 +307,23 @@ def test_a_part_that_changes_on_its_way_to_the_leader_is_not_stored(
 
 
 def test_only_one_rank_of_each_kind_tells_its_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the leader would hear as many as there are ranks, in the first save."""
+    """Else the leader would hear as many as there are ranks. It asks again when something is new, and not before."""
     heard: list[int] = []
+    longest: list[int] = []
     decide = state_shard.StateShard.decide
 
     def noted(shard: Any, descriptions: Any) -> Any:
         shortest = min(map(len, descriptions))
         heard.append(sum(len(description) > shortest for description in descriptions))
+        longest.append(max(map(len, descriptions)))
         return decide(shard, descriptions)
 
     monkeypatch.setattr(state_shard.StateShard, "decide", noted)
-    assert run_threads(4, str(tmp_path / "store"), save) == [None] * 4
-    assert heard == [0, 1]
+
+    def flow(store: ckptstore.CheckpointStore, rank: int) -> None:
+        for step, more in enumerate([{}, {}, {"new": 1}]):
+            store.save(step, {**state_of(rank, 4), **more})
+
+    assert run_threads(4, str(tmp_path / "store"), flow) == [None] * 4
+    assert heard == [0, 1, 0, 0, 1]
+    assert longest[2] < 100 < longest[1]

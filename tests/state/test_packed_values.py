@@ -6,12 +6,12 @@ import json
 import math
 import random
 import struct
-import sys
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
+import independent_reader as reader
 import numpy as np
 import pytest
 import torch
@@ -30,9 +30,6 @@ from ckptstore.interchange import export
 from ckptstore.state.index.packed_values import MAX_LEVELS, pack, plain_size, unpack
 from ckptstore.state.live import values
 from ckptstore.state.live.values import Decoder, Encoder
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import independent_reader as reader
 
 ATOMS = (
     st.none()

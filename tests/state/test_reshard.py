@@ -122,6 +122,22 @@ def test_what_differed_needs_a_word_at_another_number_of_ranks(uri: str) -> None
     assert checkpoint.per_rank("epoch") == [3]
 
 
+def test_a_dimension_counted_from_the_end_is_that_dimension() -> None:
+    full, uri = torch.arange(8.0).reshape(2, 4), new_uri()
+
+    def flow(store: CheckpointStore, rank: int) -> bool:
+        last, found = (distributed(full, mesh_for(rank, [0, 1]), [Shard(1)], zeros=zeros) for zeros in (False, True))
+        for tensor in (last, found):
+            tensor._spec.placements = (Shard(-1),)
+        store.save(1, {"last": last})
+        store.load({"last": found})
+        return torch.equal(found.to_local(), last.to_local())
+
+    assert run_threads(2, uri, flow) == [True, True]
+    with open_store(uri) as store:
+        assert torch.equal(store[1].to_dict()["last"], full)
+
+
 DISAGREEING: dict[str, tuple[Any, str]] = {
     "shape": (
         lambda rank, rows: DTensor.from_local(torch.ones(2, 3 + (rank == 3)), *rows),

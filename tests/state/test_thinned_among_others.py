@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from saving import copied
 
 from ckptstore import (
     CheckpointDamaged,
@@ -24,16 +25,12 @@ from ckptstore import (
     open_store,
 )
 from ckptstore.events import CheckpointSkipped, listening
-from ckptstore.format.layout import MANIFEST_NAME, record_key
-from ckptstore.interchange.copying import copy_store
-from ckptstore.interchange.salvage import salvage_store
 from ckptstore.retention import Policy
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Call, with_faults
 from ckptstore.testing.s3_server import s3_server
 from ckptstore.tools.report.gather import Sighting
 from ckptstore.tools.watching.store_watcher import StoreWatcher
-from ckptstore.transfer.opened import open_place
 
 OPTIMIZER = "optimizer*"
 AT_ONCE: dict[str, Any] = {"timeout_seconds": 0.0}
@@ -264,27 +261,27 @@ def test_copies_and_what_is_salvaged_stay_thinned_with_their_metrics(tmp_path: P
         store.thin(1, OPTIMIZER)
         store.annotate(1, {"late": 2})
         left = store[1].to_dict()
-        copy_store(store, open_place(str(tmp_path / "copy")))
+        copied(tmp_path / "store", tmp_path / "copy")
         store.annotate(1, {"later": 3})
-        assert copy_store(store, open_place(str(tmp_path / "copy"))).present == (1, 2, 3)
+        assert copied(tmp_path / "store", tmp_path / "copy")["present_steps"] == [1, 2, 3]
     if is_log_lost:
         shutil.rmtree(tmp_path / "store/log")
-    salvage_store(open_place(str(tmp_path / "store")), open_place(str(tmp_path / "salvaged")))
+    copied(tmp_path / "store", tmp_path / "salvaged", "--salvage")
     for name in ("copy", "salvaged"):
-        with open_store(tmp_path / name) as copied:
-            assert [one.step for one in copied] == [1, 2, 3]
+        with open_store(tmp_path / name) as copy:
+            assert [one.step for one in copy] == [1, 2, 3]
             if is_log_lost and name == "salvaged":
-                assert thinned(copied) == [], "both were there, and the whole one has all that the other has"
+                assert thinned(copy) == [], "both were there, and the whole one has all that the other has"
                 continue
-            assert thinned(copied) == [1]
-            assert copied[1].metrics == {"loss": 0.5, "early": 1.0, "late": 2.0, "later": 3.0}
-            assert copied[1].thinned.dropped == (OPTIMIZER,)  # type: ignore[union-attr]
-            assert torch.equal(copied[1].to_dict()["model"]["weight"], left["model"]["weight"])
+            assert thinned(copy) == [1]
+            assert copy[1].metrics == {"loss": 0.5, "early": 1.0, "late": 2.0, "later": 3.0}
+            assert copy[1].thinned.dropped == (OPTIMIZER,)  # type: ignore[union-attr]
+            assert torch.equal(copy[1].to_dict()["model"]["weight"], left["model"]["weight"])
             with pytest.raises(CheckpointThinned):
-                copied[1].load(Training().state)
-            copied.annotate(1, {"new": 1})
-            assert copied[1].metrics["new"] == 1.0
-            resumed = copied.resume(Training().state)
+                copy[1].load(Training().state)
+            copy.annotate(1, {"new": 1})
+            assert copy[1].metrics["new"] == 1.0
+            resumed = copy.resume(Training().state)
             assert resumed is not None
             assert resumed.step == 3
 
@@ -360,7 +357,7 @@ def test_what_is_pinned_meanwhile_stays_whole(tmp_path: Path) -> None:
         wait: list[int] = []
 
         def pin(call: Call) -> None:
-            if call.verb == "create" and call.key.endswith(MANIFEST_NAME) and not wait:
+            if call.verb == "create" and call.key.endswith("ckptstore.json") and not wait:
                 wait.append(1)
                 other.pin(1)
 
@@ -374,7 +371,7 @@ def test_what_is_pinned_meanwhile_stays_whole(tmp_path: Path) -> None:
 def test_what_may_have_been_thinned_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "1")
     with filled(tmp_path, 1, 2) as other:
-        key = record_key(other.latest().number + 1)  # type: ignore[union-attr]
+        key = f"log/{other.latest().number + 1:010d}.json"  # type: ignore[union-attr,operator]
     created: list[str] = []
 
     def cut_off(call: Call) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -58,17 +60,32 @@ def saved_by_two(state: Any) -> Checkpoint:
 
 def test_what_ranks_had_in_parts_is_whole_and_what_they_had_apart_is_asked_for() -> None:
     full = torch.arange(15.0).reshape(5, 3)
+    layer = torch.nn.Linear(1, 1)
     checkpoint = saved_by_two(
-        lambda rank: {"w": distributed(full, mesh_for(rank, [0, 1]), [Shard(0)]), "own": {"rng": rank}, "epoch": 4}
+        lambda rank: {
+            "w": distributed(full, mesh_for(rank, [0, 1]), [Shard(0)]),
+            "own": {"rng": rank},
+            "epoch": 4,
+            "nets": {0: layer} if rank else [layer],
+        }
     )
     with pytest.raises(StateMismatch, match=r"2 ranks that saved had its own own.*per_rank=\"first\""):
         checkpoint.to_dict()
     found = checkpoint.to_dict(per_rank={"own*": "first"})
     assert type(found["w"]) is torch.Tensor
     assert torch.equal(found.pop("w"), full)
+    assert type(found.pop("nets")) is list, "the first rank decides what a key stands for"
     assert found == {"own": {"rng": 0}, "epoch": 4}
     assert checkpoint.to_dict(include=["epoch"], per_rank="error") == {"epoch": 4}, "nobody asked for the others"
-    assert checkpoint.to_dict(per_rank="skip").keys() == {"w", "epoch"}
+    assert checkpoint.to_dict(per_rank="skip").keys() == {"w", "epoch", "nets"}
+
+
+class Count(enum.IntEnum):
+    SEVEN = 7
+
+
+NUMBERS = {np.int64(3): 3, np.float64(2.5): 2.5, -4: -4, Count.SEVEN: 7, True: True, np.float32(0.1): "0.1"}
+"""Keys, and as what they come back: numbers as Python's own, what is no longer the same as text."""
 
 
 @pytest.mark.parametrize("how", [{}, {"stock_readable": False}, {"incremental": True}, {"incremental": "reference"}])
@@ -77,6 +94,7 @@ def test_dicts_and_lists_of_objects_come_back_however_they_were_saved(how: dict[
     state = {
         "by key": {key: torch.nn.BatchNorm1d(2) for key in keys},
         "listed": [torch.nn.Sequential(torch.nn.Linear(2, 2)), {"deep": {3: torch.nn.Linear(1, 1)}, "x": {4: {5}}}, 8],
+        "numbers": {key: torch.nn.Linear(1, 1) for key in NUMBERS},
         "dict.of": {"tensors": {0: torch.ones(2), 1: torch.zeros(2)}, "sets": {(1, 2): {3, "x"}}},
     }
     with open_store(new_uri()) as store:
@@ -89,6 +107,7 @@ def test_dicts_and_lists_of_objects_come_back_however_they_were_saved(how: dict[
         assert {name: item.tolist() for name, item in mine.items()} == {
             name: item.tolist() for name, item in module.state_dict().items()
         }
+    assert {(type(key), key) for key in found["numbers"]} == {(type(key), key) for key in NUMBERS.values()}
     assert list(found["listed"][0]) == ["0.bias", "0.weight"]
     assert list(found["listed"][1]["deep"]) == [3]
     assert found["listed"][1]["x"] == {4: {5}}

@@ -284,10 +284,3 @@ def test_a_pickle_in_a_file_is_not_run_unless_allowed(tmp_path):
 def test_hostile_json_is_damage_and_nothing_else(encoded):
     with pytest.raises((CheckpointDamaged, InvalidState)):
         Decoder({}.__getitem__).decode(encoded, path="x")
-
-
-def test_sets_have_one_encoding_whatever_the_order_of_insertion():
-    kept = Kept()
-    left, right = {f"k{i}" for i in range(50)}, {f"k{i}" for i in reversed(range(50))}
-    encoder = Encoder(kept.store)
-    assert encoder.encode(left, path="x") == encoder.encode(right, path="x")
