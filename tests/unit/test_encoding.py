@@ -40,6 +40,10 @@ def test_what_is_written_is_strict_json_in_utf8(value: object) -> None:
     json.loads(dump_json(value).decode(), parse_constant=refuse)
 
 
+def test_a_large_integer_is_exact() -> None:
+    assert load_json(dump_json(2**100 + 1), file="a.json") == 2**100 + 1
+
+
 @pytest.mark.parametrize(
     ("value", "path"),
     [
