@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.format.digest import BLOCK_BYTES, Digest
@@ -20,6 +24,19 @@ DATA = random.Random(0).randbytes(40 * MIB + 12_345)
 QUICK_RETRY = RetryConfig(retry_wait_initial_seconds=0.001, retry_wait_max_seconds=0.002)
 
 _names = iter(range(1_000_000))
+_opened: list[Transfer] = []
+
+
+@pytest.fixture(autouse=True)
+def transfers_end() -> Iterator[None]:
+    """Close what the test has opened: then no thread is left."""
+    yield
+    while _opened:
+        _opened.pop().close()
+    deadline = time.monotonic() + 30
+    while left := [thread for thread in threading.enumerate() if thread.name.startswith("ckptstore-transfer-")]:
+        assert time.monotonic() < deadline, f"a closed transfer has threads: {left}"
+        time.sleep(0.05)
 
 
 def make_storage(kind: str, path: Path) -> Any:
@@ -29,7 +46,8 @@ def make_storage(kind: str, path: Path) -> Any:
 
 def transfer_over(storage: Any, *, retry: RetryConfig = QUICK_RETRY, **config: Any) -> Transfer:
     """A transfer with four threads, unless the configuration says otherwise."""
-    return Transfer(storage, config=TransferConfig(**{"num_threads": 4, **config}), retry=retry)
+    _opened.append(Transfer(storage, config=TransferConfig(**{"num_threads": 4, **config}), retry=retry))
+    return _opened[-1]
 
 
 def from_memory(key: str, data: bytes, payloads: Sequence[tuple[int, int]] = ()) -> PlannedFile:

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StoreFenced
 from ckptstore.fast.certificate import Certificate, held_by
-from ckptstore.fast.drain.book import Book, Drain, choose
+from ckptstore.fast.drain.book import Book, Drain
 from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.nodes.members import Members
 from ckptstore.fast.nodes.node_disk import NodeDisk
@@ -55,25 +53,6 @@ def offer(book: Book, number: int, *, is_active: bool = True) -> Drain:
 
 def held(book: Book) -> list[int]:
     return sorted(int(name[5:15]) for name in book._place.in_use)
-
-
-numbers = st.sets(st.integers(1, 6), max_size=4)
-
-
-@given(st.lists(st.tuples(numbers, st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4))
-def test_the_leader_chooses_what_all_have_and_one_wants(told: list[tuple[set[int], int, int]]) -> None:
-    parts = [{"active": sorted(active), "newest": newest, "sent": sent} for active, newest, sent in told]
-    choice = choose(parts)
-    have = [active | ({newest} if newest else set()) for active, newest, _ in told]
-    wanted = set().union(*(active for active, _, _ in told))
-    common = set.intersection(*have)
-    assert choice["wanted"] == max(wanted, default=0)
-    if choice["go"]:
-        assert choice["go"] in common
-        begun = {sent for _, _, sent in told} & common
-        assert choice["go"] == max(begun or common & wanted)
-    else:
-        assert not common & wanted
 
 
 def test_what_was_told_is_not_dropped_before_the_leader_has_chosen(book: Book) -> None:

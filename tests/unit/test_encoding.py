@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 from hypothesis import given
@@ -39,19 +38,6 @@ def test_what_is_written_is_strict_json_in_utf8(value: object) -> None:
         raise AssertionError(f"bare {name}")
 
     json.loads(dump_json(value).decode(), parse_constant=refuse)
-
-
-def test_floats_that_json_lacks_have_a_tag() -> None:
-    value = {"a": math.nan, "b": [math.inf, -math.inf], "c": 1e308}
-    data = dump_json(value)
-    assert b'"a":{"$t":"float","v":"NaN"}' in data
-    again = load_json(data, file="a.json")
-    assert math.isnan(again["a"])
-    assert (again["b"], again["c"]) == ([math.inf, -math.inf], 1e308)
-
-
-def test_keys_are_sorted_so_that_equal_values_give_equal_bytes() -> None:
-    assert dump_json({"b": 1, "a": 2}) == dump_json({"a": 2, "b": 1}) == b'{"a":2,"b":1}'
 
 
 def test_a_large_integer_is_exact() -> None:
@@ -92,11 +78,6 @@ def test_bytes_that_are_not_our_json_are_damage_in_a_named_file() -> None:
     assert caught.value.file == "log/0000000001.json"
 
 
-def test_an_object_without_a_version_is_damage() -> None:
-    with pytest.raises(CheckpointDamaged, match="not an object of the store format"):
-        load_object(b"{}", file="a.json")
-
-
 def test_a_newer_major_version_is_refused_with_a_hint() -> None:
     with pytest.raises(UnsupportedVersion, match=r"format version 2.*up to 1.*Upgrade ckptstore"):
         load_object(b'{"version": 2}', file="a.json")
@@ -105,7 +86,3 @@ def test_a_newer_major_version_is_refused_with_a_hint() -> None:
 @pytest.mark.parametrize("text", ['{"$t":"float","v":[1]}', '{"$t":"float","v":"1"}', '{"$t":"later","v":"NaN"}'])
 def test_an_unknown_tag_is_left_as_it_is(text: str) -> None:
     assert load_json(text.encode(), file="a.json") == json.loads(text)
-
-
-def test_unknown_fields_are_kept() -> None:
-    assert load_object(b'{"version": 1, "later": [1]}', file="a.json") == {"version": 1, "later": [1]}

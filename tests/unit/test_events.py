@@ -33,15 +33,6 @@ KINDS = {
 OF_THE_AGENT = [value for value in vars(notices).values() if isinstance(value, type) and value not in CLASSES]
 
 
-def test_a_listener_hears_events_only_while_it_listens() -> None:
-    heard: list[Event] = []
-    emit(COMMITTED)
-    with listening(heard.append):
-        emit(COMMITTED)
-    emit(COMMITTED)
-    assert heard == [COMMITTED]
-
-
 def test_a_listener_hears_only_what_it_wants() -> None:
     heard: list[Event] = []
     stored = FileStored(key="a", size_bytes=1, seconds=0.1, rank=0)

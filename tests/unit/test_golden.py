@@ -233,6 +233,7 @@ def test_a_manifest_is_read_and_would_be_written_the_same() -> None:
         ("model-rank=00001.pt", 1048576, "crc32c:deadbeef", 1, "model.pt"),
         ("vocab.bin", 5, "None", 1, None),
     ]
+    assert [*manifest.by_name.items()] == [(item.name, item) for item in manifest.files]
     assert manifest.directories == ("empty",)
     assert manifest.metrics == {"eval_loss": 0.3125, "worst": math.inf}
     assert manifest.metadata["commit"] == "8c15528"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from ckptstore.errors import (
     CkptstoreError,
     GroupMissing,
     InvalidInput,
-    InvalidStep,
     RankFailed,
     RankTimeout,
     StorageFull,
@@ -37,7 +34,7 @@ from ckptstore.group import SoloGroup, StorageGroup, check_shared, find_group, s
 from ckptstore.group.base import spoken, this_node
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.meeting import pack, unpack
-from ckptstore.group.message import DRAIN_LANE, Message, first_error
+from ckptstore.group.message import DRAIN_LANE, Message
 from ckptstore.runtime.beat import beat
 from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.disk.local import LocalStorage
@@ -192,20 +189,6 @@ def test_a_failure_of_join_reaches_every_rank(memory: MemoryStorage) -> None:
 def test_a_rank_in_a_thread_that_fails_its_test_fails_it() -> None:
     with pytest.raises(pytest.fail.Exception, match="not so"):
         in_threads(2, lambda rank: pytest.fail("not so") if rank == 1 else None)
-
-
-def test_the_group_goes_on_after_an_error(memory: MemoryStorage) -> None:
-    def script(group: BoardGroup) -> bytes:
-        with pytest.raises(InvalidStep):
-            exchange(group, "save", lambda: check(group.rank), joined)
-        return exchange(group, "save again", named(group), joined)
-
-    def check(rank: int) -> bytes:
-        if rank == 1:
-            raise InvalidStep("step -1")
-        return b""
-
-    assert together(memory, 2, script) == [b"rank 0, rank 1"] * 2
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])
@@ -679,13 +662,6 @@ def test_a_message_of_a_newer_version_is_refused() -> None:
         Message.decode(wire)
 
 
-def test_no_error_without_a_failure() -> None:
-    well = Message(tag="t", rank=0, world_size=2, by="me")
-    assert first_error({0: well, 1: well}) is None
-    lost = RankTimeout("Rank 1 gave no sign", ranks=(1,))
-    assert first_error({0: well}, lost=lost) == lost.to_wire()
-
-
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
@@ -707,24 +683,6 @@ def test_ranks_are_spoken(ranks: list[int], text: str) -> None:
 )
 def test_a_value_comes_back_as_it_was_with_bytes_anywhere(value: Any) -> None:
     assert unpack(pack(value)) == value
-
-
-@given(
-    st.binary(max_size=30) | st.recursive(st.integers(-9, 9), lambda inner: st.dictionaries(st.just("\0bytes"), inner)),
-    st.binary(max_size=20),
-)
-def test_any_bytes_are_a_value_or_refused(head: Any, rest: bytes) -> None:
-    with suppress(ValueError):
-        unpack((head if isinstance(head, bytes) else json.dumps(head).encode()) + b"\n" + rest)
-
-
-def test_what_a_meeting_cannot_carry_is_an_error_on_all_ranks(memory: MemoryStorage) -> None:
-    def script(group: BoardGroup) -> Any:
-        return exchange(group, "save", lambda: object() if group.rank == 1 else 0, lambda values: values)
-
-    for error in together(memory, 2, script):
-        assert type(error) is RankFailed
-        assert "object cannot be brought to a meeting" in str(error)
 
 
 def test_a_block_after_the_leader_was_heard_fails_alone(memory: MemoryStorage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 
 import ckptstore
 from ckptstore.errors import StorageError
-from ckptstore.log.reader import Hint
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local import LocalStorage
 
@@ -190,7 +190,7 @@ def test_a_record_has_its_name_once_all_that_it_stands_for_is_durable(
     assert written | {before[manifest][0], source, str(directory), str(directory.parent)} <= set(done)
     assert done.index(before[manifest][0]) < len(done) - 1 - done[::-1].index(str(directory)), "its name is durable too"
     assert flushed[-1] == str(root / "log")
-    assert Hint.decode((root / "latest.json").read_bytes()).newest.number == int(Path(record).stem)
+    assert json.loads((root / "latest.json").read_bytes())["number"] == int(Path(record).stem)
 
 
 def test_a_hint_that_shrinks_leaves_nothing_of_the_old_one(storage: LocalStorage, tmp_path: Path) -> None:

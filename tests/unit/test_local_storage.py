@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from small_disks import mounted
 from ckptstore import open_store
 from ckptstore.errors import (
     AccessDenied,
-    CheckpointDamaged,
     FileMissing,
     InvalidInput,
     InvalidName,
@@ -30,7 +28,7 @@ from ckptstore.errors import (
     StorageUnavailable,
 )
 from ckptstore.storage.base import Shortage, Unsupported
-from ckptstore.storage.disk import local_parts, posix
+from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.storage.retry import ONCE
@@ -52,38 +50,6 @@ def storage(tmp_path: Path) -> LocalStorage:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     with mounted(tmp_path / "disk", "8m") as place:
         yield place
-
-
-RACER = """
-import sys
-from ckptstore.storage.disk.local import LocalStorage
-storage = LocalStorage(sys.argv[1], durable=False)
-print("ready", flush=True)
-sys.stdin.readline()
-print(*[n for n in range(200) if storage.create(f"log/{n}.json", f"{sys.argv[2]} {n}".encode())])
-"""
-
-
-def test_of_two_processes_exactly_one_creates(tmp_path: Path) -> None:
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACER, str(tmp_path), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name in ("a", "b")
-    ]
-    for racer in racers:
-        assert racer.stdout is not None
-        assert racer.stdout.readline() == "ready\n"
-    won = [set(map(int, racer.communicate("go\n", timeout=120)[0].split())) for racer in racers]
-    assert won[0] | won[1] == set(range(200))
-    assert not won[0] & won[1]
-    for name, numbers in zip("ab", won, strict=True):
-        for number in numbers:
-            assert (tmp_path / f"log/{number}.json").read_text() == f"{name} {number}"
-    assert len(os.listdir(tmp_path / "log")) == 200, "temporary files are left"
 
 
 def test_a_link_whose_reply_was_lost_is_ones_own(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,16 +272,6 @@ def test_a_stored_file_cannot_be_written_and_can_be_deleted(storage: LocalStorag
     assert list(storage.list("")) == []
 
 
-def test_a_version_tells_contents_apart(storage: LocalStorage) -> None:
-    storage.write("key", views(b"one"))
-    version = storage.stat("key").version
-    target = memoryview(bytearray(3))
-    storage.read_into("key", 0, [target], version=version)
-    storage.write("key", views(b"two"))
-    with pytest.raises(CheckpointDamaged, match="not the file that was found"):
-        storage.read_into("key", 0, [target], version=version)
-
-
 def test_it_travels_as_its_path(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     relative = LocalStorage("somewhere", durable=False)
@@ -376,13 +332,6 @@ def test_free_bytes_of_a_root_that_does_not_exist_yet(tmp_path: Path) -> None:
     free = LocalStorage(tmp_path / "not" / "yet").free_bytes()
     assert 0 < free <= shutil.disk_usage(tmp_path).total
     assert not (tmp_path / "not").exists()
-
-
-def test_a_download_target_must_be_new(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"keep")
-    with pytest.raises(StorageError, match="File exists"):
-        local_parts.NewFile("key", str(tmp_path / "file"), size_bytes=1, writes_back=False)
-    assert (tmp_path / "file").read_bytes() == b"keep"
 
 
 @pytest.mark.parametrize("levels", ["a", "a/b"])

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ckptstore.peers.extents import EXTENT_BYTES, Extents
 from ckptstore.peers.line_client import LineClient
 from ckptstore.peers.line_server import LineServer
 from ckptstore.peers.nodes import find_nodes, parse_peers
-from ckptstore.peers.peer_server import GROUP, is_shared
+from ckptstore.peers.peer_server import GROUP
 from ckptstore.peers.peers import Peers
 from ckptstore.publication.subscription import Subscription
 from ckptstore.storage.open import open_storage
@@ -137,20 +138,8 @@ def wrong_digest(self: Strange, channel: Channel, request: Mapping[str, Any]) ->
     give(channel, bytes(request["size_bytes"]), digest=str(Digest.of(b"x")))
 
 
-def odd_digest(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
-    give(channel, bytes(request["size_bytes"]), digest={"md5": 1})
-
-
-def too_short(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
-    give(channel, bytes(request["size_bytes"] // 2))
-
-
-def shorter_than_said(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
-    give(channel, bytes(request["size_bytes"] - 1), size_bytes=request["size_bytes"])
-
-
-def says_nothing(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
-    time.sleep(2)
+def closes(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
+    raise ConnectionAbortedError
 
 
 def waits_for_ever(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
@@ -166,27 +155,21 @@ def drips(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
         time.sleep(0.05)
 
 
-def closes(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
-    raise ConnectionAbortedError
+STRANGE: dict[str, Answer] = {
+    **{answer.__name__: answer for answer in (lies, wrong_digest, closes, waits_for_ever, drips)},
+    "odd_digest": lambda _, channel, asked: give(channel, bytes(asked["size_bytes"]), digest={"md5": 1}),
+    "too_short": lambda _, channel, asked: give(channel, bytes(asked["size_bytes"] // 2)),
+    "shorter_than_said": lambda _, channel, asked: give(
+        channel, bytes(asked["size_bytes"] - 1), size_bytes=asked["size_bytes"]
+    ),
+    "says_nothing": lambda _, channel, asked: time.sleep(2),
+    "raises": lambda _, channel, asked: channel.send({"error": 5}),
+    "says_what_nobody_means": lambda _, channel, asked: channel.send({"hello": [1]}),
+    "sends_no_message": lambda _, channel, asked: channel.line.sendall(b"\2\0\0\0" + b"[" * 100),
+}
 
 
-def raises(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
-    channel.send({"error": 5})
-
-
-def says_what_nobody_means(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
-    channel.send({"hello": [1]})
-
-
-def sends_no_message(self: Strange, channel: Channel, request: Mapping[str, Any]) -> None:
-    channel.line.sendall(b"\2\0\0\0" + b"[" * 100)
-
-
-STRANGE = [lies, wrong_digest, odd_digest, too_short, shorter_than_said, says_nothing, drips, closes, raises]
-STRANGE += [waits_for_ever, says_what_nobody_means, sends_no_message]
-
-
-@pytest.mark.parametrize("answer", STRANGE, ids=lambda answer: answer.__name__)
+@pytest.mark.parametrize("answer", STRANGE.values(), ids=STRANGE.keys())
 def test_whatever_a_peer_answers_the_files_are_right(
     server: S3Server, strange: Callable[..., Strange], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer
 ) -> None:
@@ -456,16 +439,10 @@ def test_whoever_greets_in_another_way_is_no_peer(speak: Callable[[socket.socket
 
 def test_each_extent_is_read_once_however_many_ask(server: S3Server, asking: Any) -> None:
     checkpoint, ask = asking
-    since, found = len(server.log), []
+    since = len(server.log)
     server.faults.add(Fault(action="delay", match="big.bin", seconds=0.3))
-    threads = [
-        threading.Thread(target=lambda: found.append(ask(f"{checkpoint.uri}/big.bin", 0, 5000)["data"]))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: ask(f"{checkpoint.uri}/big.bin", 0, 5000)["data"], range(8)))
     assert found == [FILES["big.bin"][:5000]] * 8
     assert ask(f"{checkpoint.uri}/big.bin", 100, 50)["data"] == FILES["big.bin"][100:150]
     assert len(server.log) - since == 1
@@ -667,18 +644,3 @@ def test_peers_of_the_call_need_a_server_and_those_of_the_environment_wait_for_o
         Subscription(tmp_path / "store", tmp_path / "out", peers="127.0.0.1:7,127.0.0.1:8")
     monkeypatch.setenv("CKPTSTORE_PEERS", "127.0.0.1:7,127.0.0.1:8")
     open_store(tmp_path / "store").close()
-
-
-@pytest.mark.parametrize(
-    ("file", "expected"),
-    [
-        ("s3://b/run/checkpoints/step-0000000001-e0001-0123abcd/a/b", True),
-        ("s3://b/checkpoints/step-0000000001-e0001-0123abcd/a", True),
-        ("s3://b/run/checkpoints/step-0000000001-e0001-0123abcd/", False),
-        ("s3://b/run/checkpoints/step-1/a", False),
-        ("s3://b/run/log/0000000001.json", False),
-        ("s3://b/run/weight_v000001/a", False),
-    ],
-)
-def test_files_of_attempts_are_shared(file: str, expected: bool) -> None:
-    assert is_shared(file) is expected

@@ -150,14 +150,6 @@ def test_a_packed_set_is_bounded_by_the_limit() -> None:
 # The rules
 
 
-def test_a_claim_raises_the_epoch_and_remembers_the_latest() -> None:
-    state = states(*commits(2), CLAIM)
-    assert (state.epoch, state.resume_from, state.latest) == (2, 3, 3)
-    assert states(CLAIM).resume_from is None
-    assert states(CLAIM, Claim("copy", 1, above_epoch=7)).epoch == 8
-    assert states(CLAIM, CLAIM, CLAIM, Claim("copy", 1, above_epoch=1)).epoch == 4
-
-
 @pytest.mark.parametrize("epoch", [1, 3])
 @pytest.mark.parametrize("kind", ["commit", "remove", "pin", "unpin", "restore", "annotate"])
 def test_another_epoch_than_the_highest_is_fenced(kind: str, epoch: int) -> None:
@@ -173,13 +165,6 @@ def test_another_epoch_than_the_highest_is_fenced(kind: str, epoch: int) -> None
     with pytest.raises(StoreFenced) as caught:
         apply(state, 5, change)
     assert caught.value.committed is False
-
-
-def test_a_commit_replaces_and_drops_in_one_record() -> None:
-    state = states(*commits(3), Commit(entry(1), replaces=(3,), drops=(2,)))
-    assert state.live == {4, 5}
-    assert state.trash == {2: 5, 3: 5}
-    assert state.latest == 5
 
 
 def test_a_pinned_checkpoint_that_is_replaced_stays_live() -> None:
@@ -682,16 +667,6 @@ def test_a_record_keeps_its_exact_bytes() -> None:
     assert again.change == record.change
 
 
-def test_unknown_fields_are_kept_and_carried_on() -> None:
-    value = json.loads(first().encode())
-    value["later"] = {"a": 1}
-    value["state"]["quota"] = 5
-    record = Record.decode(sealed(json.dumps(value).encode()), 1)
-    assert record.extra == {"later": {"a": 1}}
-    after = Record.following(record, Commit(entry()), write_id="00" * 16, created_at=1.0)
-    assert json.loads(after.encode())["state"]["quota"] == 5
-
-
 def test_newer_versions_and_unknown_kinds_are_refused_with_a_hint() -> None:
     value = json.loads(first().encode())
     for change in ({"version": 2}, {"kind": "merge"}):
@@ -726,14 +701,6 @@ def test_a_record_of_a_development_version_says_so() -> None:
     early = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
     with pytest.raises(CheckpointDamaged, match="a development version before format version 1 wrote it"):
         Record.decode(early, 1)
-
-
-def test_metrics_that_are_not_finite_survive() -> None:
-    change = Commit(entry(metrics={"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5}))
-    data = Record.following(first(), change, write_id="00" * 16, created_at=1.0).encode()
-    found = Record.decode(data, 2).entry.metrics
-    assert math.isnan(found["a"])
-    assert (found["b"], found["c"], found["d"]) == (math.inf, -math.inf, 0.5)
 
 
 def test_only_a_commit_has_an_entry() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moving import DATA, MIB, make_storage, transfer_over, wanted
+from moving import DATA, MIB, make_storage, transfer_over, transfers_end, wanted  # noqa: F401
 from small_disks import mounted
 
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, StorageError, StorageFull
@@ -44,12 +44,10 @@ def files_below(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_download_is_what_was_stored(storage: Any, tmp_path: Path, durable: bool) -> None:
-    transfer = transfer_over(storage, durable=durable)
     target = tmp_path / "target"
     beats: list[int] = []
     with beating(lambda: beats.append(1)):
-        transfer.download([(item, target / item.key) for item in ALL])
-    transfer.close()
+        transfer_over(storage, durable=durable).download([(item, target / item.key) for item in ALL])
     assert files_below(target) == {item.key for item in ALL}
     for item in ALL:
         assert (target / item.key).read_bytes() == storage.read(item.key)
@@ -61,18 +59,14 @@ def test_a_directory_that_is_removed_meanwhile_is_no_missing_file(
     storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(os, "makedirs", lambda *_, **__: None)  # removed as soon as it is made
-    transfer = transfer_over(storage)
     with pytest.raises(StorageError, match="No such file or directory") as caught:
-        transfer.download([(wanted(f"d/{size}", DATA[:size]), tmp_path / "gone/file")])
-    transfer.close()
+        transfer_over(storage).download([(wanted(f"d/{size}", DATA[:size]), tmp_path / "gone/file")])
     assert not isinstance(caught.value, FileMissing)
 
 
 @pytest.mark.parametrize("read_only", [True, False])
 def test_a_download_may_be_for_reading_alone(storage: Any, tmp_path: Path, read_only: bool) -> None:
-    transfer = transfer_over(storage)
-    transfer.download([(item, f"{tmp_path}/target/{item.key}") for item in ALL], read_only=read_only)
-    transfer.close()
+    transfer_over(storage).download([(item, f"{tmp_path}/target/{item.key}") for item in ALL], read_only=read_only)
     found = [path for path in (tmp_path / "target").rglob("*") if path.is_file()]
     assert len(found) == len(ALL)
     assert {bool(path.stat().st_mode & 0o222) for path in found} == {not read_only}
@@ -90,9 +84,7 @@ def test_a_download_is_made_durable(
         real_fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    transfer = transfer_over(storage)
-    transfer.download([(item, tmp_path / "target" / item.key) for item in ALL[:4]], durable=durable)
-    transfer.close()
+    transfer_over(storage).download([(item, tmp_path / "target" / item.key) for item in ALL[:4]], durable=durable)
     expected = {str(tmp_path / "target" / item.key) for item in ALL[:4]} | {str(tmp_path / "target/d")}
     assert expected <= set(flushed) if durable else not flushed
 
@@ -107,10 +99,8 @@ def damage(storage: Any, key: str, at: int) -> None:
 def test_a_damaged_file_is_not_kept(storage: Any, tmp_path: Path, size: int) -> None:
     damage(storage, f"d/{size}", size - 1)
     counted = CountCalls()
-    transfer = transfer_over(wrap(storage, counted))
     with pytest.raises(CheckpointDamaged, match=r"expected, [0-9a-f]{8} is found") as caught:
-        transfer.download([(item, tmp_path / "target" / item.key) for item in ALL])
-    transfer.close()
+        transfer_over(wrap(storage, counted)).download([(item, tmp_path / "target" / item.key) for item in ALL])
     assert caught.value.file == f"d/{size}"
     assert f"d/{size}" not in files_below(tmp_path / "target")
     assert len([call for call in counted.calls if call.key == "d/4096"]) == (2 if size == 4096 else 1)
@@ -130,9 +120,7 @@ def test_a_bit_that_flips_on_its_way_is_fetched_again(storage: Any, tmp_path: Pa
                 flipped.append(name)
                 views[0][0] ^= 1
 
-    transfer = transfer_over(Flipping())
-    transfer.download([(item, tmp_path / "target" / item.key) for item in ALL])
-    transfer.close()
+    transfer_over(Flipping()).download([(item, tmp_path / "target" / item.key) for item in ALL])
     assert flipped
     assert (tmp_path / "target" / key).read_bytes() == storage.read(key)
 
@@ -144,25 +132,21 @@ def test_a_missing_or_short_file_is_named(storage: Any, tmp_path: Path) -> None:
     assert caught.value.file == "gone"
     with pytest.raises(CheckpointDamaged, match="d/4096"):
         transfer.download([(Wanted("d/4096", 5 * MIB, Digest.of()), tmp_path / "b/short")])
-    transfer.close()
     assert files_below(tmp_path / "a") == files_below(tmp_path / "b") == set()
 
 
 def test_other_errors_end_the_download(storage: Any, tmp_path: Path) -> None:
     big = wanted(f"d/{len(DATA)}", DATA)
     fault = FailAt(f"read_into {big.key}", AccessDenied("no"), skip=1, times=None)
-    transfer = transfer_over(wrap(storage, fault))
     with pytest.raises(AccessDenied) as caught:
-        transfer.download([(item, tmp_path / "target" / item.key) for item in ALL])
-    transfer.close()
+        transfer_over(wrap(storage, fault)).download([(item, tmp_path / "target" / item.key) for item in ALL])
     assert caught.value.file == big.key
     assert big.key not in files_below(tmp_path / "target"), "a torn file is left"
 
 
 def test_passing_errors_are_retried(storage: Any, tmp_path: Path) -> None:
-    transfer = transfer_over(wrap(storage, TearAt("read_into *", times=5)))
-    transfer.download([(item, tmp_path / "target" / item.key) for item in ALL])
-    transfer.close()
+    flaky = wrap(storage, TearAt("read_into *", times=5))
+    transfer_over(flaky).download([(item, tmp_path / "target" / item.key) for item in ALL])
     assert all((tmp_path / "target" / item.key).read_bytes() == storage.read(item.key) for item in ALL)
 
 
@@ -171,10 +155,8 @@ def test_nothing_is_overwritten(storage: Any, tmp_path: Path) -> None:
         path = tmp_path / "target" / item.key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"keep")
-        transfer = transfer_over(storage)
         with pytest.raises(StorageError, match="File exists"):
-            transfer.download([(item, path)])
-        transfer.close()
+            transfer_over(storage).download([(item, path)])
         assert path.read_bytes() == b"keep"
 
 
@@ -192,7 +174,6 @@ def test_a_full_disk_ends_a_download(storage: Any, small_disk: Path) -> None:
     assert files_below(small_disk) == set()
     few = [(wanted("d/1", DATA[:1]), small_disk / "few")]
     transfer.download(few)
-    transfer.close()
 
 
 def test_a_full_disk_ends_an_upload(small_disk: Path, tmp_path: Path) -> None:
@@ -207,7 +188,6 @@ def test_a_full_disk_ends_an_upload(small_disk: Path, tmp_path: Path) -> None:
     files = [from_file(f"{n}", tmp_path / f"source/{n}", DATA[:100_000]) for n in range(200)]
     with pytest.raises(StorageFull) as caught:
         transfer.upload(files)
-    transfer.close()
     assert caught.value.file in {file.key for file in files}
 
 
@@ -221,7 +201,6 @@ def test_a_check_names_every_bad_file(storage: Any) -> None:
     storage.write("d/1", [memoryview(DATA)[:2]])
     storage.delete(["many/0/20", f"d/{MIB + 1}"])
     found = {item.wanted.key: item.damage for item in transfer.check(ALL) if item.damage}
-    transfer.close()
     assert set(found) == {f"d/{len(DATA)}", "many/2/7", "d/4096", "d/1", "many/0/20", f"d/{MIB + 1}"}
     assert {key for key, error in found.items() if isinstance(error, FileMissing)} == {"many/0/20", f"d/{MIB + 1}"}
     assert all(error.file == key for key, error in found.items())
@@ -229,9 +208,7 @@ def test_a_check_names_every_bad_file(storage: Any) -> None:
 
 
 def test_a_check_without_a_digest_compares_the_size(storage: Any) -> None:
-    transfer = transfer_over(storage)
-    good, bad = transfer.check([Wanted("d/4096", 4096, None), Wanted("d/1", 5, None)])
-    transfer.close()
+    good, bad = transfer_over(storage).check([Wanted("d/4096", 4096, None), Wanted("d/1", 5, None)])
     assert good.damage is None
     assert good.digest == wanted("d/4096", DATA[:4096]).digest
     assert isinstance(bad.damage, CheckpointDamaged)
@@ -249,7 +226,6 @@ def test_every_byte_is_told(storage: Any, tmp_path: Path, algorithm: str, fetche
             transfer.download([(item, tmp_path / "target" / item.key) for item in files])
         else:
             transfer.check(files)
-    transfer.close()
     moved = [event for event in heard if isinstance(event, BytesMoved)]
     total_bytes = sum(item.size_bytes for item in files)
     assert sum(event.size_bytes for event in moved) == total_bytes
@@ -258,7 +234,5 @@ def test_every_byte_is_told(storage: Any, tmp_path: Path, algorithm: str, fetche
 
 
 def test_a_check_that_is_not_allowed_to_read_says_so(storage: Any) -> None:
-    transfer = transfer_over(wrap(storage, FailAt("read_into many/1/*", AccessDenied("no"), times=None)))
     with pytest.raises(AccessDenied):
-        transfer.check(ALL)
-    transfer.close()
+        transfer_over(wrap(storage, FailAt("read_into many/1/*", AccessDenied("no"), times=None))).check(ALL)

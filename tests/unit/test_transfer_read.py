@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moving import DATA, MIB, QUICK_RETRY, checked_range, make_storage, transfer_over
+from moving import DATA, MIB, checked_range, make_storage, transfer_over, transfers_end  # noqa: F401
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing
 from ckptstore.events import BytesMoved, Event, listening
 from ckptstore.format.digest import Digest
@@ -39,9 +38,7 @@ def test_ranges_of_all_kinds(storage: Any) -> None:
         RangeRead("big", 12_345, (memoryview(bytearray(20 * MIB + 1)),)),
         *(checked_range("big", DATA, at, 4096) for at in range(0, 2 * MIB, 4096)),
     ]
-    transfer = transfer_over(storage)
-    transfer.read(ranges)
-    transfer.close()
+    transfer_over(storage).read(ranges)
     for item in ranges:
         assert b"".join(item.views) == DATA[item.offset : item.offset + item.size_bytes]
 
@@ -94,7 +91,6 @@ def test_one_flipped_bit_is_found_and_named(storage: Any, offset: int) -> None:
     for text in ("big", f"{start:,}", expected.hex, found.hex):
         assert text in str(caught.value)
     transfer.read([checked_range("big", DATA, start + size, len(DATA) - start - size)])
-    transfer.close()
 
 
 def test_a_bit_that_flips_on_its_way_is_read_again(storage: Any) -> None:
@@ -124,10 +120,8 @@ def test_a_bit_that_flips_on_its_way_is_read_again(storage: Any) -> None:
                     flipped.append(offset)
                     views[0][0] ^= 1
 
-    transfer = transfer_over(Flipping())
     item = checked_range("big", DATA, 0, len(DATA))
-    transfer.read([item])
-    transfer.close()
+    transfer_over(Flipping()).read([item])
     assert len(flipped) == 1
     assert b"".join(item.views) == DATA
 
@@ -139,15 +133,12 @@ def test_a_short_or_missing_file_is_named(storage: Any) -> None:
     with pytest.raises(FileMissing) as caught:
         transfer.read([checked_range("missing", DATA, 0, 10), checked_range("big", DATA, 0, len(DATA))])
     assert caught.value.file == "missing"
-    transfer.close()
 
 
 def test_checks_that_do_not_cover_the_range_are_refused(storage: Any) -> None:
     counted = CountCalls()
-    transfer = transfer_over(wrap(storage, counted))
     with pytest.raises(ValueError, match="cover 9 bytes of 10"):
-        transfer.read([RangeRead("small", 0, (memoryview(bytearray(10)),), ((9, 0),))])
-    transfer.close()
+        transfer_over(wrap(storage, counted)).read([RangeRead("small", 0, (memoryview(bytearray(10)),), ((9, 0),))])
     assert counted.total == 0
 
 
@@ -155,7 +146,6 @@ def test_passing_errors_are_retried_others_are_not(storage: Any) -> None:
     transfer = transfer_over(wrap(storage, TearAt("read_into *", times=4)))
     item = checked_range("big", DATA, 0, len(DATA))
     transfer.read([item])
-    transfer.close()
     assert b"".join(item.views) == DATA
     counted = CountCalls()
     denied = FailAt("read_into *", AccessDenied("no"), times=None)
@@ -167,29 +157,8 @@ def test_passing_errors_are_retried_others_are_not(storage: Any) -> None:
     transfer = transfer_over(wrap(storage, hook), num_threads=1)
     with pytest.raises(AccessDenied) as caught:
         transfer.read([checked_range("small", DATA, 0, 10), *[checked_range("big", DATA, 0, len(DATA))] * 3])
-    transfer.close()
     assert caught.value.file == "small"
     assert counted.total == 1
-
-
-def test_retries_end(storage: Any) -> None:
-    counted = CountCalls()
-    fail = FailAt("read_into *", times=None)
-
-    def hook(call: Any) -> None:
-        counted(call)
-        fail(call)
-
-    retry = RetryConfig(
-        retry_attempts=3,
-        retry_wait_initial_seconds=QUICK_RETRY.retry_wait_initial_seconds,
-        retry_wait_max_seconds=QUICK_RETRY.retry_wait_max_seconds,
-    )
-    transfer = transfer_over(wrap(storage, hook), retry=retry)
-    with pytest.raises(OSError, match="A fault was injected"):
-        transfer.read([checked_range("small", DATA, 0, 10)])
-    transfer.close()
-    assert counted.total == 3
 
 
 def test_what_is_empty_costs_no_request(storage: Any) -> None:
@@ -198,16 +167,13 @@ def test_what_is_empty_costs_no_request(storage: Any) -> None:
     transfer = transfer_over(wrap(storage, counted))
     transfer.read([checked_range("empty", DATA, 0, 0), RangeRead("small", 5, (memoryview(b""),))])
     transfer.read([])
-    transfer.close()
     assert counted.total == 0
 
 
 def test_progress_is_told(storage: Any) -> None:
     heard: list[Event] = []
-    transfer = transfer_over(storage)
     with listening(heard.append):
-        transfer.read([checked_range("big", DATA, 0, len(DATA)), checked_range("small", DATA, 0, 500)])
-    transfer.close()
+        transfer_over(storage).read([checked_range("big", DATA, 0, len(DATA)), checked_range("small", DATA, 0, 500)])
     moved = [event for event in heard if isinstance(event, BytesMoved)]
     assert sum(event.size_bytes for event in moved) == len(DATA) + 500
     assert {event.total_bytes for event in moved} == {len(DATA) + 500}
@@ -217,8 +183,6 @@ def test_progress_is_told(storage: Any) -> None:
 def test_requests_are_large(storage: Any) -> None:
     """A request to a server costs a round trip, and one to a disk some microseconds."""
     counted = CountCalls()
-    transfer = transfer_over(wrap(storage, counted))
-    transfer.read([checked_range("big", DATA, 0, len(DATA))])
-    transfer.close()
+    transfer_over(wrap(storage, counted)).read([checked_range("big", DATA, 0, len(DATA))])
     assert max(call.size_bytes for call in counted.calls) <= 16 * MIB
     assert counted.total == 3
