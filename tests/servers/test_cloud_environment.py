@@ -53,6 +53,15 @@ def test_keys_that_change_are_looked_up_anew(engine: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_no_credentials_are_a_clear_error(fast_s3: S3Server, engine: str) -> None:
+    options = {"endpoint_url": fast_s3.endpoint_url, "client_kwargs": {"region_name": "us-east-1"}}
+    storage = open_storage("s3://test/x", storage_options=options, engine=engine)
+    with pytest.raises(AccessDenied, match="credentials"):
+        storage.read("k")
+    storage.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_anonymous(fast_s3: S3Server, engine: str) -> None:
     roundtrip("s3://test/x", engine, storage_options={"anon": True, "endpoint_url": fast_s3.endpoint_url})
 

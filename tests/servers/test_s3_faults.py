@@ -26,6 +26,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.digest import Digest
 from ckptstore.storage.base import Unsupported, UploadGone, WritesParts
+from ckptstore.storage.cloud.files import Renewals
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3.objects import S3Error
 from ckptstore.testing.s3_server import Fault, Link, S3Server
@@ -326,3 +327,11 @@ def test_a_flipped_bit_comes_through(storage: Any, fault: Any) -> None:
     found = bytearray(MIB)
     storage.read_into("there", 0, [memoryview(found)])
     assert found != PART[:MIB]
+
+
+def test_one_renewal_of_no_use_is_told_to_all_requests_in_flight() -> None:
+    renewals = Renewals()
+    assert [renewals.renew(0, lambda: None) for _ in range(3)] == [True] * 3
+    assert [renewals.renew(1, lambda: None) for _ in range(3)] == [False] * 3
+    renewals.prove(2)
+    assert renewals.renew(1, lambda: None)
