@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,8 @@ from uuid import uuid4
 import torch
 from thread_ranks import in_threads
 
-from ckptstore import CheckpointStore, FastTier, StorageGroup, open_store
+from ckptstore import CheckpointStore, FastTier, KeepEvery, StorageGroup, open_store
+from ckptstore.testing import Hook, with_faults
 
 SIZE = 100_000
 
@@ -60,6 +62,25 @@ class Jobs:
                 return flow(store, number)
 
         return in_threads(len(nodes), rank)
+
+    def drain(
+        self, nodes: str, flow: Flow, *, hook: Hook | None = None, close_seconds: float | None = None, **tier: Any
+    ) -> list[Any]:
+        """As `run`, with a store that is reached: due are the first save, and then the first of every ten steps."""
+        token = uuid4().hex
+
+        def rank(number: int) -> Any:
+            store = self.open(number, nodes, token, **{"keep": 9, "drain": KeepEvery(steps=10), **tier})
+            with store if hook is None else with_faults(store, hook) as store:
+                try:
+                    return flow(store, number)
+                finally:
+                    if close_seconds is not None:
+                        store._deadline.set(close_seconds)
+
+        ends = in_threads(len(nodes), rank)
+        assert not [thread.name for thread in threading.enumerate() if thread.name == "ckptstore-drain"]
+        return ends
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from ckptstore.events import FastBypassed
 from ckptstore.fast.nodes import node_disk
 from ckptstore.fast.nodes.arrival import join_arrivals
 from ckptstore.fast.nodes.members import Members
-from ckptstore.saving.directory_shard import directory_of
-from ckptstore.store import start_shard
 
 
 def written(root: Path, step: int, rank: int) -> Path:
@@ -73,12 +71,10 @@ def test_files_are_on_the_nodes_and_come_into_the_store(jobs: Jobs, copies: int)
     assert first[2]["parts/1.bin"] == b"2 1" * 100_000
 
     def drained(store: CheckpointStore, rank: int) -> Any:
-        def make(job: Any) -> Any:
-            return directory_of(job, 3, written(jobs.root, 3, rank))
-
-        pending = start_shard(store, make, ended=lambda: shutil.rmtree(jobs.root / f"written-3-{rank}"))
-        assert not pending.result().is_durable
-        return pending.durable(60).is_durable
+        path = written(jobs.root, 3, rank)
+        assert not store.save_directory(3, path).is_durable
+        shutil.rmtree(path)
+        return store.drain(60).is_durable
 
     assert jobs.run("ab", drained, copies=copies, drain_bytes_per_second=None) == [True] * 2
     shutil.rmtree(jobs.disk("a"))

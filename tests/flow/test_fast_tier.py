@@ -172,17 +172,6 @@ def test_a_roll_back_by_the_job_voids_what_it_saved_before(jobs: Jobs, target: i
     assert jobs.run("ab", resume) == (of(2, 0, 1) if saves_on else of(target, 0, 0))
 
 
-def test_a_roll_back_voids_what_is_newer(jobs: Jobs) -> None:
-    with open_store(jobs.root / "store") as store:
-        store.save(1, state_of(1))
-        store.save(2, state_of(2))
-    jobs.run("a", lambda store, rank: (resume(store, rank), save(3, 4)(store, rank)))
-    with open_store(jobs.root / "store") as store:
-        store.roll_back(1)
-    assert jobs.run("a", resume) == of(1, 0)
-    assert jobs.attempts("a") == []
-
-
 def test_the_newest_wins_wherever_it_lies(jobs: Jobs) -> None:
     jobs.run("a", save(1, 2))
     with open_store(jobs.root / "store") as store:  # a job without a tier goes on from nothing, and saves

@@ -17,10 +17,7 @@ from thread_ranks import in_threads
 
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CkptstoreError, InvalidInput, RankTimeout, StorageFull
-from ckptstore.format.changes import Claim, Noop
 from ckptstore.group import Group, StorageGroup, check_shared, find_group
-from ckptstore.log import Log
-from ckptstore.log.identity import read_identity, read_or_create_identity
 from ckptstore.runtime.beat import beat
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import run_ranks
@@ -274,29 +271,3 @@ def test_ranks_agree_through_torch_and_dead_ones_are_named(tmp_path: Path) -> No
         assert 0 < num_open < 30  # the last call of each lane, signs of life and claims, not all of the calls
         assert num_left == 0
     check_deaths([end and end[1] for end in ends])
-
-
-RETRY = RetryConfig(retry_attempts=3)
-APPENDS = 25
-
-
-def append_as_rank(root: Path) -> tuple[str, list[str]]:
-    storage = LocalStorage(root)
-    log = Log(storage, retry=RETRY)
-    store_id = read_or_create_identity(storage)
-    records = [log.append(lambda _: Claim(f"rank-{os.environ['RANK']}", 1))]
-    records += [log.append(lambda _: Noop()) for _ in range(APPENDS - 1)]
-    return store_id, [record.write_id for record in records if record]
-
-
-def test_processes_write_one_chain(tmp_path: Path) -> None:
-    found = run_ranks(3, append_as_rank, tmp_path)
-    storage = LocalStorage(tmp_path)
-    log = Log(storage, retry=RETRY)
-    assert log.verify_chain() == []
-    newest = log.newest()
-    assert newest
-    assert (newest.number, newest.state.epoch) == (3 * APPENDS, 3)
-    in_log = {record.write_id for record in log.records(range(1, newest.number + 1))}
-    assert in_log == {write_id for _, write_ids in found for write_id in write_ids}
-    assert {store_id for store_id, _ in found} == {read_identity(storage)}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,14 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from thread_ranks import in_threads, run_threads
-from trees import Once, flip, heard
+from trees import Once, flip, heard, make_tree
 
 from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, StorageGroup, open_store
-from ckptstore.config import StoreConfig
 from ckptstore.errors import StorageError, StorageUnavailable
 from ckptstore.events import CheckpointSkipped
-from ckptstore.format.layout import Attempt
-from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import NodeCopies
-from ckptstore.runtime.beat import beating
-from ckptstore.saving.commit import check_stored
-from ckptstore.storage.base import Storage
 from ckptstore.storage.disk import posix
-from ckptstore.storage.disk.local import LocalStorage
-from ckptstore.storage.memory import MemoryStorage
-from ckptstore.testing import Call, FailAt, with_faults, wrap
+from ckptstore.testing import Call, FailAt, with_faults
 from ckptstore.testing.s3_server import s3_server
 
 FILES = ["tensors.index", "*.distcp", "ckptstore.json"]
@@ -168,31 +160,36 @@ def test_what_is_not_there_as_its_rank_stored_it_is_not_committed(
 @pytest.mark.parametrize("shown", [b"", b"x" * 99], ids=["not at all", "too short"])
 @pytest.mark.parametrize("comes", [True, False])
 def test_the_leader_waits_for_a_file_of_another_node_that_is_shown_late(
-    tmp_path: Path, shown: bytes, comes: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: bytes, comes: bool
 ) -> None:
-    attempt, signs = Attempt(1, 1, "a" * 8), list[int]()
-    path = tmp_path / attempt.key("late")
+    looks: list[Path] = []
+    beats: list[int] = []
+    monkeypatch.setattr("ckptstore.saving.commit.beat", lambda: beats.append(1))
 
     def hook(call: Call) -> None:
-        if call.verb == "stat" and call.phase == "before":
-            signs.append(1)
-            if comes and signs.count(1) == 2:
+        path = tmp_path / "store" / call.key
+        if (call.verb, call.phase) == ("list", "before") and call.key.startswith("checkpoints/step-") and not looks:
+            (late,) = path.glob("late*")
+            late.unlink()
+            if shown:
+                late.write_bytes(shown)
+        if (call.verb, call.phase) == ("stat", "before") and path.name.startswith("late"):
+            looks.append(path)
+            if comes and len(looks) == 2:
                 path.write_bytes(b"x" * 100)
 
-    storage = wrap(LocalStorage(tmp_path), hook)
-    storage.write(attempt.key("own"), [memoryview(b"o")])
-    path.write_bytes(shown)
-    if not shown:
-        path.unlink()
-    receipts = [Receipt("own", 1, None, 0), Receipt("late", 100, None, 1)]
-    config = StoreConfig(rank_timeout_seconds=600 if comes else 0.3)
-    outcome = nullcontext() if comes else pytest.raises(StorageError, match=r"late .*, its rank stored 100 bytes")
-    with outcome, beating(lambda: signs.append(0)):
-        check_stored(storage, config, attempt, receipts, rank=0)
-    assert signs.count(0) >= signs.count(1) >= 2
-    path.unlink(missing_ok=True)
-    with pytest.raises(StorageError, match="late is not there"):  # no wait for a file of its own
-        check_stored(storage, config, attempt, receipts, rank=1)
+    def flow(store: CheckpointStore, rank: int) -> int:
+        faulty = store if rank else with_faults(store, hook)
+        return faulty.save_directory(1, make_tree(tmp_path / str(rank), {"late" if rank else "own": b"x" * 100})).step
+
+    ends = run_threads(2, tmp_path / "store", flow, rank_timeout_seconds=600 if comes else 2)
+    assert len(beats) >= len(looks) >= 2, "it gives signs of life"
+    if comes:
+        assert ends == [1, 1]
+        return
+    for error in ends:
+        assert (type(error), error.committed) == (StorageError, False)
+        assert re.search("late.*, its rank stored 100 bytes" if shown else "late is not there", str(error))
 
 
 @pytest.mark.parametrize(
@@ -204,15 +201,16 @@ def test_the_leader_waits_for_a_file_of_another_node_that_is_shown_late(
     ],
 )
 def test_a_manifest_that_is_not_there_as_it_was_written_is_not_committed(
-    phase: str, harm: Callable[[Storage, str], object], words: str
+    phase: str, harm: Callable[[Any, str], object], words: str
 ) -> None:
-    storage = MemoryStorage(f"memory://{uuid.uuid4().hex}")
+    uri = f"memory://{uuid.uuid4().hex}"
+    storage = open_store(uri)._job.storage
 
     def hook(call: Call) -> None:
         if (call.verb, call.phase) == ("create", phase) and call.key.endswith("ckptstore.json"):
             harm(storage, call.key)
 
-    with with_faults(open_store(storage.uri), hook) as store:
+    with with_faults(open_store(uri), hook) as store:
         with pytest.raises(StorageError, match=words) as caught:
             store.save(1, state(1))
         assert caught.value.committed is False

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from draining import board_at, opened
+from fast_jobs import Jobs, durable
 from outcomes import end_of
 from small_disks import mounted
-from thread_ranks import in_threads, run_threads
+from thread_ranks import run_threads
 from trees import make_tree, steps
 
 from ckptstore import CheckpointStore, KeepLatest, StorageFull, open_store
@@ -121,27 +121,23 @@ def test_a_record_that_is_no_commit_says_nothing_of_the_checkpoint(
         assert 3 not in store
 
 
-def test_a_drain_makes_room_and_is_tried_once_more(tmp_path: Path) -> None:
-    """Nothing else would, for only a commit prunes: no later one would come into the store either.
-
-    One file of two is refused: both are written side by side, and how many of them a try has begun is chance.
-    """
-    board, refused = board_at(tmp_path), list[str]()
+def test_a_drain_makes_room_and_is_tried_once_more(jobs: Jobs) -> None:
+    """Nothing else would, for only a commit prunes: no later one would come into the store either."""
+    refused = list[str]()
+    jobs.options = {"retention": KeepLatest(1)}
 
     def hook(call: Call) -> None:
-        is_write = call.phase == "before" and call.verb.startswith(("write", "open_parts"))
-        is_file = is_write and "part-0-rank=" in call.key
-        if is_file and (len([*tmp_path.glob("store/*/*/ckptstore.json")]) > 1 or "step-0000000009" in call.key):
+        is_file = call.phase == "before" and call.verb.startswith("write") and "rank=00001-00.distcp" in call.key
+        is_full = len([*jobs.root.glob("store/checkpoints/*/ckptstore.json")]) > 1
+        if is_file and (is_full or "step-0000000009" in call.key):
             refused.append(call.key[12:27])
             raise StorageFull("Disk quota exceeded")
 
-    def run(rank: int) -> list[Any]:
-        more: Any = {"hook": hook if rank else None, "retention": KeepLatest(1)}
-        with opened(tmp_path / "store", tmp_path / "disks", rank=rank, size=2, board=board, **more) as job:
-            ends = [end_of(lambda step=step: job.offer(step, step).result(60).entry.step) for step in (1, 2, 3, 9, 10)]
-        return [end if isinstance(end, int) else type(end) for end in ends]
+    def flow(store: CheckpointStore, rank: int) -> list[str]:
+        ends = [end_of(lambda step=step: durable(step)(store, rank)) for step in (1, 2, 3, 9, 10)]
+        return [type(end).__name__ for end in ends]
 
-    assert in_threads(2, run) == [[1, 2, 3, StorageFull, 10]] * 2
+    assert jobs.drain("ab", flow, hook=hook) == [["NoneType"] * 3 + ["StorageFull", "NoneType"]] * 2
     assert Counter(refused) == {"step-0000000003": 1, "step-0000000009": 2}
 
 

@@ -18,7 +18,6 @@ from trees import copied
 
 from ckptstore import Checkpoint, FastTier, open_store, program
 from ckptstore.errors import InvalidInput
-from ckptstore.format.provenance import Provenance
 from ckptstore.testing import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -69,7 +68,7 @@ def train(script: Path, store: Path, *words: str, **environment: str) -> Checkpo
     return found
 
 
-def provenance_of(checkpoint: Checkpoint | None) -> Provenance:
+def provenance_of(checkpoint: Checkpoint | None) -> Any:
     assert checkpoint.provenance is not None
     return checkpoint.provenance
 
@@ -182,11 +181,3 @@ def test_fast_checkpoints_and_copies_have_it(tmp_path: Path) -> None:
         copied(store, tmp_path / "copy")
     with open_store(tmp_path / "copy") as copy:
         assert provenance_of(copy.latest()) == near
-
-
-@pytest.mark.parametrize(
-    "value", [None, 1, [], {"argv": "x"}, {"argv": [1]}, {"num_hosts": 0}, {"is_dirty": 1}, {"versions": {"a": 1}}]
-)
-def test_what_cannot_be_read_is_none(value: Any) -> None:
-    assert Provenance.from_json(value) is None
-    assert Provenance.from_json({"later": 1}) == Provenance()

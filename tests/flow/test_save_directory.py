@@ -321,15 +321,6 @@ def test_a_checkpoint_on_its_own(tmp_path: Path) -> None:
         Checkpoint.from_uri(tmp_path / "nowhere")
 
 
-def test_many_small_files(tmp_path: Path) -> None:
-    files = {f"d{index % 50}/f{index}": b"%d" % index for index in range(3000)}
-    with open_store(tmp_path / "store") as store:
-        checkpoint = store.save_directory(1, tree(tmp_path, files))
-        with checkpoint.as_directory() as path:
-            assert read_tree(path) == files
-        assert checkpoint.verify().ok
-
-
 @pytest.mark.long
 def test_a_hundred_thousand_files_and_six_gigabytes(tmp_path: Path) -> None:
     source = tmp_path / "source"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import tempfile
 import weakref
-from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import FrameType
@@ -19,11 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trees import settle
 
-from ckptstore import CheckpointStore, StepExists, open_store
+from ckptstore import StepExists, open_store
 from ckptstore.dcp.stock import stock_write
 from ckptstore.errors import InvalidState
-from ckptstore.format.changes import Commit
-from ckptstore.format.record import Record
 from ckptstore.state.index.items import Item, Mode, without_digests
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.write import assignment
@@ -153,27 +149,12 @@ def test_items_are_compared_by_all_but_what_they_hold() -> None:
         assert without_digests([item._replace(**{name: value})]) != [one]
 
 
-def add_live(store: CheckpointStore, number: int) -> None:
-    """Add live checkpoints by their records and empty directories alone."""
-    job = store._job
-    newest = job.log.newest()
-    first = job.log.records(newest.state.live)[0].entry
-    for step in range(1000, 1000 + number):
-        attempt = job.new_attempt(step)
-        os.makedirs(job.storage.local_path(f"checkpoints/{attempt}"))
-
-        def change(newest: Record | None, step: int = step, attempt: object = attempt) -> Commit:
-            save_number = newest.state.save_number + 1
-            return Commit(entry=replace(first, step=step, attempt=str(attempt), save_number=save_number))
-
-        job.log.append(change)
-
-
 def calls_of_saves(root: Path, number: int) -> tuple[int, int]:
     """Return the function calls of a save, and the bytes of its record, with so many live checkpoints besides."""
     with open_store(root, group="solo", durable=False) as store:
         store.save(1, {"epoch": 1})
-        add_live(store, number)
+        for step in range(1000, 1000 + number):
+            store.save_directory(step, None)
     calls = 0
 
     def count(_frame: FrameType, event: str, _what: Any) -> None:

@@ -100,13 +100,6 @@ def test_the_next_save_waits_is_skipped_or_refused(tmp_path: Path) -> None:
     store.close()
 
 
-def failing(tmp_path: Path, times: int | None) -> CheckpointStore:
-    return with_faults(
-        open_store(tmp_path / "store"),
-        FailAt("write* checkpoints/*", StorageUnavailable("the disk is away"), times=times),
-    )
-
-
 @pytest.fixture
 def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "1")
@@ -114,7 +107,8 @@ def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_retries")
 def test_a_failure_is_raised_by_the_result_and_by_the_next_call(tmp_path: Path) -> None:
-    store = failing(tmp_path, None)
+    away = FailAt("write* checkpoints/*", StorageUnavailable("the disk is away"), times=None)
+    store = with_faults(open_store(tmp_path / "store"), away)
     pending = store.save_async(1, some_state())
     with pytest.raises(StorageUnavailable, match="away"):
         pending.result()
@@ -125,20 +119,6 @@ def test_a_failure_is_raised_by_the_result_and_by_the_next_call(tmp_path: Path) 
     with pytest.raises(StorageUnavailable):
         store.close()
     assert again.done()
-
-
-@pytest.mark.usefixtures("no_retries")
-def test_tolerated_failures_are_counted_in_a_row(tmp_path: Path) -> None:
-    store = failing(tmp_path, 2)
-    for step in (1, 2):
-        pending = store.save_async(step, some_state(), max_failures=2)
-        assert store.finish_by(60)
-        assert pending.error() is not None
-    third = store.save_async(3, some_state(), max_failures=2)
-    checkpoint = third.result()
-    assert checkpoint is not None
-    assert [item.step for item in store] == [3]
-    store.close()
 
 
 @pytest.mark.usefixtures("no_retries")

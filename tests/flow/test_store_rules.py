@@ -23,11 +23,7 @@ from ckptstore import (
     StoreFenced,
     open_store,
 )
-from ckptstore.config import RetryConfig
 from ckptstore.events import CheckpointSkipped, CheckpointsPruned, ResumeForgotten
-from ckptstore.format.order import SaveOrder, Void
-from ckptstore.log import Log
-from ckptstore.storage.disk.local import LocalStorage
 
 
 def save(store: CheckpointStore, *wanted: int, loss: float = 1.0) -> Checkpoint:
@@ -82,21 +78,6 @@ def test_roll_back_makes_an_earlier_one_the_latest(root: Path) -> None:
         store.pin(15)
         with pytest.raises(InvalidInput, match="pinned"):
             store.roll_back(10)
-
-
-def test_saves_are_counted_and_a_roll_back_leaves_those_behind_that_are_newer(root: Path) -> None:
-    with open_store(root) as store:
-        save(store, 10, 20, 30)
-        store.roll_back(20)
-        save(store, 40)
-    with open_store(root) as person:
-        person.roll_back(20)
-    log = Log(LocalStorage(root), retry=RetryConfig())
-    assert [record.entry.order for record in log.records([2, 3, 4, 6])] == [(1, 1), (1, 2), (1, 3), (1, 4)]
-    within = log.records([5])[0].state.void
-    assert within == (Void(SaveOrder(1, 2), SaveOrder(1, 4)),)  # the job goes on, and what it saves then is good
-    assert log.newest().state.void == (Void(SaveOrder(1, 2), SaveOrder(2, 0)),)
-    assert log.verify_chain() == []
 
 
 def test_the_resume_source_stays(root: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from forked_ranks import run_ranks
+from trees import Once
 
 import ckptstore
 from ckptstore import CheckpointStore, KeepLatest, NoUsableCheckpoint, StoreForked, StoreMissing, open_store
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, RecordMissing
-from ckptstore.saving import commit
 from ckptstore.testing import Call, with_faults
 from ckptstore.tools.cli import main
 
@@ -89,17 +89,11 @@ def test_the_next_change_fails_by_name(tmp_path: Path, loss: str, act: str) -> N
 
 
 @pytest.mark.parametrize("loss", ["all of it", "the log"])
-def test_a_loss_when_all_bytes_are_stored(tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = commit.write_manifest
-
-    def written(*given: Any, **options: Any) -> None:
-        LOSSES[loss][0](tmp_path / "store")
-        write(*given, **options)
-
-    with begun(tmp_path / "store") as store:
-        monkeypatch.setattr(commit, "write_manifest", written)
-        with pytest.raises(StoreMissing, match=r"log/0000000003.json is gone"):
-            store.save(2, {"a": 2})
+def test_a_loss_when_all_bytes_are_stored(tmp_path: Path, loss: str) -> None:
+    lost = Once("create", "ckptstore.json", lambda: LOSSES[loss][0](tmp_path / "store"))
+    with begun(tmp_path / "store") as store, pytest.raises(StoreMissing, match=r"log/0000000003.json is gone"):
+        with_faults(store, lost).save(2, {"a": 2})
+    assert lost.action is None
     assert not list((tmp_path / "store").glob("log/*"))
 
 

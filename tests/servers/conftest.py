@@ -5,7 +5,6 @@ A server that is not installed fails its tests in continuous integration, and sk
 
 from __future__ import annotations
 
-import base64
 import os
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import free_port
+from loopback import AZURE_KEY, free_port
 
 from ckptstore.testing.s3.certificates import make_certificates
 from ckptstore.testing.s3_server import S3Server, s3_server
@@ -32,7 +31,6 @@ BUSY_SECONDS = 120
 """The most that a request to a stand-in waits. One that does its work on one thread takes long on a busy machine."""
 BUSY_CONFIG = {"connect_timeout": BUSY_SECONDS, "read_timeout": BUSY_SECONDS}
 CLOUD_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "FSSPEC_")
-AZURE_KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()
 
 # Before the first import of gcsfs, which reads it then: it would ask Google about each bucket.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"

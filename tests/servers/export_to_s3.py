@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptstore import Checkpoint, StorageGroup
 from ckptstore.errors import CkptstoreError
-from ckptstore.interchange.exporting import export
+from ckptstore.interchange import export
 
 
 def export_as_rank(source: str, uri: str, shard_size_bytes: int, options: dict[str, Any], kill: int | None) -> Any:

@@ -1,11 +1,14 @@
-"""Servers of a few lines, for what no real one does."""
+"""Servers of a few lines, for what no real one does, and the key that they share with clients of Azure."""
 
 from __future__ import annotations
 
+import base64
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+AZURE_KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()
 
 
 @contextmanager

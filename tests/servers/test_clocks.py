@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
+from loopback import AZURE_KEY
 from outcomes import error_of
 
 from ckptstore.errors import AccessDenied, StorageUnavailable
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.slow
 ENGINES = ["obstore", "sdk", "fsspec"]
 DAY_SECONDS = 86_400.0
 SKEW_SECONDS = 900.0
-KEY = base64.b64encode(b"k" * 64).decode()
 TOO_OLD = (
     "<?xml version='1.0'?><Error><Code>AuthenticationFailed</Code><Message>Server failed to authenticate the request. "
     "Make sure the value of Authorization header is formed correctly including the signature.</Message>"
@@ -122,7 +122,7 @@ def private_key() -> str:
 
 
 def in_azure(clocked: Clocked, engine: str) -> Storage:
-    connection = f"AccountName=acc;AccountKey={KEY};BlobEndpoint={clocked.url}/acc;"
+    connection = f"AccountName=acc;AccountKey={AZURE_KEY};BlobEndpoint={clocked.url}/acc;"
     return open_storage("az://test/run", storage_options={"connection_string": connection}, engine=engine)
 
 

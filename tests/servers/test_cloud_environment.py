@@ -32,29 +32,6 @@ def roundtrip(uri: str, engine: str | None, **keywords: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_s3_from_variables(fast_s3: S3Server, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", fast_s3.endpoint_url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-variable")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    roundtrip("s3://test/environment", engine)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("how", ["option", "variable"])
-def test_s3_from_a_profile(engine: str, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "credentials"
-    path.write_text("[trainer]\naws_access_key_id = of-the-profile\naws_secret_access_key = s\n")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    options: dict[str, Any] = {"profile": "trainer"} if how == "option" else {}
-    if how == "variable":
-        monkeypatch.setenv("AWS_PROFILE", "trainer")
-    with s3_server(buckets=["test"], access_keys=["of-the-profile"]) as server:
-        roundtrip("s3://test/x", engine, storage_options={**options, "endpoint_url": server.endpoint_url})
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 def test_keys_that_change_are_looked_up_anew(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A pickle carries no key: what the new process finds counts."""
     path = tmp_path / "credentials"

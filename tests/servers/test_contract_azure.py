@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
+from loopback import AZURE_KEY
 
 from ckptstore.storage.base import Configured, CopiesFrom, CopiesInside, CreatesExclusively, Doubts, WritesParts
 from ckptstore.storage.open import open_storage
@@ -15,7 +15,6 @@ from ckptstore.testing import StorageContract
 
 pytestmark = pytest.mark.slow
 
-AZURE_KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()
 numbers = itertools.count()
 
 

@@ -83,17 +83,6 @@ def test_options_are_for_the_places_in_buckets(fast_s3: S3Server, directory: Pat
         assert "--storage-option means nothing for" in done.output
 
 
-def test_a_copy_goes_on_where_it_broke_off(fast_s3: S3Server, directory: Path) -> None:
-    options, uri = fast_s3.storage_options, "s3://test/resumed"
-    with ckptstore.open_store(uri, storage_options=options) as store:
-        checkpoint = store.save_directory(1, directory)
-        with closing(open_place(f"{uri}-copy", storage_options=options)) as target:
-            copy_checkpoint(checkpoint, target)
-            target.storage.delete(["ckptstore.json", "b.bin"])
-            report = copy_checkpoint(checkpoint, target)
-    assert (report.num_copied, report.num_found) == (1, len(SIZES) - 1)
-
-
 def test_other_credentials_are_another_place(fast_s3: S3Server, directory: Path, tmp_path: Path) -> None:
     options, uri = fast_s3.storage_options, "s3://test/streamed"
     with ckptstore.open_store(uri, storage_options=options) as store:
@@ -115,21 +104,6 @@ def test_damage_at_the_source_is_told(fast_s3: S3Server, directory: Path) -> Non
                 copy_checkpoint(checkpoint, target)
             assert not {"b.bin", "ckptstore.json"} & {file.key for file in target.storage.list("")}
         storage.close()
-
-
-def test_disks_copy_by_themselves_into_files_of_their_own(directory: Path, tmp_path: Path) -> None:
-    source, target = open_storage(tmp_path / "a"), open_storage(tmp_path / "b")
-    source.write("x/y", [memoryview(b"data")])
-    assert isinstance(target, CopiesFrom)
-    assert target.copy_from(source, "x/y", "z")
-    assert target.read("z") == b"data"
-    assert (tmp_path / "a/x/y").stat().st_ino != (tmp_path / "b/z").stat().st_ino
-    assert not target.copy_from(open_storage("memory://copy"), "x/y", "w")
-    uri = str(tmp_path / "store")
-    with ckptstore.open_store(uri) as store:
-        store.save_directory(1, directory)
-    copy_all(uri, f"{uri}-copy", None, None)
-    check(f"{uri}-copy", None, directory, tmp_path / "mine")
 
 
 @pytest.mark.parametrize(("name", "scheme"), [("fake_gcs", "gs"), ("azurite", "az")])

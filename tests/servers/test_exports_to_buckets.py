@@ -24,7 +24,7 @@ from safetensors.torch import load
 
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, open_store
 from ckptstore.errors import AccessDenied
-from ckptstore.interchange.exporting import export
+from ckptstore.interchange import export
 from ckptstore.testing.s3_server import Fault, S3Server
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from ckptstore.storage.cloud.wire.http_client import HttpClient
 from ckptstore.storage.cloud.wire.line import trusting
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3.certificates import make_certificates, serving
-from ckptstore.testing.s3_server import Fault, S3Server, s3_server
+from ckptstore.testing.s3_server import S3Server, s3_server
 
 pytestmark = pytest.mark.slow
 
@@ -165,12 +165,6 @@ def test_a_body_comes_back_as_it_was_sent(http: HttpClient, echo: str, way: str,
         assert len(Echo.connections) == 1, "the connection is used again"
 
 
-def test_more_views_than_a_call_takes(http: HttpClient, echo: str) -> None:
-    views = [DATA[start : start + 700] for start in range(0, 3000 * 700, 700)]
-    assert put(http, f"{echo}/x", views) == 200
-    assert Echo.stored == DATA[: 3000 * 700]
-
-
 def test_a_body_that_was_not_read_takes_its_connection_along(http: HttpClient, echo: str) -> None:
     put(http, f"{echo}/x", [DATA])
     http.send("GET", f"{echo}/x", {}, ()).close()
@@ -253,57 +247,6 @@ def test_a_line_break_in_a_header_is_refused(http: HttpClient, echo: str, bad: s
         http.send("GET", f"{echo}/x", {"X": bad}, ())
 
 
-@pytest.fixture(params=["obstore", "sdk"])
-def open_at(request: pytest.FixtureRequest, fast_s3: S3Server) -> Iterator[Callable[..., Any]]:
-    opened: list[Any] = []
-
-    def open_(**changed: Any) -> Any:
-        options = {**fast_s3.storage_options, **changed}
-        uri = f"s3://test/plain-http/{next(numbers)}"
-        opened.append(open_storage(uri, storage_options=options, engine=request.param))
-        return opened[-1]
-
-    yield open_
-    for storage in opened:
-        storage.close()
-
-
-def test_an_answer_cut_short_is_worth_a_retry(open_at: Any, fast_s3: S3Server) -> None:
-    storage = open_at()
-    storage.write("k", [DATA])
-    found = bytearray(len(DATA))
-    for after_bytes in (1, 5 * MIB, len(DATA) - 1):
-        fast_s3.faults.add(Fault(action="truncate", match="^GET", after_bytes=after_bytes))
-        with pytest.raises(StorageUnavailable):
-            storage.read_into("k", 0, [memoryview(found)])
-    storage.read_into("k", 0, [memoryview(found)[:5], memoryview(found)[5:]])
-    assert found == DATA
-
-
-def there_and_back(storage: Any) -> None:
-    """One of each request that may be large."""
-    storage.write("whole", [DATA])
-    writer = storage.open_parts("parts", 16 * MIB + 5)
-    writer.write_part(0, [DATA[: 8 * MIB]] * 2)
-    writer.write_part(16 * MIB, [DATA[:5]])
-    writer.finish()
-    for key, expected in (("whole", bytes(DATA)), ("parts", bytes(DATA[: 8 * MIB]) * 2 + bytes(DATA[:5]))):
-        found = bytearray(len(expected))
-        storage.read_into(key, 0, [memoryview(found)], version=storage.stat(key).version)
-        assert found == expected
-
-
-def test_a_proxy_is_not_gone_around(open_at: Any, fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", fast_s3.endpoint_url)  # it takes whole URLs, as a proxy does
-    there_and_back(open_at(endpoint_url="http://s3.invalid:9"))
-
-
-def test_no_proxy_is_heeded(open_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://proxy.invalid:9")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    there_and_back(open_at())
-
-
 @pytest.fixture
 def over_tls(tls_s3: S3Server, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
@@ -317,20 +260,6 @@ def over_tls(tls_s3: S3Server, certificate: Path, monkeypatch: pytest.MonkeyPatc
     yield open_
     for storage in opened:
         storage.close()
-
-
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
-def test_everything_goes_over_tls(over_tls: Any, tls_s3: S3Server, engine: str) -> None:
-    storage = over_tls(engine)
-    there_and_back(storage)
-    assert [file.key for file in storage.list("")] == ["parts", "whole"]
-    found = bytearray(len(DATA))
-    for after_bytes in (1, 5 * MIB, len(DATA) - 1):
-        tls_s3.faults.add(Fault(action="truncate", match="^GET", after_bytes=after_bytes))
-        with pytest.raises(StorageUnavailable):
-            storage.read_into("whole", 0, [memoryview(found)])
-    storage.read_into("whole", 0, [memoryview(found)])
-    assert found == DATA
 
 
 BAD = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import answering, free_port
+from loopback import AZURE_KEY, answering, free_port
 
 from ckptstore import open_store
 from ckptstore.config import RetryConfig
@@ -34,7 +33,6 @@ pytestmark = pytest.mark.slow
 
 ENGINES = ("obstore", "sdk")
 AWAY_SECONDS = 1.5
-KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()
 QUICK = RetryConfig(retry_attempts=1000, retry_deadline_seconds=60.0, retry_wait_max_seconds=0.2)
 
 # ---- A server that is killed and started again in the middle of a save
@@ -254,7 +252,7 @@ def options_for(scheme: str, url: str) -> dict[str, Any]:
     return {
         "s3": {"key": "K", "secret": "S", "endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}},
         "gs": {"token": "anon", "endpoint_url": url},
-        "az": {"connection_string": f"AccountName=acc;AccountKey={KEY};BlobEndpoint={url}/acc;"},
+        "az": {"connection_string": f"AccountName=acc;AccountKey={AZURE_KEY};BlobEndpoint={url}/acc;"},
     }[scheme]
 
 

@@ -22,9 +22,7 @@ from tls_front import behind_tls
 
 from ckptstore import open_store
 from ckptstore.errors import InvalidInput, StorageError
-from ckptstore.storage.cloud.aws_settings import AwsSettings
 from ckptstore.storage.open import choose_engine, open_storage
-from ckptstore.storage.uri import parse_uri
 from ckptstore.testing.s3.messages import Answer
 from ckptstore.testing.s3_server import S3Server, s3_server
 
@@ -497,13 +495,6 @@ def test_certificates(
         if engine == "sdk":
             with pytest.raises(InvalidInput, match="certificates"):
                 open_storage("s3://test/tls", storage_options=options, engine="obstore")
-
-
-@pytest.mark.parametrize("bucket", ["test", "nowhere"])
-def test_a_bucket_tells_its_region(bucket: str, fast_s3: S3Server) -> None:
-    for url, told in ((fast_s3.endpoint_url, "us-east-1"), ("http://127.0.0.1:1", None)):
-        settings = AwsSettings(parse_uri(f"s3://{bucket}/x"), {"endpoint_url": url})
-        assert settings._ask_region() == (told if bucket == "test" else None)
 
 
 @pytest.mark.parametrize("code", ["PermanentRedirect", "AuthorizationHeaderMalformed"])

@@ -1,8 +1,11 @@
-"""How many requests a save and a load cost on S3: the formulas of docs/how-to/s3.md, counted by the server."""
+"""How many requests and how much memory a save and a load cost on S3: the formulas of docs/how-to/s3.md, counted by
+the server."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,10 +15,8 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore.catalogue import job_of
-from ckptstore.format.layout import HINT_KEY, LOG_PREFIX, PROBE_PREFIX, record_key
 from ckptstore.testing import Call, with_faults
-from ckptstore.testing.s3_server import S3Server
+from ckptstore.testing.s3_server import S3Server, s3_server
 
 pytestmark = pytest.mark.slow
 
@@ -113,9 +114,9 @@ def test_a_claim_reads_while_the_storage_is_tried(store: Any, fast_s3: S3Server,
     log_is_read, late = threading.Event(), list[str]()
 
     def hook(call: Call) -> None:
-        if call.phase == "before" and (call.verb, call.key) == ("read", HINT_KEY):
+        if call.phase == "before" and (call.verb, call.key) == ("read", "latest.json"):
             log_is_read.set()
-        if call.phase == "before" and call.verb == "create" and call.key.startswith(PROBE_PREFIX):
+        if call.phase == "before" and call.verb == "create" and call.key.startswith("probe/"):
             late.extend([] if log_is_read.wait(30) else [call.key])
 
     opened = ckptstore.open_store(store.uri, storage_options=fast_s3.storage_options, engine=engine)
@@ -137,7 +138,38 @@ def test_both_looks_before_a_record_are_one_round(store: Any, fast_s3: S3Server,
     watched: set[str] = set()
     with with_faults(ckptstore.open_store(store.uri, **options), hook) as again:
         again.resume()
-        newest = max(file.key for file in job_of(again).storage.list(LOG_PREFIX))
-        watched |= {newest, record_key(int(newest[len(LOG_PREFIX) : -len(".json")]) + 1)}
+        newest = max(file.key for file in again._job.storage.list("log/"))
+        watched |= {newest, f"log/{int(newest[len('log/') : -len('.json')]) + 1:010}.json"}
         again.pin(0)
     assert sorted(look.partition(" ")[0] for look in looks) == ["read", "stat"]
+
+
+MEMORY_PROBE = """
+import resource, sys
+import ckptstore
+engine, endpoint, small, large, target, budget = sys.argv[1:]
+options = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
+with ckptstore.open_store(
+    "s3://test/large", storage_options=options, engine=engine, memory_budget_bytes=int(budget), durable=False
+) as store:
+    store.save_directory(0, small)  # what is loaded on first use
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    store.save_directory(1, large)
+    store[1].to_directory(target)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+"""
+
+
+@pytest.mark.parametrize("engine", ["obstore", "sdk"])
+def test_memory_stays_within_the_budget(engine: str, tmp_path: Path) -> None:
+    """Much through little; the server keeps only sizes, so what comes back is zeros."""
+    size_bytes, budget_bytes = 640 << 20, 128 << 20
+    small, large = (directory(tmp_path / name) for name in ("small", "large"))
+    with (large / "zeros").open("wb") as file:
+        file.truncate(size_bytes)
+    with s3_server(buckets=["test"], keep_bodies=False, verify=False) as server:
+        arguments = [engine, server.endpoint_url, small, large, tmp_path / "back", str(budget_bytes)]
+        command = [sys.executable, "-c", MEMORY_PROBE, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (tmp_path / "back/zeros").stat().st_size == size_bytes
+    assert int(done.stdout) < 2 * budget_bytes, "the budget, the clients' own buffers, threads"

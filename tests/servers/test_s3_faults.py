@@ -6,6 +6,7 @@ import itertools
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +25,7 @@ from ckptstore.errors import (
     StorageUnavailable,
 )
 from ckptstore.format.digest import Digest
-from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import Unsupported, UploadGone, WritesParts
-from ckptstore.storage.cloud import aws
 from ckptstore.storage.cloud.files import Renewals
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3.objects import S3Error
@@ -228,8 +227,8 @@ def test_abort_after_a_failed_finish_leaves_nothing(storage: Any, fault: Any, ac
 def test_a_copy_in_parts_begins_again(
     storage: Any, fault: Any, fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aws, "_COPY_BYTES", 6 * MIB)
-    monkeypatch.setattr(aws, "_COPY_PART_BYTES", 6 * MIB)
+    monkeypatch.setattr("ckptstore.storage.cloud.aws._COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr("ckptstore.storage.cloud.aws._COPY_PART_BYTES", 6 * MIB)
     storage.write("large", [PART])
     fault(action="status", match="^PUT .*partNumber=2", status=404, code="NoSuchUpload")
     storage.copy("large", "copied")
@@ -293,12 +292,8 @@ def test_what_has_expired_is_made_anew_once(storage: Any, fault: Any, status: in
 def test_requests_in_flight_share_one_renewal(storage: Any, fault: Any, fast_s3: S3Server) -> None:
     fast_s3.link = Link(latency_seconds=0.5)
     fault(action="status", status=400, code="ExpiredToken", times=4)
-    errors = mapped(
-        lambda number: error_of(lambda: storage.write(f"{number}", [PART[:9]])),
-        range(4),
-        num_threads=4,
-        name="requests",
-    )
+    with ThreadPoolExecutor(4) as pool:
+        errors = list(pool.map(lambda number: error_of(lambda: storage.write(f"{number}", [PART[:9]])), range(4)))
     fast_s3.link = Link()
     assert [type(error) for error in errors] == [StorageUnavailable] * 4
     storage.write("0", [PART[:9]])

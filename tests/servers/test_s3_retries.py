@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckptstore
 from ckptstore.dcp import StoreReader, StoreWriter
-from ckptstore.interchange.importing import import_state
+from ckptstore.interchange import import_state
 from ckptstore.testing.s3_server import Fault, S3Server
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -76,21 +75,6 @@ def test_ranges_and_conditions(server: S3Server) -> None:
     assert error_of(lambda: read(IfMatch='"other"')) == "PreconditionFailed"
     assert error_of(lambda: read(Range="bytes=10-")) == "InvalidRange"
     assert error_of(lambda: s3.get_object(Bucket="b", Key="none")) == "NoSuchKey"
-
-
-def test_one_of_eight_creates(server: S3Server) -> None:
-    outcomes: list[str] = []
-    clients = [client(server) for _ in range(8)]
-
-    def create(s3: Any, body: bytes) -> None:
-        outcomes.append(error_of(lambda: s3.put_object(Bucket="b", Key="race", Body=body, IfNoneMatch="*")))
-
-    threads = [threading.Thread(target=create, args=(s3, b"%d" % n)) for n, s3 in enumerate(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes) == ["", *["PreconditionFailed"] * 7]
 
 
 def test_multipart(server: S3Server) -> None:

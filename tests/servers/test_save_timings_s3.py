@@ -11,9 +11,6 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.format.timings import Timings
-from ckptstore.saving import commit
-from ckptstore.saving.phases import SaveClock
 from ckptstore.testing.s3_server import Fault, S3Server
 
 pytestmark = pytest.mark.slow
@@ -48,7 +45,7 @@ def uploads(server: S3Server, seen: int, *, suffix: str = ".bin") -> Counter[str
     )
 
 
-def timings_of(checkpoint: ckptstore.Checkpoint | None) -> Timings:
+def timings_of(checkpoint: ckptstore.Checkpoint | None) -> Any:
     assert checkpoint is not None
     assert checkpoint.timings is not None
     return checkpoint.timings
@@ -93,28 +90,3 @@ def test_two_saves_at_once_are_counted_apart(fast_s3: S3Server, tmp_path: Path) 
     assert tuple(one.requests for one in counted) == alone
     assert alone[0] > alone[1]
     assert [one.size_bytes > 1 << 20 for one in counted] == [True, False]
-
-
-def test_no_request_more(fast_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def requests_of_a_save(name: str) -> Counter[str]:
-        with some_store(fast_s3, retention=ckptstore.KeepAll()) as store:
-            store.save_directory(1, some_files(tmp_path / name / "1"))
-            store.prune()
-            seen = len(fast_s3.log)
-            checkpoint = store.save_directory(2, some_files(tmp_path / name / "2"))
-            found = Counter(request.operation for request in fast_s3.log[seen:] if request.method != "GET")
-            has_timings.append(checkpoint.timings is not None)
-            return found
-
-    has_timings: list[bool] = []
-    with_them = requests_of_a_save("with")
-    made = commit.manifest_of
-    monkeypatch.setattr(
-        commit,
-        "manifest_of",
-        lambda a, b, contents, *rest, **more: made(a, b, contents._replace(timings=None), *rest, **more),
-    )
-    monkeypatch.setattr(SaveClock, "report", lambda self, traffic, *, node: {"seconds": {"upload": 0.0}, "node": node})
-    without = requests_of_a_save("without")
-    assert has_timings == [True, False]
-    assert with_them == without
