@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,6 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("--pause", type=float, default=0.3)
     parser.add_argument("--limit", type=int, default=99)
-    parser.add_argument("--term", type=int)
     parser.add_argument("--code", type=int, default=0)
     parser.add_argument("--begin", type=int)
     parser.add_argument("--mark", type=int, default=0)
@@ -31,8 +29,6 @@ def main() -> None:
     parser.add_argument("--stay", action="store_true")
     parser.add_argument("--wait", type=Path, help="after the first step, until this is there")
     given = parser.parse_args()
-    if given.term is not None:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(given.term))
     steps = _steps(given.folder)
     begin = given.begin if given.begin is not None else steps[-1] if steps else 0
     print(f"begins at {begin}", flush=True)

@@ -228,29 +228,6 @@ def test_5_what_lies_beside_it_comes_back_with_it(start: Start, tmp_path: Path) 
     assert found == {"last_checkpoint": b"model_0000001.pth", "log.csv": b"1,0.5\r\n", "scheduler.pt": b"\1\xff"}
 
 
-def test_6_one_bad_checkpoint_keeps_nobody_out(start: Start, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    (tmp_path / "secret").write_text("x")
-    text = "top = Path(sys.argv[1])\n"
-    text += "save(top / 'mine_1/a.pt', x=1); os.symlink(str(top.parent / 'secret'), top / 'mine_1/link.pt')\n"
-    text += "save(top / 'mine_2/a.pt', x=1); os.mkfifo(top / 'mine_2/pipe.pt')\n"
-    text += "save(top / 'mine_3/a.pt', x=1); (top / 'mine_3' / 'a\\nb').touch()\n"
-    text += "save(top / 'mine_4/a.pt', x=1); open(os.fsencode(top) + b'/mine_4/\\xff', 'wb').close()\n"
-    text += "save(top / 'mine_5/a.pt', x=1); (top / 'mine_5/ckptstore.json').touch()\n"
-    text += "save(top / 'mine_6/a.pt', x=1)\nos.mkfifo(top / 'mine_7.pt')\nuntil(1)"
-    options = ("--pattern", "mine_*", "--quiet", "0.2s")
-    agent = start(tmp_path / "store", out, *options, trainer=[*script(text), out])
-    assert agent.code() == 0
-    assert names_of(tmp_path / "store") == {6: "mine_6"}
-    (summary,) = agent.events("RunSummary")
-    reasons = summary["passed_over"]
-    assert sorted(reasons) == ["mine_1", "mine_2", "mine_3", "mine_4", "mine_5", "mine_7.pt"]
-    assert "leads out" in reasons["mine_1"]
-    assert "pipe" in reasons["mine_2"]
-    assert "pipe" in reasons["mine_7.pt"]
-    assert {name for it in agent.events("CheckpointsPassedOver") for name in it["names"]} == set(reasons)
-
-
 def test_6_a_damaged_file_keeps_no_trainer_from_its_start(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     text = "top = Path(sys.argv[1])\nfor n in (1, 2, 3):\n save(top / f'mine_{n}/a.pt', x=n)\n"
@@ -293,35 +270,6 @@ def test_7_a_writer_that_outlives_the_trainer_is_asked_too(start: Start, tmp_pat
     assert agent.committed == []
     (out / "mine_1.dat.stop").touch()
     assert "open for writing" in agent.events("UnfinishedLeft")[0]["reasons"][0]
-
-
-def test_7_a_daemon_of_the_trainer_is_asked_while_that_lives(start: Start, tmp_path: Path) -> None:
-    """Its parent has ended and it leads a session: nothing says any more whose it is."""
-    out = tmp_path / "out"
-    writer = "import os, sys, time; f = open(sys.argv[1], 'wb', 0); f.write(b'a' * 9)\n"
-    writer += "while not os.path.exists(sys.argv[1] + '.stop'): time.sleep(0.02)\nf.write(b'a' * 9)"
-    text = "import subprocess\nout = Path(sys.argv[1]); out.mkdir(exist_ok=True); first = out / 'mine_1.dat'\n"
-    text += f"words = [sys.executable, '-c', {writer!r}, str(first)]\n"
-    text += "if os.fork() == 0: subprocess.Popen(words, start_new_session=True); os._exit(0)\nos.wait()\n"
-    text += "while not first.exists() or not first.stat().st_size: time.sleep(0.01)\n"
-    text += "(out / 'mine_2.dat').write_bytes(b'a' * 18); until(1); (out / 'mine_1.dat.stop').touch(); until(2)"
-    options = ("--pattern", "mine_{step}.dat", "--quiet", "0.3s")
-    agent = start(tmp_path / "store", out, *options, trainer=[*script(text), out])
-    assert agent.code() == 0, agent.output
-    assert agent.committed == [2, 1]
-    with open_store(tmp_path / "store") as store:
-        assert {item.size_bytes for item in store.history()} == {18}
-
-
-def test_8_after_a_crash_the_newest_whole_file_is_taken(start: Start, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    text = "for n in (1, 2):\n save(f'{sys.argv[1]}/mine_{n}.pt', n=n)\n"
-    text += "top = Path(sys.argv[1])\n(top / 'mine_3.pt').write_bytes((top / 'mine_2.pt').read_bytes()[:-9])\n"
-    text += "os.kill(os.getpid(), signal.SIGKILL)"
-    agent = start(tmp_path / "store", out, "--pattern", "mine_{step}.pt", trainer=[*script(text), out])
-    assert agent.code() == 128 + signal.SIGKILL
-    assert names_of(tmp_path / "store") == {1: "mine_1.pt", 2: "mine_2.pt"}
-    assert "has no end" in agent.events("UnfinishedLeft")[0]["reasons"][0]
 
 
 def test_9_once_is_right_after_a_copy_that_sets_times(start: Start, tmp_path: Path) -> None:

@@ -90,15 +90,6 @@ def test_a_signal_reaches_what_a_shell_has_started(start: Start, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_trainer_may_end_in_its_own_way_after_a_signal(start: Start, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    agent = start(tmp_path / "store", out, trainer=small(out, 2, "--stay", "--term", 5))
-    agent.saw("CheckpointCommitted", step=2)
-    agent.process.send_signal(signal.SIGTERM)
-    assert agent.code() == 5
-
-
-@pytest.mark.slow
 def test_a_killed_trainer_leaves_the_newest_committed(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     agent = start(tmp_path / "store", out, "--interval", "1h", trainer=small(out, 3, "--stay"))

@@ -73,8 +73,15 @@ def deep(top: Path) -> None:
         (lambda top: (top / "l").symlink_to(".."), {}, "l is a link to a directory of the folder"),
         (lambda top: (top / "l").symlink_to("l"), {}, "l is a link to nothing"),
         (deep, {}, "cannot be stored: it has"),
+        (lambda top: os.mkfifo(top / "pipe.pt"), {}, "pipe.pt is no regular file: a pipe"),
+        (lambda top: (top / "a\nb").touch(), {}, "it has a control character"),
+        (lambda top: (top / os.fsdecode(b"\xff")).touch(), {}, "it is not valid Unicode"),
+        (lambda top: (top / "ckptstore.json").touch(), {}, "is reserved by ckptstore"),
     ],
-    ids=["second name", "link inside", "directory", "directory below", "link out", "link up", "loop", "deep"],
+    ids=[
+        *("second name", "link inside", "directory", "directory below", "link out", "link up", "loop", "deep"),
+        *("pipe", "control character", "no UTF-8", "reserved"),
+    ],
 )
 def test_one_odd_checkpoint_keeps_no_other_out(
     tmp_path: Path, store: CheckpointStore, odd: Callable[[Path], object], files: dict[str, bytes], why: str

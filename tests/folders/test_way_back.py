@@ -31,6 +31,7 @@ from tests.folders.test_finished_property import tensors, zipped
 
 ALONE = JobSeen(frozenset(), is_started=True)
 """A job of one process: this one."""
+BOTH = JobSeen(frozenset([0, 1]), is_started=True)
 RULES = Rules(patterns=("mine_*.npz",), marker=".ok")
 Tree = Mapping[str, bytes | Path]
 
@@ -56,15 +57,15 @@ def tree_of(folder: Path) -> dict[str, bytes | Path]:
     return found
 
 
-def looked(folder: Folder) -> Look:
+def looked(folder: Folder, job: JobSeen = ALONE) -> Look:
     """What is finished, after two looks."""
-    folder.look(ALONE)
-    return folder.look(ALONE)
+    folder.look(job)
+    return folder.look(job)
 
 
-def save_all(store: CheckpointStore, folder: Folder) -> list[int]:
+def save_all(store: CheckpointStore, folder: Folder, job: JobSeen = ALONE) -> list[int]:
     """Save all that is finished, the oldest first; the steps."""
-    found = looked(folder).finished
+    found = looked(folder, job).finished
     for item in found:
         with folder.hold(item) as held:
             save_found(store, item, held)
@@ -238,17 +239,26 @@ def test_what_an_agent_found_finished_is_so_for_fewer_ranks_too(store: Checkpoin
     out = tmp_path / "out"
     of_two = {"checkpoint-7/rng_state_1.pth": zipped(7, "x"), "checkpoint-7/rng_state_0.pth": zipped(7, "x")}
     write(out, {**of_two, **trainer(7)})
-    folder, both = Folder(out), JobSeen(frozenset([0, 1]), is_started=True)
-    folder.look(both)
-    (found,) = folder.look(both).finished
-    with folder.hold(found) as held:
-        save_found(store, found, held)
+    assert save_all(store, Folder(out), BOTH) == [7]
     write(out, trainer(9))
     assert looked(Folder(out)).finished[-1].step == 9
     before = tree_of(out)
     report = restored(store, out)
     assert (report.is_restored, report.moved_aside) == (False, ())
     assert tree_of(out) == before
+
+
+def test_a_tag_that_is_named_before_all_ranks_have_written_goes_aside(store: CheckpointStore, tmp_path: Path) -> None:
+    """DeepSpeed's rank 0 writes `latest` and waits for the others only then: a kill in between leaves a tag that its
+    own loader would take, and fail on."""
+    out = tmp_path / "out"
+    whole = {**deepspeed(8), "global_step8/zero_pp_rank_1_mp_rank_00_optim_states.pt": zipped(8, "b")}
+    write(out, whole)
+    assert save_all(store, Folder(out), BOTH) == [8]
+    write(out, deepspeed(9))
+    report = restored(store, out)
+    assert report.is_restored, report.why_not
+    assert tree_of(out) == whole
 
 
 def test_what_is_unfinished_goes_aside(store: CheckpointStore, tmp_path: Path) -> None:
@@ -426,6 +436,8 @@ def test_what_is_in_use_or_has_changed_is_not_deleted(tmp_path: Path) -> None:
     assert tree_of(tmp_path) == trainer(7)
     (tmp_path / "checkpoint-7/more").write_bytes(b"")
     assert not folder.delete(found)
+    with pytest.raises(SourceChanged):  # what is saved is what was looked at, or nothing
+        folder.hold(found)
     (tmp_path / "checkpoint-7/more").unlink()
     assert folder.delete(found)
     assert tree_of(tmp_path) == {}

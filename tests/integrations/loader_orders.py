@@ -179,12 +179,12 @@ class Case:
         return StatefulDataLoader(range(2 * SIZE), **SAMPLERS[self.sampler](), **options)  # type: ignore[arg-type]
 
 
-def case_of(seed: int, *, num_workers: int | None = None) -> Case:
-    """Return the case of a seed, with a number of workers for all seeds if it is given."""
+def case_of(seed: int) -> Case:
+    """Return the case of a seed."""
     rng = random.Random(seed)
     loader = rng.choices(["StatefulDataLoader", "MapLoader", "StreamLoader"], [4, 1, 1])[0]
     is_stateful = loader == "StatefulDataLoader"
-    workers = rng.choice(WORKERS) if num_workers is None else num_workers
+    workers = rng.choice(WORKERS)
     is_persistent = is_stateful and workers > 0 and rng.random() < 0.5
     sampler = rng.choice([*SAMPLERS] if is_stateful else OWN)
     return Case(loader, sampler, workers, is_persistent, rng.choice(WAYS), rng.choice(LOOPS[: 2 + (not is_stateful)]))

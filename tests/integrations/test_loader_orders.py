@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_orders import LOOPS, SAMPLERS, WAYS, Case, case_of, every_case, faults_of
+from loader_orders import LOOPS, SAMPLERS, WAYS, Case, every_case, faults_of
 from torch.utils.data import BatchSampler, Dataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -21,18 +21,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_orders_by_seed(seed: int) -> None:
-    assert faults_of(case_of(seed, num_workers=0))[0] == []
-
-
-@pytest.mark.parametrize("sampler", ["distributed", "weighted, generator", "own, counting"])
-def test_all_state_keeps_what_an_order_was_drawn_from(sampler: str) -> None:
-    """No save of it needs a warning."""
-    case = Case("StatefulDataLoader", sampler, 0, is_persistent=False, way="all_state", loop=LOOPS[0])
-    assert faults_of(case) == ([], 0)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -392,18 +392,6 @@ def check_killed(root: Path, fault: str) -> bool:
     return committed
 
 
-@pytest.mark.parametrize(
-    ("fault", "committed"),
-    [
-        ("kill during write checkpoints/*", False),
-        ("kill after create checkpoints/*/ckptstore.json", False),
-        ("kill after create log/0000000004.json", True),
-    ],
-)
-def test_a_killed_rank_leaves_all_or_nothing(fault: str, committed: bool, tmp_path: Path) -> None:
-    assert check_killed(tmp_path / "store", fault) is committed
-
-
 @pytest.mark.parametrize("stride", [pytest.param(5, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
 def test_a_job_that_is_killed_at_any_call_leaves_all_or_nothing(tmp_path: Path, stride: int) -> None:
     seen = []

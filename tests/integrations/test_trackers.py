@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from forked_ranks import run_ranks
 
 from ckptstore import (
@@ -30,8 +31,7 @@ from ckptstore import (
 )
 from ckptstore.dcp import StoreWriter
 from ckptstore.integrations.trackers import Reference, choose, follow, following
-from ckptstore.interchange.copying import copy_store
-from ckptstore.transfer.opened import open_place
+from ckptstore.tools.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -310,7 +310,7 @@ def test_a_reference_opens_in_a_copy_of_the_store(store_root: Path, tmp_path: Pa
             store.save(step, {"weight": step})
         store.roll_back(2)
         reference = Reference.to(store[2])
-        copy_store(store, open_place(tmp_path / "copy"))
+        assert CliRunner().invoke(main, ["cp", str(store_root), str(tmp_path / "copy")]).exit_code == 0
         store.save(4, {"weight": 4})
         late = Reference.to(store[4])
     assert reference.open(at=tmp_path / "copy").step == 2

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -77,15 +74,15 @@ def test_a_score_is_always_finite_and_says_what_it_was(name: str, order: Any, me
     if score != "missing":
         given_["score"] = {"inner": score} if "/" in name else score
     safe = safe_metrics(given_, score=Score(name, order))
-    with manager(order=order, score=name) as ray:
-        rank = ray._get_checkpoint_score(result(safe))
-        assert rank == ray._get_checkpoint_score(result(written_and_read(safe)))
+    ray = manager(order, name)
+    rank = ray._get_checkpoint_score(result(safe))
+    assert rank == ray._get_checkpoint_score(result(written_and_read(safe)))
     assert rank[0]
     assert math.isfinite(rank[1])
     is_good = score not in ("missing", None) and math.isfinite(float_of(score))
     assert (REPLACED in safe) == (not is_good)
-    if is_good:
-        assert rank[1] == float_of(score) * (1 if order == "max" else -1)
+    worst = -sys.float_info.max
+    assert rank[1] == (float_of(score) * (1 if order == "max" else -1) if is_good else worst)
 
 
 def float_of(value: Any) -> float:
@@ -99,43 +96,10 @@ def result(metrics: Mapping[str, Any]) -> Any:
     return _TrainingReport(checkpoint=Checkpoint("/nowhere"), metrics=dict(metrics), validation=False)
 
 
-@contextmanager
-def manager(root: Path = Path("/tmp"), *, order: str = "min", score: str = "loss") -> Iterator[Any]:
-    """Ray's own keeper of checkpoints, with what it remembers of the run at `root`."""
+def manager(order: str, score: str) -> Any:
+    """Ray's own keeper of checkpoints, of a run that is not there."""
     config = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute=score, checkpoint_score_order=order)
-    storage = StorageContext(str(root), experiment_dir_name="ckptstore-no-such-run" if root == Path("/tmp") else "run")
-    yield CheckpointManager(config, storage)
-
-
-def kept_after(root: Path, reported: Sequence[Mapping[str, Any]], *, order: str) -> set[str]:
-    """The numbers of the reports whose checkpoints are left, after a restart of the run before the last report."""
-
-    async def register(ray: Any, number: int, metrics: Mapping[str, Any]) -> None:
-        path = root / "run" / str(number)
-        path.mkdir(parents=True)
-        (path / "file").write_text("bytes")
-        ray.register_checkpoint(_TrainingReport(checkpoint=Checkpoint(str(path)), metrics=metrics, validation=False))
-
-    async def run(numbers: Sequence[int]) -> None:
-        with manager(root, order=order) as ray:
-            for number in numbers:
-                await register(ray, number, dict(reported[number]))
-
-    asyncio.run(run(range(len(reported) - 1)))
-    asyncio.run(run([len(reported) - 1]))
-    return {path.name for path in (root / "run").iterdir() if path.is_dir()}
-
-
-BAD_SCORES: list[Any] = [{}, {"loss": math.nan}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": None}]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("bad", BAD_SCORES, ids=["missing", "nan", "inf", "-inf", "none"])
-def test_the_best_checkpoint_stays_and_the_run_lives(bad: Any, order: Any, tmp_path: Path) -> None:
-    reported = [{"loss": np.float32(0.5)}, bad, {"loss": np.float32(0.7)}, bad, bad]
-    safe = [safe_metrics(metrics, score=Score("loss", order)) for metrics in reported]
-    best = "0" if order == "min" else "2"
-    assert kept_after(tmp_path, safe, order=order) == {best, "4"}
+    return CheckpointManager(config, StorageContext("/tmp", experiment_dir_name="ckptstore-no-such-run"))
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import pyarrow.fs
 import pytest
 from ray.train import Checkpoint, Result
-from storing import worker_at
+from storing import arrow_s3, worker_at
 
 import ckptstore
 from ckptstore import AccessDenied, CheckpointGone, InvalidInput
@@ -17,14 +15,15 @@ from ckptstore.config import RetryConfig
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.pointer import POINTER_NAME, Pointer, read_pointer, write_pointer
 from ckptstore.integrations.ray.preemption import Notice
+from ckptstore.testing.s3_server import Fault, S3Server
 
 pytestmark = pytest.mark.slow
 
 ONCE = RetryConfig(retry_attempts=1)
 
 
-def worker_in(directory: Path, *, filesystem: Any = None) -> Worker:
-    return worker_at(str(directory), filesystem=filesystem)
+def worker_in(directory: Path) -> Worker:
+    return worker_at(str(directory))
 
 
 def reported(worker: Worker, name: str) -> Checkpoint:
@@ -106,27 +105,12 @@ def test_a_pointer_never_leads_to_another_attempt(tmp_path: Path) -> None:
         ckptstore.ray.resolve(reported(worker_in(run), "checkpoint_1"))
 
 
-class _Denied(pyarrow.fs.FileSystemHandler):
-    """A file system that lets nobody write, and says so as pyarrow's S3 does."""
-
-    def get_type_name(self) -> str:
-        return "denied"
-
-    def create_dir(self, path: str, recursive: bool) -> None:
-        raise OSError("AWS Error ACCESS_DENIED during PutObject operation")
-
-    def _unused(self, *_given: Any) -> Any:
-        raise NotImplementedError
-
-    normalize_path = get_file_info = get_file_info_selector = delete_dir = delete_dir_contents = _unused
-    delete_root_dir_contents = delete_file = move = copy_file = _unused
-    open_input_stream = open_input_file = open_output_stream = open_append_stream = _unused
-
-
-def test_a_refusal_is_not_tried_again(tmp_path: Path) -> None:
-    worker = worker_in(tmp_path, filesystem=pyarrow.fs.PyFileSystem(_Denied()))
+def test_a_refusal_is_not_tried_again(s3: S3Server) -> None:
+    s3.faults.add(Fault(action="status", status=403, code="AccessDenied", times=None))
+    worker = worker_at("test/run", filesystem=arrow_s3(s3))
     with pytest.raises(AccessDenied, match="ACCESS_DENIED"):
         write_pointer(worker, "checkpoint_1", Pointer(root="x", step=1, number=1), retry=RetryConfig())
+    assert len(s3.operations()) <= 2, "and once more when pyarrow lets go of the file"
 
 
 def test_the_file_is_json_that_people_can_read(tmp_path: Path) -> None:

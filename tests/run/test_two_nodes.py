@@ -14,8 +14,6 @@ from ckptstore import open_store
 
 pytestmark = pytest.mark.slow
 
-MARKER = ("--pattern", "step_*", "--marker", "DONE")
-
 
 class Machines:
     """Two of them: a folder, a log and a file of losses each."""
@@ -27,12 +25,12 @@ class Machines:
     def losses(self, run_id: str, node: int) -> Path:
         return self.directory / f"{run_id}-{node}.losses"
 
-    def start(self, stack: ExitStack, run_id: str, trainers: list[list[str]], *options: object) -> list[Job]:
+    def start(self, stack: ExitStack, run_id: str, trainers: list[list[str]]) -> list[Job]:
         """Both agents; their end is that of the stack."""
         jobs = []
         for node, command in enumerate(trainers):
             nodes = ("--nodes", 2, "--node-rank", node, "--run-id", run_id)
-            agent = under_run(self.store, self.folders[node], command, *nodes, *options, *LOOKS)
+            agent = under_run(self.store, self.folders[node], command, *nodes, *LOOKS)
             jobs.append(stack.enter_context(Job(agent, self.directory / f"{run_id}-{node}.log")))
         return jobs
 
@@ -50,33 +48,6 @@ def files_of(store: str, step: int) -> dict[str, Any]:
         assert all(checkpoint.verify().ok for checkpoint in opened)
         (found,) = [checkpoint for checkpoint in opened if checkpoint.step == step]
         return {receipt.name: receipt.rank for receipt in found.files}
-
-
-def test_two_machines_die_and_go_on(tmp_path: Path) -> None:
-    machines = Machines(tmp_path, str(tmp_path / "store"))
-    whole = []
-    for node in (0, 1):
-        (tmp_path / f"whole-{node}").mkdir()
-        whole.append(control(tmp_path / f"whole-{node}", "plain", "--mode", f"node-{node}"))
-
-    def trainers(run_id: str, *options: object) -> list[list[str]]:
-        given = [(machines.folders[node], machines.losses(run_id, node)) for node in (0, 1)]
-        return [trainer("plain", *given[node], "--mode", f"node-{node}", *options) for node in (0, 1)]
-
-    with ExitStack() as stack:
-        jobs = machines.start(stack, "first", trainers("first", "--pause-at", 8), *MARKER)
-        jobs[0].wait_until(lambda: 6 in steps_of(machines.store), "commit of step 6")
-        machines.die(jobs)
-        assert set(files_of(machines.store, 6).values()) == {0, 1}
-        jobs = machines.start(stack, "second", trainers("second"), *MARKER)
-        for node, job in enumerate(jobs):
-            assert job.wait() == 0, job.text()
-            told = losses_of(machines.losses("second", node))
-            assert told == {step: whole[node][step] for step in range(7, 13)}
-        for folder in machines.folders:
-            restored = {path.name for path in (folder / "step_6").iterdir()}
-            assert restored == {"node-0.pkl", "node-1.pkl", "DONE"}, "each has all of it"
-        assert steps_of(machines.store)[-1] == 12
 
 
 @pytest.mark.long

@@ -1,9 +1,8 @@
 """A trainer of its own without any framework: a line fitted by gradient descent, with noise from a generator.
 
-It writes as many home-made trainers do: `step_N/` with the files of a checkpoint and an empty `DONE` at the end. The
-file of the state is called as the mode is, so that the nodes of a job have files of their own. With `--mode megatron`
-it writes as Megatron-LM does: `iter_0000500/mp_rank_00/model_optim_rng.pt`, then the tracker file that names the
-iteration (megatron/training/checkpointing.py).
+It writes as many home-made trainers do: `step_N/` with the file of the state and an empty `DONE` at the end. With
+`--mode megatron` it writes as Megatron-LM does: `iter_0000500/mp_rank_00/model_optim_rng.pt`, then the tracker file
+that names the iteration (megatron/training/checkpointing.py).
 """
 
 from __future__ import annotations
