@@ -56,14 +56,9 @@ DEADLINE_SECONDS = 120
 
 def bucket_commands(page: Path) -> list[str]:
     """Return the commands of a page that name a bucket, each once."""
-    found = dict[str, None]()
-    for block in blocks(page):
-        if block.language in SHELLS:
-            for line in block.text.splitlines():
-                match = _COMMAND.search(line)
-                if match and "s3://" in match[1] and not any(re.search(pattern, match[1]) for pattern in NOT_HERE):
-                    found[match[1]] = None
-    return list(found)
+    lines = [line for block in blocks(page) if block.language in SHELLS for line in block.text.splitlines()]
+    found = [match[1] for line in lines if (match := _COMMAND.search(line)) and "s3://" in match[1]]
+    return [*dict.fromkeys(one for one in found if not any(re.search(pattern, one) for pattern in NOT_HERE))]
 
 
 COMMANDS = {name: commands for name in NAMES if (commands := bucket_commands(ROOT / name))}

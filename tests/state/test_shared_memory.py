@@ -74,6 +74,18 @@ def test_what_shows_other_numbers_of_the_same_memory_is_another_tensor() -> None
     assert identity_of(freed) != identity_of(other), "memory that was given back is nobody's"
 
 
+def test_views_with_other_shapes_and_dtypes_are_stored_for_themselves(tmp_path: Path) -> None:
+    base = torch.arange(6.0)
+    others = {"part": base[:3], "shaped": base.view(2, 3), "bits": base.view(torch.int32)}
+    state = {"a": base, "again": base.view(6), "none": torch.empty(0), **others, "turned": torch._neg_view(base)}
+    with ckptstore.open_store(tmp_path) as store:
+        found = store.save(1, state).to_dict()
+    for key, tensor in state.items():
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key], tensor), key
+    assert found["a"].data_ptr() == found["again"].data_ptr(), "they are tied"
+
+
 @given(st.lists(views(), min_size=2, max_size=7), st.booleans())
 def test_all_memory_in_common_is_found(drawn: list[Any], are_halves: bool) -> None:
     storage = torch.zeros(ROOM, dtype=torch.int32)
