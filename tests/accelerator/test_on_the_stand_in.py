@@ -72,7 +72,7 @@ def test_checks_and_other_suites() -> None:
     run_pytest(*checks, *SUITES, "-k", DENSE, STAND_IN_DEFAULT=" ".join(defaults))
 
 
-STATE_SUITES = ["cast", "flatten", "incremental", "modes", "modules", "nothing_silent", "plan", "values"]
+STATE_SUITES = ["cast", "flatten", "incremental", "modes", "modules", "nothing_silent", "values"]
 """Of tests/state those without ranks, which meet through gloo, on the host, and that read no memory by address."""
 
 

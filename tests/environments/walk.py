@@ -166,10 +166,6 @@ COMMANDS = {
     "gc": ["gc", "commands"],
     "doctor": ["doctor", "commands"],
     "fast": ["fast", "ls", "disk"],
-    "plan": [
-        *("plan", "--nodes", "4", "--state", "80GB", "--disk", "2GB/s", "--bucket", "100MB/s"),
-        *("--node-mtbf", "30d", "--stall", "1s", "--step", "1s"),
-    ],
     "bench": ["bench", "save", "--peers", "none", "--size", "1MiB", "--repeat", "1"],
     "demo": ["demo"],
     "demo --engine ray": ["demo", "--engine", "ray"],
