@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 import torch
 from forked_ranks import TORCH, run_ranks
 from page_runner import run_command
-from test_docs import NAMES, ROOT, SHELLS, blocks
+from test_docs import COMMAND, NAMES, ROOT, SHELLS, blocks
 
 import ckptstore
 from ckptstore.testing.s3_server import S3Server, s3_server
@@ -38,7 +39,6 @@ PLACES = {
     "/models/policy": "models/policy",
     "/local/out": "local/out",
     "--port 8000": "--port 0",
-    " | tee watch.log": "",
 }
 STORES = (
     "runs/a",
@@ -50,14 +50,13 @@ STORES = (
 RUNS = r"^(run|watch-folder|restore-folder)\b"
 GOES_ON = r"^(watch|follow|serve)\b|--follow\b"
 WRITES = r"^(cp|publish)\b"
-_COMMAND = re.compile(r"(?<![\w/.-])ckptstore ((?:[a-z-].*))")
 DEADLINE_SECONDS = 120
 
 
 def bucket_commands(page: Path) -> list[str]:
     """Return the commands of a page that name a bucket, each once."""
     lines = [line for block in blocks(page) if block.language in SHELLS for line in block.text.splitlines()]
-    found = [match[1] for line in lines if (match := _COMMAND.search(line)) and "s3://" in match[1]]
+    found = [match[1] for line in lines if (match := COMMAND.search(line)) and "s3://" in match[1]]
     return [*dict.fromkeys(one for one in found if not any(re.search(pattern, one) for pattern in NOT_HERE))]
 
 
@@ -163,7 +162,8 @@ def test_a_page_works_with_a_bucket(page: str, place: S3Server, start: Start, mo
         run_ranks(1, fill_and_run, [root for root in STORES if root not in written], ends, page, modules=TORCH)
     for line in lines:
         if re.search(RUNS, line):
-            check_run(start, line, monkeypatch)
+            monkeypatch.setenv("TRAINER_FOLDER", line.partition("--folder ")[2].partition(" ")[0] or "out")
+            check_run(start, line, place)
         elif re.search(GOES_ON, line):
             check_goes_on(start, line)
 
@@ -174,12 +174,16 @@ def fill_and_run(roots: Sequence[str], commands: Sequence[list[str]], page: str)
         run_command(words, page)
 
 
-def check_run(start: Start, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run an agent, with one more for the other node if there is one: what the trainer wrote is in the store."""
+def check_run(start: Start, command: str, server: S3Server) -> None:
+    """Run an agent, with one more for the other node if there is one: what the trainer wrote is in the store.
+
+    It finds an empty bucket, and no folder, but for a restore: that finds the bucket as the command before left it.
+    """
     words = shlex.split(command)
-    folder = words[words.index("--folder") + 1] if "--folder" in words else "out"
     (store,) = (word for word in words if word.startswith("s3://"))
-    monkeypatch.setenv("TRAINER_FOLDER", folder)
+    shutil.rmtree(os.environ["TRAINER_FOLDER"], ignore_errors=True)
+    if words[0] != "restore-folder":
+        server.objects.buckets["bucket"].clear()
     if words[0] == "watch-folder":
         subprocess.run(["python", "train.py"], check=True)
         command += " --quiet 1s"
@@ -200,7 +204,7 @@ def check_goes_on(start: Start, command: str) -> None:
     """Start a command that goes on, and end it when it has done what it is for."""
     agent, ran = start(command), Path("bin/ran")
     if command.startswith(("watch", "serve")):
-        agent.end_when(lambda: True, signal.SIGINT)
+        agent.end_when(lambda: any(word in agent.shown() for word in ('"step": 12000', "http://")), signal.SIGINT)
     elif command.startswith("publish"):
         fill(["runs/llama"], steps=[13000])
         agent.end_when(lambda: commits_of("s3://bucket/policy")[-1:] == [13000], signal.SIGINT)

@@ -37,7 +37,7 @@ FIRST_PAGES = ("README.md", "docs/quickstart.md")
 SCHEMA = json.loads((ROOT / "docs/reference/cli-schema.json").read_text())
 
 _FENCE = re.compile(r"^```(.*)$")
-_COMMAND = re.compile(r"(?<![\w/.-])ckptstore ((?:[a-z-][^|;)&>`#\n]*))")
+COMMAND = re.compile(r"(?<![\w/.-])ckptstore ((?:[a-z-][^|;)&>`#\n]*))")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def script_of(page: Path) -> Iterator[tuple[int, str | list[str]]]:
             yield block.line, block.text
             continue
         for number, line in enumerate(block.text.splitlines(), block.line):
-            if (match := _COMMAND.search(line)) is None:
+            if (match := COMMAND.search(line)) is None:
                 continue
             command = line[match.start(1) :]
             if not any(re.search(pattern, command) for pattern in NOT_RUN):
@@ -137,7 +137,7 @@ def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
     for block in blocks(page):
         if block.language in SHELLS:
             for number, line in enumerate(block.text.splitlines(), block.line):
-                for match in _COMMAND.finditer(line):
+                for match in COMMAND.finditer(line):
                     yield number, shlex.split(match[1], posix=True)
 
 

@@ -346,6 +346,27 @@ def test_a_forked_child_drains_nothing(jobs: Jobs) -> None:
     assert jobs.drain("a", flow, hook=gate) == [(0, 1)]
 
 
+def test_what_was_drained_during_later_saves_is_deleted_by_its_own_process_at_the_end(jobs: Jobs) -> None:
+    gate = Gate()
+
+    def flow(store: CheckpointStore, rank: int) -> None:
+        first, *_ = [saved(store, step, rank) for step in (1, 2, 3)]
+        gate.opened.set()
+        assert step_of(first) == 1
+        _wait_until(lambda: str(jobs.attempts("a")[0].name) not in store._job.tier.place.in_use)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            store.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert [path.name[:15] for path in jobs.attempts("a")] == ["step-0000000001", "step-0000000003"]
+
+    jobs.drain("a", flow, hook=gate, keep=1)
+    assert [path.name[:15] for path in jobs.attempts("a")] == ["step-0000000003"]
+
+
 def test_what_is_not_this_jobs_is_refused(jobs: Jobs) -> None:
     (fast,) = jobs.drain("a", lambda store, rank: saved(store, 1, rank).result())
 
