@@ -376,12 +376,6 @@ class LogReader:
     def _retrying(self, what: str, request: Callable[[], T]) -> T:
         return retrying(self._retry, what, request)
 
-    def _best_effort(self, what: str, request: Callable[[], object]) -> None:
-        try:
-            request()
-        except CkptstoreError as error:
-            logger.debug("%s failed, which does no harm: %s", what, error)
-
 
 def _all_missing(errors: Sequence[RecordMissing]) -> RecordMissing:
     """Return one error for all these missing records."""

@@ -22,9 +22,11 @@ from ckptstore.tools.run.story import AgentPlan, watch
 pytestmark = pytest.mark.slow
 
 
-def nodes(start: Start, run_id: str, store: Path, folders: list[Path], *trainers: list[object]) -> list[str]:
+def nodes(
+    start: Start, run_id: str, store: Path, folders: list[Path], *trainers: list[object], interval: str = "0.1"
+) -> list[str]:
     """Run an agent on each node; what each trainer and agent said."""
-    common = ["--nodes", len(folders), "--run-id", run_id]
+    common = ["--nodes", len(folders), "--run-id", run_id, "--interval", interval]
     agents = [
         start(store, folder, *common, "--node-rank", rank, trainer=trainer)
         for rank, (folder, trainer) in enumerate(zip(folders, trainers, strict=True))
@@ -71,7 +73,9 @@ def test_a_folder_that_all_share(start: Start, tmp_path: Path) -> None:
     with open_store(store) as opened:
         assert [checkpoint.step for checkpoint in opened] == [1, 2, 3]
         assert {file.rank for checkpoint in opened for file in checkpoint.files} == {0, 1}
-    nodes(start, "two", store, [folder, folder], small(folder, 1), ["sleep", "1"])
+    late = f"cd {folder}; cp -r checkpoint-3 .4; rm .4/trainer_state.json; mv .4 checkpoint-4; sleep 3; "
+    late += "echo '{\"global_step\": 4}' >checkpoint-4/trainer_state.json"  # after the first node's last look at it
+    nodes(start, "two", store, [folder, folder], ["sleep", "1"], ["sh", "-c", late], interval="60")
     with open_store(store) as opened:
         assert [checkpoint.step for checkpoint in opened] == [1, 2, 3, 4]
 

@@ -40,13 +40,8 @@ PLACES = {
     "/local/out": "local/out",
     "--port 8000": "--port 0",
 }
-STORES = (
-    "runs/a",
-    "runs/llama",
-    "runs/digits",
-    "runs/export",
-    *(f"s3://bucket/{one}" for one in ("b", "digits", "run", "runs/llama")),
-)
+STORES = [f"runs/{one}" for one in ("a", "llama", "digits", "export")]
+STORES += [f"s3://bucket/{one}" for one in ("b", "digits", "run", "runs/llama")]
 RUNS = r"^(run|watch-folder|restore-folder)\b"
 GOES_ON = r"^(watch|follow|serve)\b|--follow\b"
 WRITES = r"^(cp|publish)\b"
@@ -158,20 +153,15 @@ def test_a_page_works_with_a_bucket(page: str, place: S3Server, start: Start, mo
             lines[-1] = lines[-1].replace(there, here)
     if not any(re.search(RUNS, line) for line in lines):
         written = {line.split()[-1] for line in lines if line.startswith("cp ")}
-        ends = [shlex.split(line, comments=True) for line in lines if not re.search(GOES_ON, line)]
-        run_ranks(1, fill_and_run, [root for root in STORES if root not in written], ends, page, modules=TORCH)
+        run_ranks(1, fill, [root for root in STORES if root not in written], modules=TORCH)
     for line in lines:
         if re.search(RUNS, line):
             monkeypatch.setenv("TRAINER_FOLDER", line.partition("--folder ")[2].partition(" ")[0] or "out")
             check_run(start, line, place)
         elif re.search(GOES_ON, line):
             check_goes_on(start, line)
-
-
-def fill_and_run(roots: Sequence[str], commands: Sequence[list[str]], page: str) -> None:
-    fill(roots)
-    for words in commands:
-        run_command(words, page)
+        else:
+            run_ranks(1, run_command, shlex.split(line, comments=True), page, modules=TORCH)
 
 
 def check_run(start: Start, command: str, server: S3Server) -> None:

@@ -9,7 +9,6 @@ import os
 import random
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -328,15 +327,14 @@ def test_a_rolled_back_store_takes_nothing_that_the_roll_back_voided(jobs: Jobs)
     assert steps_in(jobs) == [1]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of threads; that is what this is about
 def test_a_forked_child_drains_nothing(jobs: Jobs) -> None:
     gate = Gate()
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         drains = [saved(store, 1, rank), saved(store, 2, rank)]
         assert gate.reached.wait(SECONDS)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads; that is what this is about
-            child = os.fork()
+        child = os.fork()
         if child == 0:
             errors = [end_of(lambda drain=drain: drain.durable(SECONDS)) for drain in drains]
             os._exit(0 if [type(error) for error in errors] == [NotDurable] * 2 and "fork" in str(errors[0]) else 1)
@@ -346,6 +344,7 @@ def test_a_forked_child_drains_nothing(jobs: Jobs) -> None:
     assert jobs.drain("a", flow, hook=gate) == [(0, 1)]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_what_was_drained_during_later_saves_is_deleted_by_its_own_process_at_the_end(jobs: Jobs) -> None:
     gate = Gate()
 
@@ -354,9 +353,7 @@ def test_what_was_drained_during_later_saves_is_deleted_by_its_own_process_at_th
         gate.opened.set()
         assert step_of(first) == 1
         _wait_until(lambda: str(jobs.attempts("a")[0].name) not in store._job.tier.place.in_use)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
+        child = os.fork()
         if child == 0:
             store.close()
             os._exit(0)

@@ -56,11 +56,9 @@ def test_a_demo_installs_what_it_needs_alone(tmp_path: Path) -> None:
 
 def test_each_test_belongs_to_a_target(tmp_path: Path) -> None:
     quick, others, long = (
-        [line.partition(" -m pytest ")[2] for line in commands_of(target, tmp_path) if " -m pytest " in line]
-        for target in ("test", "test-all", "test-long")
+        [line.partition(" -m pytest ")[2] for line in commands_of(target, tmp_path) if " -m pytest " in line][1:]
+        for target in ("test", "test-all", "test-long")  # first comes what the install compiles
     )
-    for lines in (quick, others, long):
-        assert "--collect-only" in lines.pop(0), "what the install compiles"
     rest = " and not long and not ceph"
     assert [line.split(" -m ")[1] for line in quick] == [f'"not slow{rest}"'], "one run, as conftest.py expects it"
     assert [line.split(" -m ")[1] for line in others] == [f'"(slow or hypothesis){rest}"', '"not long"']

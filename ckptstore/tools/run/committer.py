@@ -123,6 +123,8 @@ class Committer:
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
     _has_ended: bool = False
+    _all_had_ended: bool = False
+    """Leader: True if the trainers of all nodes had ended in the round before, so that each has looked after that."""
     _patience_seconds: float = 0.0
     _patient_until: float | None = None
 
@@ -239,8 +241,9 @@ class Committer:
             chosen = None if self._must_wait(views) else choose(views)
             if chosen is not None:
                 chosen = replace(chosen, step=self._steps.choose(chosen))
-            offer = None if chosen is None else asdict(chosen)
-            return {"offer": offer, "is_over": all(it.has_ended for it in views)}
+            offer, had_ended = None if chosen is None else asdict(chosen), self._all_had_ended
+            self._all_had_ended = all(it.has_ended for it in views)
+            return {"offer": offer, "is_over": self._all_had_ended and (had_ended or len(views) == 1)}
 
         with job_of(self.store).group.meeting("agent") as meeting:
             brought = meeting.gather(asdict(view))
