@@ -91,5 +91,6 @@ class Reader:
         return [one["request"]["url"] for one in asked if one.get("type") != "Document"]
 
     def overflow(self) -> int:
-        """By how many pixels the page is wider than the window."""
+        """By how many pixels the page is wider than the window, when the window has been drawn again."""
+        self.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
         return int(self.run("const one = document.documentElement; return one.scrollWidth - one.clientWidth"))

@@ -32,8 +32,7 @@ def test_bars_and_the_timeline_are_seen_and_fit_a_phone(reader: Reader, dark: bo
     shares = shares_of_colours(reader.driver.get_screenshot_as_png())
     for colour in COLOURS[dark]:
         assert shares.get(tuple(bytes.fromhex(colour[1:])), 0) > 0.001, f"{colour} is hardly to be seen"
-    names = [one.text for one in reader.all(".timeline text")]
-    assert {"rank 0", "rank 1 (late)"} <= set(names)
+    assert {"rank 0", "rank 1 (late)"} <= {one.text for one in reader.all(".timeline text")}
     assert reader.errors() == []
     assert reader.requests() == []
     reader.resize(360, 740)
