@@ -83,11 +83,11 @@ test-long: install servers
 
 # Seeds of the simulation that no test has run yet, for as long as one likes.
 simulate: install
-	$(BIN)/python -m ckptstore.testing.simulation --seed $(or $(SEED),10000000) --seconds $(or $(SECONDS),600)
+	PYTHONPATH=tests $(BIN)/python -m kit.simulation --seed $(or $(SEED),10000000) --seconds $(or $(SECONDS),600)
 
 # Seeds of states that no test has run yet, for as long as one likes.
 states: install
-	$(BIN)/python -m ckptstore.testing.states --seed $(or $(SEED),10000000) --seconds $(or $(SECONDS),600)
+	PYTHONPATH=tests $(BIN)/python -m kit.states --seed $(or $(SEED),10000000) --seconds $(or $(SECONDS),600)
 
 # A day of use, every kill and the simulation; ends with a table.
 soak: install

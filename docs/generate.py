@@ -381,8 +381,9 @@ TESTED_SINCE = {"": "2026-11-25", **dict.fromkeys(("observed", "shared state", *
 
 def state_kinds() -> str:
     """What comes of every kind of thing that the bench of states puts into a state, saved, loaded and trained on."""
-    from ckptstore.testing import states  # which takes torch
-    from ckptstore.testing.states import module_makers, optimizer_makers, state_case, tensor_makers, value_makers
+    sys.path.append(str(DOCS.parent / "tests"))
+    from kit import states  # which takes torch
+    from kit.states import module_makers, optimizer_makers, state_case, tensor_makers, value_makers
 
     case = states.StateCase(0, modules=("linear",), optimizer="adamw", life=("step",))
     several = [dataclasses.replace(case, wrapper=name, num_ranks=2) for name in sorted(module_makers.NEEDS_RANKS)]

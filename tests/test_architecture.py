@@ -87,7 +87,7 @@ IMPORTERS: dict[str, set[str]] = {
     "ml_dtypes": {"tools.bench"},
     "mlflow": {"integrations.mlflow"},
     "lightning": {"tools.bench", "integrations.lightning"},
-    "numpy": {"publication", "tools.bench", "tools.demo", "state", "testing.states"},
+    "numpy": {"publication", "tools.bench", "tools.demo", "state", "testing.oracle"},
     "obstore": {"storage.cloud.obstore"},
     "opentelemetry": {"integrations.otel"},
     "orbax": {"tools.bench"},

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from kit import accelerator
+from kit.accelerator import NAME, Gate
 
 from ckptstore.saving.staging import Staging
 from ckptstore.state.tensors import device
 from ckptstore.state.tensors.device import LaunchedWork
-from ckptstore.testing import accelerator
-from ckptstore.testing.accelerator import NAME, Gate
 
 FIRST, SECOND = torch.device(NAME, 0), torch.device(NAME, 1)
 

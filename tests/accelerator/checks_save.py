@@ -10,11 +10,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from kit import accelerator
+from kit.accelerator import NAME, Gate
 
 import ckptstore
 from ckptstore import open_store
-from ckptstore.testing import accelerator
-from ckptstore.testing.accelerator import NAME, Gate
 
 FIRST, SECOND = torch.device(NAME, 0), torch.device(NAME, 1)
 HOST = torch.device("cpu")

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-
-from ckptstore.testing import accelerator
-from ckptstore.testing.accelerator import DEVICE_COUNT, NAME, Gate
+from kit import accelerator
+from kit.accelerator import DEVICE_COUNT, NAME, Gate
 
 FIRST, SECOND = (torch.device(NAME, index) for index in range(DEVICE_COUNT))
 

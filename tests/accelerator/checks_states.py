@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from ckptstore.testing import accelerator
+from kit import accelerator
 
 sys.path.append(str(Path(__file__).parents[1] / "states"))
 from seed_runs import check

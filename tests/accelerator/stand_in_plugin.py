@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from ckptstore.testing import accelerator
+from kit import accelerator
 
 accelerator.load()
 _WORDS = os.environ.get("STAND_IN_DEFAULT", "").split()

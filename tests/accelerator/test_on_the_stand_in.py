@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from ckptstore.testing.accelerator import CannotBuild
-from ckptstore.testing.accelerator.building import built_extension
+from kit.accelerator import CannotBuild
+from kit.accelerator.building import built_extension
 
 HERE = Path(__file__).parent
 DEVICE = HERE / "checks_device.py"
@@ -36,7 +35,7 @@ def extension() -> Path:
 def run_pytest(*arguments: str, **variables: str) -> None:
     """Run tests on the stand-in. What failed is shown."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "stand_in_plugin", "-p", "no:xdist", *arguments]
-    paths = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, **variables}, capture_output=True, text=True
     )

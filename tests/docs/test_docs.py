@@ -20,13 +20,13 @@ import click
 import jsonschema
 import pytest
 from forked_ranks import TORCH, run_ranks
+from kit import states
 from page_runner import run_blocks
 
 import ckptstore
 from ckptstore.integrations.lightning.from_environment import EVERY, KEEP, STORE
 from ckptstore.integrations.tier_settings import FAST_SETTINGS
 from ckptstore.storage.open import choose_engine
-from ckptstore.testing import states
 from ckptstore.tools.cli import main
 from ckptstore.tools.cli.commands import follow
 

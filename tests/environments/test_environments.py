@@ -46,7 +46,7 @@ NEED_TORCH = {
         ),
         "ckptstore.state.per_rank",
         "ckptstore.state.replicated",
-        "ckptstore.testing.simulation",
+        "ckptstore.testing.states",
     },
     "store": {"save", "save_async", "load", "resume", "warm_up", "dcp_target", "thin"},
     "checkpoint": {"keys", "load", "per_rank", "tensors", "to_dict"},

@@ -29,7 +29,7 @@ MODULES = [
     "ckptstore.state",
     "ckptstore.testing",
     "ckptstore.testing.s3_server",
-    "ckptstore.testing.simulation",
+    "ckptstore.testing.states",
 ]
 STATE: dict[str, Any] = {"step": 1}
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from test_architecture import MODULES, ROOT, is_core, nodes_of, own_imports, top
 
 LIMITS = Path(__file__).with_name("limits.json")
+KIT = ROOT / "tests" / "kit"
 AT_LEAST = {"lines of comments of the core"}
 """Reasons that stand at the line they are for."""
 
@@ -42,14 +43,15 @@ class Trip(NamedTuple):
 
 def figures() -> dict[str, int]:
     """Return each figure of this tree by its name."""
-    core = [*filter(is_core, MODULES)]
+    core, tests = [*filter(is_core, MODULES)], [*(ROOT / "tests").rglob("*.py")]
     rooms = {name: top(name) for name in MODULES}
     arrows = {(rooms[name], rooms[other]) for name in MODULES for other in own_imports(name) if other in MODULES}
     save, load = trips()
     return {
         "lines of the core": num_lines(core),
         "lines of the package": num_lines(MODULES),
-        "lines of the tests": sum(lines_of(path) for path in (ROOT / "tests").rglob("*.py")),
+        "lines of the tests": sum(lines_of(path) for path in tests if KIT not in path.parents),
+        "lines of the kit": sum(lines_of(path) for path in tests if KIT in path.parents),
         "classes of the core": sum(isinstance(node, ast.ClassDef) for name in core for node in nodes_of(name)),
         "modules of the core": len(core),
         "functions of at most 3 lines of the core": sum(map(is_short, functions_of(core))),
@@ -93,7 +95,7 @@ def num_comments(name: str) -> int:
 def private_doors() -> set[str]:
     """Return the modules that tests import and no user does."""
     found = set()
-    for path in (ROOT / "tests").rglob("*.py"):
+    for path in {*(ROOT / "tests").rglob("*.py")} - {*KIT.rglob("*.py")}:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}

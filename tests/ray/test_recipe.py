@@ -16,7 +16,7 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "tests/docs")]  # of a worker, too
 
 from test_recipes import END, block_after, with_chance
 
-from ckptstore.testing.states.oracle import difference
+from ckptstore.testing.oracle import difference
 
 
 def recipe(config: dict[str, Any]) -> None:

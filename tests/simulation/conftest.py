@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from ckptstore.testing.simulation import Simulation
+from kit.simulation import Simulation
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from ckptstore.testing.simulation import Outcome, Simulation, draw, report
+from kit.simulation import Outcome, Simulation, draw, report
 
 SEEDS_AT_ONCE = 50
 

@@ -1,14 +1,13 @@
-"""`python -m ckptstore.testing.simulation`."""
+"""`python -m kit.simulation`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
-from ckptstore.testing.simulation import Plan, draw
-from ckptstore.testing.simulation.__main__ import main
-from ckptstore.testing.simulation.virtual import storages
+from kit.simulation import Plan, draw
+from kit.simulation.__main__ import main
+from kit.simulation.virtual import storages
 
 
 def test_a_seed_that_holds(capsys: pytest.CaptureFixture[str]) -> None:

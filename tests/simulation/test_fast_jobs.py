@@ -6,6 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from kit.simulation import Action, Actor, Plan, Simulation, Trouble, report
+from kit.simulation.fast_tier.fast_jobs import draw_fast
 from seed_items import broken_rule
 
 from ckptstore.errors import CheckpointDamaged, StorageError
@@ -13,8 +15,6 @@ from ckptstore.fast import candidates, finding, publisher, saver
 from ckptstore.fast.nodes import fast_place
 from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.loading import load_state
-from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, report
-from ckptstore.testing.simulation.fast_tier.fast_jobs import draw_fast
 
 pytestmark = pytest.mark.slow
 

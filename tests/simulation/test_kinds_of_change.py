@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from kit.simulation import Simulation, report
+from kit.simulation.plan import draw_commands, draw_following, draw_thinning
+from kit.simulation.world import World
 
 from ckptstore.format.changes import Commit
-from ckptstore.testing.simulation import Simulation, report
-from ckptstore.testing.simulation.plan import draw_commands, draw_following, draw_thinning
-from ckptstore.testing.simulation.world import World
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from kit.simulation import Simulation, draw, report
 
-from ckptstore.testing.simulation import Simulation, draw, report
 from ckptstore.upkeep import leases
 
 pytestmark = pytest.mark.slow

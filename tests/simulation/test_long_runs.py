@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from ckptstore.testing.simulation import Simulation, draw, report
+from kit.simulation import Simulation, draw, report
 
 
 @pytest.mark.timeout(600)

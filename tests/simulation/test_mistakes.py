@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.simulation import Action, Actor, Plan, Simulation, Trouble, draw
+from kit.simulation.network import Network
+from kit.simulation.plan import draw_following, draw_vanishing
+from kit.simulation.virtual import storages
 from seed_items import broken_rule
 
 from ckptstore.checkpoint import Checkpoint
@@ -25,10 +29,6 @@ from ckptstore.log.reader import LogReader
 from ckptstore.saving import transaction
 from ckptstore.saving.commit import decide as decide_in_commit
 from ckptstore.store import CheckpointStore
-from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw
-from ckptstore.testing.simulation.network import Network
-from ckptstore.testing.simulation.plan import draw_following, draw_vanishing
-from ckptstore.testing.simulation.virtual import storages
 from ckptstore.upkeep import follow, garbage
 
 pytestmark = pytest.mark.slow

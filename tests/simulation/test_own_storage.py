@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dict_storage import DictStorage, Forgets
+from kit.simulation import Action, Actor, Plan, Simulation, report
 from seed_items import broken_rule
-
-from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, report
 
 SAVES = tuple(Action("directory", step=step) for step in (10, 20))
 JOBS = tuple(Actor(f"job{number}", SAVES) for number in (1, 2, 3))

@@ -6,19 +6,21 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+from kit.simulation import Plan, Simulation, draw
 
 from ckptstore.events import listeners
-from ckptstore.testing.simulation import Plan, Simulation, draw
 from ckptstore.upkeep import leases
 
 pytestmark = pytest.mark.slow
 
+TESTS = Path(__file__).parents[1]
 SEEDS = range(700_000, 700_006)
 PROGRAM = f"""
 import sys
-from ckptstore.testing.simulation import Simulation, draw
+from kit.simulation import Simulation, draw
 with Simulation() as simulation:
     filled = [value for value in simulation._state._real if hasattr(value, "__len__") and len(value)]
     before = set(sys.modules)
@@ -50,7 +52,7 @@ def test_in_processes_with_other_hashes(simulation: Simulation) -> None:
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", PROGRAM], cwd=TESTS, env=environment, capture_output=True, text=True, check=True
         )
         assert done.stdout.split() == here
 

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-
-from ckptstore.testing.simulation.virtual import clocks, primitives
-from ckptstore.testing.simulation.virtual.scheduler import Deadlock, Process, Scheduler, Stuck
+from kit.simulation.virtual import clocks, primitives
+from kit.simulation.virtual.scheduler import Deadlock, Process, Scheduler, Stuck
 
 THREADING = clocks.MODULES[threading]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from kit.simulation import Simulation
 from seed_items import items, run_seeds
-
-from ckptstore.testing.simulation import Simulation
 
 
 @items(0, 50)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from kit.simulation import Simulation
 from seed_items import items, run_seeds
-
-from ckptstore.testing.simulation import Simulation
 
 pytestmark = pytest.mark.slow
 

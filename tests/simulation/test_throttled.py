@@ -4,11 +4,11 @@ watchdog of NCCL, which knows no reason, ends the job 600 s after the first rank
 from __future__ import annotations
 
 import pytest
+from kit.simulation import Action, Actor, Plan, Simulation, Trouble, report
+from kit.simulation.world import Attempted, World
 
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CkptstoreError
-from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, report
-from ckptstore.testing.simulation.world import Attempted, World
 
 pytestmark = pytest.mark.slow
 

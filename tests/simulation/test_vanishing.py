@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from ckptstore.testing.simulation import Simulation
-from ckptstore.testing.simulation.plan import draw_vanishing
+from kit.simulation import Simulation
+from kit.simulation.plan import draw_vanishing
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,6 @@ Ends with status 1 when a committed checkpoint is lost, one cannot be read, or s
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -34,7 +33,6 @@ from soak_roles import RANK_TIMEOUT_SECONDS, opened, promised
 
 HERE = Path(__file__).parent
 SWEEP = HERE.parent / "outside" / "sweep.py"
-SIMULATION = "ckptstore.testing.simulation"
 BUCKET = "soak"
 START_SECONDS = 300.0
 WARM_SHARE = 0.25
@@ -296,11 +294,16 @@ def main() -> int:
     failed = bool(wrong)
     if not given.only_use:
         failed |= bool(subprocess.run([sys.executable, str(SWEEP)], check=False).returncode)
-        if importlib.util.find_spec(SIMULATION) is None:
-            print("there is no simulation in this version", flush=True)
-        else:
-            options = ["--seconds", str(int(given.seconds)), "--seed", str(given.seed)]
-            failed |= bool(subprocess.run([sys.executable, "-m", SIMULATION, *options], check=False).returncode)
+        command = [
+            sys.executable,
+            "-m",
+            "kit.simulation",
+            "--seconds",
+            str(int(given.seconds)),
+            "--seed",
+            str(given.seed),
+        ]
+        failed |= bool(subprocess.run(command, cwd=HERE.parent, check=False).returncode)
     return int(failed)
 
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from independent_reader import read_modules
+from kit.states import StateCase, run
+from kit.states.upgraded_makers import UPGRADED
 from safetensors.torch import load_file
 from saving import copied, index_of
 from thread_ranks import run_threads
@@ -25,9 +27,7 @@ from ckptstore import Checkpoint, InvalidState, StateMismatch
 from ckptstore.interchange import export, import_state
 from ckptstore.state import per_rank
 from ckptstore.state.read.stored import StoredState
-from ckptstore.testing.states import StateCase, run
-from ckptstore.testing.states.oracle import difference
-from ckptstore.testing.states.upgraded_makers import UPGRADED
+from ckptstore.testing.oracle import difference
 
 
 class Scaled(nn.Module):

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.states import StateCase, run
 from meshes import new_uri
 from thread_ranks import run_threads
 from torch import nn
 
 from ckptstore import open_store
-from ckptstore.testing.states import StateCase, run
-from ckptstore.testing.states.oracle import difference, observed
+from ckptstore.testing.oracle import difference, observed
 
 
 class Writer:

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from forked_ranks import run_ranks
-
-from ckptstore.testing.states import StateOutcome, draw, run, run_on_ranks, script
+from kit.states import StateOutcome, draw, run, run_on_ranks, script
 
 
 def check(seeds: Iterable[int], *, num_ranks: int = 1, device: str = "") -> list[str]:

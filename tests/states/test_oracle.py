@@ -11,8 +11,8 @@ import torch
 
 from ckptstore.errors import InvalidState
 from ckptstore.store import CheckpointStore
+from ckptstore.testing.oracle import difference
 from ckptstore.testing.states import StateDiffers, check
-from ckptstore.testing.states.oracle import difference
 
 NAN = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
 OTHER_NAN = torch.tensor([0x7FC00002], dtype=torch.int32).view(torch.float32)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.states import StateOutcome, run
 
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.live import flatten, held, matching, module_load, values
 from ckptstore.state.tensors import segments
 from ckptstore.state.write import shard_files
 from ckptstore.store import CheckpointStore
-from ckptstore.testing.states import StateOutcome, run
 
 pytestmark = pytest.mark.slow
 

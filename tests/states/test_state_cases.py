@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.states import StateCase, StateOutcome, draw, run, script, shrink
+from kit.states.__main__ import main
+from kit.states.case_runner import group_of
+from kit.states.module_makers import MODULES, ROWS, WIDTH
+from kit.states.optimizer_makers import OPTIMIZERS
+from kit.states.program import Program
+from kit.states.state_case import EXTRAS
+from kit.states.tensor_makers import TENSORS
+from kit.states.value_makers import VALUES
 
 from ckptstore.storage import memory
 from ckptstore.store import CheckpointStore
-from ckptstore.testing.states import StateCase, StateOutcome, draw, run, script, shrink
-from ckptstore.testing.states.__main__ import main
-from ckptstore.testing.states.case_runner import group_of
-from ckptstore.testing.states.module_makers import MODULES, ROWS, WIDTH
-from ckptstore.testing.states.optimizer_makers import OPTIMIZERS
-from ckptstore.testing.states.program import Program
-from ckptstore.testing.states.state_case import EXTRAS
-from ckptstore.testing.states.tensor_makers import TENSORS
-from ckptstore.testing.states.value_makers import VALUES
 
 
 def test_a_seed_is_one_case_and_survives_json() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from kit.states import REFUSALS, Refusal, draw, refusals, run
 from seed_runs import check
-
-from ckptstore.testing.states import REFUSALS, Refusal, draw, refusals, run
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +25,6 @@ def test_every_refusal_is_met(refusal: Refusal, monkeypatch: pytest.MonkeyPatch)
     """One that nothing meets would only hide faults."""
     met: list[Refusal | None] = []
     real = refusals.explanation
-    monkeypatch.setattr(
-        "ckptstore.testing.states.case_runner.explanation", lambda *given: met.append(real(*given)) or met[-1]
-    )
+    monkeypatch.setattr("kit.states.case_runner.explanation", lambda *given: met.append(real(*given)) or met[-1])
     cases = (case for case in map(draw, range(20_000)) if refusal.applies(case))
     assert any(run(case).ok and refusal in met for case, _ in zip(cases, range(400), strict=False))

@@ -1,0 +1,1 @@
+"""What finds faults that no example shows: the simulation, the bench of states and the stand-in accelerator."""
