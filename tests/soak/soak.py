@@ -294,15 +294,8 @@ def main() -> int:
     failed = bool(wrong)
     if not given.only_use:
         failed |= bool(subprocess.run([sys.executable, str(SWEEP)], check=False).returncode)
-        command = [
-            sys.executable,
-            "-m",
-            "kit.simulation",
-            "--seconds",
-            str(int(given.seconds)),
-            "--seed",
-            str(given.seed),
-        ]
+        options = ["--seconds", str(int(given.seconds)), "--seed", str(given.seed)]
+        command = [sys.executable, "-m", "kit.simulation", *options]
         failed |= bool(subprocess.run(command, cwd=HERE.parent, check=False).returncode)
     return int(failed)
 
