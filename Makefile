@@ -19,7 +19,7 @@ AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder
 QUICK := -m "not slow and not long and not ceph"
 OTHERS := -m "(slow or hypothesis) and not long and not ceph"
 
-.PHONY: install demo demo-ray demo-tier test test-all test-profile test-long simulate states soak matrix test-ceph check format docs site pictures bench bench-check servers clean
+.PHONY: install demo demo-ray test test-all test-profile test-long simulate states soak matrix test-ceph check format docs site pictures bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -50,10 +50,6 @@ demo: $(DEMOS)/.demo
 demo-ray: DEMO_EXTRAS := demo,ray
 demo-ray: $(DEMOS)/.demo-ray
 	$(DEMOS)/bin/ckptstore demo --engine ray
-
-demo-tier: DEMO_EXTRAS := demo,s3
-demo-tier: $(DEMOS)/.demo-tier
-	$(DEMOS)/bin/ckptstore demo --fast-tier
 
 # The servers that the object-store tests talk to, on 127.0.0.1 alone, and the browser that the tests of pages look with.
 # Where one cannot be installed, its tests are skipped and say so; with CI set that is a failure.

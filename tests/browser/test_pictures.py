@@ -9,7 +9,6 @@ import base64
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -112,54 +111,6 @@ def test_the_page_of_a_job_of_which_a_rank_was_killed(reader: Reader, picture: P
     assert reader.requests() == []
     reader.show(html.read_text().replace(f"{tmp_path}/", ""), width=1000)  # where tests lie is of no use in the docs
     picture("look-killed")
-
-
-@pytest.fixture(scope="module")
-def lost_node(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What the demo with a fast tier has told, and its page. It trains, so both tests share it."""
-    html, places = tmp_path_factory.mktemp("lost-node") / "demo.html", tmp_path_factory.mktemp("places")
-    command = [sys.executable, "-m", "ckptstore.tools.cli", "demo", "--fast-tier", "--html", str(html)]
-    done = subprocess.run(command, env={**os.environ, "TMPDIR": str(places)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not list(places.glob("ckptstore-demo-*")), "the demo left something behind"
-    return done.stdout, html
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_lost_node_costs_no_step(lost_node: tuple[str, Path]) -> None:
-    told, _ = lost_node
-    found = re.search(r"the newest on the nodes is step (\d+); the bucket has (?:step (\d+)|nothing yet)", told)
-    assert found is not None, told
-    newest, durable = int(found[1]), int(found[2] or 0)
-    assert newest >= 12
-    assert newest > durable
-    went_on = re.search(r"it went on from step (\d+): node-a has its own files, and its copy of those of node-b", told)
-    assert went_on is not None, told
-    resumed = int(went_on[1])
-    assert resumed >= newest, "a save may be complete though its job did not live to say so"
-    assert f"and {resumed - durable} steps would have been trained again" in told
-    assert re.search(rf"^ +{resumed} .* certified, only on nodes$", told, re.MULTILINE), "as `fast ls` shows it"
-    assert "all 24 losses are equal, bit for bit, to those without interruption" in told
-    assert "after store.drain(): fast_step 24  durable_step 24  the bucket lacks nothing" in told
-    assert re.search(r"^ +\d+ +24 .* latest$", told, re.MULTILINE), "as `ls` shows it"
-    assert "\033" not in told, "it was told to a pipe"
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_pictures_of_a_lost_node(lost_node: tuple[str, Path], reader: Reader, picture: Picture, dark: bool) -> None:
-    told, html = lost_node
-    reader.look_at(html, width=1040, dark=dark)
-    fast = sorted(set(map(int, re.findall(r"step +(\d+)  loss", told))))
-    assert reader.column("Step", table="main table") == [str(step) for step in fast]
-    assert reader.column("In the bucket", table="main table")[-1].endswith(" s")
-    assert {"node-a", "node-b", "node-c", "job 1", "job 2"} <= {one.text for one in reader.all("#timeline text")}
-    assert reader.overflow() == 0
-    assert reader.errors() == []
-    assert reader.requests() == []
-    picture(f"lost-node-{'dark' if dark else 'light'}", "body > header", "#timeline")
 
 
 def check_save(reader: Reader, checkpoint: dict[str, Any]) -> None:

@@ -51,12 +51,8 @@ def test_the_demo_tells_its_story(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["--fast-tier", "--engine", "ray"], "told by --engine processes"),
-        (["--fast-tier", "--store", "somewhere"], "takes no --store"),
-        (["--fast-tier", "--ranks", "3"], "3 is odd"),
         (["--engine", "ray", "--html", "{}/demo.html"], "--html is drawn by --engine processes"),
         (["--html", "{}/nowhere/demo.html"], "There is no directory"),
-        (["--fast-tier", "--html", "{}/nowhere/demo.html"], "There is no directory"),
         (["--engine", "ray", "--picture", "{}/nowhere/demo.html"], "There is no directory"),
         (["--store", "{}"], "is not empty"),
     ],

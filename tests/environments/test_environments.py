@@ -71,7 +71,6 @@ NEED_MORE = {
         "bench": word("bench"),
         "demo": word("demo"),
         "demo --engine ray": word("demo,ray"),
-        "demo --fast-tier": word("demo,s3"),
         "cp --engine ray": word("ray"),
         "serve": word("serve"),
         "publish": word("publish"),

@@ -169,7 +169,6 @@ COMMANDS = {
     "bench": ["bench", "save", "--peers", "none", "--size", "1MiB", "--repeat", "1"],
     "demo": ["demo"],
     "demo --engine ray": ["demo", "--engine", "ray"],
-    "demo --fast-tier": ["demo", "--fast-tier"],
     "cp --engine ray": ["cp", "commands", "copied-by-ray", "--engine", "ray"],
     "watch": ["watch", "commands", "--once"],
     "report": ["report", "commands", "--html", "page.html"],

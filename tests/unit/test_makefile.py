@@ -40,13 +40,13 @@ def test_what_python_compiles_is_kept(tmp_path: Path) -> None:
 
 
 def test_every_target_does_its_own_set_up(tmp_path: Path) -> None:
-    for target in ("demo", "demo-ray", "demo-tier", "test", "test-all", "soak", "check", "bench", "docs"):
+    for target in ("demo", "demo-ray", "test", "test-all", "soak", "check", "bench", "docs"):
         lines = commands_of(target, tmp_path)
         assert any("-m venv" in line for line in lines), f"make {target} does not make the environment"
 
 
 def test_a_demo_installs_what_it_needs_alone(tmp_path: Path) -> None:
-    for target, extras in (("demo", "demo"), ("demo-ray", "demo,ray"), ("demo-tier", "demo,s3")):
+    for target, extras in (("demo", "demo"), ("demo-ray", "demo,ray")):
         lines = commands_of(target, tmp_path)
         installs = [line for line in lines if " pip " in line]
         assert all("-c constraints.txt" in line and line.startswith(".venv-demo/") for line in installs)

@@ -20,11 +20,6 @@ EPOCHS = {"processes": 3, "ray": 6}
     help="Run the ranks as processes, or with Ray Train on a Ray of its own.",
 )
 @click.option(
-    "--fast-tier",
-    is_flag=True,
-    help="Use two nodes with fast tiers; one is lost with its disk. Not with --engine ray or --store.",
-)
-@click.option(
     "--store",
     metavar="PLACE",
     show_default="temporary directory",
@@ -36,7 +31,8 @@ EPOCHS = {"processes": 3, "ray": 6}
 @click.option(
     "--width",
     type=click.IntRange(1, 64),
-    show_default="32, with --fast-tier 16",
+    default=32,
+    show_default=True,
     metavar="N",
     help="Number of channels of the first layer.",
 )
@@ -45,7 +41,7 @@ EPOCHS = {"processes": 3, "ray": 6}
     type=click.IntRange(3, 100),
     show_default="3, with --engine ray 6",
     metavar="N",
-    help="Number of epochs. Each saves a checkpoint; with --fast-tier each step does.",
+    help="Number of epochs. Each saves a checkpoint.",
 )
 @click.option(
     "--picture",
@@ -58,14 +54,13 @@ EPOCHS = {"processes": 3, "ray": 6}
     "--html",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     metavar="FILE",
-    help="Write the page of the stores to FILE; with --fast-tier a timeline. Not with --engine ray.",
+    help="Write the page of the stores to FILE. Not with --engine ray.",
 )
 def command(
     engine: str,
-    fast_tier: bool,
     store: str | None,
     ranks: int,
-    width: int | None,
+    width: int,
     epochs: int | None,
     picture: Path,
     html: Path | None,
@@ -77,28 +72,18 @@ def command(
 
     With --engine ray, which needs the extra "ray" too, Ray restarts the job by itself, an actor reads digits with the
     best checkpoint, and a picture is drawn.
-
-    With --fast-tier, which needs the extra "s3" too, two nodes save to their own disks after every step, and a slow
-    bucket follows. One node is lost with its disk, and the job goes on from the copy on the other.
     """
-    if fast_tier:
-        _check_fast_tier_options(engine, store, ranks)
     if html is not None and engine == "ray":
         raise click.UsageError("--html is drawn by --engine processes")
     drawn = picture if engine == "ray" else html
     if drawn is not None and not drawn.absolute().parent.is_dir():  # it is written after minutes
         raise click.UsageError(f"There is no directory {drawn.absolute().parent} for {drawn.name}")
-    needs("demo", *(["ray"] if engine == "ray" else []), *(["s3"] if fast_tier else []))
+    needs("demo", *(["ray"] if engine == "ray" else []))
     from ckptstore.tools.demo.telling import DemoFailed
 
     epochs = epochs or EPOCHS[engine]
-    width = width or (16 if fast_tier else 32)
     try:
-        if fast_tier:
-            from ckptstore.tools.demo import tier_story
-
-            tier_story.tell(num_ranks=ranks, width=width, epochs=epochs, html=html)
-        elif engine == "ray":
+        if engine == "ray":
             from ckptstore.tools.demo import ray_story
 
             ray_story.tell(store, num_ranks=ranks, width=width, epochs=epochs, picture=picture)
@@ -108,12 +93,3 @@ def command(
             story.tell(store, num_ranks=ranks, width=width, epochs=epochs, html=html)
     except DemoFailed as error:
         raise click.ClickException(f"the demo failed: {error}") from error
-
-
-def _check_fast_tier_options(engine: str, store: str | None, ranks: int) -> None:
-    if engine == "ray":
-        raise click.UsageError("--fast-tier is told by --engine processes")
-    if store is not None:
-        raise click.UsageError("--fast-tier has a bucket of its own, so it takes no --store")
-    if ranks % 2:
-        raise click.UsageError(f"--fast-tier divides --ranks between two nodes, and {ranks} is odd")
