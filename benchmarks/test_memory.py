@@ -17,9 +17,9 @@ from sizes import FULL, Take, group, turns
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptstore
-from ckptstore.interchange.copying import copy_store
-from ckptstore.interchange.exporting import export
-from ckptstore.interchange.places import opened_folder
+from ckptstore.extensions.exchange.copying import copy_store
+from ckptstore.extensions.exchange.exporting import export
+from ckptstore.extensions.exchange.places import opened_folder
 from ckptstore.tools.bench.figures.report import OURS, Role, Sample, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter
 

@@ -19,8 +19,8 @@ import zstandard
 from sizes import FULL, Take, group, turns
 
 import ckptstore
-from ckptstore.publication.codec import WINDOW_BYTES, Memory, XorChange, encode, replay
-from ckptstore.publication.wire import STRONG
+from ckptstore.extensions.publication.codec import WINDOW_BYTES, Memory, XorChange, encode, replay
+from ckptstore.extensions.publication.wire import STRONG
 from ckptstore.testing.s3_server import s3_server
 from ckptstore.tools.bench.figures.report import OURS, Role, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter

@@ -7,20 +7,20 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from ckptstore import extended
 from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import InvalidInput, InvalidMetric, StoreMissing
 from ckptstore.format.changes import Change, Pin, Unpin
 from ckptstore.format.record import Record
-from ckptstore.job import Job, record_of_step
+from ckptstore.job import Job, annotation, record_of_step
 from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, Policy, Verdict, as_metrics, check_metric_exists, ranked
 
 if TYPE_CHECKING:
+    from ckptstore.extended import SaveHistory, ThinReport
     from ckptstore.loading.newest import Near
-    from ckptstore.loading.thinning import ThinReport
     from ckptstore.upkeep.garbage import Garbage
-    from ckptstore.upkeep.past_saves import SaveHistory
     from ckptstore.upkeep.prune import Trashed
 
 
@@ -198,10 +198,8 @@ class Catalogue:
         Raises InvalidInput for a cursor of another log and once another store is in the place of this one,
         CheckpointGone for a step that is gone.
         """
-        from ckptstore.upkeep.follow import Follower
-
         start = (files_behind(after).uri, files_behind(after).record) if isinstance(after, Checkpoint) else after
-        return Follower(self._job, start, latest_only, cursor, timeout_seconds).follow(self._checkpoint)
+        return extended.Follower(self._job, start, latest_only, cursor, timeout_seconds).follow(self._checkpoint)
 
     def history(self) -> SaveHistory:
         """Return every save that was ever committed, in the order of the commits, also those that are deleted.
@@ -209,9 +207,7 @@ class Catalogue:
         The log keeps of a deleted checkpoint its step, metrics, time, epoch, number of ranks and size, and the reason
         for which it went. Metadata, names of files and timings went with its files. Reads all records, once.
         """
-        from ckptstore.upkeep.past_saves import past_saves
-
-        return past_saves(self._job.log)
+        return extended.past_saves(self._job.log)
 
     def verify_log(self) -> list[str]:
         """Read every record of the log, and return the faults of the records and of their order; empty if all is well.
@@ -245,8 +241,6 @@ class Catalogue:
         Raises CheckpointGone if it was deleted, InvalidMetric for a value that is no number and without any,
         InvalidInput for a checkpoint that is not in this store, StoreFenced in a job that was fenced.
         """
-        from ckptstore.upkeep.annotate import annotation, place_of, place_of_step
-
         job, found = self._job, as_metrics(metrics)
         if not found:
             raise InvalidMetric("There is no metric to annotate the checkpoint with")
@@ -254,9 +248,9 @@ class Catalogue:
         def change(newest: Record | None) -> Change:
             if isinstance(checkpoint, Checkpoint):
                 files = files_behind(checkpoint)
-                place = place_of(job.log, newest, files.uri, files.record)
+                place = extended.place_of(job.log, newest, files.uri, files.record)
             else:
-                place = place_of_step(job.log, newest, checkpoint)
+                place = extended.place_of_step(job.log, newest, checkpoint)
             return annotation(job.log, newest, place, found, epoch=job.epoch)
 
         self._change(change)
@@ -320,9 +314,7 @@ class Catalogue:
         to without `force`. Raises InvalidInput then, for a pattern that fits no key, and if nothing would be freed;
         CheckpointGone if the step is not live; CheckpointDamaged; StoreFenced if a job claims the store meanwhile.
         """
-        from ckptstore.loading.thinning import thin
-
-        return thin(self._job, step, [drop] if isinstance(drop, str) else drop, force=force, dry_run=dry_run)
+        return extended.thin(self._job, step, [drop] if isinstance(drop, str) else drop, force=force, dry_run=dry_run)
 
     def restore(self, step: int, *, number: int | None = None, pin: bool = True) -> Checkpoint:
         """Make a checkpoint in the trash live again, and `pin` it: otherwise the next save may drop it once more.
@@ -347,13 +339,11 @@ class Catalogue:
         if not policy.thins() or dry_run:
             return retain(self._job.log, policy, dry_run=dry_run)
 
-        from ckptstore.loading.thinning import thin_as_decided
-
         planned = retain(self._job.log, policy, dry_run=True)
-        for error in thin_as_decided(self._job, planned, dry_run=True).values():
+        for error in extended.thin_as_decided(self._job, planned, dry_run=True).values():
             raise error  # before anything goes
         verdicts = retain(self._job.log, policy)
-        for error in thin_as_decided(self._job, verdicts).values():
+        for error in extended.thin_as_decided(self._job, verdicts).values():
             raise error
         gone = [verdict for verdict in verdicts if not verdict.keep]
         return gone + retain(self._job.log, policy)  # only now a budget knows what they take

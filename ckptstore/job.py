@@ -26,7 +26,7 @@ from ckptstore.errors import (
     StoreNotShared,
 )
 from ckptstore.events import PruneFailed, ResumeForgotten, emit
-from ckptstore.format.changes import EMPTY, Claim, StoreState
+from ckptstore.format.changes import EMPTY, Annotate, Claim, StoreState
 from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt, check_step
 from ckptstore.format.record import Record
@@ -54,7 +54,7 @@ _PRUNE_SECONDS = 60.0
 
 
 class Tier(Protocol):
-    """A place to which checkpoints go before the store, and its additions to a job: see `ckptstore.fast.guest`."""
+    """A place to which checkpoints go before the store, and its additions to a job: see `extensions.tier.guest`."""
 
     # This room cannot import types of the rooms above it, so docstrings name them.
 
@@ -457,3 +457,14 @@ def record_of_step(log: LogReader, newest: Record | None, step: int) -> Record:
             hint="It is in the trash, from which `restore` brings it back" if is_in_trash else None,
         )
     return log.annotated(found[-1:], newest)[0]
+
+
+def annotation(
+    log: LogReader, newest: Record | None, place: int, metrics: Mapping[str, float], *, epoch: int | None
+) -> Annotate:
+    """Return the change that adds metrics to the checkpoint of a place, on top of those that it was annotated with
+    before."""
+    annotated_by = newest.state.annotated.get(place) if newest else None
+    before = log.records([annotated_by])[0].change if annotated_by is not None else None
+    known = before.metrics if isinstance(before, Annotate) else {}
+    return Annotate(place, {**known, **metrics}, epoch)

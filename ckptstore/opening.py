@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
+from ckptstore import extended
 from ckptstore.boundary import boundary
 from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
@@ -20,7 +21,7 @@ from ckptstore.store import CheckpointStore
 from ckptstore.transfer.opened import open_place
 
 if TYPE_CHECKING:
-    from ckptstore.fast.tier import FastTier
+    from ckptstore.extended import FastTier
 
 
 @boundary
@@ -76,9 +77,7 @@ def open_store(
         raise InvalidInput(f"retention is {retention!r}, it is a policy such as KeepLatest(3)")
     tier: Tier | None = None
     if fast is not None:
-        from ckptstore.fast.guest import Guest
-
-        tier = Guest(fast)
+        tier = extended.Guest(fast)
     root = parse_uri(uri).uri
     if (store := store_of(root)) is not None:
         raise InvalidInput(f"{root} is a checkpoint, not a store", hint=f"Its store is {store}")

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ckptstore import extended
 from ckptstore.boundary import bounded
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint
@@ -17,7 +18,7 @@ from ckptstore.errors import CkptstoreError, InvalidInput, besides
 from ckptstore.job import Job
 
 if TYPE_CHECKING:
-    from ckptstore.dcp.target import StoreTarget
+    from ckptstore.extended import StoreTarget
     from ckptstore.format.naming import Suffix
     from ckptstore.loading.load_report import Dtype, ReadOnce
     from ckptstore.loading.newest import Order
@@ -185,9 +186,7 @@ class CheckpointStore(Catalogue):
         Such a save begins after the save that this store has in flight. If another checkpoint is committed meanwhile,
         it ends with InvalidInput: an older state must not become the latest.
         """
-        from ckptstore.dcp.target import StoreTarget
-
-        return StoreTarget(self._job, in_turn=self._in_turn, metrics=metrics, metadata=metadata)
+        return extended.StoreTarget(self._job, in_turn=self._in_turn, metrics=metrics, metadata=metadata)
 
     def warm_up(
         self,

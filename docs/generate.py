@@ -116,7 +116,8 @@ def error_tree() -> str:
 
 def event_classes() -> list[type[events.Event]]:
     """All events, in the order of their definition; those of the agent last."""
-    modules = [import_module(f"ckptstore.events.{name}") for name in ("fast_saves", "loads", "requests", "saves")]
+    names = ("extensions.tier.events", "events.loads", "events.requests", "events.saves")
+    modules = [import_module(f"ckptstore.{name}") for name in names]
     return [
         value
         for module in (*modules, notices)

@@ -38,34 +38,34 @@ from ckptstore.errors import (
     UnsupportedVersion,
     from_wire,
 )
-from ckptstore.fast.certificate import Certificate
-from ckptstore.format import safetensors
+from ckptstore.extensions.exchange import appearing, safetensors
+from ckptstore.extensions.exchange.from_files import _safetensors_files
+from ckptstore.extensions.exchange.intake import Intake
+from ckptstore.extensions.exchange.safetensors import INDEX_NAME as WEIGHTS_INDEX
+from ckptstore.extensions.exchange.salvage import _bases_of
+from ckptstore.extensions.exchange.to_safetensors import ExportProgress
+from ckptstore.extensions.history.cursor import Cursor
+from ckptstore.extensions.publication.local import LocalModel
+from ckptstore.extensions.publication.wire import Index
+from ckptstore.extensions.publication.work import STATE_NAME, State
+from ckptstore.extensions.tier.certificate import Certificate
 from ckptstore.format.changes import Noop
-from ckptstore.format.cursor import Cursor
 from ckptstore.format.digest import STRUCTURES, Digest
 from ckptstore.format.encoding import dump_json, load_json, parse_json
 from ckptstore.format.layout import USER_METADATA_NAME, Attempt, lease_key
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.record import Record, _state_to_json, sealed
-from ckptstore.format.safetensors import INDEX_NAME as WEIGHTS_INDEX
 from ckptstore.group import meeting
 from ckptstore.group.message import Message
 from ckptstore.integrations.ray.pointer import Pointer
+from ckptstore.integrations.ray.ray_snapshot import parse_snapshot
 from ckptstore.integrations.torch_checkpointing.committed import Committed
 from ckptstore.integrations.torch_checkpointing.drafts import Draft, checked_file
 from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME
 from ckptstore.integrations.trackers.reference import Reference
-from ckptstore.interchange import appearing
-from ckptstore.interchange.from_files import _safetensors_files
-from ckptstore.interchange.intake import Intake
-from ckptstore.interchange.salvage import _bases_of
-from ckptstore.interchange.to_safetensors import ExportProgress
 from ckptstore.log.identity import StoreIdentity
 from ckptstore.log.reader import Hint
 from ckptstore.node_cache.place import boot_id
-from ckptstore.publication.local import LocalModel
-from ckptstore.publication.wire import Index
-from ckptstore.publication.work import STATE_NAME, State
 from ckptstore.state.index.outline import Outline, encode_table
 from ckptstore.state.index.tensor_index import _values
 from ckptstore.state.live.values import Decoder, Encoder, decode_metadata, encode_metadata
@@ -75,7 +75,6 @@ from ckptstore.tools.run.folders import Folder
 from ckptstore.tools.run.folders.found import Home, home_of
 from ckptstore.transfer.opened import open_place
 from ckptstore.upkeep import leases
-from ckptstore.upkeep.ray_snapshot import parse_snapshot
 
 Rules = Mapping[str, str]
 
@@ -326,7 +325,7 @@ def _of_log(saved: Saved) -> dict[str, Reader]:
             read=partial(Cursor.decode, file="cursor"),
             write=Cursor.encode,
             rules={"store_id": "text", "number": _STEP, "begun": _STEP},
-            calls="format.cursor:Cursor.decode",
+            calls="extensions.history.cursor:Cursor.decode",
         ),
         **{
             f"pointer {number}": Reader(
@@ -392,7 +391,7 @@ def _of_manifests(saved: Saved) -> dict[str, Reader]:
     )
     said, outer = json.loads(saved.thinned), json.loads(saved.certificate)
     certificate = partial(
-        Reader, errors=(CheckpointDamaged, UnsupportedVersion), calls="fast.certificate:Certificate.decode"
+        Reader, errors=(CheckpointDamaged, UnsupportedVersion), calls="extensions.tier.certificate:Certificate.decode"
     )
     inner, inside = outer["certificate"], outer["manifest"]
     own_sha256 = json.loads(inner)["manifest_sha256"]
@@ -621,7 +620,7 @@ def _of_publications(saved: Saved) -> dict[str, Reader]:
             read=lambda data: Index.decode(data, "index"),
             write=Index.encode,
             rules=INDEX,
-            calls="publication.wire:Index.decode",
+            calls="extensions.publication.wire:Index.decode",
         )
         end = 8 + int.from_bytes(weights[:8], "little")
         found[f"header {number}"] = Reader(
@@ -629,7 +628,7 @@ def _of_publications(saved: Saved) -> dict[str, Reader]:
             read=partial(_read_header, len(weights) - end),
             write=_header_text,
             rules={**HEADER, **_places(json.loads(weights[8:end]), len(weights) - end)},
-            calls="format.safetensors:parse_header",
+            calls="extensions.exchange.safetensors:parse_header",
         )
     return {
         **found,
@@ -639,14 +638,14 @@ def _of_publications(saved: Saved) -> dict[str, Reader]:
             write=lambda found: json.dumps(found.encode()).encode(),
             rules=PULLED,
             errors=(),
-            calls="publication.work:State.read",
+            calls="extensions.publication.work:State.read",
         ),
         "journal": Reader(
             data=saved.journal,
             read=partial(_read_journal, saved.root),
             write=None,
             errors=(),
-            calls="publication.local:LocalModel._go_on publication.work:Spooled.read",
+            calls="extensions.publication.local:LocalModel._go_on extensions.publication.work:Spooled.read",
             most=60,
         ),
         "index to import": Reader(
@@ -655,7 +654,7 @@ def _of_publications(saved: Saved) -> dict[str, Reader]:
             write=lambda found: json.dumps({"weight_map": found}, sort_keys=True).encode(),
             rules={**INDEX, "weight_map": "map empty"},
             errors=(InvalidSource, InvalidName, FileMissing),
-            calls="interchange.from_files:_safetensors_files",
+            calls="extensions.exchange.from_files:_safetensors_files",
             most=300,
         ),
         "index to salvage": Reader(
@@ -663,7 +662,7 @@ def _of_publications(saved: Saved) -> dict[str, Reader]:
             read=lambda data: _bases_of(Attempt.of(_attempt_in(saved)), *in_memory(WEIGHTS_INDEX, data)) or None,
             write=None,
             errors=(),
-            calls="interchange.salvage:_bases_of",
+            calls="extensions.exchange.salvage:_bases_of",
             most=300,
         ),
     }
@@ -736,14 +735,14 @@ def _of_notes(saved: Saved) -> dict[str, Reader]:
             write=lambda found: json.dumps({"directory": found[0], "beside": sorted(found[1])}).encode(),
             rules={"directory": "text", "beside": "empty repeats", "beside.*": "anytext"},
             errors=(),
-            calls="interchange.appearing:_read",
+            calls="extensions.exchange.appearing:_read",
         ),
         "progress of an export": Reader(
             data=b'{"plan": "plan", "size_bytes": 1, "version": "x"}',
             read=partial(_read_progress, progress),
             write=None,
             errors=(),
-            calls="interchange.to_safetensors:ExportProgress._read",
+            calls="extensions.exchange.to_safetensors:ExportProgress._read",
         ),
         "home in a folder": Reader(
             data=saved.home,
@@ -780,7 +779,7 @@ def _of_notes(saved: Saved) -> dict[str, Reader]:
             write=lambda found: json.dumps(found).encode(),
             rules=SNAPSHOT,
             errors=(),
-            calls="upkeep.ray_snapshot:parse_snapshot upkeep.ray_snapshot:_listed_in",
+            calls="integrations.ray.ray_snapshot:parse_snapshot integrations.ray.ray_snapshot:_listed_in",
         ),
     }
 

@@ -16,19 +16,19 @@ from torch.distributed.tensor import Replicate, Shard
 import ckptstore
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
+from ckptstore.extensions.exchange.appearing import appearing
+from ckptstore.extensions.exchange.copying import copy_store
+from ckptstore.extensions.exchange.safetensors import INDEX_NAME as WEIGHTS_INDEX
+from ckptstore.extensions.publication.wire import Index
+from ckptstore.extensions.publication.work import STATE_NAME, Spooled
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import MANIFEST_NAME, USER_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.record import Record
-from ckptstore.format.safetensors import INDEX_NAME as WEIGHTS_INDEX
 from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.torch_checkpointing.drafts import Draft
 from ckptstore.integrations.trackers.reference import Reference
-from ckptstore.interchange.appearing import appearing
-from ckptstore.interchange.copying import copy_store
 from ckptstore.loading.checkpoint_files import CheckpointFiles
-from ckptstore.publication.wire import Index
-from ckptstore.publication.work import STATE_NAME, Spooled
 from ckptstore.retention import KeepLatest
 from ckptstore.state.index.outline import INDEX_NAME, Outline
 from ckptstore.storage.memory import MemoryStorage

@@ -21,27 +21,26 @@ PACKAGE = ROOT / "ckptstore"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"runtime", "tools.pages"},
-    {"events"},
+    {"events", "extended"},
     {"format"},
     {"config", "retention"},
-    {"boundary", "keep_rules"},
+    {"boundary"},
     {"storage"},
-    {"peers"},
     {"transfer", "log", "group", "node_cache", "program"},
     {"job", "state"},
-    {"dcp.stock"},
+    {"stock"},
     {"upkeep"},
     {"loading"},
     {"checkpoint"},
     {"catalogue"},
     {"saving"},
-    {"fast"},
-    {"dcp", "tools.watching"},
     {"store"},
     {"opening"},
     {""},
-    {"interchange", "tools.run"},
-    {"publication"},
+    {"extensions.history", "extensions.peers"},
+    {"extensions.exchange", "extensions.tier"},
+    {"extensions.publication", "tools.watching"},
+    {"extensions", "tools.run"},
     {"integrations"},
     {"ray"},
     {"testing"},
@@ -50,12 +49,15 @@ LAYERS: list[set[str]] = [
     {"tools.cli"},
     {"tools", "__main__"},
 ]
-"""The rooms, lowest first. A room is a folder of the package or of `tools`, or a module at its top; "" is `ckptstore`
-itself. `dcp.stock`, the forms of stock DCP that saves and loads ask for, is below the rest of `dcp`. A module imports
-only from rooms on lower lines, and from its own."""
+"""The rooms, lowest first. A room is a folder of the package, of `extensions` or of `tools`, or a module at its top; ""
+is `ckptstore` itself. A module imports only from rooms on lower lines, and from its own."""
 
-WINGS = {"__main__", "integrations", "ray", "testing", "tools"}
-"""What uses the library from outside. The core, all other rooms, imports nothing of them."""
+WINGS = {"__main__", "extensions", "integrations", "ray", "testing", "tools"}
+"""What uses the library from outside. The core, all other rooms, imports nothing of them; `extended.pyi` names what it
+takes of extensions and integrations where they are installed."""
+
+USED_BY_EXTENSIONS = {"tier": {"peers"}, "publication": {"exchange"}}
+"""The other extensions that one uses: connections between nodes, and the one reader and writer of safetensors."""
 
 INNER_ROOMS = {
     "state": ["tensors", "index", "live", "write", "read"],
@@ -87,11 +89,18 @@ IMPORTERS: dict[str, set[str]] = {
     "ml_dtypes": {"tools.bench"},
     "mlflow": {"integrations.mlflow"},
     "lightning": {"tools.bench", "integrations.lightning"},
-    "numpy": {"publication", "tools.bench", "tools.demo", "state", "testing.oracle"},
+    "numpy": {
+        "extensions.history.thinned_index",
+        "extensions.publication",
+        "tools.bench",
+        "tools.demo",
+        "state",
+        "testing.oracle",
+    },
     "obstore": {"storage.cloud.obstore"},
     "opentelemetry": {"integrations.otel"},
     "orbax": {"tools.bench"},
-    "pandas": {"upkeep.past_saves"},
+    "pandas": {"extensions.history.past_saves"},
     "psutil": {"tools.bench"},
     "pydantic": {"integrations.axolotl"},
     "pyarrow": {"tools.bench", "integrations.ray"},
@@ -105,13 +114,14 @@ IMPORTERS: dict[str, set[str]] = {
     "tenacity": {"storage.retry"},
     "torch": {
         "tools.bench",
-        "dcp",
         "tools.demo",
         "group",
         "integrations",
-        "interchange",
-        "publication.from_store",
-        "publication.weights",
+        "extensions.exchange",
+        "extensions.history.thinned_index",
+        "extensions.publication.from_store",
+        "extensions.publication.weights",
+        "stock",
         "runtime.torch_private",
         "state",
         "testing",
@@ -123,7 +133,7 @@ IMPORTERS: dict[str, set[str]] = {
     "waitress": {"tools.report.serving"},
     "wandb": {"integrations.wandb"},
     "xxhash": {"format.digest"},
-    "zstandard": {"publication.codec"},
+    "zstandard": {"extensions.publication.codec"},
 }
 """Which modules, or packages with all that is in them, may import a third party. Nothing else may be imported."""
 
@@ -151,7 +161,7 @@ READS_ENVIRONMENT = {"config", "group.find", "tools.run.nodes", "storage", "test
 READS_ENVIRONMENT |= {"integrations", "tools.run.folders.own_directory", "tools.run.trainer", "tools.cli.commands.pull"}
 
 DIGESTS = re.compile("crc32c|xxh3", re.IGNORECASE)
-NAMES_OF_DIGESTS = {"format.digest", "publication.wire", "storage.cloud.bodies", "testing.s3.checksums"}
+NAMES_OF_DIGESTS = {"format.digest", "extensions.publication.wire", "storage.cloud.bodies", "testing.s3.checksums"}
 """The modules that name an algorithm of digests: the one that knows them all, and the checksums of clouds and of the
 server that stands in for one."""
 
@@ -229,9 +239,9 @@ def own_imports(name: str) -> set[str]:
 
 
 def top(name: str) -> str:
-    """The room of a module."""
-    first, *rest = name.split(".")
-    return f"{first}.{rest[0]}" if rest and (first == "tools" or [first, rest[0]] == ["dcp", "stock"]) else first
+    """The room of a module; `dcp` and `interchange` are names of the surface, as those of `ckptstore` itself."""
+    first, *rest = name.removeprefix("dcp").removeprefix("interchange").split(".")
+    return f"{first}.{rest[0]}" if rest and first in ("extensions", "tools") else first
 
 
 def level(name: str) -> int:
@@ -278,6 +288,13 @@ def test_the_core_imports_no_wing(name: str) -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             wings = {f"ckptstore.{wing}" for wing in WINGS}
             assert not any(node.value == wing or node.value.startswith(f"{wing}.") for wing in wings), node.lineno
+
+
+@of_each(name for name in MODULES if name.startswith("extensions."))
+def test_an_extension_uses_no_other(name: str) -> None:
+    own = name.split(".")[1]
+    others = {other.split(".")[1] for other in own_imports(name) if other.startswith("extensions.")} - {own}
+    assert others <= USED_BY_EXTENSIONS.get(own, set()), f"ckptstore.{name} imports {others}"
 
 
 def test_every_module_has_a_room_and_every_room_is_there() -> None:

@@ -1,10 +1,3 @@
-from ckptstore.events.fast_saves import DrainEnded as DrainEnded
-from ckptstore.events.fast_saves import DrainFailed as DrainFailed
-from ckptstore.events.fast_saves import DrainRecovered as DrainRecovered
-from ckptstore.events.fast_saves import DrainStalled as DrainStalled
-from ckptstore.events.fast_saves import DrainStarted as DrainStarted
-from ckptstore.events.fast_saves import FastBypassed as FastBypassed
-from ckptstore.events.fast_saves import FastCommitted as FastCommitted
 from ckptstore.events.listeners import Event as Event
 from ckptstore.events.listeners import Listener as Listener
 from ckptstore.events.listeners import emit as emit
@@ -33,3 +26,10 @@ from ckptstore.events.saves import SaveFailed as SaveFailed
 from ckptstore.events.saves import SavePhase as SavePhase
 from ckptstore.events.saves import SaveStarted as SaveStarted
 from ckptstore.events.saves import StateStaged as StateStaged
+from ckptstore.extensions.tier.events import DrainEnded as DrainEnded
+from ckptstore.extensions.tier.events import DrainFailed as DrainFailed
+from ckptstore.extensions.tier.events import DrainRecovered as DrainRecovered
+from ckptstore.extensions.tier.events import DrainStalled as DrainStalled
+from ckptstore.extensions.tier.events import DrainStarted as DrainStarted
+from ckptstore.extensions.tier.events import FastBypassed as FastBypassed
+from ckptstore.extensions.tier.events import FastCommitted as FastCommitted

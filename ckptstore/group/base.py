@@ -6,7 +6,6 @@ import hashlib
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -129,18 +128,3 @@ def this_node() -> str:
 def this_process(node: str) -> str:
     """Return a readable, unique description of this process."""
     return f"process {os.getpid()} on {node} [{secrets.token_hex(4)}]"
-
-
-def spoken(ranks: Sequence[int]) -> str:
-    """Format ranks for a message: "rank 3", "ranks 3 and 5", "ranks 0-7, 9 and 12-1023"."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    if len(parts) > 20:
-        parts = [*parts[:20], f"{len(parts) - 20} more"]
-    text = " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
-    return f"rank {text}" if len(set(ranks)) == 1 else f"ranks {text}"

@@ -12,9 +12,10 @@ from typing import Any, cast
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CkptstoreError, FileMissing, GroupMissing, InvalidInput, StoreNotShared
 from ckptstore.format.layout import PROBE_PREFIX
-from ckptstore.group.base import LEADER, Group, SoloGroup, spoken
+from ckptstore.group.base import LEADER, Group, SoloGroup
 from ckptstore.group.storage_group import StorageGroup
 from ckptstore.runtime.beat import beat
+from ckptstore.runtime.shown import show_ranks
 from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import retrying
 
@@ -140,7 +141,7 @@ def _judge(answers: list[str | None], group: Group, storage: Storage) -> None:
     nodes = sorted(set(blind.values()))
     shown = ", ".join(nodes[:20]) + (f" and {len(nodes) - 20} more" if len(nodes) > 20 else "")
     raise StoreNotShared(
-        f"What {group.node} (rank 0) writes to {storage.uri} is not seen on {shown} ({spoken(list(blind))})",
+        f"What {group.node} (rank 0) writes to {storage.uri} is not seen on {shown} ({show_ranks(list(blind))})",
         ranks=tuple(blind),
         hint="Use a directory on a file system that all nodes mount, or an object store",
     )

@@ -36,11 +36,12 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, from_wire, to_wire
-from ckptstore.group.base import LEADER, Group, spoken
+from ckptstore.group.base import LEADER, Group
 from ckptstore.group.board import Seat, Seated
 from ckptstore.group.life import LEFT, Beater, Pace, Watch, beat_interval_seconds
 from ckptstore.group.meeting import Meeting, unpack
 from ckptstore.group.message import Keys, Message
+from ckptstore.runtime.shown import show_ranks
 
 logger = logging.getLogger("ckptstore")
 
@@ -204,7 +205,7 @@ class Lane(Seated):
                     late_at = math.inf
                     away = list(watch.awaited)
                     come = [rank for rank in range(self.world_size) if rank not in away]
-                    said = f"{spoken(away)} in {tag!r}; {spoken(come)} came"
+                    said = f"{show_ranks(away)} in {tag!r}; {show_ranks(come)} came"
                     logger.warning("waited %g s for %s. Every rank must make the call", _COME_SECONDS, said)
                 if self.rank == LEADER:
                     self._beat()  # the other ranks watch the leader for signs of life
@@ -234,11 +235,11 @@ class Lane(Seated):
 
     def _lost(self, watch: Watch, tag: str) -> RankFailed | None:
         if left := watch.left():
-            return RankFailed(f"{spoken(left).capitalize()} left the group before {tag!r}", ranks=left)
+            return RankFailed(f"{show_ranks(left).capitalize()} left the group before {tag!r}", ranks=left)
         if silent := watch.silent():
             seconds, hint = self.rank_timeout_seconds, self._seat.board.hint
             return RankTimeout(
-                f"{spoken(silent).capitalize()} gave no sign of life for {seconds:g} s in {tag!r}",
+                f"{show_ranks(silent).capitalize()} gave no sign of life for {seconds:g} s in {tag!r}",
                 ranks=silent,
                 hint=hint if self._name or self._call > 1 else f"{EVERY_RANK}. {hint}",
             )

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError, UnsupportedVersion, from_wire
 from ckptstore.format.encoding import FORMAT_VERSION, as_list, as_number, as_text, parse_json
-from ckptstore.group.base import spoken
+from ckptstore.runtime.shown import show_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def first_error(messages: Mapping[int, Message], *, lost: CkptstoreError | None 
     others = sorted(failed.keys() - {first})
     wire["ranks"] = sorted({*failed, *wire.get("ranks", ()), *(lost.ranks if lost is not None else ())})
     if others:
-        wire["message"] = f"{wire['message']} [{spoken(others)} failed too]"
+        wire["message"] = f"{wire['message']} [{show_ranks(others)} failed too]"
     if lost is not None:
         wire["message"] = f"{wire['message']} [{lost.message}]"
     return wire

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptstore.errors import InvalidInput
-from ckptstore.fast.tier import FastTier
-from ckptstore.keep_rules import parse_policy
-from ckptstore.retention import Policy
+from ckptstore.extensions.tier.tier import FastTier
+from ckptstore.retention import Policy, parse_policy
 
 
 def tier_of(settings: Mapping[str, Any], *, shown: Callable[[str], str] = str) -> FastTier | None:

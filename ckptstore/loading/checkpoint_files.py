@@ -1,6 +1,6 @@
 """The files of one checkpoint: in a directory on its own, or committed in a store.
 
-Files on the disks of nodes are a third kind (`ckptstore.fast.fast_files`).
+Files on the disks of nodes are a third kind (`ckptstore.extensions.tier.fast_files`).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from ckptstore.storage.traffic import counting
 from ckptstore.transfer import RangeRead, Transfer
 
 if TYPE_CHECKING:
-    from ckptstore.dcp.stock.stock_read import StockState
+    from ckptstore.stock.stock_read import StockState
 
 logger = logging.getLogger("ckptstore")
 
@@ -340,8 +340,8 @@ def is_stock(manifest: Manifest) -> bool:
 
 def _open_stock(files: CheckpointFiles, reader: _Reader, manifest: Manifest, options: LoadOptions) -> StockState:
     """Open a state that torch's DCP wrote. No code in it is run."""
-    from ckptstore.dcp.stock.stock_pickles import load_metadata
-    from ckptstore.dcp.stock.stock_read import StockState
+    from ckptstore.stock.stock_pickles import load_metadata
+    from ckptstore.stock.stock_read import StockState
 
     metadata = load_metadata(files.read_file(manifest.by_name[DCP_METADATA_NAME]))
     return StockState(
@@ -410,7 +410,7 @@ def _by_parameter(saved: Saved, state: Mapping[str, Any]) -> Saved:
     grouped = {key: value for key, value in saved.values.items() if key.startswith(heads)} if heads else {}
     if not any(key.endswith(".params") for key in grouped):
         return saved
-    from ckptstore.dcp.stock.stock_read import by_parameter
+    from ckptstore.stock.stock_read import by_parameter
 
     others = {key: value for key, value in saved.values.items() if key not in grouped}
     return replace(saved, values={**others, **by_parameter(grouped)})

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.dcp.stock.stock_pickles import load_metadata
 from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
@@ -15,9 +14,10 @@ from ckptstore.runtime.torch_private import set_metadata
 from ckptstore.state.index.key_paths import DictKey, KeyPaths, Part, Path, beginnings, key_of
 from ckptstore.state.live.flatten import children
 from ckptstore.state.read.stored import StoredState
+from ckptstore.stock.stock_pickles import load_metadata
 
 if TYPE_CHECKING:
-    from ckptstore.dcp.stock.stock_read import StockState
+    from ckptstore.stock.stock_read import StockState
 
 
 def paths_of(files: CheckpointFiles, manifest: Manifest, stored: StoredState | StockState) -> KeyPaths:

@@ -90,8 +90,10 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
             numbers = order(newest.state.in_order())
             found = first_usable((files_of(job, job.log.records([number])[0]) for number in numbers), check, [])
             record = None if found is None else found[0].record
+            # A start that takes a full store for empty would train from the beginning: look once more, another way.
             if record is None:
                 job.log.confirm()
+            # The record travels with its metrics, so that the other ranks ask the storage for nothing.
             wire = None if record is None else job.log.annotated([record], newest)[0].to_wire()
             return {**job.claimed(), "record": wire, **load.told()}
 
@@ -110,6 +112,7 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
 
 def require_checkpoint(job: Job) -> None:
     """Raise StoreMissing on all ranks if there is nothing to resume from. Writes nothing to the store. Collective."""
+    # A checkpoint may be on the disk of one node alone, so every rank says what it sees.
     near = 0 if job.tier is None else len(job.tier.near(job))
 
     def find(nears: Sequence[int]) -> None:
@@ -189,6 +192,7 @@ def first_usable(
         try:
             return files, use(files)
         except (CheckpointDamaged, CheckpointGone, CheckpointThinned, InvalidName, StorageError) as error:
+            # An older checkpoint is no answer to a network that is away: the job would lose steps that are stored.
             if isinstance(error, StorageError) and not files.is_broken_by(error):
                 raise
             emit(CheckpointSkipped(step=files.step, number=files.number, reason=str(error)))

@@ -249,8 +249,6 @@ class LogReader:
             except CkptstoreError as error:
                 logger.debug("%s stays, which does no harm: %s", key, error)
 
-    # Finding the newest record
-
     def _find(self) -> tuple[Record | None, Hint | None]:
         """Return the newest record, and the hint; None for a hint that was not read."""
         known = self._tip
@@ -302,8 +300,6 @@ class LogReader:
             return Hint.decode(self._retrying(f"read {HINT_KEY}", lambda: self._storage.read(HINT_KEY)))
         except StorageError:
             return None
-
-    # Single records
 
     def _read(self, number: int) -> Record:
         found = self._probe(number)

@@ -190,14 +190,17 @@ class Log(LogReader):
                     with suppress(AccessDenied):  # whoever may write records alone is told of what they lack by these
                         self.try_creates()
                     self.check_safe()
+                # The id tells this record from another writer's with the same change, when the reply was lost.
                 record = Record.following(newest, change, write_id=uuid.uuid4().hex, created_at=time.time())
                 try:
                     landed = self._remember(self._put(record, newest))
                 except StorageUnavailable as error:
                     failures += 1
+                    # Trying again after an unknown outcome could append the same change twice.
                     if error.committed is not False or failures >= self._retry.retry_attempts:
                         raise
                     continue
+                # Else another writer was faster: its record is the newest one now, and `decide` looks again.
                 if landed.write_id == record.write_id:
                     self._tip = landed
                     self._write_hint(landed)
@@ -238,8 +241,6 @@ class Log(LogReader):
         )
         return [f"{record_key(1)} is missing, and so is every other record"] if first else []
 
-    # The chain
-
     def _newest_checked(self) -> Record | None:
         """Read the newest record from the log itself, whatever a hint says, and check the links that lead to it."""
         known = self._own
@@ -253,6 +254,7 @@ class Log(LogReader):
             if newest is known:  # no read so far has shown that the log still exists
                 self.check_there()
         self._tip = newest
+        # Records never change, so links that were checked once hold for ever.
         if newest is not None and newest.number != self._linked:
             self._tip = newest = self._linked_to(newest)
         if self._fork is not None:
@@ -293,6 +295,7 @@ class Log(LogReader):
         problem = self._link_problem(newest)
         if problem is not None and isinstance(self._storage, Doubts):
             self._storage.doubt(record_key(newest.number))
+            # What was read on the way that is doubted would be served from memory again.
             with self._lock:
                 self._cache.clear()
                 self._steps.clear()
@@ -319,8 +322,6 @@ class Log(LogReader):
             if record and record.number == (before.number if before else 0) + 1
         )
         return next((problem for problem in problems if problem), None)
-
-    # Putting one record
 
     def _put(self, record: Record, newest: Record | None) -> Record:
         """Try to make `record` the next one, and return the record that has its number now, of whatever writer.

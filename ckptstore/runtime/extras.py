@@ -54,8 +54,10 @@ def needs(*extras: str, what: str = "This") -> None:
 
 
 def not_installed(error: ModuleNotFoundError) -> InvalidInput | None:
-    """Return the error for a module of an optional package that could not be imported, None for any other module."""
+    """Return the error for a module of an optional package, or of ours, that could not be imported; None for others."""
     package = _top(error.name or "")
+    if package == "ckptstore":
+        return InvalidInput(f"This needs {error.name}, which this installation of ckptstore does not have")
     if package in _OF_ITS_OWN:
         return InvalidInput(f"This needs {package}, which is not installed", hint=f"Install it: pip install {package}")
     extra = next((extra for extra, packages in EXTRAS.items() if package in map(_top, packages)), None)

@@ -33,13 +33,13 @@ def attach_stub(
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if homes[name] == package:
-            return import_module(f"{package}.{name}")
         from ckptstore.runtime.extras import needs, not_installed
 
         if extra is not None:
             needs(extra)
         try:
+            if homes[name] == package:
+                return import_module(f"{package}.{name}")
             value = getattr(import_module(homes[name]), name)
         except ModuleNotFoundError as error:
             raise not_installed(error) or error from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ckptstore.errors import InvalidInput
 
@@ -73,3 +74,18 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks for a message: "rank 3", "ranks 3 and 5", "ranks 0-7, 9 and 12-1023"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    if len(parts) > 20:
+        parts = [*parts[:20], f"{len(parts) - 20} more"]
+    text = " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
+    return f"rank {text}" if len(set(ranks)) == 1 else f"ranks {text}"

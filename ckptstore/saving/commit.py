@@ -18,7 +18,6 @@ from ckptstore.format.changes import Commit
 from ckptstore.format.entry import CheckpointEntry
 from ckptstore.format.layout import MANIFEST_NAME, PART_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
-from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
 from ckptstore.job import Job, held_by_bases
 from ckptstore.retention import Candidate, KeepAll, Verdict, decide
@@ -50,6 +49,7 @@ def commit(
     `after` is the number of a record: InvalidInput is raised if a checkpoint was committed later than that.
     `world_size` is the number of ranks that stored files, if they are not the ranks of the job's group.
     """
+    # What a rank says it has stored may be on a disk that this leader does not see: no record may name such files.
     check_stored(job.storage, job.config, attempt, contents.receipts, rank=job.group.rank)
     beat()
     world_size = job.group.world_size if world_size is None else world_size
@@ -61,48 +61,13 @@ def commit(
     def change(newest: Record | None) -> Commit:
         if after is not None and newest is not None:
             _refuse_overtaken(job.log.records(range(after + 1, newest.number + 1)), request.step)
+        # On a disk `begin` has looked: a `stat` costs nothing there. Here it goes beside the requests of the append.
         if newest is not None and not isinstance(job.storage, Disk):
             job.check_latest_there(newest)
-        return _change(job, newest, entry, bases)
+        return change_of(job, newest, entry, bases)
 
     entry, bases = entry_of(manifest, data), manifest.references.union(contents.bases)
     return job.log.append(change, commits=attempt)
-
-
-def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: int) -> Record:
-    """Publish the stored files, with the exact bytes of an earlier manifest.
-
-    May be called again after any error: nothing is committed twice. Returns the record of that save or, if it or a
-    later save of this job is committed already, the record that `covering` finds. Raises CheckpointGone if that
-    checkpoint is no longer live or a roll back has voided this save, and the errors of `commit`.
-    """
-    attempt, contents = Attempt.of(manifest.attempt), Contents(manifest.files, manifest.directories)
-    check_stored(job.storage, job.config, attempt, contents.receipts, rank=job.group.rank, also=[MANIFEST_NAME])
-    beat()
-    write_manifest(job.storage, job.config, attempt, contents, data, counts=False)
-
-    def change(newest: Record | None) -> Commit | None:
-        state = job.claim(newest).state
-        if (void := void_of(state.void, order)) is not None:
-            raise CheckpointGone(f"{order} is void: the store was rolled back to {void.after}", step=manifest.step)
-        return _change(job, newest, entry, manifest.references) if state.save_number < save_number else None
-
-    entry, order = replace(entry_of(manifest, data), save_number=save_number), SaveOrder(manifest.epoch, save_number)
-    return job.log.append(change, commits=attempt) or covering(job, save_number, step=manifest.step)
-
-
-def covering(job: Job, save_number: int, *, step: int) -> Record:
-    """Return the live checkpoint of this epoch's save with that number, else that of the latest save after it.
-
-    Raises CheckpointGone if there is neither.
-    """
-    newest = job.log.newest()
-    found = job.log.readable(newest.state.live if newest else ())
-    later = [record for record in found if record.entry.epoch == job.epoch and record.entry.save_number >= save_number]
-    if not later:
-        raise CheckpointGone(f"Save {save_number} of this job, or a later one, was committed and is removed", step=step)
-    own = [record for record in later if record.entry.save_number == save_number]
-    return own[0] if own else max(later, key=lambda record: record.entry.order)
 
 
 def entry_of(manifest: Manifest, data: bytes) -> CheckpointEntry:
@@ -183,12 +148,13 @@ def manifest_of(
     )
 
 
-def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references: Collection[str]) -> Commit:
+def change_of(job: Job, newest: Record | None, entry: CheckpointEntry, references: Collection[str]) -> Commit:
     """Build the change of the commit: retention decides in the same step that makes the checkpoint visible."""
     newest = job.claim(newest)
     save_number = entry.save_number or job.next_save_number(newest.state)  # saves are ordered: this is the next
     entry = replace(entry, bases=_bases(job, newest, references), save_number=save_number)
     same_step = job.log.of_step(entry.step, newest.state.live)
+    # A pinned checkpoint of the same step stays beside the new one: its pin was somebody's wish, the save is routine.
     replaces = {record.number for record in same_step} - set(newest.state.pinned)
     # With thousands of live checkpoints the verdicts would be most of the time of a save.
     dropped = [] if isinstance(job.policy, KeepAll) else _dropped(job, newest, entry, replaces)
@@ -217,6 +183,7 @@ def _dropped(job: Job, newest: Record, entry: CheckpointEntry, replaces: Collect
         holds={number: entry.held_bytes, **held_by_bases(job.log, [entry])},
     )
     left = [item for item in earlier if item.number not in replaces]
+    # What this commit replaces goes anyway, and must not take a place in "the best three".
     verdicts = decide(job.policy, [*left, candidate], protected=newest.state.protected(latest=number))
     return [verdict for verdict in verdicts if not verdict.keep]
 
@@ -252,6 +219,7 @@ def check_stored(
         stored.pop(prefix + name, None)
     check_receipts(wait_for_files(storage, config, stored, prefix, receipts, rank=rank), prefix, receipts)
     known = {prefix + receipt.name for receipt in receipts if receipt.attempt is None}
+    # Two jobs in one directory would otherwise commit a mixture; parts of uploads are garbage that nobody reads.
     others = [key for key in stored if key not in known and not PART_NAME.search(key)]
     if others:
         raise StorageError(
@@ -318,6 +286,7 @@ def write_manifest(
     does both at once then, so that they wait for one commit of its journal.
     """
     key = attempt.key(MANIFEST_NAME)
+    # Names are entries of directories: without their fsync a durable file may have no name after a loss of power.
     late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
     for name in contents.directories:
         storage.make_directory(attempt.key(name))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ckptstore import extended
 from ckptstore.errors import CkptstoreError, StepExists, StorageFull
 from ckptstore.events import PruneFailed, emit
 from ckptstore.format.layout import Attempt
@@ -135,10 +136,8 @@ def prune_behind(job: Job) -> None:
             prune(job.log, job.storage, job.config, epoch=job.epoch, behind_save=True)
         finally:
             if job.policy.thins():
-                from ckptstore.loading.thinning import thin_as_decided
-
                 verdicts = verdicts_on(job.log, job.log.newest(), job.policy, unthinned=job.unthinned)
-                for step, error in thin_as_decided(job, verdicts).items():
+                for step, error in extended.thin_as_decided(job, verdicts).items():
                     emit(PruneFailed(error=f"step {step} was not thinned: {error}"))
             job.saves_left = warn_of_full_disk(job.log, job.storage, warned=job.saves_left)
 

@@ -35,13 +35,15 @@ from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.write.outlining import RankTold
 from ckptstore.state.write.replicas import check_copies, digests_of_copies
 from ckptstore.state.write.shard_files import ShardFiles, Striping
-from ckptstore.storage.base import CopiesInside, Disk, Storage
+from ckptstore.storage.base import CopiesInside, Disk, Storage, adopt
 from ckptstore.transfer.moves import PlannedFile, Upload, write_small
 from ckptstore.transfer.sources import MemorySource, Source
 
 if TYPE_CHECKING:
-    from ckptstore.dcp.stock.stock_write import StockShare
+    from ckptstore.stock.stock_write import StockShare
 
+_ADOPTS_AT_ONCE = 8
+"""The files of one rank that a storage copies inside itself at once."""
 _LENGTH = struct.Struct("<I")
 
 Copy = Callable[[Sequence[SegmentSource], LaunchedWork], Sequence[MemorySource]]
@@ -279,7 +281,7 @@ class StatePlan:
         """This rank's share of the metadata for stock DCP; None if it is not to be readable for it."""
         if not self.options.stock_readable or not self.agreement.is_packed:
             return None
-        from ckptstore.dcp.stock.stock_write import StockShare
+        from ckptstore.stock.stock_write import StockShare
 
         return StockShare(
             self.looked.flat,
@@ -405,17 +407,11 @@ class StatePlan:
         No file is read. With "reference" nothing is linked. Raises StorageError if a file cannot be linked.
         """
         storage, receipts = self.storage, [file.receipt for file in kept]
-        if self.options.incremental == "reference":
+        if not kept or self.options.incremental == "reference":
             return receipts
         moves = [(f"{CHECKPOINT_PREFIX}{one.attempt}/{one.name}", attempt.key(one.name)) for one in receipts]
-        linked: Sequence[bool] = [False] * len(moves)
-        if isinstance(storage, Disk):
-            linked = storage.link([(storage.local_path(source), target) for source, target in moves])
-        for receipt, (source, target), is_linked in zip(receipts, moves, linked, strict=True):
-            if not is_linked and isinstance(storage, CopiesInside):
-                storage.copy(source, target)
-            elif not is_linked:
-                raise StorageError(f"{source} cannot be linked to the next checkpoint", file=receipt.name)
+        for source, _ in adopt(storage, moves, num_threads=_ADOPTS_AT_ONCE):
+            raise StorageError(f"{source} cannot be linked to the next checkpoint", file=source.rpartition("/")[2])
         storage.persist([target for _, target in moves])
         return [receipt._replace(attempt=None) for receipt in receipts]
 

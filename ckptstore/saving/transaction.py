@@ -123,6 +123,7 @@ class Transaction(Generic[Published]):
             begun = meet(group, "save", shard, request, agree)
             attempt = publisher.join(request, begun)
             tracing.hear(begun, lambda: clock.traced(str(attempt)))
+            # Messages of an attempt that failed on some ranks may still be on their way: none counts for the next.
             lane = group.lane(attempt.lane)
             clock.agreed(str(attempt), step=request.step, rank=destination.rank)
             return Transaction(publisher, joined, attempt, lane, clock)
@@ -131,6 +132,7 @@ class Transaction(Generic[Published]):
         """Begin again with another publisher, after `finish` has failed on all ranks; their agreement still holds.
         Collective, on any thread."""
         request = self.request
+        # The first lane has ended on each rank at another message.
         lane = self.lane.lane(f"{self.attempt} elsewhere")
         with closing(lane), lane.meeting("save", step=request.step) as meeting:
             begun = meeting.tell(lambda: publisher.begin(request, Decision(None, 0)))
@@ -197,6 +199,7 @@ class Transaction(Generic[Published]):
                 return found
         error.at(step=step)
         emit(SaveFailed(step=step, rank=destination.rank, error=str(error)))
+        # With `committed` None the record may exist: its files stay, and become garbage for `gc` if it does not.
         if error.committed is False and destination.removes:
             with hurried():
                 remove_files(destination.storage, self.attempt)

@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptstore.errors import StorageError, StorageUnavailable
 from ckptstore.format.digest import Digest
+from ckptstore.runtime.parallel import mapped
 
 MAY_NOT_LIST = (
     "Check the permissions; without the one to list the bucket, S3 also answers 403 for a file that is not there"
@@ -297,3 +298,19 @@ POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside,
 def methods_of(protocol: type) -> frozenset[str]:
     """Return the names of the methods of a power, or of the verbs and `uri` for `Storage`."""
     return frozenset(name for name in vars(protocol) if not name.startswith("_"))
+
+
+def adopt(storage: Storage, moves: Sequence[tuple[str, str]], *, num_threads: int) -> list[tuple[str, str]]:
+    """Give each source key a target key too: a hard link on a disk, else a copy inside the storage.
+
+    Return the moves that this storage can only make by a download and an upload; they are left to the caller. What is
+    linked or copied is durable after `Storage.persist`. Raises FileMissing.
+    """
+    left = list(moves)
+    if isinstance(storage, Disk):
+        linked = storage.link([(storage.local_path(source), target) for source, target in moves])
+        left = [move for move, is_linked in zip(moves, linked, strict=True) if not is_linked]
+    if not left or not isinstance(storage, CopiesInside):
+        return left
+    mapped(lambda move: storage.copy(*move), left, num_threads=num_threads, name="ckptstore-adopt")
+    return []

@@ -3,6 +3,9 @@
 Only errors whose class is `retryable` are retried. A create-if-absent never is: the log settles its outcome.
 `RetryConfig(retry_attempts=1)` switches retries off, in tests for instance. Retries within retries do not multiply: the
 outermost call on a thread is the one that tries again.
+
+`with_retries` wraps a storage for direct callers: listings, manifests, deletions. The wrapper has the powers of the
+storage inside, no more and no fewer.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import RequestRetried, emit
 from ckptstore.runtime.beat import Beat, alive, no_beat
+from ckptstore.storage.base import POWERS, Disk, Storage, methods_of
 from ckptstore.storage.traffic import traffic_here
 
 T = TypeVar("T")
@@ -124,3 +129,51 @@ def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: Ckpt
         reraise=True,
     )
     return retryer(once)
+
+
+_AGAIN = frozenset(
+    ["abort_unfinished", "copy", "copy_from", "delete", "read", "read_into", "stat", "unfinished", "write"]
+)
+"""The methods with the same outcome when they run twice. A create is none: its caller settles an unknown outcome."""
+
+
+def with_retries(storage: Storage, config: RetryConfig) -> Storage:
+    """Return the storage with retries. A disk is returned as it is, for its errors are final."""
+    if isinstance(storage, Disk) or config.retry_attempts == 1:
+        return storage
+    names = methods_of(Storage).union(*(methods_of(power) for power in POWERS if isinstance(storage, power)))
+    methods = {name: _passed_on(name) for name in names - {"list", "uri"}}
+    retried = type(f"Retried{type(storage).__name__}", (_Retried,), methods)(storage, config)
+    return cast(Storage, retried)
+
+
+class _Retried(Storage):
+    def __init__(self, inner: Storage, config: RetryConfig) -> None:
+        self.inner = inner
+        self.config = config
+
+    @property
+    def uri(self) -> str:
+        return self.inner.uri
+
+    def list(self, prefix: str) -> Any:
+        """List all files before the first one is yielded: a listing that breaks off is started again."""
+        return iter(retrying(self.config, f"list {prefix}", lambda: [*self.inner.list(prefix)]))
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return with_retries, (self.inner, self.config)
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def call(self: _Retried, *arguments: Any, **keywords: Any) -> Any:
+        arguments = tuple(item.inner if isinstance(item, _Retried) else item for item in arguments)
+        request = partial(getattr(self.inner, name), *arguments, **keywords)
+        if name not in _AGAIN:
+            return request()
+        shown = arguments[0] if arguments and isinstance(arguments[0], str) else ""
+        return retrying(self.config, f"{name} {shown}".rstrip(), request)
+
+    return call

@@ -9,18 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Storage
-from ckptstore.transfer.engine import Engine
-from ckptstore.transfer.moves import Checked, PlannedFile, RangeRead, Stored, Wanted
-
-if TYPE_CHECKING:
-    from ckptstore.peers.peers import Peers
-    from ckptstore.peers.served_store import FinishedCopy
+from ckptstore.transfer.engine import Engine, Peers
+from ckptstore.transfer.moves import Checked, FinishedCopy, PlannedFile, RangeRead, Stored, Wanted
 
 __all__ = ["Checked", "RangeRead", "Stored", "Transfer", "Wanted"]
 
@@ -121,9 +117,9 @@ class Transfer:
         read(self._engine, ranges)
 
     def offer(self, copy_key: str, names: Iterable[tuple[str, str]], finished: FinishedCopy) -> None:
-        """Serve files from a finished copy on this node to peers, where there are any; see `ServedStore.offer`."""
+        """Serve files from a finished copy on this node to peers, where there are any; see `Peers`."""
         if self._engine.peers is not None:
-            self._engine.peers.source.offer(copy_key, names, finished)
+            self._engine.peers.offer(copy_key, names, finished)
 
     def close(self) -> None:
         """End the threads and give the buffers back. Other nodes that still ask this one are served for a while."""

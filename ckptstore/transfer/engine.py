@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import StorageThrottled
@@ -16,10 +16,8 @@ from ckptstore.storage.base import Disk, Doubts, Storage, WritesParts
 from ckptstore.storage.probe import is_server
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice
+from ckptstore.transfer.moves import FinishedCopy, Supplied
 from ckptstore.transfer.pool import Operation, Pool
-
-if TYPE_CHECKING:
-    from ckptstore.peers.peers import Peers
 
 T = TypeVar("T")
 
@@ -35,6 +33,37 @@ _TICK_SECONDS = 0.1
 """The interval at which a waiting task looks whether its operation still goes on."""
 _RUN = 4
 """The least successes in a row after which one more request is let in."""
+
+
+class Peers(Protocol):
+    """Nodes that read the same, and give each other what one of them has read: see `extensions.peers`."""
+
+    @property
+    def are_several(self) -> bool:
+        """True if there are nodes to share extents with."""
+
+    def order(self, stretches: Sequence[tuple[str, int, int]]) -> list[int]:
+        """Return the numbers of stretches (key, offset, size) in the order in which this node best reads them."""
+
+    def fill(
+        self,
+        key: str,
+        offset: int,
+        views: Sequence[memoryview],
+        check: Callable[[], None],
+        *,
+        without: Collection[str] = (),
+    ) -> Supplied | None:
+        """Fill the views with a stretch of one extent. Return None if the storage has to be read."""
+
+    def mistrust(self, key: str, wrong: Supplied) -> None:
+        """Ask the node that supplied this no more for a while: it is not what the storage has."""
+
+    def offer(self, copy_key: str, names: Iterable[tuple[str, str]], finished: FinishedCopy) -> None:
+        """Serve files from a finished copy on this node."""
+
+    def close(self) -> None:
+        """Close the connections."""
 
 
 class Engine:
@@ -78,6 +107,7 @@ class Engine:
 
     def batches(self, sizes_bytes: list[int]) -> list[slice]:
         """Deal small files, by their sizes, to tasks, so that the bytes of one task stay in the processor's cache."""
+        # Four batches a thread at least: with fewer, the last one keeps one thread busy while the others wait.
         most = max(1, min(_MAX_BATCH_FILES, len(sizes_bytes) // (4 * self.pool.num_threads)))
         found, start, total = [], 0, 0
         for index, size_bytes in enumerate(sizes_bytes):
@@ -126,16 +156,19 @@ class Flow:
             before = self.limit
             if isinstance(error, StorageThrottled):
                 self._successes = 0
+                # All requests in flight are refused by one wave of throttling: it halves the limit once.
                 if num_cuts == self._num_cuts:
                     self._num_cuts += 1
                     self.limit = max(1, before // 2)
                     reason = "the storage throttles"
             elif error is None and before < self._most:
                 self._successes += 1
+                # As many successes as requests run at once are one round: one more a round, as TCP does it.
                 if self._successes >= max(_RUN, before):
                     self._successes, self.limit = 0, before + 1
                     reason = "requests go through again"
             limit = self.limit
+            # One for the place that this request leaves, and one for each that was added.
             self._changed.notify(1 + max(0, limit - before))
         if limit != before:
             emit(ConcurrencyChanged(limit=limit, reason=reason))
@@ -177,6 +210,7 @@ class Scratch:
 
     def _lend(self, size_bytes: int, run: Operation) -> mmap.mmap:
         with self._changed:
+            # Alone, a buffer above the budget is lent all the same: nobody else would ever make room for it.
             while self._lent_bytes and self._lent_bytes + size_bytes > self._budget_bytes:
                 run.check()
                 self._changed.wait(_TICK_SECONDS)

@@ -9,13 +9,12 @@ from functools import partial
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.format.digest import Digest, file_digest
-from ckptstore.peers.extents import EXTENT_BYTES
 from ckptstore.runtime.beat import beat
 from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, NewFile, make_durable, write_new
 from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
-from ckptstore.transfer.moves import Checked, Wanted
+from ckptstore.transfer.moves import EXTENT_BYTES, Checked, Wanted
 from ckptstore.transfer.peer_reads import PeerReads
 from ckptstore.transfer.pool import Operation, Task
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, FileMissing
@@ -11,6 +13,12 @@ from ckptstore.format.digest import DEFAULT, Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.transfer.sources import MemorySource, Source
+
+EXTENT_BYTES = 8 << 20
+"""The size of an extent. Extents begin at its multiples, and each has one owner among the nodes."""
+
+FinishedCopy = Callable[[], AbstractContextManager[Path | None]]
+"""Yields the directory of a finished copy, which nobody removes in the context; None if there is none any more."""
 
 
 class PlannedFile(NamedTuple):
@@ -51,6 +59,16 @@ def write_small(
         Receipt(name, one.size_bytes, one.digest, rank)
         for (name, (_, rank)), one in zip(written.items(), upload(files), strict=True)
     ]
+
+
+class Supplied(NamedTuple):
+    """A stretch of one extent, as a node has supplied it."""
+
+    node: str
+    offset: int
+    size_bytes: int
+    digest: str
+    """The digest of the bytes that came, whether they are right or not."""
 
 
 class Wanted(NamedTuple):

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptstore import extended
 from ckptstore.config import PeerConfig, StoreConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.probe import is_server
-from ckptstore.storage.retried import with_retries
+from ckptstore.storage.retry import with_retries
 from ckptstore.transfer import Transfer
 
 _PEER_RETRY_SECONDS = 30.0
@@ -69,11 +70,9 @@ def open_place(
         )
     found = None
     if config.peer.peers and is_server(storage):
-        from ckptstore.peers.peers import Peers
-
         seconds = min(config.retry.retry_deadline_seconds, _PEER_RETRY_SECONDS)
         patient = with_retries(storage, replace(config.retry, retry_deadline_seconds=seconds))
-        found = Peers(patient, config.peer, num_reads=config.transfer.num_requests)
+        found = extended.Peers(patient, config.peer, num_reads=config.transfer.num_requests)
     storage = with_retries(storage, config.retry)
     transfer = Transfer(storage, config=config.transfer, retry=config.retry, peers=found)
     return OpenedPlace(storage=storage, transfer=transfer, config=config)

@@ -8,8 +8,8 @@ is outvoted. What proves wrong again is read from the storage. The digest of the
 from __future__ import annotations
 
 from ckptstore.format.digest import Digest
-from ckptstore.peers.peers import Peers, Supplied
-from ckptstore.transfer.moves import Wanted
+from ckptstore.transfer.engine import Peers
+from ckptstore.transfer.moves import Supplied, Wanted
 from ckptstore.transfer.pool import Operation
 from ckptstore.transfer.reads import extents_in
 

@@ -103,6 +103,7 @@ class Pool:
             self._closed = True
             self._changed.notify_all()
             threads = tuple(self._threads)
+        # Nothing may touch the storage after this, for the caller closes it next.
         for thread in threads:
             thread.join()
 
@@ -112,6 +113,7 @@ class Pool:
                 if self._closed:
                     raise InvalidInput("The store was closed before this call", hint="Open it again with open_store")
                 self._start_threads(len(run.tasks))
+                # No thread could be started at all: the caller does the work, so that a save never fails for it.
                 is_alone = not self._threads
                 if not is_alone:
                     self._runs.append(run)
@@ -127,6 +129,7 @@ class Pool:
                     seen = run.moved_bytes
                     beat()
         finally:
+            # After KeyboardInterrupt too: no task may write to the caller's memory once this has returned.
             run.stopped.set()
             with self._changed:
                 run.tasks.clear()
@@ -155,6 +158,7 @@ class Pool:
                     self._threads.discard(me)
                     return
             run.execute(task)
+            # A waiting thread would keep the last task, and with it the memory of a state, for as long as it idles.
             del task
             with self._changed:
                 run.running -= 1
@@ -167,6 +171,7 @@ class Pool:
         while not self._closed:
             while self._runs:
                 run = self._runs[0]
+                # In turns, so that a prune or a drain of a thousand files does not hold up a save.
                 self._runs.rotate(-1)
                 if not run.tasks:
                     self._runs.remove(run)

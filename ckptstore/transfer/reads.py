@@ -9,12 +9,10 @@ from itertools import pairwise
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.format.digest import Digest
-from ckptstore.peers.extents import EXTENT_BYTES
-from ckptstore.peers.peers import Supplied
 from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import TASK_BYTES, Engine
-from ckptstore.transfer.moves import RangeRead
+from ckptstore.transfer.moves import EXTENT_BYTES, RangeRead, Supplied
 from ckptstore.transfer.pool import Operation
 
 _MAX_BATCH_RANGES = 256

@@ -267,6 +267,7 @@ def dropped_attempts(log: Log, newest: Record, unnamed: Collection[str]) -> list
     for record in backwards(log, newest) if wanted else ():
         if isinstance(record.change, Commit) and record.entry.attempt in wanted:
             found.append(record.entry.attempt)
+        # Before this claim no directory of the epoch can have been committed.
         if isinstance(record.change, Claim) or len(found) == len(wanted):
             break
     return found
@@ -292,6 +293,7 @@ def delete_attempts(log: Log, storage: Storage, newest: Record, attempts: Collec
     read = set() if is_disk or not attempts else _leased(log, storage, newest, now_seconds=now_seconds)
     for attempt in attempts:
         beat()
+        # Readers may have come since the last one was deleted. On a disk this look costs no request.
         if is_disk:
             read = _leased(log, storage, newest, now_seconds=now_seconds)
         if attempt in read:
@@ -320,6 +322,7 @@ def delete_attempt(storage: Storage, attempt: str) -> None:
     Raises StorageError if anything stays on a disk.
     """
     prefix = f"{CHECKPOINT_PREFIX}{attempt}/"
+    # Whoever is stopped in between leaves files without a manifest, which are garbage and never a checkpoint.
     storage.delete([prefix + MANIFEST_NAME])
     storage.delete([file.key for file in storage.list(prefix)])
     if isinstance(storage, Disk):

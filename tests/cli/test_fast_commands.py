@@ -16,10 +16,10 @@ from click.testing import CliRunner
 
 from ckptstore import FastTier, KeepEvery, open_store
 from ckptstore.catalogue import job_of
-from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate, held_by
-from ckptstore.fast.nodes.node_disk import NodeDisk
-from ckptstore.fast.upkeep.node_clear import clear
-from ckptstore.fast.upkeep.node_inventory import take_inventory
+from ckptstore.extensions.tier.certificate import CERTIFICATE_NAME, Certificate, held_by
+from ckptstore.extensions.tier.nodes.node_disk import NodeDisk
+from ckptstore.extensions.tier.upkeep.node_clear import clear
+from ckptstore.extensions.tier.upkeep.node_inventory import take_inventory
 from ckptstore.format.changes import Claim, Resumed
 from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest

@@ -15,7 +15,7 @@ from trees import copied, directories, make_tree, read_tree, save_tree, steps
 
 from ckptstore import Checkpoint, CheckpointStore, InvalidInput, KeepAll, KeepEvery, KeepLatest, KeepSince, open_store
 from ckptstore.errors import StoreFenced
-from ckptstore.interchange import copying
+from ckptstore.extensions.exchange import copying
 from ckptstore.transfer.opened import open_place
 
 

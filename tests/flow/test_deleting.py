@@ -25,7 +25,8 @@ from trees import Once, directories, everything, heard, make_tree, moved_away, r
 from ckptstore import Checkpoint, CheckpointGone, CheckpointStore, KeepLatest, KeepSince, StorageError, open_store
 from ckptstore.errors import AccessDenied, StorageUnavailable
 from ckptstore.events import CheckpointsPruned, DiskFillsUp, PruneFailed
-from ckptstore.interchange import copying, export
+from ckptstore.extensions.exchange import copying
+from ckptstore.interchange import export
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import Call, with_faults, wrap
 from ckptstore.testing.s3_server import Fault, s3_server

@@ -36,7 +36,7 @@ from ckptstore.events import CheckpointCommitted, DrainEnded, DrainFailed, Drain
 from ckptstore.testing import Call, CountCalls, FailAt, KillAt, combine, run_ranks, with_faults
 
 SECONDS = 60
-ROUNDS = "ckptstore.fast.drain.drain_rounds"
+ROUNDS = "ckptstore.extensions.tier.drain.drain_rounds"
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_one_drains_one_waits_and_a_newer_one_takes_its_place(jobs: Jobs) -> Non
 def test_a_store_that_is_away_is_tried_again_and_sent_nothing_twice(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptstore.fast.drain.own_files._GROUP_BYTES", 1)  # each file is noted on its own
+    monkeypatch.setattr("ckptstore.extensions.tier.drain.own_files._GROUP_BYTES", 1)  # each file is noted on its own
     away, calls, written = Gate(fails=True), CountCalls(), threading.Barrier(2)
     away.opened.set()
 

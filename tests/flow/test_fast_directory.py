@@ -19,9 +19,9 @@ from trees import heard
 from ckptstore import CheckpointStore, FastTier, InvalidInput, open_store
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import FastBypassed
-from ckptstore.fast.nodes import node_disk
-from ckptstore.fast.nodes.arrival import join_arrivals
-from ckptstore.fast.nodes.members import Members
+from ckptstore.extensions.tier.nodes import node_disk
+from ckptstore.extensions.tier.nodes.arrival import join_arrivals
+from ckptstore.extensions.tier.nodes.members import Members
 
 
 def written(root: Path, step: int, rank: int) -> Path:

@@ -19,7 +19,7 @@ from trees import flip, heard
 from ckptstore import CheckpointStore, FastTier, StorageError, StorageGroup, open_store
 from ckptstore.errors import InvalidInput, StateMismatch, StorageUnavailable, StoreFenced
 from ckptstore.events import LoadEnded
-from ckptstore.fast.nodes.node_server import NodeClient
+from ckptstore.extensions.tier.nodes.node_server import NodeClient
 from ckptstore.group.message import Message
 from ckptstore.testing import FailAt, with_faults, wrap
 from ckptstore.testing.s3_server import s3_server

@@ -34,7 +34,7 @@ from ckptstore import (
     open_store,
 )
 from ckptstore.events import CheckpointResumed, FastBypassed, FastCommitted, SavePhase
-from ckptstore.fast.publisher import FastPublisher
+from ckptstore.extensions.tier.publisher import FastPublisher
 from ckptstore.testing.s3_server import s3_server
 
 FULL = errors.StorageFull("no space on the disk")

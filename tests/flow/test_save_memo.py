@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from trees import settle
 
 from ckptstore import StepExists, open_store
-from ckptstore.dcp.stock import stock_write
 from ckptstore.errors import InvalidState
 from ckptstore.state.index.items import Item, Mode, without_digests
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.write import assignment
+from ckptstore.stock import stock_write
 
 _TENSORS = {
     "floats": lambda: torch.rand(3, 5),

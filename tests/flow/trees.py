@@ -12,8 +12,8 @@ from uuid import uuid4
 
 from ckptstore import Checkpoint, CheckpointStore, open_store
 from ckptstore.events import Event, listening
-from ckptstore.interchange.copying import CopyReport, copy_store
-from ckptstore.interchange.salvage import salvage_store
+from ckptstore.extensions.exchange.copying import CopyReport, copy_store
+from ckptstore.extensions.exchange.salvage import salvage_store
 from ckptstore.testing import Call
 from ckptstore.transfer.opened import open_place
 

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 
 from ckptstore import open_store
-from ckptstore.fast.candidates import FastCandidate
+from ckptstore.extensions.exchange.places import on_this_machine
+from ckptstore.extensions.tier.candidates import FastCandidate
 from ckptstore.format.order import SaveOrder
 from ckptstore.integrations.torchtitan.places import ResumeOrder, as_metadata
-from ckptstore.interchange.places import on_this_machine
 from ckptstore.testing.s3_server import s3_server
 
 pytestmark = pytest.mark.slow

@@ -33,8 +33,8 @@ from mutations import mutated
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, StorageFull, from_wire
-from ckptstore.fast.certificate import Certificate
-from ckptstore.format.cursor import Cursor
+from ckptstore.extensions.history.cursor import Cursor
+from ckptstore.extensions.tier.certificate import Certificate
 from ckptstore.format.digest import Digest
 from ckptstore.format.encoding import load_json
 from ckptstore.format.layout import USER_METADATA_NAME, Attempt, check_name, parse_lease_key, parse_record_key
@@ -453,8 +453,8 @@ def _stock_data(files: dict[str, bytes]) -> list[bytes]:
 
 def _decode_stock(files: dict[str, bytes], name: str) -> Callable[[bytes], object]:
     def decode(data: bytes) -> object:
-        from ckptstore.interchange.from_files import read_dcp
-        from ckptstore.interchange.intake import Intake
+        from ckptstore.extensions.exchange.from_files import read_dcp
+        from ckptstore.extensions.exchange.intake import Intake
 
         if name == _STOCK_DATA:
             data = data[: _CUT.start] + files[name][_CUT] + data[_CUT.start :]
@@ -476,9 +476,9 @@ def _frames() -> list[bytes]:
 
 
 def _decode_frame(data: bytes) -> object:
-    from ckptstore.dcp.stock.stock_pickles import is_contiguous_frame
     from ckptstore.state.tensors import frames
     from ckptstore.state.tensors.boxes import Box
+    from ckptstore.stock.stock_pickles import is_contiguous_frame
 
     tail = data[-2048:]
     offset, size_bytes, _ = frames.payload_range(tail, len(data), file="x")
@@ -487,14 +487,14 @@ def _decode_frame(data: bytes) -> object:
 
 
 def _safetensors() -> list[bytes]:
-    from ckptstore.interchange.safetensors_file import SafetensorsEntry, header
+    from ckptstore.extensions.exchange.safetensors_file import SafetensorsEntry, header
 
     entries = [SafetensorsEntry("a", "float32", (2, 3)), SafetensorsEntry("b", "int8", (5,))]
     return [header(entries, {"format": "pt"}) + bytes(29), header([], {})]
 
 
 def _decode_safetensors(data: bytes) -> object:
-    from ckptstore.interchange.safetensors_file import read_header
+    from ckptstore.extensions.exchange.safetensors_file import read_header
 
     with open(memory := os.memfd_create("safetensors"), "wb") as file:
         file.write(data)

@@ -98,14 +98,14 @@ def fast_resume(store: CheckpointStore, rank: int) -> None:
 
 
 def import_file(store: CheckpointStore, given: str) -> None:
-    from ckptstore.interchange.importing import import_state
+    from ckptstore.extensions.exchange.importing import import_state
 
     ready()
     import_state(Path(given) / "state.pt", store, STEP, kind="torch")
 
 
 def copy(root: str, target: str) -> None:
-    from ckptstore.interchange.copying import copy_store
+    from ckptstore.extensions.exchange.copying import copy_store
     from ckptstore.transfer.opened import open_place
 
     with open_store(root) as store:

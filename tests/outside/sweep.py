@@ -47,7 +47,7 @@ FAST = ("fast_save", "fast_node", "fast_resume")
 """In `fast_node` the node of the victim is lost, with its disk."""
 TWO_RANKS = frozenset({*SAVES, *FAST})
 STATES = frozenset({*SAVES[1:], *FAST, "import"})
-OF_STATES = ("numpy", "torch", "ckptstore.saving.save_state", "ckptstore.interchange.importing")
+OF_STATES = ("numpy", "torch", "ckptstore.saving.save_state", "ckptstore.extensions.exchange.importing")
 AT_START = {
     "CKPTSTORE_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -287,7 +287,7 @@ def check_prune(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None
 
 def check_copy(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
     """What the target's log names is whole; the same copy goes on and ends; nothing else is left."""
-    from ckptstore.interchange.copying import copy_store
+    from ckptstore.extensions.exchange.copying import copy_store
     from ckptstore.transfer.opened import open_place
 
     target = place / "target"

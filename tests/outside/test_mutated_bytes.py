@@ -52,7 +52,7 @@ def test_the_same_seed_makes_the_same_bytes_and_most_are_refused() -> None:
 def test_a_number_in_a_pickle_takes_no_memory() -> None:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from ckptstore.dcp.stock.stock_pickles import load_metadata
+    from ckptstore.stock.stock_pickles import load_metadata
 
     data = pickle.dumps(Metadata({}, storage_data={}))
     data = data[:2] + pickle.NONE + pickle.LONG_BINPUT + (1 << 22).to_bytes(4, "little") + pickle.POP + data[2:]

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
-from ckptstore.format.safetensors import Located, headed, parse_header
-from ckptstore.publication import codec
-from ckptstore.publication.codec import Change, Memory, OverwriteChange, XorChange, digest_of, encode, replay
-from ckptstore.publication.publishing import KeepChains
-from ckptstore.publication.wire import version_of
+from ckptstore.extensions.exchange.safetensors import Located, headed, parse_header
+from ckptstore.extensions.publication import codec
+from ckptstore.extensions.publication.codec import Change, Memory, OverwriteChange, XorChange, digest_of, encode, replay
+from ckptstore.extensions.publication.publishing import KeepChains
+from ckptstore.extensions.publication.wire import version_of
 from ckptstore.retention import Candidate
 
 

@@ -19,7 +19,7 @@ from weights_made import Weights, bytes_of, changed, read_model, some_weights
 
 import ckptstore
 from ckptstore.errors import InvalidInput, StorageFull
-from ckptstore.publication import local, shard, work
+from ckptstore.extensions.publication import local, shard, work
 from ckptstore.storage.disk import posix
 
 HERE = Path(__file__).parent

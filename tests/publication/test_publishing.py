@@ -19,10 +19,10 @@ from weights_made import Weights, bytes_of, changed, read_model, some_weights
 
 import ckptstore
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidState, StoreFenced
-from ckptstore.interchange.copying import copy_checkpoint, copy_store
-from ckptstore.interchange.salvage import salvage_store
-from ckptstore.publication import directories
-from ckptstore.publication.subscription import Applied
+from ckptstore.extensions.exchange.copying import copy_checkpoint, copy_store
+from ckptstore.extensions.exchange.salvage import salvage_store
+from ckptstore.extensions.publication import directories
+from ckptstore.extensions.publication.subscription import Applied
 from ckptstore.transfer.opened import open_place
 
 
@@ -72,7 +72,7 @@ def test_a_reader_holds_each_version_bit_by_bit(place: Path, model: Path) -> Non
 def test_the_first_wait_says_once_that_there_is_nothing_yet(
     place: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ckptstore.publication.subscription._SILENT_SECONDS", 0.02)
+    monkeypatch.setattr("ckptstore.extensions.publication.subscription._SILENT_SECONDS", 0.02)
     with ckptstore.Subscription(place, model) as subscription:
         with pytest.raises(TimeoutError, match="No version came to"):
             subscription.wait(timeout_seconds=0.5, poll_seconds=0.01)

@@ -16,7 +16,7 @@ from ckptstore.interchange import export
 
 def export_as_rank(source: str, uri: str, shard_size_bytes: int, options: dict[str, Any], kill: int | None) -> Any:
     """Export with all ranks of this job; what each of them wrote or raised. Rank `kill` dies after its first file."""
-    from ckptstore.interchange.to_safetensors import ExportProgress
+    from ckptstore.extensions.exchange.to_safetensors import ExportProgress
 
     rank, wrote = int(os.environ["RANK"]), list[str]()
     done = ExportProgress.done

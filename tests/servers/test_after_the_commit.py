@@ -15,7 +15,7 @@ import ckptstore
 from ckptstore.config import RetryConfig
 from ckptstore.events import PruneFailed, listening
 from ckptstore.storage.memory import MemoryStorage
-from ckptstore.storage.retried import with_retries
+from ckptstore.storage.retry import with_retries
 from ckptstore.testing.faults import FailAt, wrap
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 

@@ -17,7 +17,7 @@ import ckptstore
 from ckptstore import open_store
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput, StorageError
-from ckptstore.interchange.copying import copy_all
+from ckptstore.extensions.exchange.copying import copy_all
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3.objects import S3Error
 from ckptstore.testing.s3_server import S3Server

@@ -17,7 +17,7 @@ from ckptstore import open_store
 from ckptstore.config import RetryConfig
 from ckptstore.storage.base import Bucket, Configured, CopiesFrom, CopiesInside, CreatesExclusively, Doubts, WritesParts
 from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
+from ckptstore.storage.retry import with_retries
 from ckptstore.testing import StorageContract
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import ckptstore
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.interchange.copying import CopyReport, copy_checkpoint, copy_store
+from ckptstore.extensions.exchange.copying import CopyReport, copy_checkpoint, copy_store
 from ckptstore.storage.base import CopiesFrom
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import S3Server, s3_server

@@ -16,7 +16,7 @@ import pytest
 import ckptstore
 from ckptstore import KeepLatest, StorageGroup
 from ckptstore.config import StoreConfig
-from ckptstore.interchange.copying import copy_store
+from ckptstore.extensions.exchange.copying import copy_store
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import RanksFailed, run_ranks
 from ckptstore.testing.s3_server import S3Server

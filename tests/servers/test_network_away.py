@@ -26,7 +26,7 @@ from ckptstore.errors import AccessDenied, StorageUnavailable
 from ckptstore.events import BytesMoved, Event, FileStored, RequestRetried, listening
 from ckptstore.storage.cloud import chains
 from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
+from ckptstore.storage.retry import with_retries
 from ckptstore.testing.s3_server import S3Server, s3_server
 
 pytestmark = pytest.mark.slow

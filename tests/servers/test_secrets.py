@@ -21,7 +21,7 @@ from ckptstore.errors import CkptstoreError, to_wire
 from ckptstore.events import Event, listening
 from ckptstore.storage.cloud.chains import AzureChain, AzureSecret
 from ckptstore.storage.open import choose_engine, open_storage
-from ckptstore.storage.retried import with_retries
+from ckptstore.storage.retry import with_retries
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ from kit.simulation.fast_tier.fast_jobs import draw_fast
 from seed_items import broken_rule
 
 from ckptstore.errors import CheckpointDamaged, StorageError
-from ckptstore.fast import candidates, finding, publisher, saver
-from ckptstore.fast.nodes import fast_place
-from ckptstore.fast.nodes.node_disk import NodeDisk
+from ckptstore.extensions.tier import candidates, finding, publisher, saver
+from ckptstore.extensions.tier.nodes import fast_place
+from ckptstore.extensions.tier.nodes.node_disk import NodeDisk
 from ckptstore.loading import load_state
 
 pytestmark = pytest.mark.slow
@@ -90,7 +90,7 @@ def test_a_deletion_that_is_too_early_is_found(simulation: Simulation, monkeypat
 
 def test_a_certificate_that_is_too_early_is_found(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     def torn(self: NodeDisk, data: bytes, *, ranks: Any) -> Any:
-        from ckptstore.fast.certificate import Certificate
+        from ckptstore.extensions.tier.certificate import Certificate
 
         attempt = Certificate.decode(data).attempt
         some = next(file.key for file in self.storage.list(attempt.prefix))

@@ -18,9 +18,10 @@ from seed_items import broken_rule
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, StorageError
+from ckptstore.extensions.exchange import copying
+from ckptstore.extensions.history import follow
 from ckptstore.format import changes
 from ckptstore.integrations.ray.kept_by_ray import ray_keeps
-from ckptstore.interchange import copying
 from ckptstore.job import Job
 from ckptstore.loading import restoring, story
 from ckptstore.loading.checkpoint_files import CheckpointFiles
@@ -29,7 +30,7 @@ from ckptstore.log.reader import LogReader
 from ckptstore.saving import transaction
 from ckptstore.saving.commit import decide as decide_in_commit
 from ckptstore.store import CheckpointStore
-from ckptstore.upkeep import follow, garbage
+from ckptstore.upkeep import garbage
 
 pytestmark = pytest.mark.slow
 

@@ -116,7 +116,7 @@ def reader(ledger: Path, root: str, options: dict[str, Any]) -> None:
 
 def janitor(ledger: Path, root: str, options: dict[str, Any], target: str) -> None:
     """Prunes, collects, and copies the store to another place."""
-    from ckptstore.interchange.copying import copy_store
+    from ckptstore.extensions.exchange.copying import copy_store
     from ckptstore.transfer.opened import open_place
 
     with opened(root, options) as store:

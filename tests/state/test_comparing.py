@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 import ckptstore
 from ckptstore import Checkpoint, InvalidInput
-from ckptstore.interchange import comparing
-from ckptstore.interchange.comparing import tensor_differences
+from ckptstore.extensions.exchange import comparing
+from ckptstore.extensions.exchange.comparing import tensor_differences
 from ckptstore.testing import Call, with_faults
 from ckptstore.tools.cli import main
 

@@ -18,12 +18,13 @@ from saving import bits
 
 from ckptstore import CkptstoreError, KeepEvery, KeepLatest, KeepWeights, open_store
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.fast.drain.own_files import _OnPartner
-from ckptstore.fast.nodes.node_disk import NodeDisk
-from ckptstore.fast.nodes.node_server import NodeClient, NodeServer
+from ckptstore.extensions.exchange.copying import StorageSource
+from ckptstore.extensions.peers.channel import NodeKeys
+from ckptstore.extensions.tier.drain.own_files import _OnPartner
+from ckptstore.extensions.tier.drain.paced import PacedSource
+from ckptstore.extensions.tier.nodes.node_disk import NodeDisk
+from ckptstore.extensions.tier.nodes.node_server import NodeClient, NodeServer
 from ckptstore.format.layout import Attempt
-from ckptstore.interchange.copying import StorageSource
-from ckptstore.peers.channel import NodeKeys
 from ckptstore.saving.staging import Staging
 from ckptstore.state.tensors import device
 from ckptstore.state.tensors.boxes import whole
@@ -36,7 +37,6 @@ from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.moves import PlannedFile
-from ckptstore.transfer.paced import PacedSource
 from ckptstore.transfer.sources import FileSource, MemorySource
 
 _PATTERN = 0x5A

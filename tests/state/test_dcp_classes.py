@@ -31,8 +31,8 @@ from ckptstore import (
 )
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.dcp import StoreReader, StoreWriter, translated
-from ckptstore.dcp.stock.stock_pickles import load_metadata
-from ckptstore.dcp.target import DirectoryTarget
+from ckptstore.integrations.dcp.target import DirectoryTarget
+from ckptstore.stock.stock_pickles import load_metadata
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import FailAt, wrap
 from ckptstore.transfer import Transfer
@@ -173,7 +173,7 @@ def test_two_saves_into_one_directory_leave_one_checkpoint(tmp_path):
 
 
 def test_files_are_never_overwritten(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptstore.dcp.store_writer.secrets.token_hex", lambda _: "0a1b2c3d")
+    monkeypatch.setattr("ckptstore.integrations.dcp.store_writer.secrets.token_hex", lambda _: "0a1b2c3d")
     writer = StoreWriter(tmp_path / "c")
     writer.set_up_storage_writer(True, rank=0)
     (tmp_path / "c").mkdir()

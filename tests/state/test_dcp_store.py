@@ -83,7 +83,7 @@ def test_a_process_that_saves_for_a_job_claims_the_store_once(tmp_path: Path, mo
     with open_store(tmp_path / "store", retention=KeepLatest(1), grace_seconds=0) as store:
         for step in (1, 2, 3):
             if step == 3:
-                monkeypatch.setattr("ckptstore.dcp.target._claims", {})  # it is another process
+                monkeypatch.setattr("ckptstore.integrations.dcp.target._claims", {})  # it is another process
             dcp.save(state(), storage_writer=elsewhere(store, step))
             assert [checkpoint.step for checkpoint in store] == [step]
         assert not list((tmp_path / "store" / "checkpoints").glob("step-0000000001-*")), "nothing was deleted"

@@ -23,8 +23,8 @@ from test_frames import DTYPES, random_tensor
 
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidSource, InvalidState, StorageError, open_store
 from ckptstore.dcp import StoreWriter
+from ckptstore.extensions.exchange.safetensors_file import NAMES
 from ckptstore.interchange import export
-from ckptstore.interchange.safetensors_file import NAMES
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.storage.open import open_storage
 
@@ -228,7 +228,7 @@ def test_dcp_is_stock_whatever_the_checkpoint_is(tmp_path: Path) -> None:
 
 
 def test_large_tensors_pass_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptstore.interchange.streaming.BATCH_BYTES", MIB)
+    monkeypatch.setattr("ckptstore.extensions.exchange.streaming.BATCH_BYTES", MIB)
     monkeypatch.setattr("ckptstore.state.write.assignment.MAX_CHUNK_BYTES", 3 * MIB)
     tensors = {"wide": torch.randn(3, 700_001), "deep": torch.randn(70, 11, 901), "odd": torch.randn(1_000_003)}
     tensors["half"] = torch.randn(1000, 1111).half()

@@ -17,9 +17,9 @@ from small_disks import overlaid
 
 import ckptstore
 from ckptstore import Checkpoint, InvalidInput, StorageError, open_store
+from ckptstore.extensions.exchange.replacing import finish_replacement, replace_directory
 from ckptstore.interchange import export
 from ckptstore.storage.disk import posix
-from ckptstore.storage.disk.replacing import finish_replacement, replace_directory
 
 KINDS = ("safetensors", "torch", "dcp")
 CHANGES = frozenset({"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod"})

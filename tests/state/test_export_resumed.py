@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from saving import change_byte
 
 from ckptstore import Checkpoint, InvalidInput, StorageError, open_store
+from ckptstore.extensions.exchange.to_safetensors import ExportProgress
 from ckptstore.interchange import export
-from ckptstore.interchange.to_safetensors import ExportProgress
 
 pytestmark = pytest.mark.slow
 

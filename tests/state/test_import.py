@@ -32,8 +32,8 @@ from ckptstore import (
     StorageError,
     open_store,
 )
+from ckptstore.extensions.exchange.safetensors_file import NAMES
 from ckptstore.interchange import export, import_state
-from ckptstore.interchange.safetensors_file import NAMES
 from ckptstore.storage.open import open_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")

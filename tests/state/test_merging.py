@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from ckptstore import Checkpoint, InvalidInput, InvalidState, merge, open_store
 from ckptstore.checkpoint import files_behind
-from ckptstore.interchange.merging import merged_files, sums
-from ckptstore.interchange.merging.merged_files import MergeReport, MergeSource
-from ckptstore.interchange.merging.shares import shares
+from ckptstore.extensions.exchange.merging import merged_files, sums
+from ckptstore.extensions.exchange.merging.merged_files import MergeReport, MergeSource
+from ckptstore.extensions.exchange.merging.shares import shares
 from ckptstore.state.tensors.boxes import Box
 
 MIB = 1 << 20
@@ -131,7 +131,7 @@ def test_a_merge_in_many_passes_and_threads_is_that_of_whole_tensors(
 
 @pytest.mark.slow
 def test_a_merge_of_many_ranks_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.interchange import to_safetensors
+    from ckptstore.extensions.exchange import to_safetensors
 
     monkeypatch.setattr(to_safetensors, "WINDOW_BYTES", 1 << 19)
     run_ranks(2, save_sharded, str(tmp_path / "sharded"))

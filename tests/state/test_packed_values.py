@@ -25,11 +25,11 @@ from thread_ranks import run_threads
 
 import ckptstore
 from ckptstore import CheckpointDamaged, InvalidState
-from ckptstore.dcp.stock import stock_write
 from ckptstore.interchange import export
 from ckptstore.state.index.packed_values import MAX_LEVELS, pack, plain_size, unpack
 from ckptstore.state.live import values
 from ckptstore.state.live.values import Decoder, Encoder
+from ckptstore.stock import stock_write
 
 ATOMS = (
     st.none()

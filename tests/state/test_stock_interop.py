@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidName, InvalidState, open_store
 from ckptstore.checkpoint import files_behind
 from ckptstore.dcp import StoreReader, StoreWriter
-from ckptstore.dcp.stock import stock_write
-from ckptstore.dcp.stock.stock_pickle import MetadataPickle
-from ckptstore.dcp.stock.stock_pickles import load_metadata
-from ckptstore.dcp.view import add_stock_tensors
+from ckptstore.integrations.dcp.view import add_stock_tensors
 from ckptstore.interchange import export
 from ckptstore.loading.load_state import open_any
 from ckptstore.state.tensors.boxes import Box
+from ckptstore.stock import stock_write
+from ckptstore.stock.stock_pickle import MetadataPickle
+from ckptstore.stock.stock_pickles import load_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 

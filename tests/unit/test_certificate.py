@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
-from ckptstore.fast.certificate import Certificate, held_by
+from ckptstore.extensions.tier.certificate import Certificate, held_by
 from ckptstore.format.manifest import Manifest
 
 GOLDEN = Path(__file__).parents[1] / "golden"

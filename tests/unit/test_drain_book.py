@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StoreFenced
-from ckptstore.fast.certificate import Certificate, held_by
-from ckptstore.fast.drain.book import Book, Drain
-from ckptstore.fast.nodes.fast_place import FastPlace
-from ckptstore.fast.nodes.members import Members
-from ckptstore.fast.nodes.node_disk import NodeDisk
-from ckptstore.fast.tier import FastTier
+from ckptstore.extensions.tier.certificate import Certificate, held_by
+from ckptstore.extensions.tier.drain.book import Book, Drain
+from ckptstore.extensions.tier.nodes.fast_place import FastPlace
+from ckptstore.extensions.tier.nodes.members import Members
+from ckptstore.extensions.tier.nodes.node_disk import NodeDisk
+from ckptstore.extensions.tier.tier import FastTier
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt

@@ -9,9 +9,9 @@ import pytest
 
 from ckptstore import FastTier
 from ckptstore.errors import InvalidInput
-from ckptstore.fast.candidates import Merged, NodeSighting, merge
-from ckptstore.fast.certificate import Certificate, held_by
-from ckptstore.fast.upkeep.sweep import SweepView, sweep
+from ckptstore.extensions.tier.candidates import Merged, NodeSighting, merge
+from ckptstore.extensions.tier.certificate import Certificate, held_by
+from ckptstore.extensions.tier.upkeep.sweep import SweepView, sweep
 from ckptstore.format.changes import Change, Claim, Commit, Remove, Resumed
 from ckptstore.format.digest import Digest
 from ckptstore.format.entry import CheckpointEntry

@@ -15,8 +15,8 @@ import pytest
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import InvalidInput
+from ckptstore.extensions.history.cursor import Cursor
 from ckptstore.format.changes import Annotate, Change, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin, apply
-from ckptstore.format.cursor import Cursor
 from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
 from ckptstore.format.manifest import Manifest, sha256_of
 from ckptstore.format.order import SaveOrder, Void

@@ -31,11 +31,12 @@ from ckptstore.errors import (
     StoreNotShared,
 )
 from ckptstore.group import SoloGroup, StorageGroup, check_shared, find_group, storage_group
-from ckptstore.group.base import spoken, this_node
+from ckptstore.group.base import this_node
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.meeting import pack, unpack
 from ckptstore.group.message import DRAIN_LANE, Message
 from ckptstore.runtime.beat import beat
+from ckptstore.runtime.shown import show_ranks
 from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
@@ -158,7 +159,7 @@ def test_a_failure_of_work_is_the_same_error_on_every_rank(memory: MemoryStorage
         assert error.__cause__ is own.get(rank)
     others = sorted(failing - {first})
     assert str(ends[0]) == str(ends[3])
-    assert (spoken(others) in str(ends[0])) if others else ("failed too" not in str(ends[0]))
+    assert (show_ranks(others) in str(ends[0])) if others else ("failed too" not in str(ends[0]))
 
 
 def test_a_foreign_error_is_a_rank_failed_with_its_cause_where_it_happened(memory: MemoryStorage) -> None:
@@ -675,7 +676,7 @@ def test_a_message_of_a_newer_version_is_refused() -> None:
     ],
 )
 def test_ranks_are_spoken(ranks: list[int], text: str) -> None:
-    assert spoken(list(ranks)) == text
+    assert show_ranks(list(ranks)) == text
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ PARSERS = {"load_json", "load_object", "parse_json", "json_in", "raw_decode"}
 OTHERS = {
     "format.encoding:": "the parsers themselves",
     "group.meeting:": "in the table, as a value of a meeting",
-    "peers.channel:": "headers between processes: tests/unit/test_node_server.py",
+    "extensions.peers.channel:": "headers between processes: tests/unit/test_node_server.py",
     "saving.request:": "what this process has just encoded",
     "saving.state_shard:": "what a rank of the same start has just sent, in a message that is in the table",
     "state.index.items:": "the same",
@@ -30,7 +30,7 @@ OTHERS = {
     "state.write.agree:": "the same",
     "state.write.replicas:": "the same",
     "state.write.outlining:": "what this process has just encoded",
-    "state.write.thinned_index:": "plain values that were read before",
+    "extensions.history.thinned_index:": "plain values that were read before",
     "state.live.values:": "in the table, as plain values and as notes of modules",
     "state.live.optimizer_load:": "for a class of the user, all of whose errors are caught",
     "storage.cloud.": "answers of a server: tests/servers/test_hostile_answers.py",

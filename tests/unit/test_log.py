@@ -45,7 +45,7 @@ from ckptstore.storage import memory
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
-from ckptstore.storage.retried import with_retries
+from ckptstore.storage.retry import with_retries
 from ckptstore.testing.faults import Call, CountCalls, FailAt, TearAt, combine, wrap
 
 ONCE = RetryConfig(retry_attempts=1)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import AccessDenied, CheckpointDamaged, InvalidInput, StorageFull, StorageUnavailable, StoreFenced
-from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate, held_by
-from ckptstore.fast.nodes.node_disk import NodeDisk
+from ckptstore.extensions.tier.certificate import CERTIFICATE_NAME, Certificate, held_by
+from ckptstore.extensions.tier.nodes.node_disk import NodeDisk
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageUnavailable
-from ckptstore.fast.nodes.node_disk import NodeDisk
-from ckptstore.fast.nodes.node_server import NodeClient, NodeServer, own_addresses
+from ckptstore.extensions.peers import line_server
+from ckptstore.extensions.peers.channel import Channel, NodeKeys, greet
+from ckptstore.extensions.tier.nodes.node_disk import NodeDisk
+from ckptstore.extensions.tier.nodes.node_server import NodeClient, NodeServer, own_addresses
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import Attempt
-from ckptstore.peers import line_server
-from ckptstore.peers.channel import Channel, NodeKeys, greet
 from ckptstore.transfer.sources import MemorySource
 
 ATTEMPT = Attempt(3, 1, "0123abcd")
@@ -428,7 +428,7 @@ class Nowhere:
 
 
 def test_what_is_given_up_is_not_read_any_more(disk: NodeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.fast.partner import _Sending
+    from ckptstore.extensions.tier.partner import _Sending
     from ckptstore.transfer.moves import PlannedFile
 
     monkeypatch.setattr(type(disk.storage), "open_parts", lambda *_: Nowhere())
@@ -463,7 +463,7 @@ class Meeting:
 
 
 def test_two_files_are_on_their_way_to_the_partner_at_once(client: NodeClient) -> None:
-    from ckptstore.fast.partner import _Sending
+    from ckptstore.extensions.tier.partner import _Sending
     from ckptstore.transfer.moves import PlannedFile
 
     barrier = threading.Barrier(2)
@@ -474,7 +474,7 @@ def test_two_files_are_on_their_way_to_the_partner_at_once(client: NodeClient) -
 
 def test_the_first_error_ends_what_else_is_on_its_way(disk: NodeDisk, client: NodeClient) -> None:
     """Else a save that has failed would wait for all that can still be sent."""
-    from ckptstore.fast.partner import _Sending
+    from ckptstore.extensions.tier.partner import _Sending
     from ckptstore.transfer.moves import PlannedFile
 
     class Broken(Slow):

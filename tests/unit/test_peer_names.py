@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ckptstore.config import PeerConfig
-from ckptstore.peers import peers as module
-from ckptstore.peers.extents import EXTENT_BYTES
-from ckptstore.peers.peers import Peers
+from ckptstore.extensions.peers import peers as module
+from ckptstore.extensions.peers.peers import Peers
 from ckptstore.storage.memory import MemoryStorage
+from ckptstore.transfer.moves import EXTENT_BYTES
 
 FILE = "checkpoints/step-0000000001-e0001-00000000/model"
 

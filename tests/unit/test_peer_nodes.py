@@ -19,20 +19,21 @@ import torch
 from ckptstore import Checkpoint, CheckpointDamaged, CheckpointStore, InvalidInput, StorageUnavailable, open_store
 from ckptstore.config import CacheConfig, PeerConfig, StoreConfig
 from ckptstore.events import Event, PeerLeftOut, listening
+from ckptstore.extensions.peers import nodes
+from ckptstore.extensions.peers.channel import AUTHENTICATED_BYTES, Channel, token_keys
+from ckptstore.extensions.peers.extents import Extents
+from ckptstore.extensions.peers.line_client import LineClient
+from ckptstore.extensions.peers.line_server import LineServer
+from ckptstore.extensions.peers.nodes import find_nodes, parse_peers
+from ckptstore.extensions.peers.peer_server import GROUP
+from ckptstore.extensions.peers.peers import Peers
+from ckptstore.extensions.publication.subscription import Subscription
 from ckptstore.format.digest import Digest
 from ckptstore.node_cache.place import open_place
 from ckptstore.node_cache.readers import excluding_readers
-from ckptstore.peers import nodes
-from ckptstore.peers.channel import AUTHENTICATED_BYTES, Channel, token_keys
-from ckptstore.peers.extents import EXTENT_BYTES, Extents
-from ckptstore.peers.line_client import LineClient
-from ckptstore.peers.line_server import LineServer
-from ckptstore.peers.nodes import find_nodes, parse_peers
-from ckptstore.peers.peer_server import GROUP
-from ckptstore.peers.peers import Peers
-from ckptstore.publication.subscription import Subscription
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
+from ckptstore.transfer.moves import EXTENT_BYTES
 
 TOKEN = "a token of sixteen characters"
 URI = "s3://test/run é/first"

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import InvalidInput, InvalidMetric
-from ckptstore.keep_rules import parse_policy
 from ckptstore.retention import (
     Candidate,
     KeepAll,
@@ -29,6 +28,7 @@ from ckptstore.retention import (
     check_required,
     decide,
     mode_of,
+    parse_policy,
     ranked,
 )
 

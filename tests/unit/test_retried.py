@@ -12,8 +12,7 @@ from ckptstore.errors import StorageUnavailable
 from ckptstore.storage import base
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
-from ckptstore.storage.retried import with_retries
-from ckptstore.storage.retry import retrying
+from ckptstore.storage.retry import retrying, with_retries
 from ckptstore.transfer import RangeRead, Transfer
 
 QUICK = RetryConfig(retry_attempts=4, retry_wait_initial_seconds=0.001, retry_wait_max_seconds=0.002)

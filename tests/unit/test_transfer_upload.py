@@ -24,6 +24,7 @@ from moving import DATA, MIB, block_digests, from_file, from_memory, make_storag
 from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, SourceChanged, StorageError, StorageFull, StorageUnavailable
 from ckptstore.events import BytesMoved, Event, FileStored, RequestRetried, listening
+from ckptstore.extensions.tier.drain.paced import PacedSource, Pacer
 from ckptstore.format.digest import ALGORITHMS, Digest
 from ckptstore.runtime.beat import beating
 from ckptstore.storage.base import UploadGone
@@ -32,7 +33,6 @@ from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import upload
 from ckptstore.transfer.moves import PlannedFile
-from ckptstore.transfer.paced import PacedSource, Pacer
 from ckptstore.transfer.pool import Operation
 from ckptstore.transfer.sources import FileSource, MemorySource
 from ckptstore.transfer.upload import in_turns

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
 
-from ckptstore.keep_rules import RULES
+from ckptstore.retention import RULES
 from ckptstore.runtime.near import nearest
 
 PREFIX = "ckptstore_"

@@ -11,7 +11,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.integrations.axolotl.args import PREFIX
 from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
 from ckptstore.integrations.transformers import CheckpointStoreCallback
-from ckptstore.keep_rules import parse_policy
+from ckptstore.retention import parse_policy
 
 
 class CkptstorePlugin(BasePlugin):  # type: ignore[misc] # Axolotl is Any to the type checker

@@ -41,7 +41,7 @@ def callbacks(environ: Mapping[str, str] | None = None) -> list[Any]:
         raise InvalidInput(f"{EVERY}={steps!r} is no number above 0")
 
     from ckptstore.integrations.lightning import CheckpointStoreCallback
-    from ckptstore.keep_rules import parse_policy
+    from ckptstore.retention import parse_policy
 
     keep = parse_policy(variables.get(KEEP, ""))
     tier = tier_of({name: variables.get(_variable(name)) for name in FAST_SETTINGS}, shown=_variable)

@@ -14,7 +14,7 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
+from ckptstore.storage.retry import with_retries
 from ckptstore.storage.uri import parse_uri
 
 RETRIED_S3 = "ckptstore-s3"

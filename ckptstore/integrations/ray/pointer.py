@@ -17,8 +17,8 @@ from ckptstore.format.encoding import FORMAT_VERSION, as_number, as_text, dump_j
 from ckptstore.format.layout import check_step
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.filesystem import StoragePlace, is_on_s3, place_of
+from ckptstore.integrations.ray.ray_snapshot import ROOT_NAME
 from ckptstore.storage.retry import retrying
-from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 POINTER_NAME = "ckptstore-pointer.json"
 

@@ -23,6 +23,7 @@ from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics, safe_metrics, with_those_of_others
 from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
+from ckptstore.integrations.ray.ray_snapshot import ROOT_NAME
 from ckptstore.integrations.ray.reports import LateReports, Reports
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.loading.newest import newest_first, refuse_load_options, resume
@@ -30,11 +31,10 @@ from ckptstore.opening import open_store
 from ckptstore.saving.background import OnBusy, PendingSave
 from ckptstore.saving.phases import SaveClock
 from ckptstore.store import CheckpointStore
-from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 if TYPE_CHECKING:
-    from ckptstore.dcp.target import StoreTarget
-    from ckptstore.fast.candidates import FastCandidate
+    from ckptstore.extensions.tier.candidates import FastCandidate
+    from ckptstore.integrations.dcp.target import StoreTarget
     from ckptstore.saving.save_state import SaveResult
 
 logger = logging.getLogger("ckptstore.ray")

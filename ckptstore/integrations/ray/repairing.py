@@ -19,10 +19,10 @@ from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RAY_MARKER
 from ckptstore.integrations.ray.kept_by_ray.wrapping import check_whole, files_at
 from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics
 from ckptstore.integrations.ray.pointer import POINTER_NAME, Pointer
+from ckptstore.integrations.ray.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, Snapshot, obstacle, read_snapshot
 from ckptstore.opening import open_store
 from ckptstore.storage.base import Storage
 from ckptstore.storage.uri import parse_uri
-from ckptstore.upkeep.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, Snapshot, obstacle, read_snapshot
 
 logger = logging.getLogger("ckptstore.ray")
 

@@ -14,10 +14,10 @@ from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.pointer import has_pointer, pointed_place, read_pointer
+from ckptstore.integrations.ray.ray_snapshot import ROOT_NAME
 from ckptstore.integrations.ray.ray_store import Prefer, RayStore, current_store
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.opening import open_store
-from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 
 def resume(

@@ -12,10 +12,10 @@ from torchtitan.tools.logging import logger
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, InvalidInput
+from ckptstore.extensions.exchange.exporting import export
+from ckptstore.extensions.exchange.places import is_remote, on_this_machine
 from ckptstore.group.base import this_node
 from ckptstore.integrations.torchtitan.together import on_all_ranks, on_leader, rank_of
-from ckptstore.interchange import export
-from ckptstore.interchange.places import is_remote, on_this_machine
 from ckptstore.storage.uri import redact
 from ckptstore.store import CheckpointStore
 

@@ -17,7 +17,7 @@ from torchtitan.tools.logging import logger
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import FileMissing, InvalidInput
-from ckptstore.fast.tier import FastTier
+from ckptstore.extensions.tier.tier import FastTier
 from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
 from ckptstore.integrations.torchtitan.flat import (
     DATALOADER,

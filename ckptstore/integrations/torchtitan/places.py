@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from ckptstore.catalogue import Entry
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput
-from ckptstore.fast.candidates import FastCandidate
+from ckptstore.extensions.tier.candidates import FastCandidate
 from ckptstore.opening import open_store
 from ckptstore.storage.uri import redact
 from ckptstore.store import CheckpointStore

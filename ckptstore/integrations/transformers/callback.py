@@ -16,10 +16,10 @@ from transformers import TrainerCallback
 
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
+from ckptstore.extensions.exchange.replacing import replace_directory
 from ckptstore.integrations.lazy_store import LazyStore, StoreSource, reports_to_ray
 from ckptstore.integrations.transformers.shares import is_written_as, link, newest_written, seen_in
 from ckptstore.saving.directory_shard import directory_of
-from ckptstore.storage.disk.replacing import replace_directory
 from ckptstore.store import CheckpointStore, settle_saves, start_shard
 from ckptstore.tools.run.folders.division import Seen, divide
 

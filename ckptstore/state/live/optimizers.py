@@ -3,7 +3,7 @@
 `state.<parameter>.<item>` is one item of the state of one parameter, `param_groups.<parameter>.<setting>` one setting
 of its group, where `<parameter>` is the key of the parameter itself: the same for every parallel layout, and however
 many modules the optimizer is over. Stock readers see torch's own names, without the key of the module: see
-`ckptstore.dcp.stock.stock_write`. `Optimizer.state_dict` alone numbers the parameters, and a new optimizer would
+`ckptstore.stock.stock_write`. `Optimizer.state_dict` alone numbers the parameters, and a new optimizer would
 silently load nothing of it. State that belongs to no parameter has separate keys: `state_of_all`,
 `settings_of_empty_groups`, and `more` for entries beside torch's two.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ckptstore.errors import InvalidState
 from ckptstore.format.digest import Digest
-from ckptstore.group.base import spoken
+from ckptstore.runtime.shown import show_ranks
 from ckptstore.state.index.items import Mode, Row, Structure
 from ckptstore.state.index.key_paths import KeyPaths
 from ckptstore.state.index.outline import ModuleMetadata, Outline, PartFile, Span, encode_table
@@ -117,7 +117,7 @@ class RankStructures:
         return sorted(key for key in apart if not all(has(rank, key) for rank in self.ranks_of(key)))
 
     def _words(self, keys: Sequence[str]) -> str:
-        shown = [f"{key} ({spoken(ranks)})" if (ranks := self.ranks_of(key)) else key for key in keys[:_SHOWN]]
+        shown = [f"{key} ({show_ranks(ranks)})" if (ranks := self.ranks_of(key)) else key for key in keys[:_SHOWN]]
         return ", ".join(shown) + (f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
 
 
@@ -291,7 +291,7 @@ class Outliner:
             if has.isdisjoint(layout.sharers_of(rank)) and layout.boxes_of(rank, row.shape)
         ]
         if lacking:
-            raise _refusal(f"{key} ({spoken(lacking)}) would be in no file of the checkpoint")
+            raise _refusal(f"{key} ({show_ranks(lacking)}) would be in no file of the checkpoint")
 
     def _has_alike(self, found: Row | None, number: int, row: Row, layout: MeshLayout) -> bool:
         if found is None or not found.layout:

@@ -16,8 +16,8 @@ import torch
 
 from ckptstore.errors import InvalidState
 from ckptstore.format.digest import fingerprint
-from ckptstore.group.base import spoken
 from ckptstore.runtime.collector import collector_paused
+from ckptstore.runtime.shown import show_ranks
 from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode, Structure
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.tensor_memory import digest_of, digest_of_host, fingerprints_of
@@ -117,7 +117,7 @@ def check_alike(held: Iterable[tuple[str, int, Mapping[Any, Sequence[int]]]], *,
     first: dict[str, tuple[int, list[Sequence[int]]]] = {}
     for key, mode, ranks in sorted(wrong):
         first.setdefault(key, (mode, ranks))
-    shown = [f"{key} ({' vs '.join(map(spoken, ranks[:4]))})" for key, (_, ranks) in list(first.items())[:_SHOWN]]
+    shown = [f"{key} ({' vs '.join(map(show_ranks, ranks[:4]))})" for key, (_, ranks) in list(first.items())[:_SHOWN]]
     more = f" and {len(first) - len(shown)} more" if len(first) > len(shown) else ""
     mode, ranks = next(iter(first.values()))
     what = f"{len(first)} tensors differ" if len(first) > 1 else "A tensor differs"

@@ -76,6 +76,7 @@ def _call(name: str, *arguments: Any) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     while function(*arguments) != 0:
         code = ctypes.get_errno()
+        # A signal that the trainer handles has come first: nothing was done yet.
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
 
@@ -83,6 +84,7 @@ def _call(name: str, *arguments: Any) -> None:
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
     """Yield the descriptor of a file, which is open while the context lasts. Raises OSError."""
+    # A child of the trainer, such as a data loader's worker, would keep the blocks of a deleted file until it ends.
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
     try:
         yield descriptor
@@ -132,6 +134,7 @@ def read_at(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
     for first in range(0, len(views), _MAX_VIEWS):
         pending = views[first : first + _MAX_VIEWS]
         while pending:
+            # Views without bytes also give 0, and are not the end of the file.
             count = os.preadv(descriptor, pending, offset)
             if count == 0 and any(pending):
                 return offset - start
@@ -339,6 +342,7 @@ def _existing(path: str) -> str:
 def free_bytes(directory: str) -> int:
     """Return the bytes that can be written to the file system of a directory, which need not exist yet. Some that are
     mounted by FUSE report no size at all, and count as endless. Raises OSError."""
+    # Not f_bfree, which counts the blocks that only root may take.
     facts = os.statvfs(_existing(directory))
     return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
 
@@ -385,6 +389,7 @@ def privacy_fault(path: Path) -> str:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return "is no directory, or a symbolic link"
+    # Whoever owns the directory can replace what is in it, whatever its mode says.
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}, not {os.geteuid()}"
     if status.st_mode & 0o077:

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import click
 
 from ckptstore.errors import InvalidInput
-from ckptstore.fast.tier import FastTier
+from ckptstore.extensions.tier.tier import FastTier
 from ckptstore.format.encoding import parse_json
-from ckptstore.keep_rules import RULES, parse_policy
+from ckptstore.retention import RULES, parse_policy
 from ckptstore.storage.uri import parse_uri
 from ckptstore.transfer.executor import Executor, InProcess
 

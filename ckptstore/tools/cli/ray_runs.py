@@ -10,9 +10,9 @@ import click
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CheckpointDamaged, CheckpointGone
+from ckptstore.integrations.ray.ray_snapshot import uris_in_run
 from ckptstore.runtime.shown import printable
 from ckptstore.store import CheckpointStore
-from ckptstore.upkeep.ray_snapshot import uris_in_run
 
 
 def _tell(uri: str, error: CheckpointDamaged) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput, NoUsableCheckpoint, StoreMissing
-from ckptstore.fast.tier import FastTier
+from ckptstore.extensions.tier.tier import FastTier
 from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
 from ckptstore.opening import open_store
 from ckptstore.retention import Mode

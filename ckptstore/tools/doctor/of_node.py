@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput, StorageError
-from ckptstore.fast.upkeep.node_inventory import take_inventory
-from ckptstore.fast.upkeep.node_view import FastOnNode, view_node
+from ckptstore.extensions.tier.upkeep.node_inventory import take_inventory
+from ckptstore.extensions.tier.upkeep.node_view import FastOnNode, view_node
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
 from ckptstore.node_cache.place import filesystem_of, is_network

@@ -13,13 +13,13 @@ from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, CkptstoreError, StoreForked, UnsupportedVersion
 from ckptstore.format.layout import CHECKPOINT_PREFIX, LOG_PREFIX, STORE_KEY
+from ckptstore.integrations.ray.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, obstacle, read_snapshot, uris_in_run
 from ckptstore.log import Log
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 from ckptstore.opening import open_store
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.tools.doctor.finding import Finding
-from ckptstore.upkeep.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, obstacle, read_snapshot, uris_in_run
 
 _RETRY = RetryConfig(retry_attempts=3, retry_deadline_seconds=15.0, retry_wait_max_seconds=2.0)
 """Somebody waits for the answer, and what fails three times is a finding."""

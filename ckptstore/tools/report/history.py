@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
+from ckptstore.extensions.history.past_saves import Usage, growth_per_day
 from ckptstore.format.changes import (
     EMPTY,
     Annotate,
@@ -27,7 +28,6 @@ from ckptstore.format.layout import Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.reader import Probed, link_problem, record_problem
 from ckptstore.tools.report.document import ChangeKind, SeenChange, SeenResume, SeenUsage, SizePoint, Status
-from ckptstore.upkeep.past_saves import Usage, growth_per_day
 
 MOST_NAMED = 8
 """The most checkpoints that the text of a change names."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.fast.upkeep.node_view import NodeFast, view_node
+from ckptstore.extensions.tier.upkeep.node_view import NodeFast, view_node
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.record import Record
 from ckptstore.job import Job

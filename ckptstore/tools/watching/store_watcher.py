@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidName, StoreMissing
-from ckptstore.fast.upkeep.node_view import view_node
+from ckptstore.extensions.tier.upkeep.node_view import view_node
 from ckptstore.format.changes import Annotate, Claim, Commit, Pin, Remove, Restore, Resumed, Unpin
 from ckptstore.format.encoding import shortened
 from ckptstore.format.layout import check_name

@@ -18,11 +18,11 @@ from ckptstore.errors import (
     StoreMissing,
 )
 from ckptstore.events import CheckpointSkipped, Event, listening
+from ckptstore.extensions.exchange.copying import copy_store
 from ckptstore.format.changes import Change, Pin, Remove, Restore, Unpin
 from ckptstore.format.layout import HINT_KEY, MANIFEST_NAME
 from ckptstore.format.record import Record
 from ckptstore.group import StorageGroup
-from ckptstore.interchange.copying import copy_store
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepLatest
 from ckptstore.transfer.opened import open_place

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from ckptstore.extensions.history.cursor import Cursor
 from ckptstore.format.changes import Claim, Commit, Remove, Restore
-from ckptstore.format.cursor import Cursor
 from ckptstore.format.layout import (
     CHECKPOINT_PREFIX,
     HINT_KEY,

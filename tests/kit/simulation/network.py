@@ -97,8 +97,6 @@ class Network:
         self.is_calm = False
         self.away_until = -1.0
         """The end of a time in which no request is answered."""
-        self.has_own_storage = False
-        """True if the storages are not the simulation's."""
         self.on_read: Callable[[int, str], None] = lambda pid, key: None
         """Called when a process reads the bytes of a file."""
         self.on_delete: Callable[[Process, str], None] = lambda process, keys: None
@@ -189,11 +187,11 @@ class Network:
             scheduler.block(seconds)
         elif fault == "late":
             late_seconds = self.plan.chance(site, "late") * 4 * self.plan.rank_timeout_seconds
-            scheduler.at(scheduler.now + late_seconds, self._detached(effect_only(perform)))
+            scheduler.at(scheduler.now + late_seconds, effect_only(perform))
             scheduler.block(seconds)
         elif changes:
             # it arrives even if its process is dead by then
-            scheduler.at(scheduler.now + seconds, self._detached(effect))
+            scheduler.at(scheduler.now + seconds, effect)
             scheduler.block()
         else:
             scheduler.block(seconds)
@@ -231,14 +229,6 @@ class Network:
         """Switch the calling process to another way, which returns correct bytes for a while."""
         client = self.caller()
         client.is_corrupted, client.honest_until_call = False, client.calls + 300
-
-    def _detached(self, effect: Callable[[], None]) -> Callable[[], object]:
-        """Return an effect that belongs to no process, on a thread if it may wait for locks of its own."""
-        if not self.has_own_storage:
-            return effect
-        process = self.caller().process
-        server = Process(f"{process.name} in flight", process.pid)
-        return lambda: self.scheduler.spawn(server, effect, "request")
 
     def _failed(self, client: Client, thread: int) -> None:
         count = client.failures.get(thread, 0.0) + 1

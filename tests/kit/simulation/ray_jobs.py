@@ -17,7 +17,7 @@ from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
 from ckptstore.saving import transaction
 from ckptstore.saving.shard import Shard
 from ckptstore.storage.base import Storage
-from ckptstore.storage.retried import with_retries
+from ckptstore.storage.retry import with_retries
 from ckptstore.transfer import Transfer
 from kit.simulation.model import payload
 from kit.simulation.plan import Action

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,8 +17,7 @@ from ckptstore import program
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.format.provenance import Provenance
 from ckptstore.storage import open as opening
-from ckptstore.storage.base import Storage
-from kit.simulation import alone, programs
+from kit.simulation import alone, keyvalue, programs
 from kit.simulation.fast_tier import fast_jobs, node_disks
 from kit.simulation.ledger import Violation
 from kit.simulation.plan import Actor, Plan, draw
@@ -29,11 +28,11 @@ from kit.simulation.world import DIRECTORY_MARK, World
 _MODULES = (
     "ckptstore",
     "ckptstore.opening",
-    "ckptstore.interchange.copying",
+    "ckptstore.extensions.exchange.copying",
     "ckptstore.loading.newest",
     "ckptstore.loading.restoring",
     "ckptstore.loading.story",
-    "ckptstore.loading.thinning",
+    "ckptstore.extensions.history.thinning",
     "ckptstore.loading.verify",
     "ckptstore.saving.background",
     "ckptstore.saving.directory_shard",
@@ -41,8 +40,8 @@ _MODULES = (
     "ckptstore.transfer.fetch",
     "ckptstore.transfer.reads",
     "ckptstore.transfer.upload",
-    "ckptstore.upkeep.cursor_file",
-    "ckptstore.upkeep.follow",
+    "ckptstore.extensions.history.cursor_file",
+    "ckptstore.extensions.history.follow",
     "ckptstore.upkeep.garbage",
     "ckptstore.upkeep.leases",
     "ckptstore.upkeep.retain",
@@ -54,20 +53,17 @@ _MODULES = (
     "ckptstore.integrations.ray.kept_by_ray.ray_keeps",
     "ckptstore.integrations.ray.kept_by_ray.ray_shards",
     "ckptstore.integrations.ray.kept_by_ray.wrapping",
-)
-_WITH_TORCH = (
     "ckptstore.saving.save_state",
-    "ckptstore.fast.guest",
-    "ckptstore.fast.saver",
+    "ckptstore.extensions.tier.guest",
+    "ckptstore.extensions.tier.saver",
     "ckptstore.loading.load_state",
     "ckptstore.group.torch_board",
     "ckptstore.saving.state_shard",
-    "ckptstore.state.write.thinned_index",
-    "ckptstore.dcp.stock.stock_read",
-    "ckptstore.dcp.stock.stock_thin",
-    "ckptstore.dcp.stock.stock_write",
+    "ckptstore.extensions.history.thinned_index",
+    "ckptstore.stock.stock_read",
+    "ckptstore.extensions.history.stock_thin",
+    "ckptstore.stock.stock_write",
     "kit.simulation.states",
-    "kit.simulation.keyvalue",
 )
 _ENVIRONMENT = {
     "CKPTSTORE_NUM_THREADS": "3",
@@ -127,32 +123,18 @@ def _provenance(*, num_hosts: int | None = None) -> Provenance:
 class Simulation:
     """Runs plans, as often as one likes, during its context. Not safe for threads."""
 
-    def __init__(
-        self, open_storage: Callable[[str], Storage] | None = None, *, modules: Sequence[str] = (), states: bool = True
-    ) -> None:
-        """Create a simulation.
-
-        `open_storage` opens a storage of your own by a URI that differs in every run: the same files for the same URI.
-        `modules` are its modules, which then wait, and tell the time, in the simulation. Without it the storages are
-        the simulation's. With `states`, some jobs save tensors, which needs torch.
-        """
-        self._open_own = open_storage
-        self._more = tuple(modules)
-        self._states = states
-        self._num_runs = 0
+    def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._state: ModuleState | None = None
 
     def __enter__(self) -> Simulation:
-        load(*_MODULES, *self._more)
+        load(*_MODULES)
         replaced: dict[int, tuple[Any, Any]] = {id(_real_open_storage): (_real_open_storage, _open_storage)}
         replaced[id(program.provenance)] = (program.provenance, _provenance)
         replaced |= node_disks.replaced(lambda: _worlds[-1].nodes)
-        if self._states:
-            load(*_WITH_TORCH)
-            replaced |= sys.modules["kit.simulation.keyvalue"].REPLACED
+        replaced |= keyvalue.REPLACED
         self._state = ModuleState()
-        self._stack.enter_context(patched(replaced, modules=self._more))
+        self._stack.enter_context(patched(replaced))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -173,10 +155,7 @@ class Simulation:
     def _run(self, plan: Plan, prepare: Callable[[World], None] | None) -> Outcome:
         assert self._state is not None, "use it as a context"
         scheduler = Scheduler(plan.seed, swap=self._state.swap)
-        if not self._states:
-            plan = replace(plan, contents="directory", board="storage")
-        self._num_runs += 1
-        world = World(plan, scheduler, self._opener())
+        world = World(plan, scheduler)
         scheduler.environment = {
             **_ENVIRONMENT,
             "CKPTSTORE_RETRY_ATTEMPTS": str(plan.retry_attempts),
@@ -210,10 +189,6 @@ class Simulation:
             tuple(world.network.struck),
             len(world.model.records),
         )
-
-    def _opener(self) -> Callable[[str], Storage] | None:
-        own, mark = self._open_own, f"run-{self._num_runs}"
-        return None if own is None else lambda uri: own(f"{uri}-{mark}")
 
 
 def _left_open() -> list[str]:

@@ -73,8 +73,6 @@ class World:
 
     plan: Plan
     scheduler: Scheduler
-    open_own: Callable[[str], Any] | None = None
-    """Opens a storage that is not the simulation's."""
     servers: dict[str, Any] = field(default_factory=dict)
     """The key-value store of each job."""
     broadcasts: dict[tuple[str, int], dict[int, Any]] = field(default_factory=dict)
@@ -96,7 +94,6 @@ class World:
         now = lambda: self.scheduler.now  # noqa: E731
         self.model = Model(self.spaces[STORE_URI], self.plan, now, ranks_of, step_of)
         self.network.on_read = self.model.reads_file
-        self.network.has_own_storage = self.open_own is not None
         self.model.on_commit = self.look
         self.copy = Model(self.spaces[COPY_URI], self.plan, now, ranks_of, step_of, is_copy=True)
         self.kept_by_ray = RayModel(self.spaces[RUN_URI], ranks_of, step_of)
@@ -126,11 +123,7 @@ class World:
 
     def open_storage(self, uri: Any, **_: Any) -> Any:
         """Open a storage in place of `ckptstore.storage.open.open_storage`."""
-        uri = str(uri)
-        space = self._space(uri)
-        if self.open_own is not None:
-            return self.network.connect(self.open_own(uri), space)
-        return self.network.connect(storages.KINDS[self.plan.storage](space))
+        return self.network.connect(storages.KINDS[self.plan.storage](self._space(str(uri))))
 
     def _space(self, uri: str) -> storages.Space:
         if uri not in self.spaces:

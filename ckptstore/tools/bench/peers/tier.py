@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ckptstore.fast.tier import FastTier
+from ckptstore.extensions.tier.tier import FastTier
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepEvery
 from ckptstore.store import CheckpointStore

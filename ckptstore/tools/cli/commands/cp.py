@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ckptstore.interchange.copying import CopyReport, copy_checkpoint, copy_store
-from ckptstore.interchange.salvage import salvage_store
+from ckptstore.extensions.exchange.copying import CopyReport, copy_checkpoint, copy_store
+from ckptstore.extensions.exchange.salvage import salvage_store
 from ckptstore.runtime.shown import printable, show_size
 from ckptstore.tools.cli.kinds import TARGET
 from ckptstore.tools.cli.options import (

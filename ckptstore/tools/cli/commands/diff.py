@@ -18,7 +18,7 @@ from ckptstore.tools.cli.output import checkpoint_json, echo_table, print_json, 
 from ckptstore.tools.cli.targets import opened_checkpoint, parse_target
 
 if TYPE_CHECKING:
-    from ckptstore.interchange.comparing import TensorDifference
+    from ckptstore.extensions.exchange.comparing import TensorDifference
     from ckptstore.loading.tensor_view import StoredTensor
 
 
@@ -121,7 +121,7 @@ def compared_tensors(first: Checkpoint, second: Checkpoint, *, values: bool) -> 
         if checkpoint.kind != "state":
             return [], 0, f"{name} is a directory of files"
     try:
-        from ckptstore.interchange.comparing import tensor_differences
+        from ckptstore.extensions.exchange.comparing import tensor_differences
 
         return *tensor_differences(first, second, values=values), ""
     except ModuleNotFoundError as error:

@@ -60,7 +60,7 @@ def command(
     memory are used. To continue an interrupted export to "safetensors", run it again.
     """
     needs("torch")
-    from ckptstore.interchange.exporting import export
+    from ckptstore.extensions.exchange.exporting import export
 
     shard_size_bytes = int(read_size(shard_size))
     source = click.get_current_context().get_parameter_source("shard_size")

@@ -12,12 +12,11 @@ import click
 
 from ckptstore.catalogue import job_of
 from ckptstore.errors import InvalidInput
-from ckptstore.fast.upkeep.node_clear import Cleared, Judged, LogView, judge, read_log, sweepable
-from ckptstore.fast.upkeep.node_clear import clear as clear_node
-from ckptstore.fast.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory, take_inventory
-from ckptstore.group.base import spoken
+from ckptstore.extensions.tier.upkeep.node_clear import Cleared, Judged, LogView, judge, read_log, sweepable
+from ckptstore.extensions.tier.upkeep.node_clear import clear as clear_node
+from ckptstore.extensions.tier.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory, take_inventory
 from ckptstore.log.identity import read_identity
-from ckptstore.runtime.shown import printable, show_duration, show_size
+from ckptstore.runtime.shown import printable, show_duration, show_ranks, show_size
 from ckptstore.tools.cli.options import as_json, dry_run, storage_option
 from ckptstore.tools.cli.output import echo_table, print_json
 from ckptstore.tools.cli.targets import opened_store
@@ -256,7 +255,7 @@ def _certified(each: Mapping[str, Any]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return spoken(ranks).partition(" ")[2].replace(" and ", ", ") if ranks else ""
+    return show_ranks(ranks).partition(" ")[2].replace(" and ", ", ") if ranks else ""
 
 
 def _lines(each: Mapping[str, Any]) -> Iterator[str]:

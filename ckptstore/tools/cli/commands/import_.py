@@ -67,7 +67,7 @@ def command(
     that writes to STORE is fenced off: it cannot commit any more.
     """
     needs("torch")
-    from ckptstore.interchange.importing import import_state
+    from ckptstore.extensions.exchange.importing import import_state
 
     of_source, of_store = options_by_place(storage_options, source, store)
     with open_store(store, storage_options=of_store) as opened:

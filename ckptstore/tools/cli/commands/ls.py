@@ -12,6 +12,7 @@ import click
 
 from ckptstore.catalogue import Entry, job_of
 from ckptstore.errors import InvalidInput, InvalidMetric, StoreMissing
+from ckptstore.extensions.history.past_saves import usage
 from ckptstore.format.record import Record
 from ckptstore.log import Log
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE
@@ -30,7 +31,6 @@ from ckptstore.tools.cli.output import (
 from ckptstore.tools.cli.ray_runs import checkpoints_of_ray
 from ckptstore.tools.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
 from ckptstore.tools.cli.targets import opened_store
-from ckptstore.upkeep.past_saves import usage
 
 
 @click.command()

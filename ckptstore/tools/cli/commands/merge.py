@@ -30,7 +30,7 @@ from ckptstore.tools.cli.targets import opened_checkpoint, parse_target
 from ckptstore.tools.cli.terminal import progress
 
 if TYPE_CHECKING:
-    from ckptstore.interchange.merging.merged_files import MergeReport
+    from ckptstore.extensions.exchange.merging.merged_files import MergeReport
 
 _STEPS = re.compile(r"(.+)@\{(\d{1,10})\.\.(\d{1,10})(?:\.\.(\d{1,10}))?\}", re.DOTALL)
 _LISTED = 10
@@ -78,7 +78,7 @@ def command(
     through the temporary directory. Every byte is checked. At most 256 MiB of memory are used.
     """
     needs("torch")
-    from ckptstore.interchange.merging.story import merge
+    from ckptstore.extensions.exchange.merging.story import merge
 
     texts = _expanded(targets)
     target = parse_target(destination)
@@ -139,7 +139,7 @@ def _numbers(text: str | None) -> list[float] | None:
 
 
 def _into_store(report: MergeReport, uri: str, step: int, storage_options: dict[str, Any]) -> Checkpoint:
-    from ckptstore.interchange.importing import import_state
+    from ckptstore.extensions.exchange.importing import import_state
 
     sources = {"merged_steps": list(report.steps), "coefficients": list(report.coefficients)}
     with open_store(uri, storage_options=storage_options) as store:

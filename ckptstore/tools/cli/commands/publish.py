@@ -16,7 +16,7 @@ from ckptstore.tools.cli.targets import opened_checkpoint, opened_store, parse_t
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import Checkpoint
-    from ckptstore.publication.publishing import Publication
+    from ckptstore.extensions.publication.publishing import Publication
 
 
 @click.command()
@@ -60,7 +60,7 @@ def command(
     one call alone publishes a full version, and --follow publishes deltas.
     """
     needs("publish")
-    from ckptstore.publication.publishing import open_publication
+    from ckptstore.extensions.publication.publishing import open_publication
 
     if follow and parse_target(target).step is not None:
         raise InvalidInput(f"--follow takes a store, and {target} is one checkpoint", hint="Leave the step out")
@@ -94,7 +94,7 @@ def _publish(
     *,
     as_json: bool,
 ) -> None:
-    from ckptstore.publication.from_store import weights_of
+    from ckptstore.extensions.publication.from_store import weights_of
 
     weights = weights_of(checkpoint, include=include, strip_prefix=strip_prefix)
     metadata = {"checkpoint": checkpoint.uri, "step": checkpoint.step}

@@ -16,7 +16,7 @@ from ckptstore.tools.cli.options import as_json, storage_option
 from ckptstore.tools.cli.output import print_json
 
 if TYPE_CHECKING:
-    from ckptstore.publication.subscription import Applied
+    from ckptstore.extensions.publication.subscription import Applied
 
 _STDERR = 2
 
@@ -59,7 +59,7 @@ def command(
     With --follow the wait for a new version starts anew each time; after --timeout without one the command fails.
     """
     needs("pull")
-    from ckptstore.publication.subscription import Subscription
+    from ckptstore.extensions.publication.subscription import Subscription
 
     if follow and version is not None:
         raise InvalidInput("--follow and --version mean different things", hint="Leave one of them out")

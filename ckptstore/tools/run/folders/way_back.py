@@ -21,10 +21,10 @@ from ckptstore.errors import (
     StorageError,
     StorageFull,
 )
+from ckptstore.extensions.exchange.replacing import replace_directory
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import download_files
 from ckptstore.storage.disk import posix
-from ckptstore.storage.disk.replacing import replace_directory
 from ckptstore.tools.run.folders.candidate import Beside, Prospect, fingerprint, text_of
 from ckptstore.tools.run.folders.folder import Folder, candidates_of, has_digest, refuse_links
 from ckptstore.tools.run.folders.found import TRAINER_STATE, Found, Home, home_of

@@ -8,7 +8,7 @@ from typing import Any
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import files_behind
 from ckptstore.errors import CkptstoreError, NoUsableCheckpoint, StoreFenced
-from ckptstore.fast.fast_files import FastFiles
+from ckptstore.extensions.tier.fast_files import FastFiles
 from kit.simulation.alone import open_for
 from kit.simulation.ledger import Violation
 from kit.simulation.plan import Action, Actor, Plan, Trouble

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ckptstore.errors import StorageError, StorageUnavailable
-from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
-from ckptstore.fast.nodes import node_disk, node_server
-from ckptstore.fast.tier import FastTier
+from ckptstore.extensions.tier.certificate import CERTIFICATE_NAME, Certificate
+from ckptstore.extensions.tier.nodes import node_disk, node_server
+from ckptstore.extensions.tier.tier import FastTier
 from ckptstore.format.digest import Digest
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
 from ckptstore.format.order import SaveOrder, void_of

@@ -18,7 +18,7 @@ import threading
 import types
 import typing
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kit.simulation.virtual import clocks, primitives
@@ -47,11 +47,11 @@ class _NoLock:
             self._real.__exit__(*arguments)
 
 
-def _modules(more: Sequence[str] = ()) -> list[types.ModuleType]:
+def _modules() -> list[types.ModuleType]:
     return [
         module
         for name, module in sorted(sys.modules.items())
-        if (name in more or (name.partition(".")[0] in _PATCHED and not name.startswith(_LEFT_OUT)))
+        if name.partition(".")[0] in _PATCHED and not name.startswith(_LEFT_OUT)
     ]
 
 
@@ -62,10 +62,10 @@ def load(*names: str) -> None:
 
 
 @contextlib.contextmanager
-def patched(extra: Replaced | None = None, *, modules: Sequence[str] = ()) -> Iterator[None]:
+def patched(extra: Replaced | None = None) -> Iterator[None]:
     """Patch every loaded module with simulated primitives, on simulated threads, during the context.
 
-    `extra` is more to replace, by the identity of the real thing; `modules` are more to patch.
+    `extra` is more to replace, by the identity of the real thing.
     """
     values = {**clocks.VALUES, **(extra or {})}
     undo: list[Undo] = []
@@ -76,7 +76,7 @@ def patched(extra: Replaced | None = None, *, modules: Sequence[str] = ()) -> It
     logger = logging.getLogger("ckptstore")
     level = logger.level
     try:
-        for module in _modules(modules):
+        for module in _modules():
             _patch_module(module, values, undo)
         logger.setLevel(logging.CRITICAL + 1)
         yield

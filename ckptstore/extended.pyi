@@ -1,0 +1,12 @@
+from ckptstore.extensions.history.annotate import place_of as place_of
+from ckptstore.extensions.history.annotate import place_of_step as place_of_step
+from ckptstore.extensions.history.follow import Follower as Follower
+from ckptstore.extensions.history.past_saves import SaveHistory as SaveHistory
+from ckptstore.extensions.history.past_saves import past_saves as past_saves
+from ckptstore.extensions.history.thinning import ThinReport as ThinReport
+from ckptstore.extensions.history.thinning import thin as thin
+from ckptstore.extensions.history.thinning import thin_as_decided as thin_as_decided
+from ckptstore.extensions.peers.peers import Peers as Peers
+from ckptstore.extensions.tier.guest import Guest as Guest
+from ckptstore.extensions.tier.tier import FastTier as FastTier
+from ckptstore.integrations.dcp.target import StoreTarget as StoreTarget
