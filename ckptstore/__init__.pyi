@@ -1,4 +1,5 @@
 from ckptstore import dcp as dcp
+from ckptstore import interchange as interchange
 from ckptstore import ray as ray
 from ckptstore import state as state
 from ckptstore.catalogue import Entry as Entry

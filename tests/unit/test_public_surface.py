@@ -81,7 +81,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_dir_lists_the_surface() -> None:
-    assert set(ckptstore.__all__) | {"dcp", "ray", "state"} == set(dir(ckptstore))
+    assert set(ckptstore.__all__) | {"dcp", "interchange", "ray", "state"} == set(dir(ckptstore))
 
 
 def test_windows_is_refused_in_a_sentence() -> None:
