@@ -291,13 +291,13 @@ def test_9_once_is_right_after_a_copy_that_sets_times(start: Start, tmp_path: Pa
     assert any("waiting for" in it["text"] for it in agent.events("FolderNotice"))
 
 
-@pytest.mark.parametrize(("code", "committed"), [(0, [1]), (7, [])])
+@pytest.mark.parametrize(("code", "quiet", "committed"), [(0, "1s", [1]), (7, "1h", [])])
 def test_9_what_outlives_the_trainer_keeps_no_finished_one_out(
-    start: Start, tmp_path: Path, code: int, committed: list[int]
+    start: Start, tmp_path: Path, code: int, quiet: str, committed: list[int]
 ) -> None:
     """The processes of the job have not ended, so the quiet time counts; after a failure it counts for nothing."""
     out = tmp_path / "out"
-    options = ("--pattern", "mine_{step}.dat", "--quiet", "1s", "--require-commit")
+    options = ("--pattern", "mine_{step}.dat", "--quiet", quiet, "--require-commit")
     trainer = ["sh", "-c", f"sleep 60 & mkdir -p {out}; echo a >{out}/mine_1.dat; sleep 0.3; exit {code}"]
     began = time.monotonic()
     agent = start(tmp_path / "store", out, *options, trainer=trainer)
