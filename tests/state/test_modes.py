@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from carrier import bits
+from kit.states.case_runner import default_dtype
 from torch import nn
 
 import ckptstore
@@ -23,16 +24,6 @@ def default_device(name: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {

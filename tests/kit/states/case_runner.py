@@ -334,12 +334,12 @@ def _context(name: str) -> Any:
     if name == "no_grad":
         return torch.no_grad()
     if name == "default float64":
-        return _default_dtype(torch.float64)
+        return default_dtype(torch.float64)
     return torch.device("meta") if name == "default meta" else nullcontext()
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
