@@ -41,7 +41,7 @@ from ckptstore.runtime.fork import in_forked_child
 from ckptstore.runtime.parallel import mapped, started
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.probe import is_server
-from ckptstore.storage.retry import briefly, retrying
+from ckptstore.storage.retry import briefly
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer import Transfer
 
@@ -216,7 +216,7 @@ class Job:
         a round trip, and the test takes three of them."""
 
         def read_id() -> None:
-            if not self._store_id and (found := read_store_json(self.storage, retry=self.config.retry)):
+            if not self._store_id and (found := read_store_json(self.storage)):
                 self._store_id = found.store_id if found.kept_by == KEPT_BY_CKPTSTORE else ""
 
         def attempted(read: Callable[[], object]) -> None:
@@ -248,11 +248,8 @@ class Job:
     def _refuse_lost_log(self) -> None:
         """Raise StoreMissing if there are checkpoints but no log: the job would start over beside its own ones."""
 
-        def find() -> str | None:
-            files = self.storage.list(CHECKPOINT_PREFIX)
-            return next((file.key for file in files if file.key.endswith(f"/{MANIFEST_NAME}")), None)
-
-        found = retrying(self.config.retry, f"list {CHECKPOINT_PREFIX}", find)
+        files = self.storage.list(CHECKPOINT_PREFIX)
+        found = next((file.key for file in files if file.key.endswith(f"/{MANIFEST_NAME}")), None)
         # Another job may have begun the log, and saved, since this one saw it empty: the claim sees that by itself.
         if found is not None and self.log.found([1]) == [None]:
             raise StoreMissing(
@@ -271,11 +268,7 @@ class Job:
             return
         key = record.entry.prefix + MANIFEST_NAME
         try:
-            retrying(
-                self.config.retry,
-                f"stat {key}",
-                lambda: looked_twice(self.storage, key, lambda: self.storage.stat(key)),
-            )
+            looked_twice(self.storage, key, lambda: self.storage.stat(key))
         except FileMissing:
             again = self.log.newest()  # it may have been removed properly meanwhile
             if again is None or again.state.latest == number:

@@ -91,15 +91,16 @@ def open_store(
         transfer=TransferConfig.from_env(durable=durable, memory_budget_bytes=memory_budget_bytes),
     )
     place = open_place(uri, config=config, storage_options=storage_options, engine=engine, fs=fs, peers=peers)
+    open_at = partial(open_storage, storage_options=storage_options, engine=engine)
     job = Job(
         storage=place.storage,
-        log=Log(place.storage, retry=config.retry, single_writer=config.single_writer),
+        log=Log(place.storage, single_writer=config.single_writer),
         transfer=place.transfer,
         config=config,
         policy=policy,
         missing=missing,
         given_group=group,
         tier=tier,
-        open_at=None if fs is not None else partial(open_storage, storage_options=storage_options, engine=engine),
+        open_at=None if fs is not None else open_at,
     )
     return CheckpointStore(job)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore import CheckpointStore, StorageGroup, open_store
-from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.storage.memory import MemoryStorage
 
@@ -55,7 +54,7 @@ def run_threads(
     def run(rank: int) -> Any:
         group: Any = StorageGroup(rank, world_size, token)
         if world_size > 1 and str(place).startswith("memory://"):
-            group = group.open(board, rank_timeout_seconds=RANK_TIMEOUT_SECONDS, retry=RetryConfig())
+            group = group.open(board, rank_timeout_seconds=RANK_TIMEOUT_SECONDS)
         with open_store(str(place), group=group, **{"rank_timeout_seconds": RANK_TIMEOUT_SECONDS, **options}) as store:
             return flow(store, rank)
 

@@ -35,14 +35,21 @@ def _encode(value: Any, path: str) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$t": "float", "v": float_name(value)}
     if isinstance(value, list | tuple):
-        return [item if type(item) in _ATOMS else _encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        items = list(value)
+        for index, item in enumerate(items):
+            if type(item) not in _ATOMS:
+                items[index] = _encode(item, f"{path}[{index}]")
+        return items
     if isinstance(value, dict):
-        for key in value:
+        fields = dict(value)
+        for key, item in value.items():
             if not isinstance(key, str):
                 raise InvalidMetadata(f"{path} has the key {key!r}, and JSON keys are strings")
             if key == "$t":
                 raise InvalidMetadata(f"{path} has the key '$t', which the format reserves")
-        return {key: item if type(item) in _ATOMS else _encode(item, f"{path}.{key}") for key, item in value.items()}
+            if type(item) not in _ATOMS:
+                fields[key] = _encode(item, f"{path}.{key}")
+        return fields
     raise InvalidMetadata(f"{path} is a {type(value).__name__}, which JSON cannot hold")
 
 

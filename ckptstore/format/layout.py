@@ -149,6 +149,8 @@ def check_name(name: str) -> str:
     backslash, valid Unicode, at most 1,024 bytes in all and 255 in a part. The same check holds for names from a
     caller, a manifest or a listing.
     """
+    if _PLAIN.fullmatch(name):  # most names, at a quarter of the time
+        return name
     reason = _fault_of(name)
     if reason:
         shown = name if len(name) <= 80 else name[:77] + "..."
@@ -157,8 +159,6 @@ def check_name(name: str) -> str:
 
 
 def _fault_of(name: str) -> str | None:
-    if _PLAIN.fullmatch(name):  # most names, at a quarter of the time
-        return None
     if not name:
         return "it is empty"
     if name.startswith("/"):

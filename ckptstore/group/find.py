@@ -10,14 +10,13 @@ from contextlib import suppress
 from typing import Any, cast
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CkptstoreError, FileMissing, GroupMissing, InvalidInput, StoreNotShared
+from ckptstore.errors import CkptstoreError, GroupMissing, InvalidInput, StoreNotShared
 from ckptstore.format.layout import PROBE_PREFIX
 from ckptstore.group.base import LEADER, Group, SoloGroup
 from ckptstore.group.storage_group import StorageGroup
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.shown import show_ranks
 from ckptstore.storage.base import Storage
-from ckptstore.storage.retry import retrying
 
 SOLO = "solo"
 """The value of `group` for a process that works alone, whatever the environment says."""
@@ -51,7 +50,7 @@ def _group_for(given: object, *, storage: Storage, config: StoreConfig) -> Group
     if isinstance(given, StorageGroup):
         if given.world_size == 1:
             return SoloGroup(start_token=given.start_token, node=given.node)
-        return given.open(storage, rank_timeout_seconds=config.rank_timeout_seconds, retry=config.retry)
+        return given.open(storage, rank_timeout_seconds=config.rank_timeout_seconds)
     if callable(open_group := getattr(given, "open_group", None)):
         return cast(Group, open_group(storage, config))
     torch = _initialised_torch()
@@ -101,12 +100,11 @@ def check_shared(group: Group, storage: Storage, *, config: StoreConfig | None =
     if group.world_size == 1:
         return
     config = config or StoreConfig()
-    retry = config.retry
     nonce = secrets.token_hex(16)
     key = f"{PROBE_PREFIX}{nonce}"
 
     def write() -> str:
-        retrying(retry, f"write {key}", lambda: storage.write(key, [memoryview(nonce.encode())]))
+        storage.write(key, [memoryview(nonce.encode())])
         return key
 
     try:
@@ -126,12 +124,11 @@ def _sees(key: str, storage: Storage, config: StoreConfig) -> bool:
     until = time.monotonic() + min(_SEEN_LATE_SECONDS, config.rank_timeout_seconds / 4)
     while True:
         beat()
-        try:
-            return retrying(config.retry, f"read {key}", lambda: storage.read(key)) == nonce
-        except FileMissing:
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.1)
+        if (found := storage.read_if_there(key)) is not None:
+            return found == nonce
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
 
 
 def _judge(answers: list[str | None], group: Group, storage: Storage) -> None:

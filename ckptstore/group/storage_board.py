@@ -19,13 +19,12 @@ from functools import cached_property
 from itertools import count
 from typing import TypeVar
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, FileMissing, StorageError
 from ckptstore.format.layout import AGAIN, GROUP_PREFIX
 from ckptstore.group.life import LEFT
 from ckptstore.runtime.parallel import mapped, started
 from ckptstore.storage.base import Storage, create_if_able
-from ckptstore.storage.retry import briefly, retrying
+from ckptstore.storage.retry import briefly
 
 logger = logging.getLogger("ckptstore.group")
 
@@ -50,14 +49,12 @@ class StorageBoard:
         *,
         start_token: str,
         world_size: int,
-        retry: RetryConfig,
         number: Callable[[], int] = lambda: 1,
     ) -> None:
         """`number` is called once, when this rank meets the others, and returns how often it has done that."""
         self._storage = storage
         self._start_token = start_token
         self._number = number
-        self._retry = retry
         self._counter = count()
         self._lock = threading.Lock()
         self._removals: list[threading.Thread] = []
@@ -75,9 +72,7 @@ class StorageBoard:
         return f"{GROUP_PREFIX}{self._start_token}{again}/"
 
     def post(self, key: str, data: bytes) -> bytes | None:
-        return self._request(f"post {key}", lambda: self._post_once(self._prefix + key, data))
-
-    def _post_once(self, key: str, data: bytes) -> bytes | None:
+        key = self._prefix + key
         is_first = create_if_able(self._storage, key, data)
         if is_first:
             return None
@@ -98,28 +93,19 @@ class StorageBoard:
             keys = [key for key in self._list(prefix) if key in wanted]
         else:
             keys = [self._prefix + key for key in keys]
-        found = zip(keys, self._each(self._read_if_there, keys), strict=True)
+        found = zip(keys, self._each(self._storage.read_if_there, keys), strict=True)
         return {key.removeprefix(self._prefix): data for key, data in found if data is not None}
 
     def _list(self, prefix: str) -> dict[str, Hashable]:
-        return self._request(
-            f"list {prefix}",
-            lambda: {
-                file.key: LEFT if file.size_bytes >= _LAST_SIGN_BYTES else (file.size_bytes, file.version)
-                for file in self._storage.list(prefix)
-            },
-        )
-
-    def _read_if_there(self, key: str) -> bytes | None:
-        try:
-            return self._request(f"read {key}", lambda: self._storage.read(key))
-        except FileMissing:
-            return None
+        return {
+            file.key: LEFT if file.size_bytes >= _LAST_SIGN_BYTES else (file.size_bytes, file.version)
+            for file in self._storage.list(prefix)
+        }
 
     def give_sign(self, key: str, *, last: bool = False) -> None:
         size_bytes = _LAST_SIGN_BYTES if last else 1 + next(self._counter) % _SIGN_SIZES
         view = memoryview(b"." * size_bytes)
-        self._request(f"write {key}", lambda: self._storage.write(self._prefix + key, [view]))
+        self._storage.write(self._prefix + key, [view])
 
     def signs(self, keys: Sequence[str]) -> Mapping[str, Hashable]:
         """See `Board.signs`. Costs one listing, whatever the number of ranks."""
@@ -139,7 +125,7 @@ class StorageBoard:
     def _remove_now(self, keys: Sequence[str]) -> None:
         try:
             with briefly():
-                self._request("remove messages", lambda: self._storage.delete(keys))
+                self._storage.delete(keys)
         except CkptstoreError as error:
             logger.warning("messages of a finished meeting could not be removed: %s", error)
 
@@ -157,9 +143,6 @@ class StorageBoard:
                 self._storage.remove_directories(self._prefix.rstrip("/"))
             except (StorageError, OSError) as error:
                 logger.debug("%s stays: %s", self._prefix, error)
-
-    def _request(self, what: str, request: Callable[[], T]) -> T:
-        return retrying(self._retry, what, request)
 
     def _each(self, call: Callable[[str], T], keys: Sequence[str]) -> Iterable[T]:
         num_threads = _NUM_THREADS if len(keys) > 2 else 1

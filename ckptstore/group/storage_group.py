@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.base import Storage
 
@@ -53,7 +52,7 @@ class StorageGroup:
                 "first no '.'"
             )
 
-    def open(self, storage: Storage, *, rank_timeout_seconds: float, retry: RetryConfig) -> BoardGroup:
+    def open(self, storage: Storage, *, rank_timeout_seconds: float) -> BoardGroup:
         """Return the group, open in this storage. It reads and writes nothing before its first meeting."""
         from ckptstore.group.board import Seat
         from ckptstore.group.board_group import BoardGroup
@@ -63,7 +62,6 @@ class StorageGroup:
             storage,
             start_token=self.start_token,
             world_size=self.world_size,
-            retry=retry,
             number=partial(_counted, (storage.uri, self.start_token, self.rank)),
         )
         seat = Seat(

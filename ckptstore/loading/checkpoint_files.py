@@ -247,7 +247,7 @@ class CommittedFiles(CheckpointFiles):
         with leases.hold(self.storage, self.record.number, is_handed_out=is_handed_out):
             # A prune reads the leases after it has written its record. If the log has no such record yet, it will see
             # this lease.
-            log = self.job.log if self.job else Log(self.storage, retry=self.config.retry)
+            log = self.job.log if self.job else Log(self.storage)
             newest = log.newest()
             if newest is None or self.record.number not in {*newest.state.live, *newest.state.trash}:
                 raise CheckpointGone(f"Step {self.step} was removed", step=self.step)

@@ -14,7 +14,6 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, LOG_PREFIX, STORE_KEY
 from ckptstore.log.reader import LogReader
 from ckptstore.runtime.parallel import started
 from ckptstore.storage.base import Disk, Storage
-from ckptstore.storage.retry import ONCE
 
 logger = logging.getLogger("ckptstore")
 
@@ -58,7 +57,7 @@ def _look(storage: Storage, open_at: Opener) -> Iterator[str]:
     for name in names[:_MOST_READ]:
         neighbour = open_at(f"{above}/{name}")
         try:
-            latest = LogReader(neighbour, retry=ONCE).latest()
+            latest = LogReader(neighbour).latest()
         except CkptstoreError:
             continue
         finally:

@@ -42,7 +42,7 @@ def restore(job: Job, step: int, *, number: int | None = None, pin: bool = True)
 def check_has_trash(job: Job) -> None:
     """Raise StoreMissing without a store, and InvalidInput if Ray keeps the checkpoints."""
     uri = job.storage.uri
-    identity = read_store_json(job.storage, retry=job.config.retry)
+    identity = read_store_json(job.storage)
     if identity is None:
         raise StoreMissing(f"There is no store at {uri}")
     if identity.kept_by != KEPT_BY_CKPTSTORE:

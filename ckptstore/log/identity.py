@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, STORE_KEY
-from ckptstore.storage.base import Disk, Storage, create_if_able
-from ckptstore.storage.retry import retrying
+from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.second_look import created
 
 KEPT_BY_CKPTSTORE = "ckptstore"
 KEPT_BY_RAY = "ray"
@@ -64,52 +63,40 @@ class StoreIdentity:
         return StoreIdentity(store_id, kept_by, seconds, value)
 
 
-def read_store_json(storage: Storage, *, retry: RetryConfig | None = None) -> StoreIdentity | None:
+def read_store_json(storage: Storage) -> StoreIdentity | None:
     """Return the identity of the store; None if there is none."""
-    try:
-        data = retrying(retry or RetryConfig.from_env(), f"read {STORE_KEY}", lambda: storage.read(STORE_KEY))
-    except FileMissing:
-        return None
-    return StoreIdentity.decode(data)
+    data = storage.read_if_there(STORE_KEY)
+    return None if data is None else StoreIdentity.decode(data)
 
 
 def read_or_create_store_json(
-    storage: Storage, *, kept_by: str = KEPT_BY_CKPTSTORE, store_id: str | None = None, retry: RetryConfig | None = None
+    storage: Storage, *, kept_by: str = KEPT_BY_CKPTSTORE, store_id: str | None = None
 ) -> StoreIdentity:
     """Return the identity of the store; create it, with that id or a random one, if there is none.
 
     Concurrent callers get the same identity. An existing one is returned as it is: its id and its keeper may differ
     from the arguments. Raises InvalidInput for the directory of a checkpoint.
     """
-    retry = retry or RetryConfig.from_env()
-    found = read_store_json(storage, retry=retry)
+    found = read_store_json(storage)
     if found is not None:
         return found
-    _refuse_checkpoint(storage, retry)
+    _refuse_checkpoint(storage)
     mine = StoreIdentity(store_id or uuid.uuid4().hex, kept_by, time.time())
-
-    def create() -> StoreIdentity:
-        is_unsupported = create_if_able(storage, STORE_KEY, mine.encode()) is None
-        if is_unsupported and read_store_json(storage, retry=retry) is None:
-            storage.write(STORE_KEY, [memoryview(mine.encode())])
-            storage.persist([STORE_KEY])
-        stored = read_store_json(storage, retry=retry)
-        if stored is None:
-            raise StorageUnavailable(f"{STORE_KEY} was created and cannot be read", file=STORE_KEY)
-        return stored
-
-    # A retry is safe: whichever of the tries took effect, all callers read the same identity back.
-    return retrying(retry, f"create {STORE_KEY}", create)
+    created(storage, STORE_KEY, mine.encode())
+    stored = read_store_json(storage)  # whoever was first, all callers read the same identity back
+    if stored is None:
+        raise StorageUnavailable(f"{STORE_KEY} was created and cannot be read", file=STORE_KEY)
+    return stored
 
 
-def _refuse_checkpoint(storage: Storage, retry: RetryConfig) -> None:
+def _refuse_checkpoint(storage: Storage) -> None:
     """Raise InvalidInput if the root is the directory of a checkpoint that lies on its own or, on a disk, the one in
     which a store has its checkpoints."""
     root = storage.local_path("") if isinstance(storage, Disk) else None
     if root is not None and root.name == CHECKPOINT_PREFIX.rstrip("/") and os.path.lexists(root.with_name(STORE_KEY)):
         raise InvalidInput(f"{root} has the checkpoints of the store {root.parent}", hint=f"Open {root.parent}")
     try:
-        retrying(retry, f"look for {MANIFEST_NAME}", lambda: storage.stat(MANIFEST_NAME))
+        storage.stat(MANIFEST_NAME)
     except FileMissing:
         return
     raise InvalidInput(

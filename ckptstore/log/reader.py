@@ -9,12 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import (
     AccessDenied,
     CheckpointDamaged,
     CkptstoreError,
-    FileMissing,
     RecordMissing,
     StorageArchived,
     StorageError,
@@ -26,8 +24,7 @@ from ckptstore.format.layout import HINT_KEY, PROBE_PREFIX, Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.runtime.fork import new_lock_in_child
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import MAY_NOT_LIST, CreatesExclusively, Disk, Doubts, Storage
-from ckptstore.storage.retry import retrying
+from ckptstore.storage.base import MAY_NOT_LIST, CreatesExclusively, Disk, Storage
 from ckptstore.storage.second_look import looked_twice
 
 logger = logging.getLogger("ckptstore")
@@ -80,10 +77,9 @@ class LogReader:
     for threads.
     """
 
-    def __init__(self, storage: Storage, *, retry: RetryConfig) -> None:
+    def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._exclusive = storage if isinstance(storage, CreatesExclusively) else None
-        self._retry = retry
         self._lock = threading.Lock()
         new_lock_in_child(self, "_lock")
         self._cache: dict[int, Record] = {}
@@ -217,7 +213,7 @@ class LogReader:
         """Return the time at which a record was written, in seconds since the epoch by the storage's clock. Cached."""
         if number not in self._times:
             key = record_key(number)
-            self._times[number] = self._retrying(f"stat {key}", lambda: self._storage.stat(key)).modified_seconds
+            self._times[number] = self._storage.stat(key).modified_seconds
         return self._times[number]
 
     def commit_times(self, records: Sequence[Record]) -> dict[int, float]:
@@ -236,8 +232,8 @@ class LogReader:
         """
         key = self._clock_key or f"{PROBE_PREFIX}clock-{uuid.uuid4().hex}"
         try:
-            self._retrying(f"write {key}", lambda: self._storage.write(key, [memoryview(b"{}")]))
-            return self._retrying(f"stat {key}", lambda: self._storage.stat(key)).modified_seconds
+            self._storage.write(key, [memoryview(b"{}")])
+            return self._storage.stat(key).modified_seconds
         except AccessDenied:
             newest = self.newest()
             return self.record_time(newest.number) if newest else 0.0
@@ -297,14 +293,15 @@ class LogReader:
 
     def _read_hint(self) -> Hint | None:
         try:
-            return Hint.decode(self._retrying(f"read {HINT_KEY}", lambda: self._storage.read(HINT_KEY)))
+            data = self._storage.read_if_there(HINT_KEY)
         except StorageError:
             return None
+        return None if data is None else Hint.decode(data)
 
     def _read(self, number: int) -> Record:
         found = self._probe(number)
         key = record_key(number)
-        if found is None and isinstance(self._storage, Doubts):
+        if found is None:
             self._storage.doubt(key)
             found = self._probe(number)
         if found is None:
@@ -318,18 +315,22 @@ class LogReader:
         cached = self._cache.get(number)
         if cached is not None:
             return cached
-        found = self._retrying(f"read {record_key(number)}", lambda: self._fetch(number))
+        found = self._fetch(number)
         return self._remember(found) if isinstance(found, Record) else found
 
     def _fetch(self, number: int) -> Probed:
-        """Return the finding at a number, with one request, past the cache and without retries."""
+        """Return the finding at a number, with one request, past the cache."""
         key = record_key(number)
         try:
+            data = self._storage.read_if_there(key)
+            if data is None:
+                return None
+            at_hand = [data]
             return looked_twice(
-                self._storage, key, lambda: Record.decode(self._storage.read(key), number), missing=False
+                self._storage,
+                key,
+                lambda: Record.decode(at_hand.pop() if at_hand else self._storage.read(key), number),
             )
-        except FileMissing:
-            return None
         except (CheckpointDamaged, StorageArchived, UnsupportedVersion) as error:
             return error
         except AccessDenied as error:
@@ -368,9 +369,6 @@ class LogReader:
 
     def _in_parallel(self, read: Callable[[int], T], numbers: list[int]) -> list[T]:
         return mapped(read, numbers, num_threads=_NUM_THREADS, name="ckptstore-log")
-
-    def _retrying(self, what: str, request: Callable[[], T]) -> T:
-        return retrying(self._retry, what, request)
 
 
 def _all_missing(errors: Sequence[RecordMissing]) -> RecordMissing:

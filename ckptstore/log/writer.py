@@ -11,7 +11,6 @@ from itertools import pairwise
 from threading import RLock
 from typing import Any, overload
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import (
     AccessDenied,
     CheckpointDamaged,
@@ -30,10 +29,11 @@ from ckptstore.format.record import Record
 from ckptstore.log.reader import Hint, LogReader, Probed, link_problem, record_problem
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import Behind, mapped
-from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage, Unsupported
+from ckptstore.storage.base import CreatesExclusively, Disk, Storage, Unsupported
 from ckptstore.storage.probe import has_exclusive_create, is_server
 from ckptstore.storage.retry import briefly
 from ckptstore.storage.second_look import looked_twice, tell
+from ckptstore.storage.traffic import traffic_here
 
 logger = logging.getLogger("ckptstore")
 
@@ -42,6 +42,7 @@ _CHECKED_BEYOND = 8
 """The numbers that a writer tries beyond the end of the log: a replica may lack a record in the middle."""
 _HINT_SECONDS = 1.0
 """The longest that an append waits for its hint, so that on a server that answers the next reader finds it."""
+_SEEN_LATE_SECONDS = (0.05, 0.2, 1.0, 4.0, 15.0, 40.0)
 _BATCH_RECORDS = 1000
 
 SALVAGE_HINT = "Stop the job. What is left of a store that was damaged so is copied by `ckptstore cp --salvage`"
@@ -52,19 +53,21 @@ Decide = Callable[[Record | None], Change | None]
 class Log(LogReader):
     """The log of one store, for one process and all its threads."""
 
-    def __init__(self, storage: Storage, *, retry: RetryConfig, single_writer: bool = False) -> None:
+    def __init__(self, storage: Storage, *, single_writer: bool = False) -> None:
         """`single_writer` promises, for a storage that cannot create-if-absent, that no second process ever writes.
 
         Such a storage may still lose records if the promise is broken, or if a write of a dead process arrives late;
         the chain of digests shows it, and writing ends with StoreForked.
         """
-        super().__init__(storage, retry=retry)
+        super().__init__(storage)
         self._single_writer = single_writer
         self._appending = RLock()  # a decision may append something of its own first
         self._on_server = is_server(storage)
         self._is_tried = not self._on_server
         self.may_have_left_over = True
         """True if a prune of this process may have left directories that no record names."""
+        self._written: Record | None = None
+        """The record that this process wrote last."""
         self._linked = 0
         """The number of the record up to which the chain has been checked."""
         self._hints = Behind("ckptstore-hint")
@@ -82,7 +85,7 @@ class Log(LogReader):
         """
         if self._exclusive is None or self._is_tried:
             return
-        if not self._retrying("try to create", lambda: has_exclusive_create(self._storage)):
+        if not has_exclusive_create(self._storage):
             self._exclusive = None
         self._is_tried = True
 
@@ -108,7 +111,7 @@ class Log(LogReader):
     def confirm(self) -> None:
         """Check as `check_there` does, but all bytes and on a new connection, before the store is taken for empty."""
         # Responses that belong to other requests can hide a checkpoint, and can show a record that was not written.
-        if self._own is not None and isinstance(self._storage, Doubts):
+        if self._own is not None:
             self._storage.doubt(record_key(self._own.number))
         self.check_there(exact=True)
 
@@ -132,7 +135,7 @@ class Log(LogReader):
                 raise CheckpointDamaged(f"{key} is another one", file=key)
 
         try:
-            self._retrying(f"look at {key}", lambda: looked_twice(storage, key, look))
+            looked_twice(storage, key, look)
         except (CheckpointDamaged, FileMissing) as error:
             wrong = "gone" if isinstance(error, FileMissing) else "another one"
             raise StoreMissing(
@@ -179,7 +182,6 @@ class Log(LogReader):
         with self._appending:
             self._is_writer = True
             self.check_safe()
-            failures = 0
             while True:
                 beat()  # other writers may be faster for long
                 newest = self._newest_checked()
@@ -192,17 +194,10 @@ class Log(LogReader):
                     self.check_safe()
                 # The id tells this record from another writer's with the same change, when the reply was lost.
                 record = Record.following(newest, change, write_id=uuid.uuid4().hex, created_at=time.time())
-                try:
-                    landed = self._remember(self._put(record, newest))
-                except StorageUnavailable as error:
-                    failures += 1
-                    # Trying again after an unknown outcome could append the same change twice.
-                    if error.committed is not False or failures >= self._retry.retry_attempts:
-                        raise
-                    continue
+                landed = self._remember(self._put(record, newest))
                 # Else another writer was faster: its record is the newest one now, and `decide` looks again.
                 if landed.write_id == record.write_id:
-                    self._tip = landed
+                    self._tip = self._written = landed
                     self._write_hint(landed)
                     return landed
 
@@ -217,28 +212,22 @@ class Log(LogReader):
         problems = [] if top else self._lost()
         before: Record | None = None
 
-        def read(number: int) -> Probed:
-            return self._retrying(f"read {record_key(number)}", lambda: self._fetch(number))
-
         for start in range(1, top + 1, _BATCH_RECORDS):
             numbers = list(range(start, min(start + _BATCH_RECORDS, top + 1)))
-            for number, found in zip(numbers, self._in_parallel(read, numbers), strict=True):
+            for number, found in zip(numbers, self._in_parallel(self._fetch, numbers), strict=True):
                 problems += record_problem(number, before, found)
                 before = found if isinstance(found, Record) else None
         return problems
 
     def _highest_number(self) -> int:
         """Return the highest number that was ever taken, as far as the files of the log and the hint tell."""
-        files = self._retrying(f"list {LOG_PREFIX}", lambda: [*self._storage.list(LOG_PREFIX)])
         hint = self._read_hint()
-        numbers = [parse_record_key(file.key) or 0 for file in files]
+        numbers = [parse_record_key(file.key) or 0 for file in self._storage.list(LOG_PREFIX)]
         return max(self._find_top(None)[0], hint.newest.number if hint else 0, *numbers)
 
     def _lost(self) -> list[str]:
         """Return the fault of an empty log beside checkpoints: their job wrote its claim before them."""
-        first = self._retrying(
-            f"list {CHECKPOINT_PREFIX}", lambda: next(iter(self._storage.list(CHECKPOINT_PREFIX)), None)
-        )
+        first = next(iter(self._storage.list(CHECKPOINT_PREFIX)), None)
         return [f"{record_key(1)} is missing, and so is every other record"] if first else []
 
     def _newest_checked(self) -> Record | None:
@@ -293,13 +282,15 @@ class Log(LogReader):
         """Check the chain, with a second look if it does not hold, and return the newest record. Sets `_fork` to the
         fault that remains."""
         problem = self._link_problem(newest)
-        if problem is not None and isinstance(self._storage, Doubts):
+        if problem is not None:
             self._storage.doubt(record_key(newest.number))
             # What was read on the way that is doubted would be served from memory again.
             with self._lock:
                 self._cache.clear()
                 self._steps.clear()
                 self._own = self._fork = None
+            if self._written is not None:  # what this process wrote is no matter of doubt
+                self._remember(self._written)
             newest = self._read(newest.number)
             problem = self._link_problem(newest)
             if problem is None:
@@ -330,7 +321,7 @@ class Log(LogReader):
         """
         if self._exclusive is None:
             return self._put_alone(record)
-        key = record_key(record.number)
+        key, retries = record_key(record.number), traffic_here().retries
         try:
             created = self._exclusive.create(key, record.encode())
         except Unsupported:
@@ -338,17 +329,24 @@ class Log(LogReader):
             self.check_safe()
             return self._put_alone(record)
         except StorageError as failure:
-            return self._settle(self._exclusive, record, newest, failure)
+            is_refused = _is_refusal(failure, retries)
+            return self._settle(self._exclusive, record, newest, failure, is_refused=is_refused)
         if created:
             return record
         try:
             # Not always a lost race: the client may have repeated our own create after its reply was lost.
-            return self._retrying(f"read {key} back", lambda: self._read_back(record.number))
+            return self._read_back(record.number)
         except CkptstoreError as error:
             raise _unknown(record, error) from error
 
     def _settle(
-        self, storage: CreatesExclusively, record: Record, newest: Record | None, failure: StorageError
+        self,
+        storage: CreatesExclusively,
+        record: Record,
+        newest: Record | None,
+        failure: StorageError,
+        *,
+        is_refused: bool,
     ) -> Record:
         """Find out if a failed create took effect, or may do so later, and take the number if it is free.
 
@@ -356,19 +354,13 @@ class Log(LogReader):
         refused the create (no permission, no space) has replied, so a free number is proof enough.
         """
         key = record_key(record.number)
-        refused = isinstance(failure, AccessDenied | StorageFull)
-
-        def settle() -> Record | None:
-            found = self._fetch(record.number)
-            if isinstance(found, CkptstoreError):
-                raise found
-            if found is not None or refused:
-                return found
-            noop = Record.following(newest, Noop(), write_id=uuid.uuid4().hex, created_at=time.time())
-            return noop if storage.create(key, noop.encode()) else self._read_back(record.number)
-
         try:
-            landed = self._retrying(f"settle {key}", settle)
+            landed = self._fetch(record.number)
+            if isinstance(landed, CkptstoreError):
+                raise landed
+            if landed is None and not is_refused:
+                noop = Record.following(newest, Noop(), write_id=uuid.uuid4().hex, created_at=time.time())
+                landed = noop if storage.create(key, noop.encode()) else self._read_back(record.number)
         except CkptstoreError as error:
             raise _unknown(record, error) from failure
         if landed is not None and landed.write_id == record.write_id:
@@ -390,39 +382,40 @@ class Log(LogReader):
     def _put_alone(self, record: Record) -> Record:
         """Put a record as a single writer without create-if-absent: write it if the number is free, and read it back.
 
-        Every try has the same bytes: if an earlier one arrives late, it changes nothing.
+        Every try of the write has the same bytes: if an earlier one arrives late, it changes nothing.
         """
-        storage, key, view = self._storage, record_key(record.number), memoryview(record.encode())
-        failures: list[StorageError] = []
-
-        def write() -> Record:
-            found = self._fetch(record.number)
-            on_disk = isinstance(storage, Disk)
-            if isinstance(found, Record) and (found.write_id != record.write_id or not on_disk):
-                return found
-            try:
-                storage.write(key, [view])
-                storage.persist([key])  # after a failed fsync, the next try writes the file again
-            except StorageError as error:
-                failures.append(error)
-                found = self._fetch(record.number)
-                if isinstance(found, Record) and not on_disk:
-                    return found
-                raise
-            return self._read_back(record.number)
-
+        storage, key, retries = self._storage, record_key(record.number), traffic_here().retries
+        found = self._fetch(record.number)
+        if isinstance(found, Record):
+            return found
         try:
-            return self._retrying(f"write {key}", write)
-        except CkptstoreError as error:
-            if error in failures and all(isinstance(failure, AccessDenied | StorageFull) for failure in failures):
+            storage.write(key, [memoryview(record.encode())])
+            storage.persist([key])
+        except StorageError as failure:
+            try:
+                found = self._fetch(record.number)
+            except CkptstoreError as error:
+                raise _unknown(record, error) from failure
+            if isinstance(found, Record) and not isinstance(storage, Disk):  # there it may not be durable
+                return found
+            if found is None and _is_refusal(failure, retries):
                 raise
+            raise _unknown(record, failure) from failure
+        try:
+            return self._read_back(record.number)
+        except CkptstoreError as error:
             raise _unknown(record, error) from error
 
     def _read_back(self, number: int) -> Record:
-        found = self._fetch(number)
+        found, key = self._fetch(number), record_key(number)
+        for wait_seconds in _SEEN_LATE_SECONDS:  # NFS shows a new file later than it says that there is one
+            if found is not None:
+                break
+            beat()
+            time.sleep(wait_seconds)
+            found = self._fetch(number)
         if isinstance(found, Record):
             return found
-        key = record_key(number)
         raise found or StorageUnavailable(f"{key} exists, and cannot be read", file=key)
 
     def _write_hint(self, record: Record) -> None:
@@ -455,6 +448,11 @@ class Log(LogReader):
     def close(self, timeout_seconds: float) -> None:
         """Wait for the hint, at most so long."""
         self._hints.close(timeout_seconds)
+
+
+def _is_refusal(failure: StorageError, retries_before: int) -> bool:
+    """Return True if the write has not taken effect, and never will: it was refused, and no try before was lost."""
+    return isinstance(failure, AccessDenied | StorageFull) and traffic_here().retries == retries_before
 
 
 def _unknown(record: Record, error: CkptstoreError) -> CkptstoreError:

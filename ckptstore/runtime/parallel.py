@@ -38,6 +38,8 @@ def mapped(
     With `begin`, which each thread calls first, only new threads work, unless none can be started. When this returns or
     raises, no thread works any more. Raises the first error of `work` or `begin`; items not begun by then are left.
     """
+    if begin is None and min(num_threads, len(items)) <= 1:
+        return list(map(work, items))
     missing = object()
     results: list[object] = [missing] * len(items)
     errors: list[BaseException] = []

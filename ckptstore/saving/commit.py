@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from operator import call
 from typing import Any
 
 from ckptstore.config import StoreConfig
@@ -25,8 +25,7 @@ from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import mapped
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
-from ckptstore.storage.base import Disk, Doubts, Storage
-from ckptstore.storage.retry import retrying
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.second_look import created, looked_twice
 
 logger = logging.getLogger("ckptstore")
@@ -249,10 +248,9 @@ def wait_for_files(
         key = prefix + receipt.name
         while seen.get(key, -1) < receipt.size_bytes:
             beat()
-            if isinstance(storage, Doubts):
-                storage.doubt(key)  # opens it, after which NFS asks the server
+            storage.doubt(key)  # opens it, after which NFS asks the server
             with suppress(FileMissing):
-                seen[key] = retrying(config.retry, f"stat {key}", partial(storage.stat, key)).size_bytes
+                seen[key] = storage.stat(key).size_bytes
             if time.monotonic() >= until or seen.get(key, -1) >= receipt.size_bytes:
                 break
             if not is_logged:
@@ -296,22 +294,20 @@ def write_manifest(
             storage.persist(late)
 
     def write() -> None:
-        if not created(storage, key, data, retry=config.retry):
+        if not created(storage, key, data):
             raise StorageError(f"{key} exists already with other contents", file=key)
 
     num_threads = 2 if isinstance(storage, Disk) and not counts else 1
-    mapped(lambda step: step(), [persist, write], num_threads=num_threads, name="ckptstore-manifest")
+    mapped(call, [persist, write], num_threads=num_threads, name="ckptstore-manifest")
     if not isinstance(storage, Disk):
-        _check_written(storage, config, key, len(data))
+        _check_written(storage, key, len(data))
 
 
-def _check_written(storage: Storage, config: StoreConfig, key: str, size_bytes: int) -> None:
+def _check_written(storage: Storage, key: str, size_bytes: int) -> None:
     """Raise StorageError unless the file that was just written exists with its size."""
     # A proxy that confirms before it has read the body may keep nothing. All other files of a checkpoint were listed.
     try:
-        found = retrying(
-            config.retry, f"stat {key}", lambda: looked_twice(storage, key, lambda: storage.stat(key)).size_bytes
-        )
+        found = looked_twice(storage, key, lambda: storage.stat(key)).size_bytes
     except FileMissing:
         found = None
     if found != size_bytes:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ckptstore.errors import CkptstoreError
@@ -22,7 +23,7 @@ from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision, Plan, Shard
 from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import hurried
-from ckptstore.storage.traffic import counted_twice
+from ckptstore.storage.traffic import counting
 
 logger = logging.getLogger("ckptstore")
 
@@ -150,12 +151,12 @@ class Transaction(Generic[Published]):
         with ending, closing(self.lane):
             try:
                 with self.lane.meeting("receipts") as meeting:
-                    with counted_twice() as traffic:
+                    with counting(twice=True) as traffic:
                         plan = shard.plan()
                         stored = plan.store(self.attempt)
                     clock.ended("upload")
                     answers = meeting.gather((clock.report(traffic, node=self.lane.node), stored))
-                    timing, published = meeting.tell(lambda: self._publish(plan, answers))
+                    timing, published = meeting.tell(partial(self._publish, plan, answers))
                 found = self._outcome(published, **timing)
             except CkptstoreError as error:
                 return self._found(error, **timing)

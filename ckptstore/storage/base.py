@@ -1,14 +1,12 @@
-"""The contract of a storage: seven verbs over keys, four that only a disk needs, and protocols for further powers.
+"""The contract of a storage: seven verbs over keys, methods with a default, and protocols for further powers.
 
-A key is a relative POSIX path below the storage's root ("log/0000000042.json"); `layout.check_name` has the rules.
-A storage is safe to use from several threads and belongs to one process; it is pickled as URI and options and connects
-again in the new process.
+A key is a relative POSIX path below the storage's root ("log/0000000042.json"); `layout.check_name` has the rules. A
+storage is safe to use from several threads and belongs to one process; it is pickled as URI and options.
 
 Every storage must have read-after-write (a `write` that returned is seen by every later `read`, `stat` and `list`, from
-any process), ranged reads and listing by prefix. It needs no order of a listing, no rename and no directories.
-
-Errors come as `FileMissing`, `AccessDenied`, `StorageFull`, `StorageUnavailable` (worth a retry) or `StorageError`,
-and name the key. A storage retries nothing itself: `ckptstore.storage.retry` does, above it.
+any process), ranged reads and listing by prefix. It needs no order of a listing, no rename and no directories. Errors
+come as `FileMissing`, `AccessDenied`, `StorageFull`, `StorageUnavailable` (worth a retry) or `StorageError`, and name
+the key. A back-end retries nothing itself: `ckptstore.storage.retry` does, around it.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from ckptstore.errors import StorageError, StorageUnavailable
+from ckptstore.errors import FileMissing, StorageError, StorageUnavailable
 from ckptstore.format.digest import Digest
 from ckptstore.runtime.parallel import mapped
 
@@ -59,7 +57,7 @@ class StoredFile(NamedTuple):
 
 @runtime_checkable
 class Storage(Protocol):
-    """The seven verbs, and four that do nothing on a storage that is no disk. A back-end inherits from it."""
+    """The seven verbs, and methods with a default. A back-end inherits from it."""
 
     @property
     @abstractmethod
@@ -101,6 +99,23 @@ class Storage(Protocol):
     @abstractmethod
     def close(self) -> None:
         """Close the connections. The storage must not be used afterwards."""
+
+    def read_if_there(self, key: str) -> bytes | None:
+        """Return the bytes of a whole, small file; None if there is none."""
+        with suppress(FileMissing):
+            return self.read(key)
+        return None
+
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        """Have later reads come in another way, by new connections or past a cache, since the bytes read of a stretch
+        of a file, or of all of it, were not those expected. Reads nothing, raises nothing. A storage with one way alone
+        does nothing."""
+        return
+
+    def resolved(self) -> Mapping[str, str]:
+        """Return the settings of a service that are in effect, with the source of each in words, without any secret.
+        Asks no server."""
+        return {}
 
     def persist(self, keys: Sequence[str]) -> None:
         """Make these files, and the directories that lead to them, durable: they would survive a loss of power. On a
@@ -159,9 +174,9 @@ class CreatesExclusively(Protocol):
     def create(self, key: str, data: bytes) -> bool:
         """Create the file whole and durable, and return True; if it exists, change nothing and return False.
 
-        Exactly one of several callers at once gets True, and no reader ever sees a part of the file. After an error it
-        may have been created or not: the caller reads it back. Raises Unsupported, and creates nothing, where only the
-        server or the file system lacks this.
+        Exactly one of several callers at once, each with bytes of its own, gets True, and no reader ever sees a part of
+        the file. After an error it may have been created or not: the caller reads it back. Raises Unsupported, and
+        creates nothing, where only the server or the file system lacks this.
         """
 
 
@@ -274,24 +289,7 @@ class Bucket(Protocol):
         """Drop one; no error if it is gone."""
 
 
-@runtime_checkable
-class Doubts(Protocol):
-    """A storage that can be read in another way than the last time: by new connections, past a cache, elsewhere."""
-
-    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """Have later reads come in another way, since the bytes read of a stretch of a file, or of all of it, were not
-        those expected. Reads nothing, and raises nothing."""
-
-
-@runtime_checkable
-class Configured(Protocol):
-    """A service that is reached by options, variables and configuration files."""
-
-    def resolved(self) -> Mapping[str, str]:
-        """Return the settings in effect with the source of each, in words, without any secret. Asks no server."""
-
-
-POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside, CopiesFrom, Bucket, Configured, Doubts)
+POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside, CopiesFrom, Bucket)
 """Every optional power. A storage has a power only if it has all its methods."""
 
 

@@ -1,11 +1,8 @@
 """Retry requests in one small layer, bounded in tries and in time, with full jitter. The only importer of tenacity.
 
-Only errors whose class is `retryable` are retried. A create-if-absent never is: the log settles its outcome.
-`RetryConfig(retry_attempts=1)` switches retries off, in tests for instance. Retries within retries do not multiply: the
-outermost call on a thread is the one that tries again.
-
-`with_retries` wraps a storage for direct callers: listings, manifests, deletions. The wrapper has the powers of the
-storage inside, no more and no fewer.
+Only errors whose class is `retryable` are retried. Retries within retries do not multiply: the outermost call on a
+thread is the one that tries again. `open_place` wraps every storage by `with_retries`, so that its errors are final.
+A transfer retries around the storage, and stops when another thread of it has failed.
 """
 
 from __future__ import annotations
@@ -27,9 +24,6 @@ from ckptstore.storage.traffic import traffic_here
 
 T = TypeVar("T")
 
-ONCE = RetryConfig(retry_attempts=1)
-"""For whoever tries again himself, by a deadline of his own."""
-
 
 class _Here(threading.local):
     is_inside = False
@@ -39,24 +33,8 @@ class _Here(threading.local):
 _here = _Here()
 
 
-_HURRIED_SHARE = 0.1
 _limited: ContextVar[Callable[[RetryConfig], RetryConfig]] = ContextVar("ckptstore-retries", default=lambda it: it)
 """The limit to the retries of the present work, on all its threads."""
-
-
-@contextmanager
-def hurried() -> Iterator[None]:
-    """Retry requests for only a tenth of the deadline while the context lasts. For requests after a failure, which may
-    mean that the storage has been unreachable for a whole deadline already."""
-    with _limiting(lambda it: replace(it, retry_deadline_seconds=it.retry_deadline_seconds * _HURRIED_SHARE)):
-        yield
-
-
-@contextmanager
-def briefly() -> Iterator[None]:
-    """Try each request twice at most, the second time soon, while the context lasts. For what follows a commit."""
-    with _limiting(lambda it: replace(it, retry_attempts=min(2, it.retry_attempts))):
-        yield
 
 
 @contextmanager
@@ -68,9 +46,12 @@ def _limiting(limit: Callable[[RetryConfig], RetryConfig]) -> Iterator[None]:
         _limited.reset(token)
 
 
-def is_retryable(error: BaseException) -> bool:
-    """Return True if the same request may succeed later."""
-    return isinstance(error, CkptstoreError) and error.retryable
+hurried = partial(_limiting, lambda it: replace(it, retry_deadline_seconds=it.retry_deadline_seconds / 10))
+"""A context in which requests are retried for a tenth of the deadline: something has failed for all of it before."""
+briefly = partial(_limiting, lambda it: replace(it, retry_attempts=min(2, it.retry_attempts)))
+"""A context in which each request is tried twice at most, the second time soon. For what follows a commit."""
+once = partial(_limiting, lambda it: replace(it, retry_attempts=1))
+"""A context in which no request is tried again. For whoever tries again himself, by a deadline of his own."""
 
 
 def retrying(config: RetryConfig, what: str, request: Callable[[], T], *, check: Beat = no_beat) -> T:
@@ -103,7 +84,7 @@ def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: Ckpt
     config = _limited.get()(config)
     failed = [first]
 
-    def once() -> T:
+    def try_once() -> T:
         if failed:
             raise failed.pop()
         traffic = traffic_here()
@@ -124,27 +105,36 @@ def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: Ckpt
         wait=tenacity.wait_random_exponential(
             multiplier=config.retry_wait_initial_seconds, max=config.retry_wait_max_seconds
         ),
-        retry=tenacity.retry_if_exception(is_retryable),
+        retry=tenacity.retry_if_exception(lambda error: isinstance(error, CkptstoreError) and error.retryable),
         before_sleep=told,
         reraise=True,
     )
-    return retryer(once)
+    return retryer(try_once)
 
 
-_AGAIN = frozenset(
-    ["abort_unfinished", "copy", "copy_from", "delete", "read", "read_into", "stat", "unfinished", "write"]
-)
-"""The methods with the same outcome when they run twice. A create is none: its caller settles an unknown outcome."""
+_AGAIN = {"abort_unfinished", "copy", "copy_from", "delete", "read", "read_if_there", "read_into", "stat"}
+_AGAIN |= {"unfinished", "write"}
+"""The methods with the same outcome when they run twice."""
 
 
 def with_retries(storage: Storage, config: RetryConfig) -> Storage:
-    """Return the storage with retries. A disk is returned as it is, for its errors are final."""
-    if isinstance(storage, Disk) or config.retry_attempts == 1:
+    """Return the storage with retries in place of those that it may have."""
+    storage = without_retries(storage)
+    if config.retry_attempts == 1:
         return storage
     names = methods_of(Storage).union(*(methods_of(power) for power in POWERS if isinstance(storage, power)))
-    methods = {name: _passed_on(name) for name in names - {"list", "uri"}}
+    # A deletion whose answer was lost may come late. On a disk an upload writes files of the same names after it.
+    again = _AGAIN - {"delete"} if isinstance(storage, Disk) else _AGAIN
+    methods = {name: _passed_on(name, is_tried_again=name in again) for name in names - {"list", "uri"}}
+    if "create" in names:
+        methods["create"] = _create
     retried = type(f"Retried{type(storage).__name__}", (_Retried,), methods)(storage, config)
     return cast(Storage, retried)
+
+
+def without_retries(storage: Storage) -> Storage:
+    """Return the storage inside."""
+    return storage.inner if isinstance(storage, _Retried) else storage
 
 
 class _Retried(Storage):
@@ -167,13 +157,34 @@ class _Retried(Storage):
         return with_retries, (self.inner, self.config)
 
 
-def _passed_on(name: str) -> Callable[..., Any]:
-    def call(self: _Retried, *arguments: Any, **keywords: Any) -> Any:
-        arguments = tuple(item.inner if isinstance(item, _Retried) else item for item in arguments)
+def _passed_on(name: str, *, is_tried_again: bool) -> Callable[..., Any]:
+    def pass_on(self: _Retried, *arguments: Any, **keywords: Any) -> Any:
+        if name == "copy_from":
+            arguments = (without_retries(arguments[0]), *arguments[1:])
         request = partial(getattr(self.inner, name), *arguments, **keywords)
-        if name not in _AGAIN:
+        if not is_tried_again:
             return request()
         shown = arguments[0] if arguments and isinstance(arguments[0], str) else ""
         return retrying(self.config, f"{name} {shown}".rstrip(), request)
 
-    return call
+    return pass_on
+
+
+def _create(self: Any, key: str, data: bytes) -> bool:
+    """Create the file; where an answer was lost, read whose it is: `data` is its caller's own."""
+    is_lost = False
+
+    def create() -> bool:
+        nonlocal is_lost
+        try:
+            if self.inner.create(key, data):
+                return True
+        except CkptstoreError:
+            is_lost = True
+            raise
+        is_ours = bool(is_lost and self.inner.read(key) == data)
+        if is_ours:
+            self.inner.persist([key])  # on a disk it is perhaps not durable
+        return is_ours
+
+    return retrying(self.config, f"create {key}", create)

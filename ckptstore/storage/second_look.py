@@ -1,8 +1,5 @@
-"""Look a second time, in another way, before a file counts as damaged.
-
-A proxy, a cache, a connection or a page of memory can deliver wrong bytes, an older file or none, though the file is
-whole. To treat that as damage would cost a checkpoint.
-"""
+"""Look a second time, in another way, before a file counts as damaged: a proxy, a cache, a connection or a page of
+memory can deliver wrong bytes, an older file or none, though the file is whole."""
 
 from __future__ import annotations
 
@@ -10,24 +7,19 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, UnsupportedVersion
-from ckptstore.storage.base import Doubts, Storage, create_if_able
-from ckptstore.storage.retry import retrying
+from ckptstore.storage.base import Storage, create_if_able
 
 logger = logging.getLogger("ckptstore")
 T = TypeVar("T")
 
 
-def looked_twice(storage: Storage, key: str, look: Callable[[], T], *, missing: bool = True) -> T:
-    """Return the result of `look`; call it again, after a `doubt` of the key, if it raises CheckpointDamaged or
-    UnsupportedVersion, or with `missing` FileMissing. Errors of the second call are raised. A storage without `Doubts`
-    gets one look."""
+def looked_twice(storage: Storage, key: str, look: Callable[[], T]) -> T:
+    """Return the result of `look`; call it again, after a `doubt` of the key, if it raises CheckpointDamaged,
+    UnsupportedVersion or FileMissing. Errors of the second call are raised."""
     try:
         return look()
     except (CheckpointDamaged, FileMissing, UnsupportedVersion) as error:
-        if not isinstance(storage, Doubts) or (isinstance(error, FileMissing) and not missing):
-            raise
         first = error.message  # not the error: its traceback keeps the buffers alive
     storage.doubt(key)
     found = look()
@@ -40,24 +32,17 @@ def has_bytes(storage: Storage, key: str, data: bytes) -> bool:
     Raises FileMissing."""
     if storage.read(key) == data:
         return True
-    if not isinstance(storage, Doubts):
-        return False
     storage.doubt(key)
     return storage.read(key) == data
 
 
-def created(storage: Storage, key: str, data: bytes, *, retry: RetryConfig) -> bool:
-    """Create the key, or write it where the storage cannot create-if-absent; return True if it now holds `data`. Safe
-    to retry after a lost reply: the data is read back."""
-
-    def create() -> bool:
-        is_new = create_if_able(storage, key, data)
-        if is_new is None:
-            storage.write(key, [memoryview(data)])
-            storage.persist([key])
-        return is_new is not False or has_bytes(storage, key, data)
-
-    return retrying(retry, f"create {key}", create)
+def created(storage: Storage, key: str, data: bytes) -> bool:
+    """Create the key, or write it where the storage cannot create-if-absent; return True if it now holds `data`."""
+    is_new = create_if_able(storage, key, data)
+    if is_new is None:
+        storage.write(key, [memoryview(data)])
+        storage.persist([key])
+    return is_new is not False or has_bytes(storage, key, data)
 
 
 def tell(storage: Storage, key: str, what: str) -> None:

@@ -1,9 +1,7 @@
-"""Count the requests, retries and bytes of a piece of work on a storage.
+"""Count the requests, retries and bytes of a piece of work on a storage. Requests are counted where they are retried.
 
 Each thread counts for itself, so nothing is locked and two pieces of work at once are not mixed up. Code that hands
-work to another thread or process adds the counts from there. Requests are counted where they are retried
-(`ckptstore.storage.retry`): all of a transfer, and on a server all others except creates. Requests that are not
-retried, as on a disk, are counted in transfers only.
+work to another thread or process adds the counts from there.
 """
 
 from __future__ import annotations
@@ -49,21 +47,13 @@ def traffic_here() -> Traffic:
 
 
 @contextmanager
-def counted_twice() -> Iterator[Traffic]:
-    """Count the requests of this thread in this context, and also in the context around it."""
-    traffic = Traffic()
+def counting(*, twice: bool = False) -> Iterator[Traffic]:
+    """Count the requests of this thread in this context, and in the context around it only if `twice`."""
+    before, traffic = _here.traffic, Traffic()
+    _here.traffic = traffic
     try:
-        with counting() as traffic:
-            yield traffic
-    finally:
-        _here.traffic.add(traffic)
-
-
-@contextmanager
-def counting() -> Iterator[Traffic]:
-    """Count the requests of this thread in this context, and not in the context around it."""
-    before, _here.traffic = _here.traffic, Traffic()
-    try:
-        yield _here.traffic
+        yield traffic
     finally:
         _here.traffic = before
+        if twice:
+            before.add(traffic)

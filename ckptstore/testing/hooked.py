@@ -108,6 +108,12 @@ class _Wrapped(base.Storage):
 
         self.run(_call("read_into", key, size_bytes=_size(views)), perform, lambda: perform(_half(views)))
 
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        self.inner.doubt(key, offset, size_bytes)
+
+    def resolved(self) -> Mapping[str, str]:
+        return dict(self.inner.resolved())
+
     def stat(self, key: str) -> StoredFile:
         found: StoredFile = self.run(_call("stat", key), lambda: self.inner.stat(key))
         return found
@@ -244,16 +250,6 @@ class _WrappedBucket(_Wrapped):
         self.run(_call("abort_unfinished", key), lambda: self.inner.abort_unfinished(key, upload_id))
 
 
-class _WrappedConfigured(_Wrapped):
-    def resolved(self) -> Mapping[str, str]:
-        return dict(self.inner.resolved())
-
-
-class _WrappedDoubts(_Wrapped):
-    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        self.inner.doubt(key, offset, size_bytes)
-
-
 _WRAPPERS: dict[Any, type[_Wrapped]] = {
     base.CreatesExclusively: _WrappedCreate,
     base.WritesParts: _WrappedParts,
@@ -261,8 +257,6 @@ _WRAPPERS: dict[Any, type[_Wrapped]] = {
     base.CopiesInside: _WrappedCopy,
     base.CopiesFrom: _WrappedCopyFrom,
     base.Bucket: _WrappedBucket,
-    base.Configured: _WrappedConfigured,
-    base.Doubts: _WrappedDoubts,
 }
 
 

@@ -340,10 +340,9 @@ class PowersContract:
             storage.copy("missing", "x")
         assert "x" not in [file.key for file in storage.list("")]
 
-    # ---- Doubts
+    # ---- Doubt
 
     def test_what_is_doubted_reads_the_same(self, storage: Any) -> None:
-        _need(storage, base.Doubts)
         data, view = bytes(range(256)) * 5000, memoryview(bytearray(5000))
         storage.write("f", [memoryview(data)])
         for key in ("f", "missing"):
@@ -353,12 +352,11 @@ class PowersContract:
             assert view == data[100:5100]
             assert storage.read("f") == data
 
-    # ---- Configured
+    # ---- Settings
 
     def test_what_it_was_told_is_said_in_words(self, storage: Any) -> None:
-        _need(storage, base.Configured)
         settings = storage.resolved()
-        assert {"endpoint", "credentials", "proxy"} <= settings.keys()
+        assert not settings or {"endpoint", "credentials", "proxy"} <= settings.keys()
         assert all(isinstance(value, str) and value for value in settings.values())
 
     # ---- Bucket

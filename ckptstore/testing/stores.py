@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ckptstore.catalogue import job_of
 from ckptstore.log import Log
+from ckptstore.storage.retry import with_retries, without_retries
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.hooked import Hook, wrap
 from ckptstore.transfer import Transfer
@@ -19,12 +20,12 @@ def with_faults(store: CheckpointStore, hook: Hook) -> CheckpointStore:
     Closing it closes both.
     """
     job, config = job_of(store), job_of(store).config
-    storage = wrap(job.storage, hook)
+    storage = with_retries(wrap(without_retries(job.storage), hook), config.retry)
     return CheckpointStore(
         replace(
             job,
             storage=storage,
-            log=Log(storage, retry=config.retry, single_writer=config.single_writer),
+            log=Log(storage, single_writer=config.single_writer),
             transfer=Transfer(storage, config=config.transfer, retry=config.retry),
         )
     )

@@ -12,9 +12,9 @@ from typing import Protocol, TypeVar
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import StorageThrottled
 from ckptstore.events import ConcurrencyChanged, emit
-from ckptstore.storage.base import Disk, Doubts, Storage, WritesParts
+from ckptstore.storage.base import Disk, Storage, WritesParts
 from ckptstore.storage.probe import is_server
-from ckptstore.storage.retry import retrying
+from ckptstore.storage.retry import retrying, without_retries
 from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer.moves import FinishedCopy, Supplied
 from ckptstore.transfer.pool import Operation, Pool
@@ -74,7 +74,8 @@ class Engine:
     ) -> None:
         """Start no thread yet. `rank` is that in events, `peers` are nodes to read from before the storage."""
         self.peers = peers
-        self.storage = storage
+        # A disk without the retries of its wrapper: those here are around them, and a call costs microseconds.
+        self.storage = storage = without_retries(storage) if isinstance(storage, Disk) else storage
         self.config = config
         self.retry = retry
         self.rank = rank
@@ -83,8 +84,6 @@ class Engine:
         """The storage, where it is a disk: a request costs microseconds there, not a round trip."""
         self.parts = storage if isinstance(storage, WritesParts) else None
         """The storage, where it writes parts."""
-        self.doubts = storage if isinstance(storage, Doubts) else None
-        """The storage, where it can be read in another way."""
         self.pool = Pool(config.num_requests if is_server(storage) else config.num_threads)
         self.scratch = Scratch(config.memory_budget_bytes)
         self.reading = threading.Semaphore(config.num_threads)

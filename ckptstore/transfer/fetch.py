@@ -54,8 +54,7 @@ def _fetch_twice(
         again = iter(_fetch_twice(engine, damaged, mode, durable, nodes))
     else:
         for item, _ in damaged:
-            if engine.doubts is not None:
-                engine.doubts.doubt(item.key)
+            engine.storage.doubt(item.key)
         again = iter(_fetch(engine, damaged, mode, durable, nodes))
     result = [next(again) if checked.damage else checked for checked in found]
     for first, second in zip(found, result, strict=True):

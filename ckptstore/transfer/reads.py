@@ -160,8 +160,7 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
         request = partial(engine.storage.read_into, key, offset, views)
         engine.read(run, key, request)
         while not all(map(accept, range(len(steps)))):
-            if engine.doubts is not None:
-                engine.doubts.doubt(key, offset, piece.size_bytes)
+            engine.storage.doubt(key, offset, piece.size_bytes)
             engine.read(run, key, request)
     for one, (_, right) in zip(supplied or (), extents_in(offset, views), strict=False):
         if engine.peers is not None and one.digest != str(Digest.of(*right)):

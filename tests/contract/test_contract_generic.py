@@ -15,7 +15,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 import ckptstore
 from ckptstore.errors import AccessDenied, InvalidInput, StorageUnavailable
-from ckptstore.storage.base import Doubts
 from ckptstore.storage.fsspec.generic import GenericStorage
 from ckptstore.testing import StorageContract
 
@@ -42,7 +41,7 @@ class DiskStorage(GenericStorage):
 class TestGeneric(StorageContract):
     """fsspec's own file system of this machine stands for all others: it makes directories, and is no object store."""
 
-    powers = (Doubts,)
+    powers = ()
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Any:

@@ -12,7 +12,6 @@ from ckptstore.storage.base import (
     CopiesInside,
     CreatesExclusively,
     Disk,
-    Doubts,
     WritesParts,
 )
 from ckptstore.storage.disk.local import LocalStorage
@@ -21,7 +20,7 @@ from ckptstore.testing.storage_contract import StorageContract
 
 
 class TestLocal(StorageContract):
-    powers = frozenset({CreatesExclusively, WritesParts, Disk, CopiesFrom, CopiesInside, Doubts})
+    powers = frozenset({CreatesExclusively, WritesParts, Disk, CopiesFrom, CopiesInside})
     durable = True
 
     @pytest.fixture

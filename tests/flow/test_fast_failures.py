@@ -26,7 +26,6 @@ from torch.distributed.fsdp import fully_shard
 from trees import flip, heard
 
 from ckptstore import CheckpointStore, FastTier, KeepEvery, StorageGroup, open_store
-from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import FastBypassed
 from ckptstore.storage.disk.local import LocalStorage
@@ -166,7 +165,7 @@ def test_the_bucket_is_slow_or_away(
 
     def train(rank: int) -> Any:
         seat = StorageGroup(rank, 2, "start", f"node{rank}")  # in a directory, as those of torch meet without the store
-        group = seat.open(LocalStorage(tmp_path / "board"), rank_timeout_seconds=SECONDS, retry=RetryConfig())
+        group = seat.open(LocalStorage(tmp_path / "board"), rank_timeout_seconds=SECONDS)
         tier = FastTier(tmp_path / f"disk-{rank}", copies=2, node=f"node{rank}")
         with open_store("s3://test/run", group=group, fast=tier, storage_options=server.storage_options) as store:
             store.save_async(1, state_of(1, rank)).durable(SECONDS)

@@ -15,7 +15,7 @@ import forked_ranks
 from exchanging import exchange
 from thread_ranks import in_threads
 
-from ckptstore.config import RetryConfig, StoreConfig
+from ckptstore.config import StoreConfig
 from ckptstore.errors import CkptstoreError, InvalidInput, RankTimeout, StorageFull
 from ckptstore.group import Group, StorageGroup, check_shared, find_group
 from ckptstore.runtime.beat import beat
@@ -117,7 +117,7 @@ def check_deaths(seen: list[Any]) -> None:
 
 def deaths_through_a_directory(root: Path) -> list[Any]:
     given = StorageGroup(int(os.environ["RANK"]), 4, "first-start")
-    group = given.open(LocalStorage(root), rank_timeout_seconds=SHORT_SECONDS, retry=RetryConfig())
+    group = given.open(LocalStorage(root), rank_timeout_seconds=SHORT_SECONDS)
     return deaths(group, root)
 
 
@@ -157,7 +157,7 @@ def test_ranks_meet_again_in_one_start_and_one_that_looks_alone_is_not_counted(t
         given, seen = StorageGroup(rank, 2, "first-start"), []
         for number in range(3):
             storage = LocalStorage(tmp_path)
-            options: dict[str, Any] = {"rank_timeout_seconds": SHORT_SECONDS, "retry": RetryConfig()}
+            options: dict[str, Any] = {"rank_timeout_seconds": SHORT_SECONDS}
             if rank == number:
                 given.open(storage, **options).close()
             group = given.open(storage, **options)

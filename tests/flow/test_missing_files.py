@@ -106,7 +106,8 @@ def test_a_reference_that_leads_nowhere_is_damage(tmp_path: Path) -> None:
             store.resume({"w": torch.zeros(90_000), "epoch": 0})
 
 
-def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path: Path) -> None:
+def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
     with open_store(tmp_path) as store:
         save_two(store)
     error = StorageUnavailable("no answer")

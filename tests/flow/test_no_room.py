@@ -106,6 +106,7 @@ def test_a_record_that_is_no_commit_says_nothing_of_the_checkpoint(
 ) -> None:
     """It lands, with an error, and the disk does not confirm it."""
     lost = {("create", "after"), ("persist", "before")}
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
 
     def hook(call: Call) -> None:
         if call.key == f"log/{number:010}.json" and (call.verb, call.phase) in lost:

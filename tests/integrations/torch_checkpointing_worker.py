@@ -12,6 +12,7 @@ from torch_checkpointing.config import SyncCheckpointSaverConfig
 from torch_checkpointing.default_resharder import DefaultResharder
 
 from ckptstore.integrations.torch_checkpointing import StoreStorageConfig
+from ckptstore.storage.retry import with_retries, without_retries
 from ckptstore.testing import Hook, hook_from_environment, wrap
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.opened import OpenedPlace
@@ -28,7 +29,7 @@ class FaultyConfig(StoreStorageConfig):
         place, hook = super().opened(), self.hook or hook_from_environment()
         if hook is None:
             return place
-        storage = wrap(place.storage, hook)
+        storage = with_retries(wrap(without_retries(place.storage), hook), place.config.retry)
         transfer = Transfer(storage, config=place.config.transfer, retry=place.config.retry)
         return OpenedPlace(storage=storage, transfer=transfer, config=place.config)
 

@@ -17,6 +17,7 @@ from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayPublisher, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.saving import transaction
+from ckptstore.storage.retry import with_retries, without_retries
 from ckptstore.testing import Hook, wrap
 from ckptstore.testing.s3_server import S3Server
 from ckptstore.transfer import Transfer
@@ -75,11 +76,11 @@ def store(
         try:
             run = Run.open(worker, rank_timeout_seconds=30)
             if hook_of is not None:
-                wrapped = wrap(run.storage, hook_of(ranks[index]))
+                wrapped = with_retries(wrap(without_retries(run.storage), hook_of(ranks[index])), run.config.retry)
                 transfer = Transfer(wrapped, config=run.config.transfer, retry=run.config.retry, rank=ranks[index])
                 run = replace(run, storage=wrapped, transfer=transfer)
             seat = StorageGroup(index, len(ranks), token, worker.node_id)
-            group = seat.open(run.storage, rank_timeout_seconds=30, retry=run.config.retry)
+            group = seat.open(run.storage, rank_timeout_seconds=30)
             shard = RayDirectoryShard(run, directories[index], ranks=ranks, shared=shared)
             try:
                 request = transaction.checked(

@@ -328,7 +328,8 @@ def test_no_right_to_list_is_told(root: Path) -> None:
     assert seen["health"]["stored_bytes"] is None
 
 
-def test_a_storage_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> None:
+def test_a_storage_that_fails_for_a_while_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "1")
     root = tmp_path / "store"
     with open_store(root) as store:
         store.save(1, state(1))

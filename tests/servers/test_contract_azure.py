@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from loopback import AZURE_KEY
 
-from ckptstore.storage.base import Configured, CopiesFrom, CopiesInside, CreatesExclusively, Doubts, WritesParts
+from ckptstore.storage.base import CopiesFrom, CopiesInside, CreatesExclusively, WritesParts
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import StorageContract
 
@@ -21,7 +21,7 @@ numbers = itertools.count()
 class AzureContract(StorageContract):
     """Raw access goes through the SDK."""
 
-    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Configured, Doubts)
+    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside)
     secrets = (AZURE_KEY,)
     num_deleted_files = 600  # in batches of at most 256; the server takes twenty seconds for two thousand
     engine: ClassVar[str]

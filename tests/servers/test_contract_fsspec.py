@@ -14,13 +14,13 @@ from test_contract_s3 import OnOwnServer, S3Contract
 
 import ckptstore
 from ckptstore.errors import InvalidInput, StorageError
-from ckptstore.storage.base import CreatesExclusively, Doubts
+from ckptstore.storage.base import CreatesExclusively
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import S3Server
 
 pytestmark = pytest.mark.slow
 
-POWERS = (CreatesExclusively, Doubts)
+POWERS = (CreatesExclusively,)
 
 
 class TestS3fsOnOwnServer(OnOwnServer, S3Contract):

@@ -15,7 +15,7 @@ from hostile_front import Wire, options_behind
 
 from ckptstore import open_store
 from ckptstore.config import RetryConfig
-from ckptstore.storage.base import Bucket, Configured, CopiesFrom, CopiesInside, CreatesExclusively, Doubts, WritesParts
+from ckptstore.storage.base import Bucket, CopiesFrom, CopiesInside, CreatesExclusively, WritesParts
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retry import with_retries
 from ckptstore.testing import StorageContract
@@ -28,7 +28,7 @@ numbers = itertools.count()
 class GcsContract(StorageContract):
     """Raw access goes over the JSON API."""
 
-    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket, Configured, Doubts)
+    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket)
     leaves_unfinished = False
     engine: ClassVar[str]
 

@@ -10,11 +10,9 @@ import pytest
 
 from ckptstore.storage.base import (
     Bucket,
-    Configured,
     CopiesFrom,
     CopiesInside,
     CreatesExclusively,
-    Doubts,
     WritesParts,
 )
 from ckptstore.storage.open import open_storage
@@ -27,7 +25,7 @@ numbers = itertools.count()
 class S3Contract(StorageContract):
     """Raw access goes through boto3."""
 
-    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket, Configured, Doubts)
+    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket)
     secrets = ("testsecret",)
     engine: ClassVar[str]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 from kit.simulation import Simulation, report
-from kit.simulation.plan import draw_commands, draw_following, draw_thinning
+from kit.simulation.plan import Action, Actor, Plan, Trouble, draw_commands, draw_following, draw_thinning
 from kit.simulation.world import World
 
-from ckptstore.format.changes import Commit
+from ckptstore.format.changes import Commit, Noop
 
 pytestmark = pytest.mark.slow
 
-KINDS = {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Annotate", "Noop"}
-"""All but `Resumed`, which jobs with a fast tier write."""
+KINDS = {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Annotate"}
+"""All but `Resumed`, which jobs with a fast tier write, and `Noop`."""
 
 
 def test_every_kind_of_change_is_met(simulation: Simulation) -> None:
@@ -25,6 +25,18 @@ def test_every_kind_of_change_is_met(simulation: Simulation) -> None:
         if seed > 10 and met == KINDS:
             return
     raise AssertionError(f"only {met} were met")
+
+
+def test_a_create_that_fails_for_as_long_as_it_is_tried_leaves_a_noop(simulation: Simulation) -> None:
+    job = Actor("job1", tuple(Action("directory", step=step) for step in (10, 20, 30)))
+    met: set[type] = set()
+    for seed in range(10):
+        worlds: list[World] = []
+        trouble = Trouble("outage", "job1.0", at_call=20 + seed, seconds=0.5, what="lost log/")
+        plan = Plan(seed, rank_timeout_seconds=12.0, retry_attempts=2, actors=(job,), troubles=(trouble,))
+        assert simulation.run(plan, prepare=worlds.append).ok
+        met |= {type(record.change) for record in worlds[0].model.records.values()}
+    assert Noop in met
 
 
 def test_checkpoints_are_thinned_while_jobs_save(simulation: Simulation) -> None:

@@ -142,11 +142,12 @@ def a_rank_whose_save_failed_cleans_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_create_without_an_answer_counts_as_failed(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: Any, storage: Any, record: Any, newest: Any, failure: StorageError) -> None:
+    def settle(self: Any, storage: Any, record: Any, newest: Any, failure: StorageError, **_: Any) -> None:
         failure.committed = False
         raise failure
 
     patch.setattr(Log, "_settle", settle)
+    patch.setattr("ckptstore.storage.retry._create", lambda storage, key, data: storage.inner.create(key, data))
 
 
 def retention_forgets_what_is_pinned(patch: pytest.MonkeyPatch) -> None:

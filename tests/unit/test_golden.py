@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.extensions.history.cursor import Cursor
 from ckptstore.format.changes import Annotate, Change, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin, apply
@@ -92,14 +91,14 @@ def test_the_state_at_the_end_is_this() -> None:
 
 def test_the_log_holds_together_and_goes_on() -> None:
     storage = golden_store()
-    log = Log(storage, retry=RetryConfig(retry_attempts=1))
+    log = Log(storage)
     assert log.verify_chain() == []
     newest, latest = log.newest(), log.latest()
     assert newest
     assert latest
     assert (newest.number, latest.number, latest.entry.step) == (13, 4, 300)
     assert log.append(lambda _: Remove(drop=(9, 8), epoch=7))
-    assert Log(storage, retry=RetryConfig(retry_attempts=1)).verify_chain() == []
+    assert Log(storage).verify_chain() == []
     assert read_or_create_identity(storage) == "5f0c3a9e4b7d41d8a2c6e1f09b83d754"
 
 

@@ -40,6 +40,7 @@ from ckptstore.runtime.shown import show_ranks
 from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
+from ckptstore.storage.retry import with_retries
 from ckptstore.testing import CountCalls, FailAt, wrap
 
 RETRY = RetryConfig(retry_attempts=3, retry_wait_initial_seconds=0.01)
@@ -47,7 +48,7 @@ RETRY = RetryConfig(retry_attempts=3, retry_wait_initial_seconds=0.01)
 
 def opened(storage: Storage, rank: int, size: int, *, timeout_seconds: float = 60) -> BoardGroup:
     group = StorageGroup(rank, size, "start", node=f"node{rank}")
-    return group.open(storage, rank_timeout_seconds=timeout_seconds, retry=RETRY)
+    return group.open(with_retries(storage, RETRY), rank_timeout_seconds=timeout_seconds)
 
 
 def together(

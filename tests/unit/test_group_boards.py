@@ -16,7 +16,6 @@ import torch.distributed as dist
 from exchanging import exchange
 from thread_ranks import in_threads
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, GroupMissing, RankTimeout
 from ckptstore.group.board import Board, Seat
 from ckptstore.group.board_group import BoardGroup
@@ -58,7 +57,7 @@ def open_board(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
         if store is not None:
             boards.append(torch_board(store))
         else:
-            boards.append(StorageBoard(storage, start_token="t", world_size=4, retry=RetryConfig(retry_attempts=1)))
+            boards.append(StorageBoard(storage, start_token="t", world_size=4))
         return boards[-1]
 
     yield opened

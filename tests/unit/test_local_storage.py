@@ -31,7 +31,6 @@ from ckptstore.storage.base import Shortage, Unsupported
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.probe import has_exclusive_create
-from ckptstore.storage.retry import ONCE
 from ckptstore.storage.second_look import created
 
 MIB = 1 << 20
@@ -87,7 +86,7 @@ def test_without_links_and_renames_create_says_so(storage: LocalStorage, monkeyp
         storage.create("log/1.json", b"first")
     assert os.listdir(storage.local_path("log")) == []
     assert not has_exclusive_create(storage)
-    assert created(storage, "cursors/a.json", b"whole", retry=ONCE)
+    assert created(storage, "cursors/a.json", b"whole")
     with pytest.raises(InvalidInput, match="single_writer=True"), open_store(storage.uri, group="solo") as store:
         store.save(1, {"a": 1})
     with open_store(storage.uri, group="solo", single_writer=True) as store:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,7 +64,7 @@ def commit(step: int, epoch: int = 1) -> Commit:
 
 def fill(storage: Storage, count: int) -> Log:
     """A log with `count` records: a claim, then checkpoints."""
-    log = Log(storage, retry=ONCE)
+    log = Log(storage)
     for number in range(1, count + 1):
         log.append(lambda _, number=number: CLAIM if number == 1 else commit(number))  # type: ignore[misc]
     return log
@@ -77,7 +78,7 @@ def filled(count: int) -> MemoryStorage:
 
 
 def newest_in(storage: Storage) -> Record:
-    newest = Log(storage, retry=ONCE).newest()
+    newest = Log(storage).newest()
     assert newest
     return newest
 
@@ -107,7 +108,7 @@ def test_a_fresh_hint_costs_two_requests(count: int) -> None:
     assert newest_in(reading).number == count
     assert counts.total == 2
     counts.clear()
-    latest = Log(reading, retry=ONCE).latest()
+    latest = Log(reading).latest()
     assert (latest.number if latest else 1) == count
     assert counts.total == 2
 
@@ -118,7 +119,7 @@ def test_latest_costs_two_requests_when_other_records_came_after_it() -> None:
     log.append(lambda _: Pin((3,)))
     log.append(lambda _: Remove(trash=(2,)))
     reading, counts = counted(storage)
-    latest = Log(reading, retry=ONCE).latest()
+    latest = Log(reading).latest()
     assert latest
     assert latest.number == 5
     assert counts.total == 2
@@ -127,7 +128,7 @@ def test_latest_costs_two_requests_when_other_records_came_after_it() -> None:
 def test_a_second_look_costs_one_request() -> None:
     storage = filled(9)
     reading, counts = counted(storage)
-    log = Log(reading, retry=ONCE)
+    log = Log(reading)
     log.append(lambda _: None)
     counts.clear()
     for _ in range(3):
@@ -144,7 +145,7 @@ def test_galloping_finds_the_newest_in_few_requests(count: int, behind: int | No
     elif count > behind:
         storage.write(HINT_KEY, [memoryview(hint_of(storage, count - behind).encode())])
     reading, counts = counted(storage)
-    newest = Log(reading, retry=ONCE).newest()
+    newest = Log(reading).newest()
     assert (newest.number if newest else 0) == count
     distance = count if behind is None else min(behind, count)
     assert counts.total <= 2 + 2 * (distance.bit_length() + 1)
@@ -158,7 +159,7 @@ def hint_of(storage: Storage, number: int) -> Hint:
 def test_a_hint_that_is_none_is_passed_over() -> None:
     storage = filled(6)
     storage.write(HINT_KEY, [memoryview(b'{"version":1,"number":3,"newest":7}')])
-    latest = Log(storage, retry=ONCE).latest()
+    latest = Log(storage).latest()
     assert latest
     assert latest.number == 6
 
@@ -174,11 +175,11 @@ def test_a_torn_hint_is_passed_over() -> None:
 def test_a_hint_ahead_of_the_log_deceives_no_writer_and_is_mended() -> None:
     storage = filled(9)
     storage.delete([record_key(number) for number in (6, 7, 8, 9)])  # a copy that is not complete
-    reader = Log(storage, retry=ONCE)
+    reader = Log(storage)
     believed = reader.newest()
     assert believed
     assert believed.number == 9
-    record = append(Log(storage, retry=ONCE), Pin((2,)))
+    record = append(Log(storage), Pin((2,)))
     assert record.number == 6
     assert newest_in(storage).write_id == record.write_id
     assert reader.newest() == record
@@ -189,26 +190,26 @@ def test_a_hint_of_another_log_deceives_no_writer() -> None:
     fill(storage, 4)
     fill(other, 4)
     storage.write(HINT_KEY, [memoryview(other.read(HINT_KEY))])
-    append(Log(storage, retry=ONCE), Noop())
-    assert Log(storage, retry=ONCE).verify_chain() == []
+    append(Log(storage), Noop())
+    assert Log(storage).verify_chain() == []
 
 
 def test_a_hint_is_tried_twice_at_most() -> None:
     flaky = FailAt(f"write {HINT_KEY}", times=None)
-    assert Log(with_retries(wrap(new_storage(), flaky), QUICK), retry=QUICK).append(lambda _: CLAIM)
+    assert Log(with_retries(with_retries(wrap(new_storage(), flaky), QUICK), QUICK)).append(lambda _: CLAIM)
     assert flaky.struck == 2
 
 
 def test_a_hint_that_cannot_be_written_fails_nothing() -> None:
     storage = new_storage()
-    log = Log(wrap(storage, FailAt(f"write {HINT_KEY}", AccessDenied("no"), times=None)), retry=ONCE)
+    log = Log(wrap(storage, FailAt(f"write {HINT_KEY}", AccessDenied("no"), times=None)))
     assert log.append(lambda _: CLAIM)
     assert log.append(lambda _: commit(1))
     assert newest_in(storage).number == 2
 
 
 def test_an_empty_log() -> None:
-    log = Log(new_storage(), retry=ONCE)
+    log = Log(new_storage())
     assert log.newest() is None
     assert log.latest() is None
     assert log.records([]) == []
@@ -217,7 +218,7 @@ def test_an_empty_log() -> None:
 
 def test_nothing_live_has_no_latest() -> None:
     storage = filled(1)
-    assert Log(storage, retry=ONCE).latest() is None
+    assert Log(storage).latest() is None
 
 
 class Lying(MemoryStorage):
@@ -245,21 +246,21 @@ def test_a_record_that_is_read_wrongly_once_forks_nothing(
     storage = filled(3)
     lying = Lying(storage, f"log/{number:010d}.json", before, after)
     assert before in storage.read(f"log/{number:010d}.json")
-    log = Log(lying, retry=ONCE)
+    log = Log(lying)
     newest = log.append(lambda _: CLAIM)
     assert newest is not None
     assert lying.doubts == 1
     assert "was whole when it was read again" in caplog.text
-    assert Log(storage, retry=ONCE).checked_newest() is not None
+    assert Log(storage).checked_newest() is not None
 
 
 def test_a_record_of_another_log_that_is_read_once_forks_nothing() -> None:
     storage, other = filled(3), filled(3)
     key = record_key(3)
-    log = Log(Lying(storage, key, storage.read(key), other.read(key)), retry=ONCE)
+    log = Log(Lying(storage, key, storage.read(key), other.read(key)))
     assert log.append(lambda _: None) is None
     assert log.append(lambda _: Noop())
-    assert Log(storage, retry=ONCE).verify_chain() == []
+    assert Log(storage).verify_chain() == []
 
 
 def test_a_record_that_seems_missing_once_is_read_again() -> None:
@@ -269,21 +270,21 @@ def test_a_record_that_seems_missing_once_is_read_again() -> None:
                 raise FileMissing("it is not there", file=key)
             return super().read(key)
 
-    log = Log(Missing(filled(3), record_key(2), b"", b""), retry=ONCE)
+    log = Log(Missing(filled(3), record_key(2), b"", b""))
     assert [record.number for record in log.records([2])] == [2]
 
 
 def test_a_denied_probe_of_a_disk_says_nothing_of_buckets(tmp_path: Path) -> None:
     storage = wrap(LocalStorage(tmp_path), FailAt("read log/*", AccessDenied("denied", hint="Check owner"), times=None))
     with pytest.raises(AccessDenied) as caught:
-        Log(storage, retry=ONCE).newest()
+        Log(storage).newest()
     assert "s3" not in str(caught.value)
     assert "Check owner" in str(caught.value)
 
 
 def test_a_denied_probe_says_that_the_permission_to_list_may_be_missing() -> None:
     storage = wrap(new_storage(), FailAt("read log/*", AccessDenied("403"), times=None))
-    for log in (Log(storage, retry=ONCE), Log(storage, retry=QUICK)):
+    for log in (Log(storage), Log(with_retries(storage, QUICK))):
         with pytest.raises(AccessDenied, match="s3:ListBucket"):
             log.newest()
         with pytest.raises(AccessDenied, match="s3:ListBucket") as caught:
@@ -294,7 +295,7 @@ def test_a_denied_probe_says_that_the_permission_to_list_may_be_missing() -> Non
 def test_records_are_read_once_and_in_the_order_asked_for() -> None:
     storage = filled(50)
     reading, counts = counted(storage)
-    log = Log(reading, retry=ONCE)
+    log = Log(reading)
     assert [record.number for record in log.records([9, 3, 3, 40])] == [9, 3, 3, 40]
     assert counts.total == 3
     assert [record.number for record in log.records(range(1, 51))] == list(range(1, 51))
@@ -302,7 +303,7 @@ def test_records_are_read_once_and_in_the_order_asked_for() -> None:
 
 
 def test_records_in_memory_start_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, numbers = Log(filled(5), retry=ONCE), range(1, 6)
+    log, numbers = Log(filled(5)), range(1, 6)
     log.records(numbers)
     before: list[threading.Thread] = []
     monkeypatch.setattr(threading.Thread, "start", before.append)
@@ -315,7 +316,7 @@ def test_a_record_that_is_missing_or_garbage_is_damaged() -> None:
     storage = filled(5)
     storage.delete([record_key(2)])
     storage.write(record_key(3), [memoryview(b"garbage")])
-    log = Log(storage, retry=ONCE)
+    log = Log(storage)
     for number in (2, 3):
         with pytest.raises(CheckpointDamaged, match=record_key(number).replace(".", r"\.")):
             log.records([1, number])
@@ -331,9 +332,9 @@ def test_a_damaged_newest_record_is_never_passed_over(count: int) -> None:
     storage.write(record_key(count), [memoryview(data[: len(data) // 2])])
     storage.delete([HINT_KEY])
     with pytest.raises(CheckpointDamaged):
-        Log(storage, retry=ONCE).newest()
+        Log(storage).newest()
     with pytest.raises(CheckpointDamaged):
-        Log(storage, retry=ONCE).append(lambda _: Noop())
+        Log(storage).append(lambda _: Noop())
     assert numbers_in(storage) == list(range(1, count + 1))
 
 
@@ -345,7 +346,7 @@ class LoginPage(MemoryStorage):
 
 
 def test_a_storage_that_has_something_under_every_name_is_no_log_without_end() -> None:
-    for log in (Log(LoginPage("memory://login"), retry=ONCE), LogReader(LoginPage("memory://login"), retry=ONCE)):
+    for log in (Log(LoginPage("memory://login")), LogReader(LoginPage("memory://login"))):
         for call in (log.newest, log.latest):
             with pytest.raises(StorageError, match=r"something under every name.*login page"):
                 call()
@@ -358,13 +359,13 @@ def test_a_newest_record_of_a_newer_version_is_refused() -> None:
     storage.delete([HINT_KEY])
     for use in (lambda log: log.newest(), lambda log: log.append(lambda _: Noop())):
         with pytest.raises(UnsupportedVersion, match="Upgrade"):
-            use(Log(storage, retry=ONCE))
+            use(Log(storage))
 
 
 def test_reads_are_tried_again() -> None:
     storage = filled(3)
     flaky = FailAt(lambda call: call.verb == "read", times=3)
-    newest = Log(wrap(storage, flaky), retry=QUICK).newest()
+    newest = Log(with_retries(wrap(storage, flaky), QUICK)).newest()
     assert newest
     assert newest.number == 3
     assert flaky.struck == 3
@@ -391,7 +392,7 @@ def test_the_clock_is_the_storages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_clock_of_a_reader_is_never_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = filled(2)
     later(monkeypatch)
-    reading = Log(wrap(storage, FailAt("write *", AccessDenied("read only"), times=None)), retry=ONCE)
+    reading = Log(wrap(storage, FailAt("write *", AccessDenied("read only"), times=None)))
     assert reading.store_now_seconds() == reading.record_time(2)
 
 
@@ -405,15 +406,15 @@ def test_what_a_decision_raises_passes_through() -> None:
         raise KeyError(newest.number if newest else 0)
 
     with pytest.raises(KeyError, match="2"):
-        Log(storage, retry=ONCE).append(decide)
+        Log(storage).append(decide)
     assert numbers_in(storage) == [1, 2]
 
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_a_lost_race_is_decided_anew_with_a_sign_of_life(bare: bool) -> None:
     storage = filled(2)
-    log = Log(BareStorage(storage) if bare else storage, retry=ONCE, single_writer=bare)
-    rival = Log(storage, retry=ONCE)
+    log = Log(BareStorage(storage) if bare else storage, single_writer=bare)
+    rival = Log(storage)
     seen: list[int] = []
     signs: list[int] = []
 
@@ -436,7 +437,7 @@ def test_a_lost_race_is_decided_anew_with_a_sign_of_life(bare: bool) -> None:
 
 def test_a_decision_may_append_something_first() -> None:
     storage = new_storage()
-    log = Log(storage, retry=ONCE)
+    log = Log(storage)
     claimed: list[Record | None] = []
 
     def decide(newest: Record | None) -> Change:
@@ -454,7 +455,7 @@ def test_a_decision_may_append_something_first() -> None:
 def test_threads_of_one_log_and_of_many_write_one_chain() -> None:
     storage = new_storage()
     shared = fill(storage, 1)
-    logs = [shared, shared, Log(storage, retry=ONCE), Log(storage, retry=ONCE)]
+    logs = [shared, shared, Log(storage), Log(storage)]
 
     def work(log: Log, thread: int) -> list[int]:
         return [append(log, commit(step)).number for step in range(100 * thread, 100 * thread + 25)]
@@ -471,7 +472,7 @@ def test_threads_of_one_log_and_of_many_write_one_chain() -> None:
 
 
 def appended(storage: Storage, hook: Callable[[Call], None], retry: RetryConfig = QUICK) -> Record:
-    return append(Log(wrap(storage, hook), retry=retry), commit(7))
+    return append(Log(with_retries(wrap(storage, hook), retry)), commit(7))
 
 
 @pytest.mark.parametrize("retry", [ONCE, QUICK], ids=["once", "quick"])
@@ -480,31 +481,26 @@ def test_a_lost_reply_is_settled_by_reading_back(retry: RetryConfig, error: Stor
     storage = filled(2)
     assert appended(storage, FailAt("create log/*", error, effect="after"), retry).number == 3
     assert numbers_in(storage) == [1, 2, 3]
-    assert Log(storage, retry=ONCE).verify_chain() == []
+    assert Log(storage).verify_chain() == []
 
 
-def test_a_create_that_had_no_effect_is_replaced_by_a_noop_and_tried_again() -> None:
+def test_a_create_that_had_no_effect_is_made_again() -> None:
     storage = filled(2)
-    assert appended(storage, FailAt("create log/*")).number == 4
-    assert isinstance(Log(storage, retry=ONCE).records([3])[0].change, Noop)
+    assert appended(storage, FailAt("create log/*")).number == 3
+    assert numbers_in(storage) == [1, 2, 3]
 
 
-class OnlyNoops(MemoryStorage):
-    """Records other than no-ops never arrive."""
-
-    def create(self, key: str, data: bytes) -> bool:
-        if b'"kind":"noop"' not in data:
-            raise StorageUnavailable("timed out")
-        return super().create(key, data)
-
-
-def test_failures_that_are_settled_each_time_end_after_the_tries() -> None:
-    storage = filled(2)
-    with pytest.raises(StorageUnavailable, match="timed out") as caught:
-        Log(OnlyNoops(storage.uri), retry=QUICK).append(lambda _: commit(7))
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_create_that_fails_in_each_try_is_replaced_by_a_noop(is_lost: bool) -> None:
+    storage, hooks = filled(2), [FailAt("create log/*", times=QUICK.retry_attempts)]
+    if is_lost:
+        hooks.append(FailAt("create log/*", effect="after", times=1))
+    with pytest.raises(StorageUnavailable) as caught:
+        appended(storage, combine(*hooks))
     assert caught.value.committed is False
-    assert numbers_in(storage) == list(range(1, 3 + QUICK.retry_attempts))
-    assert Log(storage, retry=ONCE).verify_chain() == []
+    assert numbers_in(storage) == [1, 2, 3]
+    assert isinstance(Log(storage).records([3])[0].change, Noop)
+    assert Log(storage).verify_chain() == []
 
 
 @pytest.mark.parametrize("error", [AccessDenied("read only"), StorageFull("no space")], ids=str)
@@ -524,15 +520,6 @@ def test_what_cannot_be_settled_is_unknown(effect: str) -> None:
         appended(storage, down)
     assert caught.value.committed is None
     assert numbers_in(storage) == ([1, 2, 3] if effect == "after" else [1, 2])
-
-
-def test_a_noop_whose_own_reply_is_lost_settles_too() -> None:
-    storage = filled(2)
-    record = appended(
-        storage, combine(FailAt("create log/*", times=1), FailAt("create log/*", effect="after", times=1))
-    )
-    assert record.number == 4
-    assert Log(storage, retry=ONCE).verify_chain() == []
 
 
 class Late(MemoryStorage):
@@ -557,14 +544,25 @@ class Late(MemoryStorage):
         return created
 
 
-@pytest.mark.parametrize(("arrives", "number"), [("before", 3), ("after", 4)])
-def test_a_create_that_arrives_late_is_in_the_log_once_or_never(arrives: str, number: int) -> None:
+@pytest.mark.parametrize("retry", [ONCE, QUICK], ids=["once", "quick"])
+@pytest.mark.parametrize("arrives", ["before", "after"])
+def test_a_create_that_arrives_late_is_in_the_log_once_or_never(arrives: str, retry: RetryConfig) -> None:
     storage = filled(2)
-    assert append(Log(Late(storage.uri, arrives=arrives), retry=QUICK), commit(7)).number == number
-    log = Log(storage, retry=ONCE)
-    assert log.verify_chain() == []
-    changes = [type(found.change) for found in log.records(numbers_in(storage))]
-    assert changes == ([Claim, Commit, Commit] if arrives == "before" else [Claim, Commit, Noop, Commit])
+    log, is_in = Log(with_retries(Late(storage.uri, arrives=arrives), retry)), (retry, arrives) != (ONCE, "after")
+    with nullcontext() if is_in else pytest.raises(StorageUnavailable, match="timed out") as caught:
+        assert append(log, commit(7)).number == 3
+    assert caught is None or caught.value.committed is False
+    assert Log(storage).verify_chain() == []
+    changes = [type(found.change) for found in Log(storage).records(numbers_in(storage))]
+    assert changes == [Claim, Commit, Commit if is_in else Noop]
+
+
+def test_a_refusal_after_a_try_without_an_answer_proves_nothing() -> None:
+    """The first create may still arrive."""
+    lost = combine(FailAt("create log/*"), FailAt("create log/*", AccessDenied("read only"), times=None))
+    with pytest.raises(AccessDenied, match="not known whether") as caught:
+        appended(filled(2), lost)
+    assert caught.value.committed is None
 
 
 class RepeatsCreates(MemoryStorage):
@@ -577,14 +575,14 @@ class RepeatsCreates(MemoryStorage):
 
 def test_a_conflict_with_oneself_is_no_conflict() -> None:
     storage = RepeatsCreates(new_storage().uri)
-    log = Log(storage, retry=ONCE)
+    log = Log(storage)
     assert log.append(lambda _: CLAIM)
     assert append(log, commit(1)).number == 2
     assert numbers_in(storage) == [1, 2]
 
 
 def test_a_conflict_with_oneself_that_cannot_be_read_is_unknown() -> None:
-    log = Log(wrap(RepeatsCreates(filled(1).uri), FailAt("read log/*02.json", skip=1, times=None)), retry=ONCE)
+    log = Log(wrap(RepeatsCreates(filled(1).uri), FailAt("read log/*02.json", skip=1, times=None)))
     with pytest.raises(StorageUnavailable, match="not known whether") as caught:
         log.append(lambda _: commit(1))
     assert caught.value.committed is None
@@ -594,11 +592,11 @@ def test_an_interrupt_leaves_the_log_usable() -> None:
     storage = filled(2)
     for effect in ("before", "after"):
         interrupt = FailAt("create log/*", KeyboardInterrupt(), effect=effect)  # type: ignore[arg-type]
-        log = Log(wrap(storage, interrupt), retry=ONCE)
+        log = Log(wrap(storage, interrupt))
         with pytest.raises(KeyboardInterrupt):
             log.append(lambda _: commit(7))
         assert log.append(lambda _: commit(8))
-    assert Log(storage, retry=ONCE).verify_chain() == []
+    assert Log(storage).verify_chain() == []
 
 
 class CountingDisk(LocalStorage):
@@ -617,12 +615,12 @@ class CountingDisk(LocalStorage):
         self.persisted += keys
 
 
-@pytest.mark.parametrize("failures", [0, 1])
+@pytest.mark.parametrize("failures", [0, 2])
 def test_on_a_disk_a_record_that_landed_with_an_error_is_made_durable(failures: int, tmp_path: Path) -> None:
     disk = CountingDisk(tmp_path)
     fill(disk, 2)
     disk.failures = failures
-    log = Log(wrap(disk, FailAt("create log/*", effect="after")), retry=QUICK)
+    log = Log(with_retries(wrap(disk, FailAt("create log/*", effect="after")), QUICK))
     if failures:
         with pytest.raises(StorageError, match="fsync failed") as caught:
             log.append(lambda _: commit(7))
@@ -646,7 +644,7 @@ def change_record(storage: Storage, number: int) -> None:
 def test_a_broken_chain_can_be_read_and_not_written(number: int) -> None:
     storage = filled(9)
     change_record(storage, number)
-    log = Log(storage, retry=ONCE)
+    log = Log(storage)
     newest = log.newest()
     assert newest
     assert newest.number == 9
@@ -665,16 +663,14 @@ def test_a_broken_chain_can_be_read_and_not_written(number: int) -> None:
 def test_a_missing_record_is_a_fault_wherever_the_search_for_the_newest_looks(number: int, has_hint: bool) -> None:
     storage = filled(15)
     storage.delete([record_key(number)] if has_hint or number == 15 else [record_key(number), "latest.json"])
-    assert Log(storage, retry=ONCE).verify_chain() == [
-        f"{record_key(number)} is missing, or, in a replica, not here yet"
-    ]
+    assert Log(storage).verify_chain() == [f"{record_key(number)} is missing, or, in a replica, not here yet"]
 
 
 def test_an_empty_log_beside_checkpoints_is_a_fault() -> None:
     storage = new_storage()
-    assert Log(storage, retry=ONCE).verify_chain() == []
+    assert Log(storage).verify_chain() == []
     storage.write("checkpoints/step-0000000001-e0001-0123abcd/model.pt", [memoryview(b"x")])
-    (problem,) = Log(storage, retry=ONCE).verify_chain()
+    (problem,) = Log(storage).verify_chain()
     assert record_key(1) in problem
 
 
@@ -682,13 +678,13 @@ def test_the_newest_64_links_are_checked_before_the_first_write() -> None:
     storage = filled(100)
     change_record(storage, 36)
     with pytest.raises(StoreForked):
-        Log(storage, retry=ONCE).append(lambda _: Noop())
+        Log(storage).append(lambda _: Noop())
     change_record(storage, 20)
     other = new_storage()
     fill(other, 100)
     change_record(other, 30)
-    assert Log(other, retry=ONCE).append(lambda _: Noop())
-    assert len(Log(other, retry=ONCE).verify_chain()) == 1
+    assert Log(other).append(lambda _: Noop())
+    assert len(Log(other).verify_chain()) == 1
 
 
 @pytest.mark.parametrize("broken", ["removed", "garbage"])
@@ -698,7 +694,7 @@ def test_a_hole_in_the_chain_is_a_fork_to_a_writer(broken: str) -> None:
         storage.delete([record_key(5)])
     else:
         storage.write(record_key(5), [memoryview(b"garbage")])
-    log = Log(storage, retry=ONCE)
+    log = Log(storage)
     assert log.newest()
     with pytest.raises(StoreForked, match="log/0000000005"):
         log.append(lambda _: Noop())
@@ -712,7 +708,7 @@ def test_a_first_record_that_follows_on_another_is_a_fork() -> None:
     value = json.loads(other.read(record_key(2)))
     storage.write(record_key(1), [memoryview(sealed(json.dumps({**value, "number": 1}).encode()))])
     with pytest.raises(StoreForked):
-        Log(storage, retry=ONCE).append(lambda _: Noop())
+        Log(storage).append(lambda _: Noop())
 
 
 @pytest.mark.parametrize("is_checked", [False, True])
@@ -722,7 +718,7 @@ def test_records_of_another_history_behind_what_was_seen_are_a_fork(is_checked: 
     if is_checked:
         log.checked_newest()
     change_record(storage, 3)
-    Log(storage, retry=ONCE).append(lambda _: Noop())
+    Log(storage).append(lambda _: Noop())
     with pytest.raises(StoreForked):
         log.append(lambda _: Noop())
     assert numbers_in(storage) == [1, 2, 3, 4]
@@ -748,7 +744,7 @@ def test_a_record_that_changes_while_it_is_read_is_a_fork() -> None:
             change_record(storage, 3)
             log.records([3])
 
-    log = Log(wrap(storage, change), retry=ONCE)
+    log = Log(wrap(storage, change))
     with pytest.raises(StoreForked, match="has changed since"):
         log.append(lambda _: Noop())
 
@@ -768,9 +764,7 @@ def with_state(storage: Storage, **wrong: object) -> Log:
 def test_a_state_that_its_change_does_not_lead_to_is_a_fault(wrong: dict[str, object]) -> None:
     storage = new_storage()
     with_state(storage, **wrong)
-    assert Log(storage, retry=ONCE).verify_chain() == [
-        "log/0000000004.json has a state that its change does not lead to"
-    ]
+    assert Log(storage).verify_chain() == ["log/0000000004.json has a state that its change does not lead to"]
 
 
 def test_the_chain_check_also_follows_the_rules() -> None:
@@ -779,7 +773,7 @@ def test_the_chain_check_also_follows_the_rules() -> None:
     bad = json.loads(storage.read(record_key(5)))
     bad |= {"kind": "pin", "change": {"numbers": "3", "epoch": None}}
     storage.write(record_key(5), [memoryview(sealed(json.dumps(bad).encode()))])
-    assert "breaks a rule" in Log(storage, retry=ONCE).verify_chain()[1]
+    assert "breaks a rule" in Log(storage).verify_chain()[1]
 
 
 # Without create-if-absent
@@ -788,14 +782,14 @@ def test_the_chain_check_also_follows_the_rules() -> None:
 def test_without_create_if_absent_a_promise_is_needed() -> None:
     storage = new_storage()
     with pytest.raises(InvalidInput, match="single_writer=True"):
-        Log(BareStorage(storage), retry=ONCE).append(lambda _: CLAIM)
+        Log(BareStorage(storage)).append(lambda _: CLAIM)
     assert list(storage.list("")) == []
-    assert Log(BareStorage(storage), retry=ONCE).newest() is None
+    assert Log(BareStorage(storage)).newest() is None
 
 
 def test_a_single_writer_writes_and_reads_back() -> None:
     storage = new_storage()
-    log = Log(BareStorage(storage), retry=ONCE, single_writer=True)
+    log = Log(BareStorage(storage), single_writer=True)
     for number in range(1, 8):
         assert log.append(lambda _, number=number: CLAIM if number == 1 else commit(number))  # type: ignore[misc]
     assert log.verify_chain() == []
@@ -807,27 +801,27 @@ def test_a_single_writer_repeats_the_same_bytes(effect: str) -> None:
     storage = filled(2)
     counts = CountCalls()
     flaky = combine(counts, FailAt("write log/*", effect=effect, times=2))  # type: ignore[arg-type]
-    log = Log(wrap(BareStorage(storage), flaky), retry=QUICK, single_writer=True)
+    log = Log(with_retries(wrap(BareStorage(storage), flaky), QUICK), single_writer=True)
     assert append(log, commit(7)).number == 3
-    assert Log(storage, retry=ONCE).verify_chain() == []
+    assert Log(storage).verify_chain() == []
     written = [call for call in counts.calls if call.verb == "write" and call.key.startswith("log/")]
-    assert len(written) == (3 if effect == "before" else 1)
+    assert len(written) == 3
 
 
 def test_a_torn_write_of_a_single_writer_counts_as_not_there() -> None:
     storage = filled(4)
     crash = TearAt("write log/*", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        Log(wrap(BareStorage(storage), crash), retry=ONCE, single_writer=True).append(lambda _: commit(7))
+        Log(wrap(BareStorage(storage), crash), single_writer=True).append(lambda _: commit(7))
     assert numbers_in(storage) == [1, 2, 3, 4, 5]
     for hint in (True, False):
         if not hint:
             storage.delete([HINT_KEY])
-        newest = Log(BareStorage(storage), retry=ONCE).newest()
+        newest = Log(BareStorage(storage)).newest()
         assert newest
         assert newest.number == 4
-    assert append(Log(BareStorage(storage), retry=ONCE, single_writer=True), commit(8)).number == 5
-    assert Log(storage, retry=ONCE).verify_chain() == []
+    assert append(Log(BareStorage(storage), single_writer=True), commit(8)).number == 5
+    assert Log(storage).verify_chain() == []
 
 
 @pytest.mark.parametrize("error", [AccessDenied("read only"), StorageFull("no space")], ids=str)
@@ -835,7 +829,7 @@ def test_a_single_writer_that_is_refused_has_written_nothing(error: StorageError
     storage = filled(2)
     refused = wrap(BareStorage(storage), FailAt("write log/*", error, times=None))
     with pytest.raises(type(error)) as caught:
-        Log(refused, retry=QUICK, single_writer=True).append(lambda _: commit(7))
+        Log(with_retries(refused, QUICK), single_writer=True).append(lambda _: commit(7))
     assert caught.value.committed is False
 
 
@@ -843,7 +837,7 @@ def test_a_single_writer_that_is_refused_later_does_not_know() -> None:
     """The first write may still arrive."""
     failures = combine(FailAt("write log/*"), FailAt("write log/*", StorageFull("no space"), times=None))
     with pytest.raises(StorageFull) as caught:
-        Log(wrap(BareStorage(filled(2)), failures), retry=QUICK, single_writer=True).append(lambda _: commit(7))
+        Log(with_retries(wrap(BareStorage(filled(2)), failures), QUICK), single_writer=True).append(lambda _: commit(7))
     assert caught.value.committed is None
 
 
@@ -851,7 +845,7 @@ def test_a_single_writer_that_cannot_read_back_does_not_know() -> None:
     storage = filled(2)
     down = combine(FailAt("write log/*", effect="after", times=None), FailAt("read log/*03.json", skip=2, times=None))
     with pytest.raises(StorageUnavailable) as caught:
-        Log(wrap(BareStorage(storage), down), retry=QUICK, single_writer=True).append(lambda _: commit(7))
+        Log(with_retries(wrap(BareStorage(storage), down), QUICK), single_writer=True).append(lambda _: commit(7))
     assert caught.value.committed is None
 
 
@@ -864,10 +858,10 @@ def test_an_undurable_write_of_a_single_writer_is_written_anew(tmp_path: Path) -
     disk = BareDisk(tmp_path)
     disk.failures = 1
     with pytest.raises(StorageError, match="fsync failed") as caught:
-        Log(disk, retry=ONCE, single_writer=True).append(lambda _: commit(7))
+        Log(disk, single_writer=True).append(lambda _: commit(7))
     assert caught.value.committed is None
     counts = CountCalls()
-    assert Log(wrap(disk, counts), retry=ONCE, single_writer=True).append(lambda _: commit(8))
+    assert Log(wrap(disk, counts), single_writer=True).append(lambda _: commit(8))
     assert counts.counts["persist"] == 1
 
 
@@ -890,7 +884,7 @@ def test_an_identity_survives_lost_replies(bare: bool, effect: str) -> None:
     storage = new_storage()
     inner: Storage = BareStorage(storage) if bare else storage
     flaky = FailAt(lambda call: call.verb in ("create", "write"), effect=effect, times=2)  # type: ignore[arg-type]
-    found = read_or_create_store_json(wrap(inner, flaky), retry=QUICK)
+    found = read_or_create_store_json(with_retries(wrap(inner, flaky), QUICK))
     stored = read_store_json(storage)
     assert stored
     assert stored.store_id == found.store_id

@@ -12,7 +12,7 @@ from ckptstore.errors import StorageUnavailable
 from ckptstore.storage import base
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
-from ckptstore.storage.retry import retrying, with_retries
+from ckptstore.storage.retry import retrying, with_retries, without_retries
 from ckptstore.transfer import RangeRead, Transfer
 
 QUICK = RetryConfig(retry_attempts=4, retry_wait_initial_seconds=0.001, retry_wait_max_seconds=0.002)
@@ -71,7 +71,7 @@ def test_a_storage_that_inherits_nothing_loses_nothing(storage: MemoryStorage) -
 
 
 def test_a_storage_that_lacks_a_verb_is_never_opened() -> None:
-    verbs = sorted({*base.methods_of(base.Storage)} - {"persist", "free_bytes", "make_directory", "remove_directories"})
+    verbs = sorted(base.Storage.__abstractmethods__)
     assert len(verbs) == 8, "with uri"
     for verb in verbs:
         methods = {name: getattr(MemoryStorage, name) for name in verbs if name != verb}
@@ -86,10 +86,9 @@ def test_a_power_is_methods_alone(power: type) -> None:
     assert all(callable(getattr(power, name)) for name in base.methods_of(power))
 
 
-def test_a_disk_and_a_storage_without_retries_are_given_back(tmp_path: Path, storage: MemoryStorage) -> None:
-    disk = LocalStorage(str(tmp_path))
-    assert with_retries(disk, QUICK) is disk
+def test_a_storage_without_retries_is_given_back(storage: MemoryStorage) -> None:
     assert with_retries(storage, RetryConfig(retry_attempts=1)) is storage
+    assert without_retries(with_retries(with_retries(storage, QUICK), QUICK)) is storage
 
 
 REQUESTS = {
@@ -114,11 +113,29 @@ def test_a_request_is_tried_again(storage: MemoryStorage, verb: str) -> None:
     assert len(calls) == 4
 
 
-def test_a_create_is_sent_once(storage: MemoryStorage) -> None:
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_create_whose_answer_was_lost_is_read_back(storage: MemoryStorage, landed: bool) -> None:
     broken, calls = flaky(storage, "create", 1)
+    if landed:
+        storage.write("new", [memoryview(b"x")])
+    assert with_retries(broken, QUICK).create("new", b"x") is True  # type: ignore[attr-defined]
+    assert len(calls) == 2
+    broken, _ = flaky(MemoryStorage("memory://third"), "create", 1)
+    broken.write("new", [memoryview(b"of another")])
+    assert with_retries(broken, QUICK).create("new", b"x") is False  # type: ignore[attr-defined]
+
+
+def test_what_a_disk_is_asked_to_change_is_told_as_it_is(tmp_path: Path) -> None:
+    """A deletion may come late, and a file that is there is perhaps not durable."""
+    broken, calls = flaky(LocalStorage(tmp_path), "delete", 1)
     with pytest.raises(StorageUnavailable):
-        with_retries(broken, QUICK).create("new", b"x")  # type: ignore[attr-defined]
+        with_retries(broken, QUICK).delete(["gone"])
     assert len(calls) == 1
+    broken, calls = flaky(LocalStorage(tmp_path), "create", 1)
+    broken.write("new", [memoryview(b"x")])
+    _, synced = flaky(broken, "persist", 0)
+    assert with_retries(broken, QUICK).create("new", b"x") is True  # type: ignore[attr-defined]
+    assert (len(calls), len(synced)) == (2, 1)
 
 
 def test_retries_do_not_multiply(storage: MemoryStorage) -> None:

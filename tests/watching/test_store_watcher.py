@@ -167,7 +167,7 @@ def test_an_attempt_without_growth_falls_silent_and_ends(scene: Scene) -> None:
 def test_a_newer_job_ends_the_attempts_of_the_one_before(scene: Scene) -> None:
     scene.put("a", 100)
     scene.look()
-    Log(scene.storage, retry=ONCE).append(lambda _: Claim(start_token="next", world_size=4))
+    Log(scene.storage).append(lambda _: Claim(start_token="next", world_size=4))
     look = scene.look()
     assert [change.kind for change in look.changes] == ["claim", "end"]
     assert "a job of 4 ranks has claimed the store, writer epoch 2" in look.changes[0].text
@@ -211,16 +211,16 @@ def test_what_is_written_of_a_file_that_has_its_room_already(tmp_path: Path) -> 
 
 
 def test_signs_of_life_keep_an_attempt_in_flight(scene: Scene) -> None:
-    Log(scene.storage, retry=ONCE).append(lambda _: Claim(start_token="signs", world_size=2))
+    Log(scene.storage).append(lambda _: Claim(start_token="signs", world_size=2))
     scene.put("a", 100, epoch=2)
-    board = StorageBoard(scene.storage, start_token="signs", world_size=2, retry=ONCE)
+    board = StorageBoard(scene.storage, start_token="signs", world_size=2)
     for rank in (0, 1):
         board.give_sign(f"life.{rank:05d}")
     assert scene.look().attempts[0].status == "writing"
     scene.look(SILENT_SECONDS / 2)
-    again = StorageBoard(scene.storage, start_token="signs", world_size=2, retry=ONCE, number=lambda: 2)
+    again = StorageBoard(scene.storage, start_token="signs", world_size=2, number=lambda: 2)
     again.give_sign("lane.life.00001")
-    StorageBoard(scene.storage, start_token="signs-2", world_size=3, retry=ONCE).give_sign("life.00002")
+    StorageBoard(scene.storage, start_token="signs-2", world_size=3).give_sign("life.00002")
     look = scene.look(SILENT_SECONDS / 2)
     assert (look.signs.num_ranks, look.signs.oldest_rank) == (2, 0)
     assert look.signs.last_seconds == 0.0
@@ -231,7 +231,7 @@ def test_signs_of_life_keep_an_attempt_in_flight(scene: Scene) -> None:
 
 def test_a_start_token_that_is_no_name_is_not_asked_for(root: Path) -> None:
     storage = LocalStorage(root)
-    Log(storage, retry=ONCE).append(lambda _: Claim(start_token="../../etc", world_size=1))
+    Log(storage).append(lambda _: Claim(start_token="../../etc", world_size=1))
     scene = Scene(storage)
     assert scene.look().signs is None
     assert all("etc" not in call.key for call in scene.calls.calls)

@@ -33,8 +33,7 @@ from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, read_or_create_store_json
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import CopiesFrom, CopiesInside, Doubts, Storage
-from ckptstore.storage.retry import retrying
+from ckptstore.storage.base import CopiesFrom, CopiesInside, Storage
 from ckptstore.storage.second_look import looked_twice, tell
 from ckptstore.transfer.executor import Executor, InProcess
 from ckptstore.transfer.moves import PlannedFile, Wanted
@@ -190,11 +189,7 @@ def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | No
 def _refuse_itself(source: Storage, newest: Record, target: OpenedPlace) -> None:
     """Raise InvalidInput if the target is the place of the source, however it is spelt: a copy has a log of its own."""
     key = record_key(newest.number)
-    try:
-        is_same = retrying(target.config.retry, f"read {key}", lambda: target.storage.read(key)) == newest.encode()
-    except FileMissing:
-        return
-    if is_same:
+    if target.storage.read_if_there(key) == newest.encode():
         raise InvalidInput(
             f"{target.storage.uri} is the store {source.uri} itself: nothing is to be copied",
             hint="Give another place",
@@ -232,7 +227,7 @@ def copy_all(
     Its writer epoch lies above `above`. With `skips`, a checkpoint that is not whole is left out and reported; else it
     raises CheckpointDamaged. Raises InvalidInput when another store lives at the target.
     """
-    own = Log(target.storage, retry=target.config.retry, single_writer=target.config.single_writer)
+    own = Log(target.storage, single_writer=target.config.single_writer)
     total = CopyReport(uri=target.storage.uri, steps=(), present=(), num_copied=0, num_found=0, copied_bytes=0)
     newest = own.newest()
     if newest is None:
@@ -453,7 +448,7 @@ class _Share:
 
     def _copy_files(self, receipts: Sequence[Receipt]) -> None:
         source, wrong = self.files.storage, self._streamed(receipts)
-        if wrong and isinstance(source, Doubts):  # believed only after a second look in another way
+        if wrong:  # believed only after a second look in another way
             for receipt in wrong:
                 source.doubt(self.sources[receipt.name])
             still = self._streamed([*wrong])

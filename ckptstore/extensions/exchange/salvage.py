@@ -21,7 +21,6 @@ from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
 from ckptstore.saving.commit import entry_of
 from ckptstore.storage.base import Disk, Storage
-from ckptstore.storage.retry import retrying
 from ckptstore.transfer.executor import Executor
 from ckptstore.transfer.opened import OpenedPlace
 
@@ -116,7 +115,7 @@ def _item(
     """Describe a checkpoint for the copy, with the epoch of its directory, which may be a copy."""
     whole = manifest.made_whole()
     key = f"{attempt.prefix}{MANIFEST_NAME}"
-    written = retrying(source.config.retry, f"stat {key}", lambda: source.storage.stat(key))
+    written = source.storage.stat(key)
     entry = entry_of(whole, data if whole is manifest else whole.encode())
     files = _FilesOfStore(storage=source.storage, transfer=source.transfer, config=source.config, prefix=attempt.prefix)
     index = manifest.by_name.get(INDEX_NAME)
@@ -173,7 +172,7 @@ def _manifests(source: OpenedPlace) -> tuple[dict[str, tuple[Manifest, bytes]], 
     for name in names:
         try:
             key = f"{CHECKPOINT_PREFIX}{name}/{MANIFEST_NAME}"
-            data = retrying(source.config.retry, f"read {key}", lambda key=key: source.storage.read(key))  # type: ignore[misc]
+            data = source.storage.read(key)
             found[name] = Manifest.decode(data, file=key), data
         except CkptstoreError as error:
             left_out[name] = error.message
@@ -195,7 +194,7 @@ def _identity(source: OpenedPlace, manifests: dict[str, tuple[Manifest, bytes]])
 def _read_log(source: OpenedPlace) -> tuple[set[str], set[str], dict[str, Mapping[str, float]]]:
     """Return the removed and the pinned directories, and the metrics that directories were annotated with, as far as
     the log can be read."""
-    log = Log(source.storage, retry=source.config.retry, single_writer=source.config.single_writer)
+    log = Log(source.storage, single_writer=source.config.single_writer)
     try:
         newest = log.newest()
     except CkptstoreError:

@@ -12,7 +12,6 @@ from ckptstore.extensions.history.cursor import Cursor
 from ckptstore.format.layout import cursor_key
 from ckptstore.storage.base import Storage, create_if_able
 from ckptstore.storage.open import open_storage
-from ckptstore.storage.retry import ONCE, retrying
 from ckptstore.storage.uri import local_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -55,7 +54,7 @@ class CursorFile:
         try:
             if self._path is not None:
                 return Cursor.decode(self._path.read_bytes(), file=self.place)
-            data = retrying(ONCE, f"read {self._key}", lambda: self._storage.read(self._key))
+            data = self._storage.read(self._key)
         except (FileMissing, FileNotFoundError):
             return None
         return Cursor.decode(data, file=self.place)
@@ -63,7 +62,7 @@ class CursorFile:
     def write(self, cursor: Cursor) -> None:
         """Replace the cursor, durably."""
         if self._path is None:
-            retrying(ONCE, f"write {self._key}", lambda: _write(self._storage, self._key, cursor.encode()))
+            _write(self._storage, self._key, cursor.encode())
             return
         with closing(open_storage(os.fspath(self._path.parent))) as directory:
             _write(directory, self._key, cursor.encode())

@@ -30,7 +30,7 @@ from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 from ckptstore.log.reader import LogReader
 from ckptstore.runtime.shown import show_duration
 from ckptstore.storage.base import Disk
-from ckptstore.storage.retry import ONCE
+from ckptstore.storage.retry import once
 from ckptstore.upkeep import leases
 
 logger = logging.getLogger("ckptstore")
@@ -79,7 +79,7 @@ class Follower:
         if not isinstance(self.start, tuple | str | None):
             self.start = check_step(self.start)
         self._cursor = None if self.cursor is None else CursorFile(self.cursor, self.job.storage)
-        self._log = LogReader(self.job.storage, retry=ONCE)
+        self._log = LogReader(self.job.storage)
 
     def follow(self, use: Callable[[Record], T]) -> Generator[T, None, None]:
         """Yield `use` of the record of each checkpoint; see `Catalogue.follow`."""
@@ -112,7 +112,8 @@ class Follower:
         while True:
             self.job.check_open()
             try:
-                result = call()
+                with once():
+                    result = call()
             except CkptstoreError as error:
                 is_waited_for = isinstance(error, StoreMissing) and not self._store_id
                 is_on_its_way = isinstance(error, RecordMissing)  # in a replica: each comes once, in their order
@@ -181,7 +182,7 @@ class Follower:
     def _check_store(self) -> None:
         """Raise InvalidInput where somebody removed the store and began another one in its place: its numbers are
         those of other checkpoints."""
-        identity = read_store_json(self.job.storage, retry=ONCE)
+        identity = read_store_json(self.job.storage)
         if identity is not None and identity.store_id != self._store_id:
             raise InvalidInput(
                 f"Another store is at {self.job.storage.uri} than the one that was followed",
@@ -190,7 +191,7 @@ class Follower:
 
     def _begin(self) -> None:
         """Find out where to begin. Raises StoreMissing as long as there is no store."""
-        identity = read_store_json(self.job.storage, retry=ONCE)
+        identity = read_store_json(self.job.storage)
         if identity is None:
             self._was_missing = True
             raise StoreMissing(f"There is no store at {self.job.storage.uri} yet")

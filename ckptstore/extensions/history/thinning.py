@@ -360,7 +360,7 @@ class _Thinning:
             storage.write(attempt.key(USER_METADATA_NAME), [memoryview(contents)])
             storage.persist([attempt.key(USER_METADATA_NAME)])
         key = attempt.key(MANIFEST_NAME)
-        created(storage, key, data, retry=self._job.config.retry)  # whole where it can: gc leaves a torn one alone
+        created(storage, key, data)  # whole where it can: gc leaves a torn one alone
         storage.persist([key])
         if not has_bytes(storage, key, data):
             raise StorageError(f"{key} does not hold what {storage.uri} has said is stored", file=key, committed=False)

@@ -296,7 +296,7 @@ def _foreign_link(version: int, place: OpenedPlace, found: Foreign, prefix: str)
 
 def source_at(place: OpenedPlace, base: OpenedPlace | None) -> VersionSource:
     """Return the versions at an opened place: those of its log, or of directories where it has no log."""
-    log = Log(place.storage, retry=place.config.retry)
+    log = Log(place.storage)
     if log.newest() is not None:
         return PublishedVersions(place, log)
     return ForeignVersions(place, base)

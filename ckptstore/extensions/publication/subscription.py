@@ -20,7 +20,7 @@ from ckptstore.errors import CheckpointDamaged, CheckpointGone, CkptstoreError, 
 from ckptstore.runtime.extras import needs
 from ckptstore.runtime.file_locks import Exclusive
 from ckptstore.runtime.shown import show_duration, show_size
-from ckptstore.storage.retry import ONCE, retrying
+from ckptstore.storage.retry import once
 from ckptstore.storage.uri import local_path
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
@@ -140,7 +140,8 @@ class Subscription:
         while True:
             newest, failure = None, None
             try:
-                newest = retrying(ONCE, "look for a version", lambda: self._opened_source().newest())
+                with once():
+                    newest = self._opened_source().newest()
             except CkptstoreError as error:
                 if not error.retryable:
                     raise

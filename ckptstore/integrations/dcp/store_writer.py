@@ -44,7 +44,7 @@ from ckptstore.state.write.replicas import check_alike
 from ckptstore.state.write.shard_files import Striping
 from ckptstore.stock.stock_pickles import load_metadata
 from ckptstore.storage.base import Disk
-from ckptstore.storage.traffic import counted_twice
+from ckptstore.storage.traffic import counting
 from ckptstore.storage.uri import parse_uri, redact
 from ckptstore.transfer import Stored
 from ckptstore.transfer.moves import PlannedFile
@@ -181,7 +181,7 @@ class StoreWriter(StorageWriter):
             allow_pickle=self._allow_pickle,
         )
         sources = shard.files.sources()
-        with self._clock.part(storage.uri, is_last=False), counted_twice() as traffic:
+        with self._clock.part(storage.uri, is_last=False), counting(twice=True) as traffic:
             stored = self._upload([PlannedFile(self._message.prefix + name, source) for name, source in sources])
         part = shard.files.index_part([one.block_digests for one in stored])
         self._clock.ended("upload")

@@ -245,7 +245,7 @@ class StoreTarget:
         group = SoloGroup(start_token=start.token if start else None)
         group.world_size = world_size
         storage, transfer = self.open()
-        log = owner.log if owner else Log(storage, retry=self.config.retry, single_writer=self.config.single_writer)
+        log = owner.log if owner else Log(storage, single_writer=self.config.single_writer)
         alone = Job(
             storage=storage,
             log=log,

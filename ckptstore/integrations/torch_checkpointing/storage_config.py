@@ -125,5 +125,5 @@ class StoreStorageConfig(StorageConfig):
 
     def _proposed(self) -> JobStart:
         with closing(self.opened()) as place:
-            newest = Log(place.storage, retry=place.config.retry).newest()
+            newest = Log(place.storage).newest()
         return JobStart(token=f"tc-{secrets.token_hex(8)}", since=newest.number if newest else 0)

@@ -45,7 +45,7 @@ class StoreStorage(Storage):
         group.world_size = start.world_size
         self._job = Job(
             storage=place.storage,
-            log=Log(place.storage, retry=place.config.retry),
+            log=Log(place.storage),
             transfer=place.transfer,
             config=place.config,
             policy=policy,

@@ -149,7 +149,7 @@ class Reference:
         return Checkpoint(files)
 
     def _find(self, place: OpenedPlace) -> Record:
-        uri, log = place.storage.uri, Log(place.storage, retry=place.config.retry)
+        uri, log = place.storage.uri, Log(place.storage)
         newest = log.newest() if read_identity(place.storage) is not None else None
         if newest is None:
             hint = "If it was moved, give its place: Reference.open(at=...)"

@@ -238,7 +238,6 @@ class S3Files(CloudFiles):
         return self._settings.resolved()
 
     def giver(self) -> chains.Giver:
-        """See `CloudFiles.giver`."""
         found = self._settings.credentials()
         if found is None:  # a session does not read a file again
             self._settings.renew_credentials()

@@ -130,7 +130,6 @@ class AwsSettings:
         return f"the profile of {self._profile_from}" if self.profile else "the SDK's own chain"
 
     def resolved(self) -> dict[str, str]:
-        """See `Configured`."""
         address = self.address
         style = {True: "the bucket in the name of the host", False: "the bucket in the path", None: "neither"}
         return {

@@ -156,7 +156,6 @@ class AzureFiles(CloudFiles):
         }
 
     def giver(self) -> chains.Giver:
-        """See `CloudFiles.giver`."""
         key = azure_key(self._names)
         return (lambda: key) if key else chains.azure_giver(self._credential())
 

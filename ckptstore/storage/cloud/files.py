@@ -189,7 +189,6 @@ class CloudFiles(Renewing):
         self._put(key, views, new=False)
 
     def create(self, key: str, data: bytes) -> bool:
-        """See `CreatesExclusively`."""
         try:
             self._put(key, [memoryview(data)], new=True)
         except foreign.ConditionFailed:
@@ -248,16 +247,10 @@ class CloudFiles(Renewing):
         return self._location.kind, self._location.account, options
 
     def part_bytes(self, size_bytes: int) -> int:
-        """See `WritesParts`."""
         return part_bytes(size_bytes)
 
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """See `Doubts`."""
         self._renew_connections()
-
-    @abstractmethod
-    def resolved(self) -> Mapping[str, str]:
-        """See `Configured`."""
 
     @abstractmethod
     def giver(self) -> Giver:

@@ -92,7 +92,6 @@ class GcsFiles(CloudFiles):
             return {} if answer.status_code == 204 else parse_json(data)
 
     def rules(self) -> dict[str, str]:
-        """See `Bucket`."""
         fields = "versioning,softDeletePolicy,retentionPolicy"
         try:
             answer = self.call("GET", self._bucket, what="rules", key="", params={"fields": fields})
@@ -242,7 +241,6 @@ class GcsFiles(CloudFiles):
         }
 
     def giver(self) -> chains.Giver:
-        """See `CloudFiles.giver`."""
         return chains.google_giver(self._credentials())
 
     def _connect(self) -> Any:

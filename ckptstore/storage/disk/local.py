@@ -132,10 +132,19 @@ class LocalStorage(Storage):
         return _DISK_THREADS if posix.is_on_disk(self._root) else _NETWORK_THREADS
 
     def read(self, key: str) -> bytes:
-        with self._opened(key) as (descriptor, status):
-            data = bytearray(status.st_size)
-            count = posix.read_at(descriptor, [memoryview(data)], 0)
-            return bytes(memoryview(data)[:count])
+        data = self.read_if_there(key)
+        if data is None:
+            raise self._missing(key)
+        return data
+
+    def read_if_there(self, key: str) -> bytes | None:
+        try:
+            with open(self._path(key), "rb", buffering=0, opener=_open_old) as file:
+                return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._error(error, "Reading", key) from error
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
         self.read_steps(key, offset, (views,), lambda _: True, version=version)
@@ -460,6 +469,10 @@ class LocalStorage(Storage):
             needed_bytes=needed_bytes,
             directory=self._root,
         )
+
+
+def _open_old(path: str, _flags: int) -> int:
+    return os.open(path, _OLD)
 
 
 def _remove(path: str) -> None:

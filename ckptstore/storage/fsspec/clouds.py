@@ -154,7 +154,6 @@ class CloudStorage(GenericStorage, Renewing):
             self.system.rm_file(self.path(key))
 
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """See `Doubts`."""
         self.reopen()
 
     def path(self, key: str) -> str:

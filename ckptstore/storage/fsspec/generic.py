@@ -104,7 +104,6 @@ class GenericStorage(ProcessBound):
         filling.end(file_bytes=self.stat(key).size_bytes if filling.missing_bytes else None, end_offset=end)
 
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """See `Doubts`."""
         self.system.invalidate_cache()
 
     def stat(self, key: str) -> StoredFile:

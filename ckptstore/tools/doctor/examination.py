@@ -28,7 +28,7 @@ from ckptstore.errors import (
 from ckptstore.format.layout import CHECKPOINT_PREFIX, PROBE_PREFIX
 from ckptstore.node_cache.place import filesystem_of, is_network, open_place
 from ckptstore.opening import open_store
-from ckptstore.storage.base import MAY_NOT_LIST, Bucket, Configured, Disk, Storage, WritesParts
+from ckptstore.storage.base import MAY_NOT_LIST, Bucket, Disk, Storage, WritesParts
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.storage.uri import parse_uri
@@ -120,8 +120,7 @@ def examine(
     config = config or StoreConfig.from_env()
     findings = [Finding("ok", f"{choice.engine}: {choice.reason}", name="engine")]
     with closing(open_storage(uri, storage_options=storage_options, engine=engine)) as storage:
-        if isinstance(storage, Configured):
-            resolved = ", ".join(f"{name}: {value}" for name, value in storage.resolved().items())
+        if resolved := ", ".join(f"{name}: {value}" for name, value in storage.resolved().items()):
             findings.append(Finding("ok", resolved, name="configuration"))
         scheme = parse_uri(uri).scheme
         place = _Place(storage, config, _FAMILIES.get(scheme, scheme), uri, storage_options, engine)

@@ -110,7 +110,7 @@ def _checkpoints(path: Path, storage: Storage, config: StoreConfig) -> Finding |
     store_id = read_identity(storage)
     view = FastOnNode()
     if store_id is not None:
-        log = Log(storage, retry=config.retry)
+        log = Log(storage)
         view = view_node(path, store_id, log, storage, newest=log.newest())
         newest, since = view.newest, view.not_durable_since
         words.append(f"the newest of this store is step {newest.manifest.step}" if newest else "none of this store")

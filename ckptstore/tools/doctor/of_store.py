@@ -19,6 +19,7 @@ from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 from ckptstore.opening import open_store
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
+from ckptstore.storage.retry import with_retries
 from ckptstore.tools.doctor.finding import Finding
 
 _RETRY = RetryConfig(retry_attempts=3, retry_deadline_seconds=15.0, retry_wait_max_seconds=2.0)
@@ -27,10 +28,11 @@ _RETRY = RetryConfig(retry_attempts=3, retry_deadline_seconds=15.0, retry_wait_m
 
 def examine_log(storage: Storage) -> Finding | str:
     """Check the chain of the log, and that a place with checkpoints has one."""
-    identity = read_store_json(storage, retry=_RETRY)
+    storage = with_retries(storage, _RETRY)
+    identity = read_store_json(storage)
     if identity is None or (identity.kept_by == KEPT_BY_CKPTSTORE and next(storage.list(LOG_PREFIX), None) is None):
         return _without_log(storage, is_store=identity is not None)
-    log = Log(storage, retry=_RETRY)
+    log = Log(storage)
     problems, newest = log.verify_chain(), log.newest()
     if problems:
         hint = "The store can be read, not written; `ckptstore cp` makes a good one of what is live"

@@ -84,7 +84,7 @@ class Sighting:
         returned.
         """
         job = job_of(self.store)
-        identity = _own_identity(read_store_json(job.storage, retry=job.config.retry), self.store.uri)
+        identity = _own_identity(read_store_json(job.storage), self.store.uri)
         self._identity = self._identity or identity
         if identity.store_id != self._identity.store_id:
             raise StoreMissing(f"Another store is at {self.store.uri} now", hint="Start again to see that one")

@@ -23,7 +23,6 @@ from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 from ckptstore.log.reader import LogReader
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
-from ckptstore.storage.retry import ONCE
 from ckptstore.tools.watching.attempt_finder import AttemptFinder, FoundAttempt
 from ckptstore.tools.watching.in_flight import NO_SIGN, ExpectedSize, InFlight
 from ckptstore.tools.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
@@ -60,7 +59,7 @@ class StoreWatcher:
     def _forget_store(self) -> None:
         """Know nothing of the store."""
         self._store_id = ""
-        self._log = LogReader(self.storage, retry=ONCE)
+        self._log = LogReader(self.storage)
         self._finder = AttemptFinder(self.storage)
         self._flights: dict[str, InFlight] = {}
         self._newest: Record | None = None
@@ -119,7 +118,7 @@ class StoreWatcher:
         )
 
     def _check_store(self) -> None:
-        identity = read_store_json(self.storage, retry=ONCE)
+        identity = read_store_json(self.storage)
         if identity is None:
             raise StoreMissing(f"There is no store at {self.storage.uri}")
         if identity.kept_by != KEPT_BY_CKPTSTORE:
@@ -131,7 +130,7 @@ class StoreWatcher:
     def _is_another(self) -> bool:
         """Return True if somebody removed the store and began another one in its place. Raises StoreMissing where there
         is none, as on a disk that is not mounted any more, which looks like an empty one."""
-        identity = read_store_json(self.storage, retry=ONCE)
+        identity = read_store_json(self.storage)
         if identity is None:
             raise StoreMissing(f"The store at {self.storage.uri} is not there any more")
         return identity.store_id != self._store_id

@@ -64,7 +64,7 @@ class SimWorkers:
         if worker.world_size == 1:
             return SoloGroup(node=worker.node_id)
         group = StorageGroup(worker.rank, worker.world_size, worker.broadcast(new_start_token()), worker.node_id)
-        return group.open(storage, rank_timeout_seconds=config.rank_timeout_seconds, retry=config.retry)
+        return group.open(storage, rank_timeout_seconds=config.rank_timeout_seconds)
 
 
 def worker_of(world: World, member: Member) -> SimWorker:

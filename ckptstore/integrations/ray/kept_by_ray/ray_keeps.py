@@ -38,7 +38,6 @@ from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.saving.transaction import Destination, Ended
 from ckptstore.storage.base import Storage
-from ckptstore.storage.retry import retrying
 from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore.ray")
@@ -102,7 +101,7 @@ class Run:
     @cached_property
     def store_id(self) -> str:
         """The directory's id (leader only). Raises InvalidInput if a log keeps the checkpoints."""
-        found = read_or_create_store_json(self.storage, kept_by=KEPT_BY_RAY, retry=self.config.retry)
+        found = read_or_create_store_json(self.storage, kept_by=KEPT_BY_RAY)
         if found.kept_by != KEPT_BY_RAY:
             raise InvalidInput(
                 f"The checkpoints at {self.storage.uri} are kept by {found.kept_by}, not by Ray",
@@ -176,8 +175,7 @@ class RayPublisher:
         """Return the attempt if its manifest exists, which commits it."""
         key = attempt.key(MANIFEST_NAME)
         try:
-            data = retrying(self.run.config.retry, f"read {key}", lambda: self.run.storage.read(key))
-            found = Manifest.decode(data, file=key)
+            found = Manifest.decode(self.run.storage.read(key), file=key)
         except CkptstoreError:
             return None
         is_it = found.attempt == str(attempt) and found.step == attempt.step

@@ -14,7 +14,6 @@ from random import Random
 from typing import Any
 
 from ckptstore.catalogue import job_of
-from ckptstore.config import RetryConfig
 from ckptstore.format.changes import Claim, Commit
 from ckptstore.format.entry import CheckpointEntry
 from ckptstore.log import Log
@@ -123,7 +122,7 @@ def fill(uri: str, place: Place, num_checkpoints: int) -> None:
     storage = open_storage(uri, storage_options=place.storage_options, durable=False)
     try:
         read_or_create_identity(storage)
-        log = Log(storage, retry=RetryConfig())
+        log = Log(storage)
         log.append(lambda _: Claim(start_token="bench", world_size=8))
         for step in range(num_checkpoints):
             entry = CheckpointEntry(

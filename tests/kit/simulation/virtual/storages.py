@@ -318,16 +318,11 @@ class _Disk(_Plain):
         return 2
 
 
-class _Doubts(_Plain):
-    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """Do nothing: the way to the storage may be doubted, not the storage."""
-
-
-class ObjectStore(_Creates, _Parts, _Bucket, _Doubts):
+class ObjectStore(_Creates, _Parts, _Bucket):
     """An object store with create-if-absent."""
 
 
-class PlainObjectStore(_Parts, _Doubts):
+class PlainObjectStore(_Parts):
     """An object store without create-if-absent: one job at a time, by a promise."""
 
 
