@@ -12,8 +12,7 @@ from typing import Any
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, STORE_KEY
-from ckptstore.storage.base import Disk, Storage
-from ckptstore.storage.second_look import created
+from ckptstore.storage.base import Disk, Storage, create_if_able
 
 KEPT_BY_CKPTSTORE = "ckptstore"
 KEPT_BY_RAY = "ray"
@@ -82,7 +81,10 @@ def read_or_create_store_json(
         return found
     _refuse_checkpoint(storage)
     mine = StoreIdentity(store_id or uuid.uuid4().hex, kept_by, time.time())
-    created(storage, STORE_KEY, mine.encode())
+    is_unsupported = create_if_able(storage, STORE_KEY, mine.encode()) is None
+    if is_unsupported and read_store_json(storage) is None:
+        storage.write(STORE_KEY, [memoryview(mine.encode())])
+        storage.persist([STORE_KEY])
     stored = read_store_json(storage)  # whoever was first, all callers read the same identity back
     if stored is None:
         raise StorageUnavailable(f"{STORE_KEY} was created and cannot be read", file=STORE_KEY)

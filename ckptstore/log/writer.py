@@ -42,7 +42,9 @@ _CHECKED_BEYOND = 8
 """The numbers that a writer tries beyond the end of the log: a replica may lack a record in the middle."""
 _HINT_SECONDS = 1.0
 """The longest that an append waits for its hint, so that on a server that answers the next reader finds it."""
-_SEEN_LATE_SECONDS = (0.05, 0.2, 1.0, 4.0, 15.0, 40.0)
+_SEEN_LATE_SECONDS = (0.05, 0.2, *(1.0,) * 60)
+"""The waits for a record that exists, and is not seen yet."""
+_ALONE_TRIES = 3
 _BATCH_RECORDS = 1000
 
 SALVAGE_HINT = "Stop the job. What is left of a store that was damaged so is copied by `ckptstore cp --salvage`"
@@ -329,8 +331,7 @@ class Log(LogReader):
             self.check_safe()
             return self._put_alone(record)
         except StorageError as failure:
-            is_refused = _is_refusal(failure, retries)
-            return self._settle(self._exclusive, record, newest, failure, is_refused=is_refused)
+            return self._settle(self._exclusive, record, newest, failure, _is_refusal(failure, retries))
         if created:
             return record
         try:
@@ -340,13 +341,7 @@ class Log(LogReader):
             raise _unknown(record, error) from error
 
     def _settle(
-        self,
-        storage: CreatesExclusively,
-        record: Record,
-        newest: Record | None,
-        failure: StorageError,
-        *,
-        is_refused: bool,
+        self, storage: CreatesExclusively, record: Record, newest: Record | None, failure: StorageError, refused: bool
     ) -> Record:
         """Find out if a failed create took effect, or may do so later, and take the number if it is free.
 
@@ -358,7 +353,7 @@ class Log(LogReader):
             landed = self._fetch(record.number)
             if isinstance(landed, CkptstoreError):
                 raise landed
-            if landed is None and not is_refused:
+            if landed is None and not refused:
                 noop = Record.following(newest, Noop(), write_id=uuid.uuid4().hex, created_at=time.time())
                 landed = noop if storage.create(key, noop.encode()) else self._read_back(record.number)
         except CkptstoreError as error:
@@ -389,8 +384,7 @@ class Log(LogReader):
         if isinstance(found, Record):
             return found
         try:
-            storage.write(key, [memoryview(record.encode())])
-            storage.persist([key])
+            self._write_alone(key, memoryview(record.encode()))
         except StorageError as failure:
             try:
                 found = self._fetch(record.number)
@@ -405,6 +399,16 @@ class Log(LogReader):
             return self._read_back(record.number)
         except CkptstoreError as error:
             raise _unknown(record, error) from error
+
+    def _write_alone(self, key: str, view: memoryview) -> None:
+        for tries_left in reversed(range(_ALONE_TRIES)):
+            self._storage.write(key, [view])
+            try:
+                self._storage.persist([key])
+                return
+            except StorageUnavailable:  # after a failed fsync the file has to be written again
+                if not tries_left:
+                    raise
 
     def _read_back(self, number: int) -> Record:
         found, key = self._fetch(number), record_key(number)

@@ -115,7 +115,7 @@ class LocalStorage(Storage):
 
     def overwrite(self, key: str, data: bytes) -> None:
         # To replace the file costs milliseconds, which a save waits for: ext4 writes back what a rename replaces.
-        path, flags = self._own_path(key), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        path, flags = self._own_path(key), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with self._translating("Writing", key, len(data)):
             try:
                 descriptor = self._in_directory(path, lambda: os.open(path, flags, WRITABLE))
