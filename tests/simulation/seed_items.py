@@ -21,6 +21,7 @@ def run_seeds(simulation: Simulation, first: int) -> None:
 
 
 def broken_rule(outcome: Outcome) -> str:
-    """The promise that a run broke, "" if it broke none. An error of the simulation itself is no promise, and fails."""
+    """The promise that a run broke, "" if it broke none; an error of the simulation or of a planted mistake fails."""
     assert outcome.ok or outcome.failure.startswith(("Violation: ", "Deadlock: ", "Stuck: ")), report(outcome)
+    assert not any(error in outcome.failure for error in ("TypeError", "AttributeError")), report(outcome)
     return outcome.rule
