@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 
@@ -40,6 +41,7 @@ def main() -> None:
             progress.told(step, loss.item())
         if step % SAVE_EVERY_STEPS == 0:
             engine.save_checkpoint(str(given.folder))
+    os._exit(0)  # gloo's threads now and then abort an interpreter that takes itself apart
 
 
 if __name__ == "__main__":

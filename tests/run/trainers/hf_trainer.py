@@ -92,6 +92,7 @@ def main() -> None:
         trainer = Trainer(model(), chosen, train_dataset=rows(), callbacks=[tell])
     has_checkpoint = os.path.isdir(given.folder) and get_last_checkpoint(given.folder) is not None
     trainer.train(resume_from_checkpoint=has_checkpoint)
+    os._exit(0)  # gloo's threads now and then abort an interpreter that takes itself apart
 
 
 if __name__ == "__main__":
