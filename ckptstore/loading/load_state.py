@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from ckptstore.errors import (
@@ -17,7 +18,6 @@ from ckptstore.errors import (
 )
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
-from ckptstore.format.record import Record
 from ckptstore.group import Group
 from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
@@ -98,7 +98,7 @@ def load_newest(
         passed_over = [*offered.passed_over] if offered is not None else []
         found = first_usable(
             offered.files if offered is not None else _candidates(job, load, claim=claim, order=order),
-            lambda files: _load(group, files, state, options, load),
+            partial(_load, group, state, options, load),
             passed_over,
         )
         if offered is not None:
@@ -150,17 +150,17 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
     load.hear(told)
     if told["claimed"] is not None:
         job.join_claim(told["claimed"])
-    return [files_of(job, Record.from_wire(record)) for record in told["records"]]
+    return [files_of(job, job.log.from_wire(record)) for record in told["records"]]
 
 
 def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
     """Load one checkpoint. Collective in `group`; an error of any rank is raised on all ranks."""
     with watched(group.rank, files.storage.uri) as load:
-        return _load(group, files, state, options, load)[0]
+        return _load(group, state, options, load, files)[0]
 
 
 def _load(
-    group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions, load: LoadWatch
+    group: Group, state: Mapping[str, Any], options: LoadOptions, load: LoadWatch, files: CheckpointFiles
 ) -> tuple[LoadReport, Manifest]:
     load.enter("open")
     if files.record is not None:

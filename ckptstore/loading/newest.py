@@ -18,7 +18,6 @@ from ckptstore.errors import (
 )
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.format.order import SaveOrder
-from ckptstore.format.record import Record
 from ckptstore.job import Job, Tier
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.load_watch import watched
@@ -103,7 +102,7 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
         job.join_claim(told)
         if told["record"] is None:
             return None
-        record = Record.from_wire(told["record"])
+        record = job.log.from_wire(told["record"])
         load.found(record.entry.step, record)
     files = files_of(job, record)
     told_resumed(job, files)

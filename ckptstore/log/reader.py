@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ckptstore.errors import (
     AccessDenied,
@@ -208,6 +208,13 @@ class LogReader:
         retries last.
         """
         return self._each(self._probe, numbers)
+
+    def from_wire(self, value: Sequence[Any]) -> Record:
+        """Return the record of `Record.to_wire`, which of its own records a process need not read again."""
+        number, data, annotated = value
+        cached = self._cache.get(number)
+        record = Record.decode(data, number) if cached is None or cached.encode() != data else cached
+        return replace(record, annotated=annotated) if annotated else record
 
     def record_time(self, number: int) -> float:
         """Return the time at which a record was written, in seconds since the epoch by the storage's clock. Cached."""

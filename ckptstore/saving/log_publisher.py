@@ -69,7 +69,7 @@ class LogPublisher:
         return commit(self.job, request, attempt, contents).to_wire()
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Record | None:
-        record = self.job.log.commit_of(attempt) if published is None else Record.from_wire(published)
+        record = self.job.log.commit_of(attempt) if published is None else self.job.log.from_wire(published)
         if record is None:
             return None
         job, ended = self.job, end()

@@ -112,9 +112,9 @@ class Transfer:
         A stretch with a wrong digest is read a second time, then CheckpointDamaged is raised. The views may hold
         anything after an error. Raises ValueError when the checks of a range do not cover it.
         """
-        from ckptstore.transfer.reads import read
+        from ckptstore.transfer.reads import read_tasks
 
-        read(self._engine, ranges)
+        self._engine.pool.run(read_tasks(self._engine, ranges))
 
     def offer(self, copy_key: str, names: Iterable[tuple[str, str]], finished: FinishedCopy) -> None:
         """Serve files from a finished copy on this node to peers, where there are any; see `Peers`."""

@@ -93,16 +93,14 @@ class Engine:
         self.flow = None if self.disk else Flow(self.pool.num_threads)
         """The limit of requests in flight; None on a disk, which throttles nobody."""
 
-    def request(self, run: Operation, what: str, call: Callable[[], T]) -> T:
-        """Call with retries, unless the operation has failed meanwhile; fewer at once while the storage throttles."""
+    def request(self, run: Operation, what: str, call: Callable[[], T], *, reads: str | None = None) -> T:
+        """Call with retries, unless the operation has failed meanwhile; fewer at once while the storage throttles. If
+        the call reads the file `reads`, one that seems damaged or missing is read again, in another way."""
+        if reads is not None:
+            call = partial(looked_twice, self.storage, reads, call)
         if self.flow is not None:
             call = partial(self.flow.request, run.check, call)
         return retrying(self.retry, what, call, check=run.check)
-
-    def read(self, run: Operation, key: str, call: Callable[[], T]) -> T:
-        """Call as `request` does, for a read of a file; a file that seems damaged or missing is read again, in another
-        way."""
-        return self.request(run, f"read {key}", partial(looked_twice, self.storage, key, call))
 
     def batches(self, sizes_bytes: list[int]) -> list[slice]:
         """Deal small files, by their sizes, to tasks, so that the bytes of one task stay in the processor's cache."""

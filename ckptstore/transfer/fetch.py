@@ -142,7 +142,8 @@ def _read_checked(
     try:
         version = _version_of(engine, item, run) if whole else None
         if view and not (nodes is not None and nodes.read(run, item, 0, view)):
-            engine.read(run, item.key, partial(engine.storage.read_into, item.key, 0, (view,), version=version))
+            request = partial(engine.storage.read_into, item.key, 0, (view,), version=version)
+            engine.request(run, f"read {item.key}", request, reads=item.key)
             if nodes is not None:
                 nodes.note(item.key, 0, view)
     except (CheckpointDamaged, FileMissing) as error:
@@ -164,7 +165,7 @@ def _version_of(engine: Engine, item: Wanted, run: Operation) -> str | None:
             raise CheckpointDamaged(text, file=item.key)
         return found.version
 
-    return engine.read(run, item.key, look)
+    return engine.request(run, f"read {item.key}", look, reads=item.key)
 
 
 def _fault_of(item: Wanted, found: Digest) -> CheckpointDamaged | None:
@@ -264,7 +265,7 @@ class _Fetch:
                 view = scratch[: min(request_bytes, end - offset)]
                 read = partial(self._engine.storage.read_into, key, offset, [view], version=self._version)
                 if not (self._nodes is not None and self._nodes.read(run, self.wanted, offset, view)):
-                    self._engine.read(run, key, read)
+                    self._engine.request(run, f"read {key}", read, reads=key)
                     if self._nodes is not None:
                         self._nodes.note(key, offset, view)
                 for first in range(0, len(view), STEP_BYTES):

@@ -13,13 +13,13 @@ from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import TASK_BYTES, Engine
 from ckptstore.transfer.moves import EXTENT_BYTES, RangeRead, Supplied
-from ckptstore.transfer.pool import Operation
+from ckptstore.transfer.pool import Operation, Task
 
 _MAX_BATCH_RANGES = 256
 
 
-def read(engine: Engine, ranges: Sequence[RangeRead]) -> None:
-    """Fill the views of all ranges. See `Transfer.read`."""
+def read_tasks(engine: Engine, ranges: Sequence[RangeRead]) -> list[Task]:
+    """Return the tasks that fill the views of all ranges. See `Transfer.read`."""
     ranges = [item for item in ranges if any(item.views)]
     sizes = [item.size_bytes for item in ranges]
     total_bytes = sum(sizes)
@@ -41,7 +41,7 @@ def read(engine: Engine, ranges: Sequence[RangeRead]) -> None:
     if engine.peers is not None and engine.peers.are_several:
         order = engine.peers.order([(batch[0].key, batch[0].offset, batch[0].size_bytes) for batch in batches])
         batches = [batches[number] for number in order]
-    engine.pool.run([partial(_read_all, engine, batch, total_bytes) for batch in batches])
+    return [partial(_read_all, engine, batch, total_bytes) for batch in batches]
 
 
 def split(item: RangeRead, most_bytes: int) -> Iterator[RangeRead]:
@@ -155,13 +155,13 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
     if supplied is not None and all(check.like(*step) == check for step, (_, check) in zip(steps, checks, strict=True)):
         return
     if engine.disk is not None:
-        engine.read(run, key, partial(engine.disk.read_steps, key, offset, steps, accept))
+        engine.request(run, f"read {key}", partial(engine.disk.read_steps, key, offset, steps, accept), reads=key)
     else:
         request = partial(engine.storage.read_into, key, offset, views)
-        engine.read(run, key, request)
+        engine.request(run, f"read {key}", request, reads=key)
         while not all(map(accept, range(len(steps)))):
             engine.storage.doubt(key, offset, piece.size_bytes)
-            engine.read(run, key, request)
+            engine.request(run, f"read {key}", request, reads=key)
     for one, (_, right) in zip(supplied or (), extents_in(offset, views), strict=False):
         if engine.peers is not None and one.digest != str(Digest.of(*right)):
             engine.peers.mistrust(key, one)
