@@ -285,11 +285,12 @@ def test_9_once_is_right_after_a_copy_that_sets_times(start: Start, tmp_path: Pa
     ):
         (top / name).write_bytes(data)
         os.utime(top / name, (1_700_000_000 + 60 * age,) * 2)
+    began = time.time()
     agent = start(tmp_path / "store", tmp_path / "out", "--once", "--quiet", "2s")
     assert agent.code() == 0, agent.output
     assert names_of(tmp_path / "store") == {7: "checkpoint-7"}
     committed = max(record.stat().st_mtime for record in (tmp_path / "store" / "log").iterdir())
-    assert committed - (top / "optimizer.pt").stat().st_ctime > 2.0, "it has waited until all was quiet"
+    assert committed - began > 1.8, "it has waited until all was quiet"
 
 
 @pytest.mark.parametrize(("code", "quiet", "committed"), [(0, "1s", [1]), (7, "1h", [])])
