@@ -51,8 +51,8 @@ _THREAD_SECONDS = 0.5
 """The longest time in which a thread that has nothing more to do ends."""
 _LOOKS_SECONDS = 3.0
 """The time of the looks at the begin and the end of a quiet time."""
-_LAST_LOOK_SECONDS = 20.0
-"""The longest time for the last look into the folder."""
+_LAST_LOOK_SECONDS = 60.0
+"""The longest time for the last look into the folder: a busy machine takes seconds, one that is away minutes."""
 NOTHING_FOUND = 40
 """The exit code for a folder in which nothing was recognised."""
 
