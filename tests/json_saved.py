@@ -51,13 +51,14 @@ class Saved:
         """Write a log with every kind of change, and all that lies beside it."""
         root, one = self.root, {"model": torch.arange(200_000.0), "optimizer": {"m": torch.arange(300_000.0)}}
         fast = ckptstore.FastTier(str(root / "fast"))
+        policy = ckptstore.KeepAll() | ckptstore.KeepWeights(ckptstore.KeepAll())
         with ckptstore.open_store(root / "store", fast=fast) as store:
             store.save(1, one, metrics={"loss": 0.5, "worst": float("inf")}, metadata={"a": [1, {"b": None}]})
             self.certificate = next((root / "fast").rglob("fast.json")).read_bytes()
             store.drain()
         with ckptstore.open_store(root / "store", fast=fast) as store:
             store.resume()
-        with ckptstore.open_store(root / "store") as store:
+        with ckptstore.open_store(root / "store", retention=policy) as store:
             store.resume()
             store.save(2, one, metrics={"loss": 0.25}, incremental="reference")
             store.save(3, one, metrics={"loss": 1.5, "worst": float("nan")}, incremental="reference")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from ckptstore import Checkpoint, InvalidInput, InvalidMetric, open_store
+from ckptstore import Checkpoint, InvalidInput, InvalidMetric, KeepAll, KeepWeights, open_store
 from ckptstore.retention import KeepBest, KeepLatest
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.tools.cli import main
@@ -600,7 +600,7 @@ def test_a_listing_has_what_the_store_takes(run: Any, run_json: Any, store: Path
 def test_thin_drops_the_optimizer_and_the_others_show_it(run: Any, run_json: Any, tmp_path: Path) -> None:
     root, model = tmp_path / "store", torch.nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters())
-    with open_store(root) as opened:
+    with open_store(root, retention=KeepAll() | KeepWeights(KeepAll(), ("optimizer*", "model.bias"))) as opened:
         for step in (1, 2, 3):
             model(torch.ones(300)).sum().backward()
             optimizer.step()

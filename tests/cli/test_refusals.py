@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of which steps 1 to 6 are live: 1 and 5 thinned and pinned, 2 referred to by 3, 4 pinned, 6 the latest
     and pinned; 7 is in the trash. Beside it are files to import, an export and a publication."""
     root = tmp_path_factory.mktemp("refusals")
-    with open_store(root / "store", retention=KeepAll()) as store:
+    with open_store(root / "store", retention=KeepAll() | KeepWeights(KeepAll())) as store:
         for step in (1, 2, 3, 4, 5, 6, 7):
             store.save(step, state_of(min(step, 2) if step == 3 else step), incremental="reference")
         store.remove(7, force=True)

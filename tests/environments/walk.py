@@ -189,10 +189,11 @@ def main(*skipped: str) -> None:
     told: dict[str, Any] = {"names": public_names()}
     import ckptstore
 
+    apart = ckptstore.KeepAll() | ckptstore.KeepWeights(ckptstore.KeepAll(), drop="weight")
     with ckptstore.open_store("from-a-folder", durable=False) as store:
         home = {"name": "mine_3", "shape": "pattern", "is_directory": True, "beside": {}, "fingerprint": ""}
         store.save_directory(3, "files", metadata={"folder": home})
-    with ckptstore.open_store("commands", durable=False) as store:
+    with ckptstore.open_store("commands", retention=apart, durable=False) as store:
         for step in (3, 4):
             store.save_directory(step, "files", metrics={"loss": 1.0})
         with contextlib.suppress(ImportError, ckptstore.InvalidInput):
@@ -206,7 +207,7 @@ def main(*skipped: str) -> None:
         calls = of_checkpoint(store.latest())
         told["checkpoint"] = {name: said(call) for name, call in calls.items()}
     told["commands"] = {name: command(*words) for name, words in COMMANDS.items() if name not in skipped}
-    calls = of_store(ckptstore.open_store("called", durable=False))
+    calls = of_store(ckptstore.open_store("called", retention=apart, durable=False))
     told["store"] = {name: said(call) for name, call in calls.items()}
     told["not walked"] = [
         *(name for name in dir(ckptstore.CheckpointStore) if not name.startswith("_") and name not in calls),

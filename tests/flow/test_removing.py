@@ -17,7 +17,9 @@ from ckptstore import (
     CheckpointGone,
     CheckpointStore,
     InvalidInput,
+    KeepAll,
     KeepLatest,
+    KeepWeights,
     KeepWithin,
     open_store,
 )
@@ -72,7 +74,7 @@ def test_what_somebody_needs_goes_by_force_alone(store: CheckpointStore, step: i
 
 def test_a_pin_goes_with_its_checkpoint_or_stays(tmp_path: Path) -> None:
     state = {"model": torch.ones(400), "optimizer": {"m": torch.ones(9000)}}
-    with open_store(tmp_path) as store:
+    with open_store(tmp_path, retention=KeepAll() | KeepWeights(KeepAll())) as store:
         for step in (1, 2, 3):
             store.save(step, state)
         store.thin(1, "optimizer.*")

@@ -24,7 +24,9 @@ from ckptstore import (
     CkptstoreError,
     FastTier,
     InvalidInput,
+    KeepAll,
     KeepEvery,
+    KeepWeights,
     StateMismatch,
     StorageGroup,
     open_store,
@@ -319,7 +321,7 @@ def test_a_reference_opens_in_a_copy_of_the_store(store_root: Path, tmp_path: Pa
 
 
 def test_a_reference_to_what_was_thinned_since_opens_what_is_left(store_root: Path) -> None:
-    with open_store(store_root, grace_seconds=0.0) as store:
+    with open_store(store_root, retention=KeepAll() | KeepWeights(KeepAll()), grace_seconds=0.0) as store:
         for step in (1, 2, 3):
             store.save(step, {"model": torch.full((3,), float(step)), "optimizer": torch.zeros(3)})
         reference, gone = Reference.to(store[1]), Reference.to(store[2])

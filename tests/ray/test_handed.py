@@ -215,7 +215,8 @@ def test_a_store_that_was_removed(run: Path, start: Start, caplog: pytest.LogCap
 
 
 def test_a_pointer_to_what_was_thinned_since(run: Path, start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    with ckptstore.open_store(run / "_ckptstore") as store:
+    policy = ckptstore.KeepAll() | ckptstore.KeepWeights(ckptstore.KeepAll())
+    with ckptstore.open_store(run / "_ckptstore", retention=policy) as store:
         for step in (1, 2):
             store.save(step, {"model": torch.full((3,), float(step)), "optimizer": torch.zeros(3)})
         pointer = pointer_to(run, store[1])

@@ -23,7 +23,7 @@ from thread_ranks import run_threads
 from torch import nn
 
 import ckptstore
-from ckptstore import Checkpoint, InvalidState, StateMismatch
+from ckptstore import Checkpoint, InvalidState, KeepAll, KeepWeights, StateMismatch
 from ckptstore.interchange import export, import_state
 from ckptstore.state import per_rank
 from ckptstore.state.read.stored import StoredState
@@ -193,7 +193,8 @@ def test_all_notes_of_modules_come_back_and_count_as_changed(tmp_path: Path) -> 
 def test_an_export_for_torch_has_the_versions_also_of_a_copy_and_of_a_thinned_checkpoint(tmp_path: Path) -> None:
     saved = versioned(Old)
     state = {"model": saved, "nets": [{"act": nn.ReLU()}], "dict": saved.state_dict(), "w": torch.ones(1)}
-    with ckptstore.open_store(tmp_path / "s", durable=False) as store:
+    policy = KeepAll() | KeepWeights(KeepAll(), "w")
+    with ckptstore.open_store(tmp_path / "s", retention=policy, durable=False) as store:
         checkpoints = [Checkpoint.from_uri(store.save(1, state).uri)]
         copied(f"{tmp_path / 's'}@1", tmp_path / "copy")
         store.save(2, {"epoch": 1})
@@ -335,7 +336,7 @@ def test_ranks_with_other_modules_under_one_key(tmp_path: Path) -> None:
 
 def test_a_thinned_checkpoint_keeps_the_versions_of_what_it_keeps(tmp_path: Path) -> None:
     nets = [{"bare": Bare(), "act": nn.ReLU()}]  # without tensors, and without anything
-    with ckptstore.open_store(tmp_path, durable=False) as store:
+    with ckptstore.open_store(tmp_path, retention=KeepAll() | KeepWeights(KeepAll(), "other*"), durable=False) as store:
         store.save(1, {"model": Old(2.0), "other": Old(1.0), "nets": nets})
         store.save(2, {"model": Old(3.0), "other": Old(1.0)})
         store.thin(1, ["other.*"])

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptstore import Checkpoint, CheckpointDamaged, InvalidName, InvalidState, open_store
+from ckptstore import Checkpoint, CheckpointDamaged, InvalidName, InvalidState, KeepAll, KeepWeights, open_store
 from ckptstore.checkpoint import files_behind
 from ckptstore.dcp import StoreReader, StoreWriter
 from ckptstore.integrations.dcp.view import add_stock_tensors
@@ -295,7 +295,8 @@ def test_a_flattened_optimizer_keeps_its_keys(tmp_path, way):
     if way == "writer":
         dcp.save(like_torchtitans(5.0), storage_writer=StoreWriter(path), no_dist=True)
     else:
-        with open_store(tmp_path / "store", durable=False) as store:
+        policy = KeepAll() | KeepWeights(KeepAll(), drop="more")
+        with open_store(tmp_path / "store", retention=policy, durable=False) as store:
             for step in (1, 2):
                 checkpoint = store.save(step, like_torchtitans(5.0), stock_readable=way != "without")
             if way == "thin":

@@ -15,6 +15,7 @@ from ckptstore import (
     CheckpointStore,
     CheckpointThinned,
     InvalidInput,
+    KeepAll,
     KeepBest,
     KeepEvery,
     KeepLatest,
@@ -33,6 +34,8 @@ from ckptstore.tools.report.gather import Sighting
 from ckptstore.tools.watching.store_watcher import StoreWatcher
 
 OPTIMIZER = "optimizer*"
+APART = KeepAll() | KeepWeights(KeepAll(), drop=(OPTIMIZER, "model.bias"))
+"""Thins nothing by itself."""
 AT_ONCE: dict[str, Any] = {"timeout_seconds": 0.0}
 
 
@@ -54,9 +57,8 @@ class Training:
             store._job.wait_for_prune()
 
 
-def filled(root: Path, *steps: int, retention: Policy | None = None, **options: Any) -> CheckpointStore:
-    options |= {} if retention is None else {"retention": retention}
-    store = open_store(root, durable=False, **options)
+def filled(root: Path, *steps: int, retention: Policy = APART, **options: Any) -> CheckpointStore:
+    store = open_store(root, durable=False, retention=retention, **options)
     Training().save(store, *steps)
     return store
 

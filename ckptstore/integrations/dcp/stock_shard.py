@@ -178,7 +178,8 @@ class DcpShard:
         number, box = len(self._items), whole(tuple(tensor.shape))
         dtype = dtype_name(tensor.dtype, key)
         self._numbers[key] = number
-        self._items.append(Item(key, Mode.SHARD, dtype, box.sizes, (box,)))
+        owner = key.rpartition("#")[0] if flags & BESIDE_VALUE else ""
+        self._items.append(Item(key, Mode.SHARD, dtype, box.sizes, (box,), owner=owner))
         self._described.memory[key] = (tensor,)
         if flags:
             self._flags[key] = flags

@@ -26,6 +26,7 @@ from ckptstore.group import SoloGroup
 from ckptstore.group.base import LEADER
 from ckptstore.job import Job, Start
 from ckptstore.log import Log
+from ckptstore.retention import KeepAll
 from ckptstore.saving.commit import check_receipts, commit, tell, wait_for_files
 from ckptstore.saving.log_publisher import LogPublisher, prune_behind
 from ckptstore.saving.request import Request
@@ -53,6 +54,7 @@ class DirectoryTarget:
         self._config = StoreConfig.from_env()
         self.num_prefixes = self._config.num_prefixes
         """The number of directories over which the files of all ranks are spread."""
+        self.policy = KeepAll()
         self._opened: OpenedPlace | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -172,22 +172,7 @@ class Slab:
         target[:] = memoryview(b"".join(parts))[start : start + len(target)]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredStretch:
-    """A stretch of a stored file, which becomes a part of another one."""
-
-    read_into: Callable[[int, memoryview], None]
-    """Fills memory with the bytes of the stored file from an offset on."""
-    start: int
-    size_bytes: int
-    memory: None = None
-
-    def fill(self, offset: int, target: memoryview) -> None:
-        """Read a part of the stretch."""
-        self.read_into(self.start + offset, target)
-
-
-Segment = Bytes | Copied | Slab | StoredStretch
+Segment = Bytes | Copied | Slab
 """A stretch of a file. `memory` has its bytes if they lie in host memory as they are to be stored; `fill` writes those
 from an offset on over all of a target, and over nothing else."""
 

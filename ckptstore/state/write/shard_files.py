@@ -146,7 +146,7 @@ class Striping(NamedTuple):
     on_disk: bool = False
     """True for a disk, which takes bytes for one file from one thread at a time."""
     apart: tuple[str, ...] = ()
-    """The patterns of keys that get files of their own, which thinning deletes."""
+    """The patterns of keys that thinning may drop: those that fit the same ones get files of their own."""
     mark: str = ""
     """The end of the names of all files, where other saves may write to the same directory."""
 
@@ -183,11 +183,22 @@ class ShardFiles:
         held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
         frames = [frame for frame in frames if frame[:2] not in held] if held else frames
         self.files: list[ShardFile] = []
-        if striping.apart:
-            apart = {frame[0]: any(fnmatchcase(frame[0], pattern) for pattern in striping.apart) for frame in frames}
-            self._lay_out([frame for frame in frames if apart[frame[0]]], striping)
-            frames = [frame for frame in frames if not apart[frame[0]]]
-        self._lay_out(frames, striping)
+        *apart, rest = self._divided(frames, striping.apart) if striping.apart else [frames]
+        for group in apart:
+            self._lay_out(group, striping)
+        self._num_apart = len(self.files)
+        self._lay_out(rest, striping)
+
+    def _divided(self, frames: Sequence[_Frame], patterns: Sequence[str]) -> list[Sequence[_Frame]]:
+        """Return the frames in groups by the patterns that they fit, those that fit none last. What belongs to a value
+        goes with it, and tied tensors fit what all of them do."""
+        groups: dict[tuple[str, ...], list[_Frame]] = {(): []}
+        owners = {item.key: item.owner for item in self._described.items}
+        for frame in frames:
+            names = [owners[key] or key for key in (frame[0], *self._plan.ties.get(frame[0], ()))]
+            fit = tuple(one for one in patterns if all(fnmatchcase(name, one) for name in names))
+            groups.setdefault(fit, []).append(frame)
+        return [groups[fit] for fit in sorted(groups, reverse=True)]
 
     def _lay_out(self, frames: Sequence[_Frame], striping: Striping) -> None:
         """Add files with these frames."""
@@ -257,12 +268,12 @@ class ShardFiles:
         return SmallPlaced(layout, keys, boxes, tensors), addresses
 
     def add_frames(self, frames: Mapping[str, bytes]) -> dict[str, tuple[str, int, int]]:
-        """Add further bytes behind the tensors of the last file, equal ones once. Return for each name the file, the
-        offset and the length."""
+        """Add further bytes behind the tensors of the last file that thinning keeps, equal ones once. Return for each
+        name the file, the offset and the length."""
         if not frames:
             return {}
-        if not self.files:
-            self.files = self._new_files(1)
+        if len(self.files) == self._num_apart:
+            self.files += self._new_files(1)
         file, known = self.files[-1], dict[bytes, int]()
         for frame in frames.values():
             if frame not in known:

@@ -24,13 +24,16 @@ from ckptstore.format.layout import HINT_KEY, MANIFEST_NAME
 from ckptstore.format.record import Record
 from ckptstore.group import StorageGroup
 from ckptstore.opening import open_store
-from ckptstore.retention import KeepLatest
+from ckptstore.retention import KeepLatest, KeepWeights
 from ckptstore.transfer.opened import open_place
 from kit.simulation.ledger import Violation
 from kit.simulation.model import Model, SavedCheckpoint, calls_in
 from kit.simulation.plan import POLICIES, Action
 from kit.simulation.virtual.clocks import sleep
 from kit.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
+
+DROPS = ("model.*", "own")
+"""The patterns of the keys of states that may be dropped, which saves keep in files of their own."""
 
 
 def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
@@ -48,9 +51,12 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
             from kit.simulation.ray_jobs import SimWorkers, worker_of
 
             group = SimWorkers(worker_of(world, member))
+    policy = POLICIES[plan.policy]
+    if plan.contents == "state":  # nothing is kept without them alone, and people can drop them
+        policy = policy | KeepWeights(policy, drop=DROPS)
     return open_store(
         uri,
-        retention=POLICIES[plan.policy],
+        retention=policy,
         missing="worst",
         group=group,
         grace_seconds=plan.grace_seconds,
@@ -163,7 +169,7 @@ def _restore(world: World, member: Member, index: int, store: Any) -> None:
 def _thin(world: World, where: str, store: Any, steps: list[int]) -> None:
     """Drop some keys, or all tensors, from one of the steps; the choice follows from the seed."""
     step = steps[int(world.plan.chance("thinned", where) * len(steps))]
-    drop = ("model.*",) if world.plan.chance("drop", where) < 0.5 else ("model.*", "own")
+    drop = DROPS[:1] if world.plan.chance("drop", where) < 0.5 else DROPS
     report = store.thin(step, drop, force=world.plan.chance("force", where) < 0.5)
     if report.freed_bytes <= 0:
         world.fail("what is thinned is smaller", f"{where}: {report}")

@@ -61,7 +61,6 @@ _MODULES = (
     "ckptstore.saving.state_shard",
     "ckptstore.extensions.history.thinned_index",
     "ckptstore.stock.stock_read",
-    "ckptstore.extensions.history.stock_thin",
     "ckptstore.stock.stock_write",
     "kit.simulation.states",
 )

@@ -55,16 +55,12 @@ def command(
                 num_keys=report.num_keys,
                 size_bytes=report.size_bytes,
                 left_bytes=report.left_bytes,
-                shared_bytes=report.shared_bytes,
             )
             return
     before, after = show_size(report.size_bytes), show_size(report.left_bytes)
     if dry_run:
         click.echo("dry run: nothing is changed")
     click.echo(f"step {step} without {', '.join(report.dropped)}: {report.num_keys} keys, {before} before, {after} now")
-    if report.shared_bytes:
-        size = show_size(report.shared_bytes)
-        click.echo(f"{size} of that stay, in files with other tensors: this storage cannot cut files")
     if not dry_run:
         click.echo(f"the whole one is in the trash; `ckptstore restore {target}` brings it back")
         click.echo(f"`ckptstore prune --grace 0 {store.uri}` frees {show_size(report.freed_bytes)}")
