@@ -314,7 +314,7 @@ class Catalogue:
         to without `force`. Raises InvalidInput then, for a pattern that fits no key, and if nothing would be freed;
         CheckpointGone if the step is not live; CheckpointDamaged; StoreFenced if a job claims the store meanwhile.
         """
-        return extended.thin(self._job, step, [drop] if isinstance(drop, str) else drop, force=force, dry_run=dry_run)
+        return extended.thin(self._job, step, drop, force=force, dry_run=dry_run)
 
     def restore(self, step: int, *, number: int | None = None, pin: bool = True) -> Checkpoint:
         """Make a checkpoint in the trash live again, and `pin` it: otherwise the next save may drop it once more.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,6 +28,7 @@ from ckptstore import (
     NoUsableCheckpoint,
     open_store,
 )
+from ckptstore.dcp import StoreWriter
 from ckptstore.events import PruneFailed, listening
 from ckptstore.testing import Call
 from ckptstore.testing.s3_server import s3_server
@@ -61,7 +63,8 @@ class Job:
 
 
 def flat(value: Any, key: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts."""
+    """The leaves of nested dicts and tuples."""
+    value = dict(enumerate(value)) if isinstance(value, tuple) else value
     if isinstance(value, Mapping):
         return {name: leaf for part, item in value.items() for name, leaf in flat(item, f"{key}.{part}").items()}
     return {key: value}
@@ -356,6 +359,30 @@ def test_retention_thins_behind_the_saves_and_deletes_whole_files(place: dict[st
         resumed = store.resume(fresh.state)
         assert resumed is not None
         assert (resumed.step, fresh.values["epoch"]) == (5, 6)
+
+
+@pytest.mark.parametrize("way", ["save", "dcp"])
+def test_the_keys_of_each_pattern_go_without_the_others(tmp_path: Path, way: str) -> None:
+    """Tied tensors stay with those that stay, and what belongs to a value goes with it."""
+    weight = torch.rand(300, 300)
+    state: dict[str, Any] = {"aw": weight, "ab": torch.rand(3), "mw": weight, "n": torch.rand(5), "epoch": 3}
+    more = {"pair": (torch.rand(4), torch.rand(2)), "seen": b"x" * 70_000} if way == "save" else {}
+    state |= more
+    policy = KeepAll() | KeepWeights(KeepAll(), ("a*", "ab", "pair", "seen"))
+    with open_store(tmp_path, retention=policy, durable=False) as store:
+        for step in (1, 2):
+            if way == "save":
+                store.save(step, state)
+            else:
+                dcp.save(state, storage_writer=StoreWriter(store.dcp_target(), step=step), no_dist=True)
+        for patterns in (["ab"], ["a*", *more]):
+            state = {key: value for key, value in state.items() if not any(fnmatch(key, one) for one in patterns)}
+            store.thin(1, patterns)
+            assert_equal(store[1].to_dict(), state)
+            store[1].verify().raise_if_damaged()
+        found = {"mw": torch.zeros(300, 300), "n": torch.zeros(5), "epoch": 0}
+        dcp.load(found, checkpoint_id=store[1].uri, no_dist=True)
+        assert_equal(found, state)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import numpy as np
 
 from ckptstore.errors import InvalidInput
 from ckptstore.format.digest import ALGORITHMS, BLOCK_BYTES, Digest
-from ckptstore.runtime.near import meant, nearest_key
-from ckptstore.state.index.outline import Outline, PartFile, Span, encode_table
+from ckptstore.state.index.outline import INDEX_NAME, Outline, PartFile, Span, encode_table
 from ckptstore.state.index.part import DTYPE_NAMES, Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.live.patterns import check_used
 from ckptstore.state.live.values import references
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.stock.stock_pickle import MetadataPickle, StockPlace
@@ -39,12 +39,7 @@ def divided_keys(index: TensorIndex, patterns: Sequence[str]) -> tuple[frozenset
     values = [pair for held in (index.common_values(), *of_ranks) for pair in held.items()]
     own = {key for key, tensor in index.tensors.items() if not tensor.beside_value}
     keys = own.union(key for key, _ in values)
-    for pattern in patterns:
-        if not any(fnmatchcase(key, pattern) for key in keys):
-            raise InvalidInput(
-                f"{pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys))}",
-                hint="Keys are like optimizer.state.0.weight.exp_avg, and `*` stands for anything in them",
-            )
+    check_used(patterns, keys, name="drop")
     dropped = {key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)}
     for key, value in values:  # a dict of tensors: who drops "optimizer.*" means it too
         if any(fnmatchcase(f"{key}.", pattern) for pattern in patterns) and dropped.issuperset(references(value)):
@@ -55,7 +50,8 @@ def divided_keys(index: TensorIndex, patterns: Sequence[str]) -> tuple[frozenset
     needed = {name: key for key, value in values if key not in dropped for name in references(value)}
     for name in sorted(dropped & needed.keys()):
         raise InvalidInput(f"{name} belongs to {needed[name]}, which no pattern drops", hint="Drop both, or neither")
-    return frozenset(dropped | (inside - needed.keys())), frozenset(keys - dropped)
+    dropped |= inside - needed.keys()
+    return frozenset(dropped), frozenset(keys - dropped)
 
 
 def files_left(index: TensorIndex, dropped: Collection[str], frames: Iterable[StockPlace], *, step: int) -> set[str]:
@@ -84,8 +80,8 @@ def files_left(index: TensorIndex, dropped: Collection[str], frames: Iterable[St
 
 def left_index(
     index: TensorIndex, outline: Outline, dropped: Collection[str], left: Collection[str]
-) -> tuple[TensorIndex, list[bytes]]:
-    """Return the index without the dropped keys, and its parts as bytes; `left` are the other keys."""
+) -> tuple[TensorIndex, dict[str, tuple[bytes, int]]]:
+    """Return the index without the dropped keys, and its files, each of a rank; `left` are the other keys."""
     encoded = [_left_part(part, dropped) for part in index.parts]
     parts = [Part.decode(data, rank=rank, file=outline.place(rank)[0]) for rank, data in enumerate(encoded)]
     tied, heirs = dict[str, str](), dict[str, str]()
@@ -117,7 +113,9 @@ def left_index(
         common=tuple(part.rank for part in parts if part.common),
         spans=tuple(Span(rank, low, high - 1) for rank, low, high in found if low < high),
     )
-    return TensorIndex(parts, thinned), encoded
+    files = {thinned.place(rank)[0]: (data, rank) for rank, data in enumerate(encoded)}
+    files[INDEX_NAME] = thinned.encode() + b"".join(encoded if thinned.is_packed else ()), 0
+    return TensorIndex(parts, thinned), files
 
 
 def _left_part(part: Part, dropped: Collection[str]) -> bytes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -25,7 +25,7 @@ from ckptstore.extensions.history.thinned_index import StockLeft, divided_keys, 
 from ckptstore.format.changes import Commit
 from ckptstore.format.entry import CheckpointEntry, Thinning
 from ckptstore.format.layout import DCP_METADATA_NAME, USER_METADATA_NAME, Attempt, check_step
-from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
+from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
 from ckptstore.loading.checkpoint_files import CheckpointFiles, CommittedFiles, files_of
@@ -33,9 +33,9 @@ from ckptstore.loading.index_read import read_whole
 from ckptstore.loading.load_state import open_any
 from ckptstore.loading.restoring import check_has_trash
 from ckptstore.retention import Verdict
-from ckptstore.saving.commit import write_manifest
+from ckptstore.saving.commit import entry_of, write_manifest
 from ckptstore.saving.shard import Contents
-from ckptstore.state.index.outline import INDEX_NAME
+from ckptstore.state.live.patterns import patterns_of
 from ckptstore.storage.base import adopt
 from ckptstore.transfer.moves import write_small
 from ckptstore.upkeep import leases
@@ -64,16 +64,10 @@ class ThinReport:
         return self.size_bytes - self.left_bytes
 
 
-def thin(job: Job, step: int, patterns: Any, *, force: bool = False, dry_run: bool = False) -> ThinReport:
+def thin(job: Job, step: int, drop: Any, *, force: bool = False, dry_run: bool = False) -> ThinReport:
     """Drop the keys that fit a pattern from the live checkpoint of a step; see `Catalogue.thin`."""
     step = check_step(step)
-    if (
-        not isinstance(patterns, Collection)
-        or not patterns
-        or not all(isinstance(one, str) and one for one in patterns)
-    ):
-        raise InvalidInput(f"drop is {patterns!r}, it must be one or several patterns", hint='Such as "optimizer.*"')
-    patterns = tuple(patterns)
+    patterns = patterns_of(drop or (), name="drop") or ()
     check_has_trash(job)
     newest = job.log.newest()
     if newest is not None and job.epoch is not None and newest.state.epoch != job.epoch:
@@ -211,11 +205,8 @@ def _left_of(files: CommittedFiles, whole: Manifest, patterns: tuple[str, ...]) 
     names = files_left(index, dropped, stock.frames.values() if stock else (), step=step)
     data = {name for name in by_name if name.endswith(".distcp")}.union(index.files)
     if data <= names:
-        raise InvalidInput(f"Thinning step {step} would free nothing: no file holds what fits", step=step)
-    thinned, parts = left_index(index, index.outline, dropped, left)
-    outline = thinned.outline or index.outline
-    made = {outline.place(rank)[0]: (part, rank) for rank, part in enumerate(parts)}
-    made |= {INDEX_NAME: (outline.encode() + b"".join(parts if outline.is_packed else ()), 0)}
+        raise InvalidInput(f"Thinning step {step} would free nothing: no file holds only what fits", step=step)
+    thinned, made = left_index(index, index.outline, dropped, left)
     if stock:
         made[DCP_METADATA_NAME] = stock.encode(thinned), 0
     taken = [
@@ -223,7 +214,7 @@ def _left_of(files: CommittedFiles, whole: Manifest, patterns: tuple[str, ...]) 
         for name, receipt in by_name.items()
         if (name in names or name not in data)
         and name not in made
-        and not (name.startswith("digests-rank=") and name.endswith(".json"))  # for the next save, which is another's
+        and not (name.startswith("digests-rank=") and name.endswith(".json"))  # the next save builds on the latest
     ]
     thinned.check_files({receipt.name: receipt.size_bytes for receipt in taken})
     thinned.check_complete()
@@ -234,7 +225,7 @@ def _write(
     job: Job, files: CommittedFiles, whole: Manifest, left: _Left, attempt: Attempt, patterns: tuple[str, ...]
 ) -> CheckpointEntry:
     """Write the thinned checkpoint into its directory, with its manifest, and return its entry."""
-    storage, before, entry = job.storage, whole.thinned, replace(files.record, annotated={}).entry  # those of its place
+    storage, before, entry = job.storage, whole.thinned, files.record.entry
     moves = [(files.key_of(receipt), attempt.key(receipt.name)) for receipt in left.taken]
     if adopt(storage, moves, num_threads=job.transfer.num_tasks):
         raise InvalidInput(
@@ -262,13 +253,8 @@ def _write(
         pending.append(USER_METADATA_NAME)
     write_manifest(storage, job.config, attempt, Contents(receipts, manifest.directories, pending), data)
     return replace(
-        entry,
-        attempt=str(attempt),
-        manifest_sha256=sha256_of(data),
-        size_bytes=manifest.size_bytes,
-        num_files=len(manifest.files),
-        bases=(),
-        own_bytes=None,
+        entry_of(manifest, data),
+        epoch=entry.epoch,
+        save_number=entry.save_number,
         committed_at=job.log.commit_times([files.record])[files.record.number],
-        thinned=thinning,
     )

@@ -170,7 +170,7 @@ class StoreWriter(StorageWriter):
             self._num_files,
             self._target.num_prefixes,
             on_disk=isinstance(storage, Disk),
-            apart=self._target.policy.thins(),
+            apart=self._target.apart,
             mark="" if self._message.prefix else f"-{secrets.token_hex(4)}",
         )
         shard = DcpShard(

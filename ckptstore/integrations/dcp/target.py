@@ -26,7 +26,6 @@ from ckptstore.group import SoloGroup
 from ckptstore.group.base import LEADER
 from ckptstore.job import Job, Start
 from ckptstore.log import Log
-from ckptstore.retention import KeepAll
 from ckptstore.saving.commit import check_receipts, commit, tell, wait_for_files
 from ckptstore.saving.log_publisher import LogPublisher, prune_behind
 from ckptstore.saving.request import Request
@@ -54,7 +53,8 @@ class DirectoryTarget:
         self._config = StoreConfig.from_env()
         self.num_prefixes = self._config.num_prefixes
         """The number of directories over which the files of all ranks are spread."""
-        self.policy = KeepAll()
+        self.apart: tuple[str, ...] = ()
+        """The patterns of keys that get files of their own."""
         self._opened: OpenedPlace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,6 +172,11 @@ class StoreTarget:
     def num_prefixes(self) -> int:
         """The number of directories over which the files of all ranks are spread."""
         return self.config.num_prefixes
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The patterns of keys that get files of their own, because retention will drop them."""
+        return self.policy.thins()
 
     def open(self) -> tuple[Storage, Transfer]:
         """Return the storage and its transfer."""

@@ -18,17 +18,17 @@ def fits(key: str, pattern: str) -> bool:
     return fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern)
 
 
-def patterns_of(include: Include) -> tuple[str, ...] | None:
+def patterns_of(include: Include, *, name: str = "include") -> tuple[str, ...] | None:
     """Return the patterns, None for None. Raises InvalidInput for none at all and for an empty one: they fit nothing,
-    and nobody asks for that."""
+    and nobody asks for that. `name` is that of the argument."""
     if include is None:
         return None
     patterns: Any = include
     found = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else ()
     if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
         raise InvalidInput(
-            f"include is {include!r}, it must be one or several patterns of keys",
-            hint='Such as "model.*"; leave it out for all keys',
+            f"{name} is {include!r}, it must be one or several patterns of keys",
+            hint=f'Such as "model.*"{"; leave it out for all keys" if name == "include" else ""}',
         )
     return found
 
@@ -40,11 +40,11 @@ def fitting(include: Include) -> Callable[[str], bool]:
     return lambda key: patterns is None or any(fits(key, pattern) for pattern in patterns)
 
 
-def check_used(include: Include, keys: Collection[str]) -> None:
-    """Raise InvalidInput for a pattern that fits no key."""
+def check_used(include: Include, keys: Collection[str], *, name: str = "include") -> None:
+    """Raise InvalidInput for a pattern that fits no key. `name` is that of the argument."""
     for pattern in patterns_of(include) or ():
         if not any(fits(key, pattern) for key in keys):
             raise InvalidInput(
-                f"include={pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys))}",
+                f"{name}={pattern!r} fits no key of the checkpoint{meant(nearest_key(pattern, keys))}",
                 hint="Keys are like model.0.weight, and `*` stands for anything in them",
             )

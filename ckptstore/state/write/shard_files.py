@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import chain, count
+from itertools import accumulate, chain, count
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -183,22 +183,27 @@ class ShardFiles:
         held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
         frames = [frame for frame in frames if frame[:2] not in held] if held else frames
         self.files: list[ShardFile] = []
-        *apart, rest = self._divided(frames, striping.apart) if striping.apart else [frames]
-        for group in apart:
-            self._lay_out(group, striping)
-        self._num_apart = len(self.files)
-        self._lay_out(rest, striping)
-
-    def _divided(self, frames: Sequence[_Frame], patterns: Sequence[str]) -> list[Sequence[_Frame]]:
-        """Return the frames in groups by the patterns that they fit, those that fit none last. What belongs to a value
-        goes with it, and tied tensors fit what all of them do."""
         groups: dict[tuple[str, ...], list[_Frame]] = {(): []}
-        owners = {item.key: item.owner for item in self._described.items}
+        fits = self._plan.derive("apart", striping.apart, lambda: self._fits(striping.apart)) if striping.apart else {}
         for frame in frames:
-            names = [owners[key] or key for key in (frame[0], *self._plan.ties.get(frame[0], ()))]
-            fit = tuple(one for one in patterns if all(fnmatchcase(name, one) for name in names))
-            groups.setdefault(fit, []).append(frame)
-        return [groups[fit] for fit in sorted(groups, reverse=True)]
+            groups.setdefault(fits.get(frame[0], ()), []).append(frame)
+        for fit in sorted(groups, reverse=True):
+            self._num_apart = len(self.files)
+            self._lay_out(groups[fit], striping)
+
+    def _fits(self, patterns: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Return the patterns that each tensor fits: those by which thinning drops it with all that is tied to it, or
+        the value that it belongs to."""
+        owners = {item.key: item.owner for item in self._described.items}
+
+        def fits(key: str, pattern: str) -> bool:
+            above = [it for it in accumulate(key.split("."), "{}.{}".format) if it in self._described.values]
+            return any(fnmatchcase(name, pattern) for name in (owners[key] or key, *above))
+
+        return {
+            key: tuple(one for one in patterns if all(fits(it, one) for it in (key, *self._plan.ties.get(key, ()))))
+            for key in self._described.memory
+        }
 
     def _lay_out(self, frames: Sequence[_Frame], striping: Striping) -> None:
         """Add files with these frames."""

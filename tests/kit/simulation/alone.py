@@ -32,9 +32,6 @@ from kit.simulation.plan import POLICIES, Action
 from kit.simulation.virtual.clocks import sleep
 from kit.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
 
-DROPS = ("model.*", "own")
-"""The patterns of the keys of states that may be dropped, which saves keep in files of their own."""
-
 
 def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
     """Open the store as a process does."""
@@ -52,8 +49,8 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
 
             group = SimWorkers(worker_of(world, member))
     policy = POLICIES[plan.policy]
-    if plan.contents == "state":  # nothing is kept without them alone, and people can drop them
-        policy = policy | KeepWeights(policy, drop=DROPS)
+    if plan.contents == "state":  # no rule drops these keys, and people do
+        policy |= KeepWeights(policy, ("model.*", "own"))
     return open_store(
         uri,
         retention=policy,
@@ -169,7 +166,7 @@ def _restore(world: World, member: Member, index: int, store: Any) -> None:
 def _thin(world: World, where: str, store: Any, steps: list[int]) -> None:
     """Drop some keys, or all tensors, from one of the steps; the choice follows from the seed."""
     step = steps[int(world.plan.chance("thinned", where) * len(steps))]
-    drop = DROPS[:1] if world.plan.chance("drop", where) < 0.5 else DROPS
+    drop = ("model.*",) if world.plan.chance("drop", where) < 0.5 else ("model.*", "own")
     report = store.thin(step, drop, force=world.plan.chance("force", where) < 0.5)
     if report.freed_bytes <= 0:
         world.fail("what is thinned is smaller", f"{where}: {report}")

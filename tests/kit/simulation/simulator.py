@@ -59,9 +59,7 @@ _MODULES = (
     "ckptstore.loading.load_state",
     "ckptstore.group.torch_board",
     "ckptstore.saving.state_shard",
-    "ckptstore.extensions.history.thinned_index",
     "ckptstore.stock.stock_read",
-    "ckptstore.stock.stock_write",
     "kit.simulation.states",
 )
 _ENVIRONMENT = {
