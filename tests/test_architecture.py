@@ -118,7 +118,6 @@ IMPORTERS: dict[str, set[str]] = {
         "group",
         "integrations",
         "extensions.exchange",
-        "extensions.history.thinned_index",
         "extensions.publication.from_store",
         "extensions.publication.weights",
         "stock",
