@@ -339,11 +339,11 @@ class Catalogue:
         if not policy.thins() or dry_run:
             return retain(self._job.log, policy, dry_run=dry_run)
 
-        planned = retain(self._job.log, policy, dry_run=True)
+        planned = {it.number: it.drops for it in retain(self._job.log, policy, dry_run=True)}
         for error in extended.thin_as_decided(self._job, planned, dry_run=True).values():
             raise error  # before anything goes
         verdicts = retain(self._job.log, policy)
-        for error in extended.thin_as_decided(self._job, verdicts).values():
+        for error in extended.thin_as_decided(self._job, {it.number: it.drops for it in verdicts}).values():
             raise error
         gone = [verdict for verdict in verdicts if not verdict.keep]
         return gone + retain(self._job.log, policy)  # only now a budget knows what they take

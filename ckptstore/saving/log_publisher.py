@@ -137,7 +137,7 @@ def prune_behind(job: Job) -> None:
         finally:
             if job.policy.thins():
                 verdicts = verdicts_on(job.log, job.log.newest(), job.policy, unthinned=job.unthinned)
-                for step, error in extended.thin_as_decided(job, verdicts).items():
+                for step, error in extended.thin_as_decided(job, {it.number: it.drops for it in verdicts}).items():
                     emit(PruneFailed(error=f"step {step} was not thinned: {error}"))
             job.saves_left = warn_of_full_disk(job.log, job.storage, warned=job.saves_left)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -32,7 +32,6 @@ from ckptstore.loading.checkpoint_files import CheckpointFiles, CommittedFiles, 
 from ckptstore.loading.index_read import read_whole
 from ckptstore.loading.load_state import open_any
 from ckptstore.loading.restoring import check_has_trash
-from ckptstore.retention import Verdict
 from ckptstore.saving.commit import entry_of, write_manifest
 from ckptstore.saving.shard import Contents
 from ckptstore.state.live.patterns import patterns_of
@@ -109,17 +108,19 @@ def thin(job: Job, step: int, drop: Any, *, force: bool = False, dry_run: bool =
     return report
 
 
-def thin_as_decided(job: Job, verdicts: Sequence[Verdict], *, dry_run: bool = False) -> dict[int, CkptstoreError]:
-    """Thin the checkpoints that are to be, and return the errors by step; a dry run only finds those of bad patterns.
+def thin_as_decided(
+    job: Job, decided: Mapping[int, Sequence[str]], *, dry_run: bool = False
+) -> dict[int, CkptstoreError]:
+    """Drop the keys that fit from the checkpoints with these numbers, and return the errors by step; a dry run finds
+    those alone that come before anything is written.
 
     Checkpoints of files, which have no keys, stay as they are, and so do those with files that others refer to, and
     those that somebody reads, as long as these do. One that failed is not tried again by this process.
     """
     failed: dict[int, CkptstoreError] = {}
-    wanted = {verdict.number: verdict for verdict in verdicts if verdict.drops and verdict.number not in job.unthinned}
-    for record in job.log.records(wanted):
-        entry, verdict = record.entry, wanted[record.number]
-        drops = [one for one in verdict.drops if entry.thinned is None or one not in entry.thinned.dropped]
+    for record in job.log.records(number for number in decided if decided[number] and number not in job.unthinned):
+        entry = record.entry
+        drops = [one for one in decided[record.number] if entry.thinned is None or one not in entry.thinned.dropped]
         newest = job.log.newest()
         if entry.kind != "state" or not drops or newest is None or newest.state.bases.get(record.number):
             continue

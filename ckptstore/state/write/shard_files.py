@@ -183,17 +183,16 @@ class ShardFiles:
         held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
         frames = [frame for frame in frames if frame[:2] not in held] if held else frames
         self.files: list[ShardFile] = []
-        groups: dict[tuple[str, ...], list[_Frame]] = {(): []}
+        groups: dict[tuple[str, ...], list[_Frame]] = {(): [] if striping.apart else frames}
         fits = self._plan.derive("apart", striping.apart, lambda: self._fits(striping.apart)) if striping.apart else {}
-        for frame in frames:
-            groups.setdefault(fits.get(frame[0], ()), []).append(frame)
+        for frame in frames if fits else ():
+            groups.setdefault(fits[frame[0]], []).append(frame)
         for fit in sorted(groups, reverse=True):
             self._num_apart = len(self.files)
             self._lay_out(groups[fit], striping)
 
     def _fits(self, patterns: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Return the patterns that each tensor fits: those by which thinning drops it with all that is tied to it, or
-        the value that it belongs to."""
+        """Return the patterns by which thinning drops each tensor, with all that is tied to it, or with its value."""
         owners = {item.key: item.owner for item in self._described.items}
 
         def fits(key: str, pattern: str) -> bool:
