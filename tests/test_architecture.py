@@ -157,7 +157,12 @@ WIDE_SIGNATURES |= {"import_state", "export", "merge", "report", "integrations.l
 """The public surface, where each keyword has a default and a line in the reference."""
 
 READS_ENVIRONMENT = {"config", "group.find", "tools.run.nodes", "storage", "testing", "tools.demo"}
-READS_ENVIRONMENT |= {"integrations", "tools.run.folders.own_directory", "tools.run.trainer", "tools.cli.commands.pull"}
+READS_ENVIRONMENT |= {
+    "integrations",
+    "tools.run.folders.own_directory",
+    "tools.run.trainer",
+    "tools.cli.commands.publication",
+}
 
 DIGESTS = re.compile("crc32c|xxh3", re.IGNORECASE)
 NAMES_OF_DIGESTS = {"format.digest", "extensions.publication.wire", "storage.cloud.bodies", "testing.s3.checksums"}

@@ -21,8 +21,8 @@ from ckptstore import Checkpoint, InvalidInput, InvalidMetric, KeepAll, KeepWeig
 from ckptstore.retention import KeepBest, KeepLatest
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.tools.cli import main
+from ckptstore.tools.cli.command import Best, CommandTarget, find_target, parse_target
 from ckptstore.tools.cli.options import parse_storage_options
-from ckptstore.tools.cli.targets import Best, CommandTarget, find_target, parse_target
 
 
 def steps(root: Path) -> list[int]:
@@ -118,7 +118,7 @@ def test_ls_of_a_parent_lists_the_stores_below(
     assert found["is_all"]
     assert "There is no store" in run("ls", tmp_path, "--trash", code=10).stderr
     assert "There is no store" in run("ls", tmp_path / "nowhere", code=10).stderr
-    monkeypatch.setattr("ckptstore.tools.cli.stores_below.MOST_LISTED", 2)
+    monkeypatch.setattr("ckptstore.tools.cli.commands.looking.MOST_LISTED", 2)
     cut = run("ls", tmp_path)
     assert len(cut.stdout.splitlines()) < len(lines)
     assert "there may be more" in cut.stderr

@@ -125,18 +125,16 @@ def test_an_error_of_the_system_is_a_finding(tmp_path: Path, monkeypatch: pytest
 
 
 def test_it_fits_the_terminal_and_folds_no_command(run: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.tools.cli.commands import doctor
+    from ckptstore.tools.cli.commands import checking
 
     wide = run("doctor", store).stdout
     assert max(map(len, wide.splitlines())) > 80
-    monkeypatch.setattr(doctor, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(checking, "is_terminal", lambda stream: True)
     monkeypatch.setenv("COLUMNS", "80")
     hint = "aws s3api put-bucket-lifecycle-configuration " + "x" * 80
     found = examination.examine(str(store))
     more = examination.Finding("warning", "none", hint, name="rule")
     told = examination.Examination(uri=found.uri, engine=found.engine, findings=(*found.findings, more))
-    lines: list[str] = []
-    monkeypatch.setattr(doctor.click, "echo", lambda text: lines.extend(text.splitlines()))
-    doctor._echo(told)
+    lines = checking.lines_of(told)
     assert [line for line in lines if len(line) > 80] == [line for line in lines if hint in line] != []
     assert " ".join(" ".join(lines).split()).count("reads the bytes") == 1

@@ -28,7 +28,7 @@ from ckptstore.integrations.lightning.from_environment import EVERY, KEEP, STORE
 from ckptstore.integrations.tier_settings import FAST_SETTINGS
 from ckptstore.storage.open import choose_engine
 from ckptstore.tools.cli import main
-from ckptstore.tools.cli.commands import follow
+from ckptstore.tools.cli.commands.agent import FIELDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -204,7 +204,7 @@ def test_every_environment_variable_exists(page: Path) -> None:
         EVERY,
         *(f"CKPTSTORE_LIGHTNING_{name.upper()}" for name in FAST_SETTINGS),
     }  # of the callback that Lightning finds by itself
-    known |= {f"CKPTSTORE_FOLLOW_{name.upper()}" for name in follow.FIELDS}
+    known |= {f"CKPTSTORE_FOLLOW_{name.upper()}" for name in FIELDS}
     known |= {"CKPTSTORE_BENCH", "CKPTSTORE_BENCH_ROUNDS"}  # of the benchmarks, see benchmarks/sizes.py
     known |= {"CKPTSTORE_DIRECTORY", "CKPTSTORE_VERSION"}  # of the program that `pull --exec` runs
     assert set(re.findall(r"CKPTSTORE_[A-Z_]+", page.read_text())) <= known

@@ -20,7 +20,7 @@ from ckptstore.extensions.exchange.copying import copy_store
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import RanksFailed, run_ranks
 from ckptstore.testing.s3_server import S3Server
-from ckptstore.tools.cli.stores_below import stores_below
+from ckptstore.tools.cli.commands.looking import stores_below
 from ckptstore.transfer.opened import open_place
 
 pytestmark = pytest.mark.slow
@@ -133,7 +133,7 @@ def test_a_life(place: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
 
     if "single_writer" not in keywords:  # obstore, which is taken by itself, does not understand the careless server
         below, is_all = stores_below(uri.rpartition("/")[0], keywords["storage_options"])
-        assert {item.uri: item.latest_step for item in below}[uri] == 6, below
+        assert {item["uri"]: item["latest_step"] for item in below}[uri] == 6, below
         assert is_all
 
     given = dict(keywords)

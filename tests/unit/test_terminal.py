@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from ckptstore.events import BytesMoved, FileStored, emit, is_heard
+from ckptstore.events import BytesMoved, Event, FileStored, emit, is_heard
 from ckptstore.tools.cli import terminal
-from ckptstore.tools.cli.terminal import _Bar, progress
+from ckptstore.tools.cli.terminal import Moved, progress
 
 
-class Bar:
-    """Stands for rich's, and remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
-
-    def add_task(self, description: str, total: int | None, speed: str) -> str:
-        return description
-
-    def update(self, task: str, *, completed: int, total: int, speed: str) -> None:
-        assert speed.endswith("B/s")
-        self.told.append((completed, total))
+def moved(total_bytes: int | None, *events: Event) -> list[tuple[int, int]]:
+    """What is shown of events: how much has moved, and of how much."""
+    shown: list[tuple[int, int]] = []
+    listener = Moved(lambda moved_bytes, total, _seconds: shown.append((moved_bytes, total)), total_bytes)
+    for event in events:
+        listener(event)
+    return shown
 
 
 def test_the_bar_adds_up_what_moves() -> None:
-    bar: Any = Bar()
-    listener = _Bar(bar, "copy", None)
-    for size_bytes in (10, 20):
-        listener(BytesMoved(key="a", size_bytes=size_bytes, total_bytes=100))
-    listener(FileStored(key="a", size_bytes=30, seconds=0.1, rank=0))
-    assert bar.told == [(10, 100), (30, 100)]
+    parts = [BytesMoved(key="a", size_bytes=size_bytes, total_bytes=100) for size_bytes in (10, 20)]
+    assert moved(None, *parts, FileStored(key="a", size_bytes=30, seconds=0.1, rank=0)) == [(10, 100), (30, 100)]
+    assert moved(300, *parts) == [(10, 300), (30, 300)], "a known total is that of all transfers"
 
 
 def test_a_second_transfer_does_not_run_over_the_end() -> None:
-    bar: Any = Bar()
-    listener = _Bar(bar, "verify", None)
-    listener(BytesMoved(key="a", size_bytes=100, total_bytes=100))
-    listener(BytesMoved(key="b", size_bytes=5, total_bytes=50))
-    assert bar.told[-1] == (105, 105)
+    parts = [BytesMoved(key=key, size_bytes=size, total_bytes=size) for key, size in (("a", 100), ("b", 5))]
+    assert moved(None, *parts)[-1] == (105, 105)
 
 
 def test_the_bar_listens_only_while_it_is_shown(
@@ -53,13 +40,6 @@ def test_the_bar_listens_only_while_it_is_shown(
         emit(BytesMoved(key="a", size_bytes=10, total_bytes=100))
     assert not is_heard(BytesMoved)
     assert capsys.readouterr().out == ""
-
-
-def test_a_known_total_is_that_of_all_transfers() -> None:
-    bar: Any = Bar()
-    listener = _Bar(bar, "verify", 300)
-    listener(BytesMoved(key="a", size_bytes=100, total_bytes=100))
-    assert bar.told == [(100, 300)]
 
 
 def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(

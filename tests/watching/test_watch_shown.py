@@ -27,8 +27,8 @@ from ckptstore import open_store
 from ckptstore.errors import StorageUnavailable
 from ckptstore.runtime.shown import printable
 from ckptstore.tools.cli.commands import watch
+from ckptstore.tools.cli.commands.watch import look_rows, print_look
 from ckptstore.tools.cli.terminal import print_rows, redrawn
-from ckptstore.tools.cli.watch_shown import Picture, look_rows, print_look
 from ckptstore.tools.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 
 DEADLINE_SECONDS = 120.0
@@ -93,23 +93,11 @@ def test_the_age_on_the_node_stands_next_to_the_durable_one() -> None:
 
 def test_an_error_stands_above_the_last_look_that_succeeded() -> None:
     """Where a low terminal shows it."""
-    shown = Picture(look(), 2.0)
-    shown.seen = look(), StorageUnavailable("away")
-    (style, label, text), end, *rest = shown.rows()
+    (style, label, text), end, *rest = look_rows(look(), StorageUnavailable("away"), now=1e6, end="every 2 s")
     assert (style, label) == ("red", "trouble")
     assert text.endswith("ago, it is tried again: away")
-    assert end == ("dim", "", "every 2 s; Ctrl-C ends")
+    assert end == ("dim", "", "every 2 s")
     assert next(text for _, _, text in rest) == look().uri
-
-
-def test_a_picture_is_of_one_look_though_the_next_one_comes_meanwhile() -> None:
-    shown = Picture(look(uri="/before"), 2.0)
-    shown.seen = look(uri="/before"), StorageUnavailable("away")
-    rows = shown.rows()
-    first = next(rows)
-    shown.seen = look(uri="/after"), None
-    assert first[1] == "trouble"
-    assert [text for _, label, text in rows if label == "store"] == ["/before"]
 
 
 def test_a_picture_is_drawn_before_anything_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +132,8 @@ def test_hostile_names_move_no_terminal(capsys: pytest.CaptureFixture[str]) -> N
     print_look(shown)
     print_look(shown, StorageUnavailable(HOSTILE))
     printed = capsys.readouterr().out.splitlines()
-    drawn = Picture(shown, 2.0)
-    drawn.seen = shown, StorageUnavailable(HOSTILE)
-    for line in [*picture(shown, 200), *printed, *(text for _, _, text in drawn.rows())]:
+    rows = look_rows(shown, StorageUnavailable(HOSTILE), now=1e6)
+    for line in [*picture(shown, 200), *printed, *(text for _, _, text in rows)]:
         assert line.isprintable(), line
     assert any(printable(HOSTILE)[:8] in line for line in picture(shown, 200) if line.startswith("commits"))
     assert len(printed) == 2

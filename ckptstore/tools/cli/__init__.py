@@ -22,53 +22,54 @@ from ckptstore.runtime.extras import not_installed
 from ckptstore.runtime.near import meant, nearest
 from ckptstore.runtime.shown import printable
 
-GROUPS = {
-    "Look": ("ls", "show", "watch", "latest", "best", "diff", "report", "serve"),
-    "Copy": ("cp", "export", "import", "merge", "publish", "pull", "restore-folder"),
-    "Care": (
-        "verify",
-        "check-load",
-        "doctor",
-        "annotate",
-        "pin",
-        "unpin",
-        "rollback",
-        "restore",
-        "rm",
-        "thin",
-        "prune",
-        "gc",
-        "fast",
-    ),
-    "Run": ("run", "watch-folder", "follow", "demo", "s3-test"),
-    "Measure": ("bench",),
+GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
+    "Look": {
+        "ls": ("looking", "list", "dir", "ll"),
+        "show": ("looking", "info", "cat", "inspect", "describe"),
+        "watch": ("watch", "status", "tail", "top", "monitor"),
+        "latest": ("looking",),
+        "best": ("looking",),
+        "diff": ("looking", "compare", "cmp"),
+        "report": ("report",),
+        "serve": ("report",),
+    },
+    "Copy": {
+        "cp": ("exchange", "copy", "mirror", "sync", "upload", "download"),
+        "export": ("exchange", "convert", "save"),
+        "import": ("exchange", "load", "add"),
+        "merge": ("exchange", "average", "soup"),
+        "publish": ("publication",),
+        "pull": ("publication",),
+        "restore-folder": ("agent",),
+    },
+    "Care": {
+        "verify": ("checking", "check", "fsck", "validate"),
+        "check-load": ("checking",),
+        "doctor": ("checking",),
+        "annotate": ("changing",),
+        "pin": ("changing",),
+        "unpin": ("changing",),
+        "rollback": ("changing", "revert", "reset"),
+        "restore": ("changing", "undelete", "undo"),
+        "rm": ("changing", "delete", "remove", "del"),
+        "thin": ("changing", "slim", "drop", "strip", "shrink"),
+        "prune": ("changing", "clean"),
+        "gc": ("changing",),
+        "fast": ("fast",),
+    },
+    "Run": {
+        "run": ("agent",),
+        "watch-folder": ("agent",),
+        "follow": ("agent", "each", "foreach", "evaluate", "on-commit"),
+        "demo": ("trying",),
+        "s3-test": ("trying",),
+    },
+    "Measure": {"bench": ("bench",)},
 }
-"""The commands, in the order of the help. The module of a command has its name, with an underscore behind words of
-Python and for a hyphen, and `command` in it."""
+"""The commands, in the order of the help: the module of each, and words that people try for it. The command is a
+function of its module, with an underscore for a hyphen and behind a word of Python."""
 
-COMMANDS = tuple(itertools.chain.from_iterable(GROUPS.values()))
-
-OTHER_WORDS = {
-    "ls": ("list", "dir", "ll"),
-    "show": ("info", "cat", "inspect", "describe"),
-    "watch": ("status", "tail", "top", "monitor"),
-    "follow": ("each", "foreach", "evaluate", "on-commit"),
-    "cp": ("copy", "mirror", "sync", "upload", "download"),
-    "rm": ("delete", "remove", "del"),
-    "prune": ("clean",),
-    "thin": ("slim", "drop", "strip", "shrink"),
-    "verify": ("check", "fsck", "validate"),
-    "diff": ("compare", "cmp"),
-    "rollback": ("revert", "reset"),
-    "restore": ("undelete", "undo"),
-    "export": ("convert", "save"),
-    "import": ("load", "add"),
-    "merge": ("average", "soup"),
-}
-"""Words that people try, by the command that does it."""
-
-SIMPLE = {"latest", "best", "annotate", "pin", "unpin", "rollback", "restore"}
-"""These are functions of one module, with their own names."""
+COMMANDS = {name: row for rows in GROUPS.values() for name, row in rows.items()}
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
@@ -86,7 +87,7 @@ class Commands(click.Group):
         """Return the command and its arguments. Raises UsageError, with a suggestion, for one that does not exist."""
         name = args[0].lower()
         if args[0] not in COMMANDS and not name.startswith("-"):
-            other = next((command for command, words in OTHER_WORDS.items() if name in words), None)
+            other = next((command for command, (_, *words) in COMMANDS.items() if name in words), None)
             ctx.fail(f"There is no command {args[0]!r}{meant(other or nearest(name, COMMANDS))}")
         return super().resolve_command(ctx, [args[0], *_with_each_rule(args[1:])])
 
@@ -106,22 +107,18 @@ class Commands(click.Group):
         """Return one command, None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
-        module, name = cmd_name.replace("-", "_"), "command"
-        if cmd_name in SIMPLE:
-            module, name = "simple", cmd_name
-        elif keyword.iskeyword(module):
-            module += "_"
-        command: click.Command = getattr(import_module(f"ckptstore.tools.cli.commands.{module}"), name)
+        name = cmd_name.replace("-", "_") + "_" * keyword.iskeyword(cmd_name)
+        module = import_module(f"ckptstore.tools.cli.commands.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, name)
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Remember whether errors are to be JSON, those of the words themselves included."""
-        as_json = ctx.ensure_object(dict)["as_json"] = "--json" in itertools.takewhile(lambda word: word != "--", args)
+        ctx.obj = {"as_json": "--json" in itertools.takewhile(lambda word: word != "--", args)}
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            if as_json:
-                _echo_error({"code": "usage", "message": error.format_message()})
+            _echo_error(ctx, code="usage", message=error.format_message())
             raise
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -139,7 +136,6 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that was called."""
-        as_json = ctx.ensure_object(dict).get("as_json")
         try:
             return super().invoke(ctx)
         except (CkptstoreError, ModuleNotFoundError) as raised:
@@ -147,20 +143,17 @@ class Commands(click.Group):
             if error is None:
                 raise
             error = _with_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))
-            if as_json:
-                _echo_error(error.to_wire())
+            _echo_error(ctx, **error.to_wire())
             click.echo("\n".join(map(printable, f"error: {error}".split("\n"))), err=True)
             ctx.exit(error.exit_code)
         except click.UsageError as error:  # click says it on stderr, with the usage
             if isinstance(error, click.NoSuchOption) and error.option_name == "--step":
                 said = f"{error.format_message()} A step is written behind the store: STORE@1"
                 error = click.UsageError(said, error.ctx)
-            if as_json:
-                _echo_error({"code": "usage", "message": error.format_message()})
+            _echo_error(ctx, code="usage", message=error.format_message())
             raise error from None
         except KeyboardInterrupt:
-            if as_json:
-                _echo_error({"code": "interrupted", "message": "interrupted", "committed": None})
+            _echo_error(ctx, code="interrupted", message="interrupted", committed=None)
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
 
@@ -191,8 +184,10 @@ def _discard_stdout() -> None:
         os.close(descriptor)
 
 
-def _echo_error(error: dict[str, Any]) -> None:
-    click.echo(json.dumps({"version": 1, "error": {"committed": False, **error}}, indent=2))
+def _echo_error(ctx: click.Context, **error: Any) -> None:
+    """Print an error as JSON, if that is what the command is to print."""
+    if ctx.obj["as_json"]:
+        click.echo(json.dumps({"version": 1, "error": {"committed": False, **error}}, indent=2))
 
 
 _RULE = re.compile(r"(?:weights:)?(?:latest|best|every|since|within)=")

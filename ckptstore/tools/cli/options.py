@@ -1,117 +1,128 @@
-"""Options that several commands share."""
+"""Parameters of commands: how one is written, how a shell completes it, and those that several commands share."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from ckptstore.errors import InvalidInput
-from ckptstore.extensions.tier.tier import FastTier
+from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.format.encoding import parse_json
+from ckptstore.opening import open_store
 from ckptstore.retention import RULES, parse_policy
-from ckptstore.storage.uri import parse_uri
-from ckptstore.transfer.executor import Executor, InProcess
+from ckptstore.runtime.shown import read_duration, read_size
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def together(*parameters: Callable[[F], F]) -> Callable[[F], F]:
-    """Return a decorator that adds some parameters to a command, in this order."""
-
-    def decorate(function: F) -> F:
-        for parameter in reversed(parameters):
-            function = parameter(function)
-        return function
-
-    return decorate
+if TYPE_CHECKING:
+    _Kind = click.ParamType[Any]
+else:  # the releases of click that we take have no types in it
+    _Kind = click.ParamType
 
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; an error too.")
-dry_run = click.option("--dry-run", is_flag=True, help="Print what would be done; change nothing.")
+def option(words: str, help: str, *names: str, **settings: Any) -> click.Option:
+    """Return an option, written as the help shows it: "--step N" takes a value, "--metric NAME ..." may be repeated,
+    "--to [torch|dcp]" takes one of these words, "--all" is a flag. A default is shown."""
+    flags, _, value = words.partition(" ")
+    if value.startswith("[") and "|" in value:
+        settings["type"] = click.Choice(value[1:-1].split("|"))
+    elif value:
+        settings = {"metavar": value.removesuffix(" ..."), "multiple": value.endswith(" ..."), **settings}
+    elif "type" not in settings:
+        settings["is_flag"] = True
+    return click.Option([flags, *names], help=help, **{"show_default": "default" in settings, **settings})
 
 
-storage_option = click.option(
-    "--storage-option",
+class Quantity(_Kind):
+    """A number, or text of which a function makes one, such as "15m" or "1.5TiB"."""
+
+    def __init__(self, name: str, read: Callable[[str], float]) -> None:
+        """`read` raises InvalidInput."""
+        self.name = name
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        try:
+            return value if isinstance(value, int | float) else self._read(str(value))
+        except InvalidInput as error:
+            self.fail(error.message, param, ctx)
+
+
+DURATION, SIZE = Quantity("duration", read_duration), Quantity("size", lambda text: int(read_size(text)))
+
+
+def complete_store(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete directories; what lies elsewhere is not listed for a press of a key."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def complete_target(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete directories, and after the @ the steps of a store that are live."""
+    uri, at, begun = incomplete.rpartition("@")
+    if not at:
+        return complete_store(ctx, param, incomplete)
+    steps = sorted({checkpoint.step for checkpoint in _live(uri)})
+    return [CompletionItem(f"{uri}@{step}") for step in ("latest", *steps) if steps and str(step).startswith(begun)]
+
+
+def complete_metric(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the metrics of the live checkpoints of the store that stands before."""
+    names = {name for checkpoint in _live(str(ctx.params.get("store") or "")) for name in checkpoint.metrics}
+    return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+
+
+def _live(uri: str) -> list[Any]:
+    """Return the live checkpoints, none where there is no store: nobody wants to see an error for a press of a key."""
+    try:
+        with open_store(uri) as store:
+            return list(store)
+    except CkptstoreError:
+        return []
+
+
+STORE = click.Argument(["store"], shell_complete=complete_store)
+STORES = click.Argument(["stores"], nargs=-1, required=True, metavar="STORE...", shell_complete=complete_store)
+TARGET = click.Argument(["target"], shell_complete=complete_target)
+
+AS_JSON = option("--json", "Print one JSON object; an error too.", "as_json")
+DRY_RUN = option("--dry-run", "Print what would be done; change nothing.")
+STORAGE_OPTION = option(
+    "--storage-option KEY=VALUE ...",
+    "Option for the storage's client, by its fsspec name; never shown. Repeatable.",
     "storage_options",
-    multiple=True,
-    metavar="KEY=VALUE",
     callback=lambda _ctx, _param, values: parse_storage_options(values),
-    help="Option for the storage's client, by its fsspec name; never shown. Repeatable.",
 )
-keep_option = click.option(
-    "--keep",
-    multiple=True,
-    metavar="RULE",
+KEEP = option(
+    "--keep RULE ...",
+    f"Keep what any of these rules keeps, such as {RULES}.",
     callback=lambda _ctx, _param, rules: parse_policy(rules),
     show_default="all",
-    help=f"Keep what any of these rules keeps, such as {RULES}.",
 )
 """The policy; None without a rule."""
-fast_option = click.option(
-    "--fast",
-    "fast_path",
-    type=click.Path(),
-    metavar="DIR",
-    help="Include fast checkpoints on this node; DIR is the path of the job's FastTier.",
+FAST = option(
+    "--fast DIR", "Include fast checkpoints on this node; DIR is the path of the job's FastTier.", type=click.Path()
 )
-engine_option = click.option(
-    "--engine",
-    type=click.Choice(["local", "ray"]),
-    default="local",
-    show_default=True,
-    help="Move bytes in this process, or in a task on each node of a Ray cluster.",
+ENGINE = option(
+    "--engine [local|ray]", "Move bytes in this process, or in a task on each node of a Ray cluster.", default="local"
 )
-price_option = click.option(
-    "--price",
+PRICE = option(
+    "--price [PLACE=]N ...",
+    "Price of a TB for a month, for the sum. PLACE=N is for URIs that begin like that. Repeatable.",
     "prices",
-    multiple=True,
     callback=lambda _ctx, parameter, texts: _parse_prices(parameter, texts),
-    metavar="[PLACE=]N",
-    help="Price of a TB for a month, for the sum. PLACE=N is for URIs that begin like that. Repeatable.",
 )
 """The prices by the beginnings of the URIs that they are for."""
-names_options = together(
-    click.option(
-        "--include", multiple=True, metavar="PATTERN", help='Take only keys that match, such as "model.*"; repeatable.'
-    ),
-    click.option("--strip-prefix", default="", metavar="PREFIX", help='Remove this from keys, such as "model.".'),
+NAMES = (
+    option("--include PATTERN ...", 'Take only keys that match, such as "model.*"; repeatable.'),
+    option("--strip-prefix PREFIX", 'Remove this from keys, such as "model.".', default="", show_default=False),
 )
-files_options = together(
-    click.option(
-        "--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest size of one safetensors file."
-    ),
-    click.option(
-        "--with", "beside", metavar="DIR", help="Copy the other files in DIR too: a model's config and tokenizer."
-    ),
-    click.option("--overwrite", is_flag=True, help="Replace an earlier export there."),
+FILES = (
+    option("--shard-size SIZE", "Largest size of one safetensors file.", default="5GB"),
+    option("--with DIR", "Copy the other files in DIR too: a model's config and tokenizer.", "beside"),
+    option("--overwrite", "Replace an earlier export there."),
 )
-
-
-def tier_at(path: str | None) -> FastTier | None:
-    """Return the tier that `--fast` names. Raises InvalidInput for no directory: a name with a typing error must not
-    look like an empty one."""
-    if path is None:
-        return None
-    if os.path.islink(path) or not os.path.isdir(path):
-        raise InvalidInput(f"{path} is no directory, or a symbolic link", hint="Give the directory itself")
-    return FastTier(path)
-
-
-@contextmanager
-def opened_executor(engine: str) -> Iterator[Executor]:
-    """Yield the executor that `--engine` names."""
-    if engine == "local":
-        yield InProcess()
-        return
-    from ckptstore.integrations.ray.tasks import ray_executor
-
-    with ray_executor() as executor:
-        yield executor
 
 
 def _parse_prices(parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, float]:
@@ -139,18 +150,6 @@ def prices_of(prices: Mapping[str, float], *uris: str) -> list[float | None]:
     return [None if place is None else prices[place] for place in fitting]
 
 
-def options_by_place(options: dict[str, Any], *places: str) -> list[dict[str, Any]]:
-    """Return the storage options of a command with several places: for each that is no path of this machine, all of
-    them.
-
-    Raises InvalidInput where there are options and no such place.
-    """
-    found = [options if parse_uri(place).scheme else {} for place in places]
-    if options and not any(found):
-        raise InvalidInput(f"--storage-option means nothing for {' and '.join(places)}", hint="Leave it out")
-    return found
-
-
 def parse_storage_options(texts: tuple[str, ...]) -> dict[str, Any]:
     """Return the options as a nested dict. Raises InvalidInput, which names the key and never the value."""
     options: dict[str, Any] = {}
@@ -164,12 +163,8 @@ def parse_storage_options(texts: tuple[str, ...]) -> dict[str, Any]:
             inner = inner.setdefault(part, {})
             if not isinstance(inner, dict):
                 raise InvalidInput(f"--storage-option {name} is inside {part}, which is text")
-        inner[key] = _parse(name, value) if name.endswith(":") else value
+        try:
+            inner[key] = parse_json(value) if name.endswith(":") else value
+        except ValueError:
+            raise InvalidInput(f"--storage-option {name}= takes JSON, and the value is not JSON") from None
     return options
-
-
-def _parse(name: str, value: str) -> Any:
-    try:
-        return parse_json(value)
-    except ValueError:
-        raise InvalidInput(f"--storage-option {name}= takes JSON, and the value is not JSON") from None

@@ -6,10 +6,11 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,25 +18,19 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.format.encoding import dump_json
 from ckptstore.retention import judging_first
-from ckptstore.runtime.shown import printable
+from ckptstore.runtime.shown import printable, show_duration, show_ranks, show_size
 from ckptstore.storage.uri import redact
 from ckptstore.tools.cli.terminal import is_terminal
+
+if TYPE_CHECKING:
+    from ckptstore.loading.tensor_view import StoredTensor
 
 _SECRET_OPTIONS = ("--storage-option", "--target-option")
 
 
-def print_json(**fields: Any) -> None:
-    """Print one JSON object, with the version of its schema; a float that JSON lacks as in the store format."""
-    click.echo(json.dumps(_plain(fields), indent=2))
-
-
-def print_json_line(**fields: Any) -> None:
-    """Print one JSON object on one line."""
-    click.echo(json.dumps(_plain(fields)))
-
-
-def _plain(fields: Mapping[str, Any]) -> Any:
-    return json.loads(dump_json(_valid({"version": 1, **fields}), what="the output"))
+def json_text(fields: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """Return one JSON object, with the version of its schema; a float that JSON lacks as in the store format."""
+    return json.dumps(json.loads(dump_json(_valid({"version": 1, **fields}), what="the output")), indent=indent)
 
 
 def _valid(value: Any) -> Any:
@@ -60,18 +55,17 @@ def redacted_command_line() -> str:
     return shlex.join(["ckptstore", *words])
 
 
+def picked(item: object, *names: str) -> dict[str, Any]:
+    """Return these attributes by their names."""
+    return {name: getattr(item, name) for name in names}
+
+
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the fields of a checkpoint that every command prints."""
+    names = ("step", "number", "kind", "created_at", "world_size", "size_bytes", "metrics", "uri")
     return {
-        "step": checkpoint.step,
-        "number": checkpoint.number,
-        "kind": checkpoint.kind,
-        "created_at": checkpoint.created_at,
-        "world_size": checkpoint.world_size,
-        "size_bytes": checkpoint.size_bytes,
+        **picked(checkpoint, *names),
         "thinned": None if checkpoint.thinned is None else checkpoint.thinned.to_json(),
-        "metrics": checkpoint.metrics,
-        "uri": checkpoint.uri,
     }
 
 
@@ -90,23 +84,46 @@ def provenance_texts(checkpoint: Checkpoint) -> dict[str, str]:
     return {printable(name): printable(text) for name, text in texts.items() if text}
 
 
-def echo_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows below headers, aligned; a column of numbers to the right. On a terminal each row is one line: the
-    widest texts and headers lose their middle. Unprintable characters are escaped."""
+Column = str | tuple[str, str | Callable[[Any], object]]
+"""A field of each row, with a header of its own if it has another name; or a header and a function of the row."""
+
+
+def table(rows: Iterable[Any], *columns: Column) -> list[str]:
+    """Return rows below a header as lines; no line without rows. A field is shown by the unit in its name, and None as
+    an empty cell."""
+    pairs = [(column, column) if isinstance(column, str) else column for column in columns]
+    return aligned([header for header, _ in pairs], [[_cell(row, field) for _, field in pairs] for row in rows])
+
+
+def _cell(row: Any, field: str | Callable[[Any], object]) -> str:
+    if callable(field):
+        value = field(row)
+        return "" if value is None else str(value)
+    value = row[field] if isinstance(row, Mapping) else getattr(row, field)
+    shown = {"bytes": show_size, "seconds": show_duration, "at": show_age}.get(field.rpartition("_")[2], str)
+    return "" if value is None else shown(value)
+
+
+def aligned(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows below headers as lines, aligned; a column of numbers to the right. On a terminal each row is one
+    line: the widest texts and headers lose their middle. Unprintable characters are escaped."""
+    if not rows:
+        return []
     headers, *rows = ([*map(printable, row)] for row in [headers, *rows])
-    right = [all(_is_number(row[index]) for row in rows) for index, _ in enumerate(headers)]
-    widths = [max(len(row[index]) for row in [headers, *rows]) for index, _ in enumerate(headers)]
+    columns = [*zip(headers, *rows, strict=True)]
+    right = [all(map(_is_number, cells)) for _, *cells in columns]
+    widths = [max(map(len, cells)) for cells in columns]
     if is_terminal(sys.stdout):
-        of_numbers = [max((len(row[index]) for row in rows), default=0) for index, _ in enumerate(headers)]
-        _narrow(widths, [most if is_right else 8 for most, is_right in zip(of_numbers, right, strict=True)])
+        least = [max(map(len, cells)) if is_right else 8 for (_, *cells), is_right in zip(columns, right, strict=True)]
+        _narrow(widths, least)
+    lines = []
     for row in [headers, *rows]:
-        cells = [shortened(cell, width) for cell, width in zip(row, widths, strict=True)]
-        cells = [
-            cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(cells, widths, right, strict=True)
-        ]
-        line = "  ".join(cells).rstrip()
-        click.echo(click.style(line, bold=True) if row is headers else line)
+        cells = (
+            shortened(cell, width).rjust(width) if is_right else shortened(cell, width).ljust(width)
+            for cell, width, is_right in zip(row, widths, right, strict=True)
+        )
+        lines.append("  ".join(cells).rstrip())
+    return [click.style(lines[0], bold=True), *lines[1:]]
 
 
 def _is_number(cell: str) -> bool:
@@ -131,12 +148,11 @@ def shortened(text: str, width: int) -> str:
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
-def echo_fields(fields: Mapping[str, str]) -> None:
-    """Print names and values, one to a line. Unprintable characters are escaped."""
+def listed(fields: Mapping[str, str]) -> list[str]:
+    """Return names and values as lines. Unprintable characters are escaped."""
     printed = {printable(name): printable(value) for name, value in fields.items()}
     width = max(map(len, printed), default=0)
-    for name, value in printed.items():
-        click.echo(f"{name.ljust(width)}  {value}".rstrip())
+    return [f"{name.ljust(width)}  {value}".rstrip() for name, value in printed.items()]
 
 
 def show_time(seconds: float) -> str:
@@ -144,9 +160,29 @@ def show_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def show_where(*, is_durable: bool, is_fast: bool) -> str:
-    """Return the places of a checkpoint: the store, this node, or both."""
-    return ", ".join([*(["store"] if is_durable else []), *(["node"] if is_fast else [])])
+def show_age(created_at: float, now: float | None = None) -> str:
+    """Return a time for people, as long as it is ago: "2 h ago"."""
+    return f"{show_duration(max(0.0, (time.time() if now is None else now) - created_at))} ago"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def numbers_of(ranks: Sequence[int]) -> str:
+    """Return ranks without those between: "0-3, 5"."""
+    return show_ranks(ranks).partition(" ")[2].replace(" and ", ", ") if ranks else ""
+
+
+def cut(text: str, width: int) -> str:
+    """Return the text, without its end where it is longer than that."""
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def shape_of(tensor: StoredTensor) -> str:
+    """Return the shape of a tensor: "2x3", or "scalar"."""
+    return "x".join(map(str, tensor.shape)) or "scalar"
 
 
 @contextmanager
@@ -166,7 +202,7 @@ def show_metrics(metrics: Mapping[str, float]) -> str:
     return " ".join(f"{printable(name)}={value:.6g}" for name, value in metrics.items())
 
 
-METRICS_WIDTH = 24
+_METRICS_WIDTH = 24
 """The part of a line for metrics that were not chosen by name."""
 
 
@@ -177,6 +213,6 @@ def show_some_metrics(metrics: Mapping[str, float]) -> str:
     for count in range(len(names), 0, -1):
         more = f" +{len(names) - count}" if count < len(names) else ""
         text = show_metrics({name: metrics[name] for name in names[:count]})
-        if len(text) <= METRICS_WIDTH:
+        if len(text) <= _METRICS_WIDTH:
             return text + more
-    return shortened(text, METRICS_WIDTH) + more if names else ""
+    return shortened(text, _METRICS_WIDTH) + more if names else ""

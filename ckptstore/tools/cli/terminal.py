@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -33,7 +34,20 @@ def progress(description: str, *, quiet: bool, total_bytes: int | None = None) -
         yield
         return
     if not is_terminal(sys.stderr):
-        with listening(_Lines(description, total_bytes)):
+        said_seconds = 0.0
+
+        def say(moved_bytes: int, _total_bytes: int, seconds: float) -> None:
+            nonlocal said_seconds
+            if seconds - said_seconds < _LINE_SECONDS:
+                return
+            said_seconds = seconds
+            text = f"{description}: {show_size(moved_bytes)}"
+            if total_bytes:
+                left_seconds = max(0, total_bytes - moved_bytes) * seconds / moved_bytes
+                text += f" of {show_size(total_bytes)}, {show_duration(left_seconds)} left"
+            print(f"{text}, {show_speed(moved_bytes, seconds)}", file=sys.stderr, flush=True)
+
+        with listening(Moved(say, total_bytes)):
             yield
         return
     from rich import progress as bars
@@ -46,11 +60,40 @@ def progress(description: str, *, quiet: bool, total_bytes: int | None = None) -
         bars.TextColumn("{task.fields[speed]}"),
         bars.TimeRemainingColumn(),
     )
-    with (
-        bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar,
-        listening(_Bar(bar, description, total_bytes)),
-    ):
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total_bytes, speed="")
+
+        def draw(moved_bytes: int, total_bytes: int, seconds: float) -> None:
+            bar.update(task, completed=moved_bytes, total=total_bytes, speed=show_speed(moved_bytes, seconds))
+
+        with listening(Moved(draw, total_bytes)):
+            yield
+
+
+class Moved:
+    """A listener that adds up the bytes that several threads move, and shows them with their total and the seconds."""
+
+    def __init__(self, show: Callable[[int, int, float], None], total_bytes: int | None) -> None:
+        self._show, self._total_bytes = show, total_bytes
+        self._moved_bytes, self._started = 0, time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, BytesMoved):
+            with self._lock:
+                self._moved_bytes += event.size_bytes
+                total_bytes = max(self._total_bytes or event.total_bytes, self._moved_bytes)
+                self._show(self._moved_bytes, total_bytes, time.monotonic() - self._started)
+
+
+@contextmanager
+def sigterm(handler: Callable[[int, Any], Any] = signal.default_int_handler) -> Iterator[None]:
+    """Handle SIGTERM as Ctrl-C while the context lasts, or by a handler: what is open is closed then too."""
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
         yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -69,53 +112,6 @@ def counting() -> Iterator[Callable[[str, int, int], None]]:
         yield lambda description, completed, total: bar.update(
             task, description=description, completed=completed, total=max(completed, total)
         )
-
-
-class _Bar:
-    """A listener that moves one bar; transfers on several threads add up."""
-
-    def __init__(self, bar: Any, description: str, total_bytes: int | None) -> None:
-        self._bar = bar
-        self._total_bytes = total_bytes
-        self._task = bar.add_task(description, total=total_bytes, speed="")
-        self._moved_bytes = 0
-        self._started = time.monotonic()
-        self._lock = threading.Lock()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, BytesMoved):
-            with self._lock:
-                self._moved_bytes += event.size_bytes
-                total = max(self._total_bytes or event.total_bytes, self._moved_bytes)
-                speed = show_speed(self._moved_bytes, time.monotonic() - self._started)
-                self._bar.update(self._task, completed=self._moved_bytes, total=total, speed=speed)
-
-
-class _Lines:
-    """A listener that says on stderr how far it is, once in a while."""
-
-    def __init__(self, description: str, total_bytes: int | None) -> None:
-        self._description = description
-        self._total_bytes = total_bytes
-        self._moved_bytes = 0
-        self._started = self._said = time.monotonic()
-        self._lock = threading.Lock()
-
-    def __call__(self, event: Event) -> None:
-        if not isinstance(event, BytesMoved):
-            return
-        with self._lock:
-            self._moved_bytes += event.size_bytes
-            now = time.monotonic()
-            if now - self._said < _LINE_SECONDS:
-                return
-            self._said = now
-            moved, seconds = self._moved_bytes, now - self._started
-        text = f"{self._description}: {show_size(moved)}"
-        if self._total_bytes:
-            left_seconds = max(0, self._total_bytes - moved) * seconds / moved
-            text += f" of {show_size(self._total_bytes)}, {show_duration(left_seconds)} left"
-        print(f"{text}, {show_speed(moved, seconds)}", file=sys.stderr, flush=True)
 
 
 Row = tuple[str, str, str]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptstore.errors import InvalidInput
 from ckptstore.runtime.extras import install_line
-from ckptstore.tools.cli.kinds import SIZE
-from ckptstore.tools.cli.options import storage_option
-from ckptstore.tools.cli.output import echo_table, redacted_command_line
-from ckptstore.tools.cli.terminal import counting
+from ckptstore.tools.cli.command import Call, command
+from ckptstore.tools.cli.options import SIZE, STORAGE_OPTION, option
+from ckptstore.tools.cli.output import Column, aligned, picked, redacted_command_line, table
+from ckptstore.tools.cli.terminal import counting, sigterm
 
 if TYPE_CHECKING:
     from ckptstore.tools.bench.figures.report import Options, Report, Workload
@@ -25,153 +25,102 @@ _WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks
 _SHAPES = ("tensors", "llama-1b", "llama-8b", "llama-70b", "llama-405b", "files")
 _SIZE_BYTES = 2 << 30
 _BELOW_FLOOR = 1
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-def _whole(_ctx: click.Context, _param: click.Parameter, size_bytes: float | None) -> int | None:
-    return None if size_bytes is None else int(size_bytes)
-
-
-@click.command()
-@click.argument("what", type=click.Choice([*_WORKLOADS, "all", "readme", "compare"]), default="all")
-@click.argument("files", nargs=-1, type=click.Path(dir_okay=False, path_type=Path))
-@click.option(
-    "--to",
-    metavar="PLACE",
-    show_default="temporary directory",
-    help="Where to write: a path, a URI, or S3 in memory: s3-test, s3-sink; with -tls at the end, over HTTPS.",
+@command(
+    click.Argument(["what"], type=click.Choice([*_WORKLOADS, "all", "readme", "compare"]), default="all"),
+    click.Argument(["files"], nargs=-1, type=_FILE),
+    option(
+        "--to PLACE",
+        "Where to write: a path, a URI, or S3 in memory: s3-test, s3-sink; with -tls at the end, over HTTPS.",
+        show_default="temporary directory",
+    ),
+    option("--size SIZE", "Size of the state over all ranks.", type=SIZE, show_default="2GiB"),
+    option(
+        "--scale SHARE",
+        "Share of a Llama model to save, instead of --size.",
+        type=click.FloatRange(0, 1, min_open=True),
+    ),
+    option(
+        "--ranks N",
+        "Number of processes; of the workload tier, on each node.",
+        type=click.IntRange(1, 256),
+        default=1,
+    ),
+    option("--shape", "Tensors or files to save.", type=click.Choice(_SHAPES), default="llama-8b"),
+    option("--tensor-size SIZE", "Size of each tensor of --shape tensors.", type=SIZE, show_default="16MiB"),
+    option("--peers NAMES", "Peers to measure: all, none, or names such as dcp,ray,torch.", default="all"),
+    option("--repeat N", "Number of timed runs of each peer.", type=click.IntRange(1), default=5),
+    option("--durable/--no-durable", "Let every peer call fsync, or none.", default=True),
+    option("--drop-caches", "Load from the disk instead of the page cache; needs root."),
+    option(
+        "--pause-seconds S",
+        "Seconds without work before each timed run, as in a training.",
+        type=click.FloatRange(0),
+        default=0.0,
+    ),
+    option("--max-ranks N", "Largest number of simulated ranks.", type=click.IntRange(64), default=16384),
+    option(
+        "--latency-ms MS",
+        "Latency of the S3 test server and of simulated requests, in ms.",
+        type=click.FloatRange(0),
+        show_default="0, for tier 30, in simulations 5",
+    ),
+    option(
+        "--bandwidth-mb MB",
+        "Bandwidth of the S3 test server each way, in MB/s.",
+        type=click.FloatRange(0, min_open=True),
+        show_default="no limit, for tier 200",
+    ),
+    option("--json FILE", "Write the report to FILE, or to stdout if it is -."),
+    option("--device [cuda|cpu]", "Device of the workload gpu; cpu is a rehearsal.", show_default="cuda"),
+    option("--html FILE", "Write a page with charts to FILE.", type=_FILE),
+    option(
+        "--floors FILE",
+        "Exit with 1 if a ratio is below its floor in FILE.",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    ),
+    common=[STORAGE_OPTION],
 )
-@click.option(
-    "--size",
-    type=SIZE,
-    callback=_whole,
-    metavar="SIZE",
-    show_default="2GiB",
-    help="Size of the state over all ranks.",
-)
-@click.option(
-    "--scale",
-    type=click.FloatRange(0, 1, min_open=True),
-    metavar="SHARE",
-    help="Share of a Llama model to save, instead of --size.",
-)
-@click.option(
-    "--ranks",
-    type=click.IntRange(1, 256),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Number of processes; of the workload tier, on each node.",
-)
-@click.option(
-    "--shape", type=click.Choice(_SHAPES), default="llama-8b", show_default=True, help="Tensors or files to save."
-)
-@click.option(
-    "--tensor-size",
-    type=SIZE,
-    callback=_whole,
-    metavar="SIZE",
-    show_default="16MiB",
-    help="Size of each tensor of --shape tensors.",
-)
-@click.option(
-    "--peers",
-    default="all",
-    show_default=True,
-    metavar="NAMES",
-    help="Peers to measure: all, none, or names such as dcp,ray,torch.",
-)
-@click.option(
-    "--repeat",
-    type=click.IntRange(1),
-    default=5,
-    show_default=True,
-    metavar="N",
-    help="Number of timed runs of each peer.",
-)
-@click.option("--durable/--no-durable", default=True, show_default=True, help="Let every peer call fsync, or none.")
-@click.option("--drop-caches", is_flag=True, help="Load from the disk instead of the page cache; needs root.")
-@click.option(
-    "--pause-seconds",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    metavar="S",
-    help="Seconds without work before each timed run, as in a training.",
-)
-@click.option(
-    "--max-ranks",
-    type=click.IntRange(64),
-    default=16384,
-    show_default=True,
-    metavar="N",
-    help="Largest number of simulated ranks.",
-)
-@click.option(
-    "--latency-ms",
-    type=click.FloatRange(0),
-    metavar="MS",
-    show_default="0, for tier 30, in simulations 5",
-    help="Latency of the S3 test server and of simulated requests, in ms.",
-)
-@click.option(
-    "--bandwidth-mb",
-    type=click.FloatRange(0, min_open=True),
-    metavar="MB",
-    show_default="no limit, for tier 200",
-    help="Bandwidth of the S3 test server each way, in MB/s.",
-)
-@click.option("--json", "json_path", metavar="FILE", help="Write the report to FILE, or to stdout if it is -.")
-@click.option(
-    "--device",
-    type=click.Choice(["cuda", "cpu"]),
-    show_default="cuda",
-    help="Device of the workload gpu; cpu is a rehearsal.",
-)
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts to FILE."
-)
-@click.option(
-    "--floors",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Exit with 1 if a ratio is below its floor in FILE.",
-)
-@storage_option
-def command(what: str, files: tuple[Path, ...], json_path: str | None, **given: Any) -> None:
+def bench(call: Call) -> None:
     """Measure ckptstore, its peers and the limit of the hardware.
 
     WHAT is a workload, "all", "readme" for the table of the README, or "compare" with two FILES that --json wrote.
     Nothing that exists is touched: everything is written below a new prefix, and removed. Needs the extra "bench".
     The exit code is 1 if a ratio is below its floor.
     """
-    if what == "compare":
-        _refuse_settings(what, given)
-        _check_writable(json_path)
-        _compare(files, json_path)
+    if call.what in ("compare", "readme"):
+        _refuse_settings(call.what)
+    _check_writable(call.json, None if call.what == "compare" else call.html)  # hours of measuring would be lost
+    if call.what == "compare":
+        _compare(call.files, call.json)
         return
-    if files:
+    if call.files:
         raise click.UsageError("FILES go with compare alone")
-    html, floors = given.pop("html"), given.pop("floors")
-    if what == "readme":
-        _refuse_settings(what, given)
-    _check_writable(json_path, html)  # what was measured for hours would be lost
-    wanted = None if floors is None else _wanted(floors)
-    report = _measure(what, given)
-    if json_path != "-":
+    wanted = None if call.floors is None else _wanted(call.floors)
+    report = _measure(call.what, call)
+    if call.json != "-":
         _echo(report)
-    _write(report, json_path, html)
+    if call.json is not None:
+        _write_json(report.to_json(), call.json)
+    if call.html is not None:
+        from ckptstore.tools.bench.figures.page import page
+
+        call.html.write_text(page(report))
     if wanted is not None:
-        _check(report, wanted, quiet=json_path == "-")
+        _check(report, wanted, quiet=call.json == "-")
 
 
-def _refuse_settings(what: str, settings: Mapping[str, Any]) -> None:
+def _refuse_settings(what: str) -> None:
     """Raise UsageError for an option of a measurement: "compare" makes none, and that of "readme" is fixed."""
     context = click.get_current_context()
-    for name in settings:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            option = name.removesuffix("s") if name == "storage_options" else name
+    goes = {"what", "files", "json"} if what == "compare" else {"what", "files", "json", "html", "floors"}
+    for name in context.params:
+        if name not in goes and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            flag = name.removesuffix("s") if name == "storage_options" else name
             why = "whose settings are fixed" if what == "readme" else "which measures nothing"
-            raise click.UsageError(f"--{option.replace('_', '-')} does not go with {what}, {why}")
+            raise click.UsageError(f"--{flag.replace('_', '-')} does not go with {what}, {why}")
 
 
 def _check_writable(*paths: str | Path | None) -> None:
@@ -182,7 +131,7 @@ def _check_writable(*paths: str | Path | None) -> None:
             raise InvalidInput(f"{path} cannot be written", hint="Give a file in a directory that exists")
 
 
-def _measure(what: str, given: dict[str, Any]) -> Report:
+def _measure(what: str, given: Any) -> Report:
     try:
         from ckptstore.tools.bench import claims
         from ckptstore.tools.bench.run import run
@@ -190,57 +139,46 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
         raise InvalidInput(f"the benchmark needs {error.name}", hint=f"Install it{install_line('bench')}") from error
 
     def measured(options: Options) -> Report:
-        storage_options, line = given["storage_options"], redacted_command_line()
-        return run(options, storage_options=storage_options, command=line, show=show)
+        line = redacted_command_line()
+        return run(options, storage_options=given.storage_options, command=line, show=show)
 
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then too
-    try:
-        with counting() as show:
-            return claims.measure(options_of, measured) if what == "readme" else measured(_options(what, given))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with sigterm(), counting() as show:  # what was written is removed then too
+        return claims.measure(options_of, measured) if what == "readme" else measured(_options(what, given))
 
 
 def options_of(words: Sequence[str]) -> Options:
     """Return what a command line requests, the words after `ckptstore bench`."""
-    settings = dict(command.make_context("bench", [*words]).params)
-    return _options(settings.pop("what"), settings)
+    settings = SimpleNamespace(**bench.make_context("bench", [*words]).params)
+    return _options(settings.what, settings)
 
 
-def _options(what: str, settings: Mapping[str, Any]) -> Options:
+def _options(what: str, settings: Any) -> Options:
     from ckptstore.tools.bench.destination import is_disk
     from ckptstore.tools.bench.figures.report import Options
     from ckptstore.tools.bench.peers.registry import FAMILIES
 
-    peers = tuple(settings["peers"].split(","))
+    peers = tuple(settings.peers.split(","))
     unknown = sorted({*peers} - {*FAMILIES, "all", "none"})
     if unknown:
         raise InvalidInput(f"--peers does not know {', '.join(unknown)}", hint=f"all, none, or {', '.join(FAMILIES)}")
     if len(peers) > 1 and {*peers} & {"all", "none"}:
-        raise InvalidInput(f"--peers {settings['peers']} contradicts itself", hint="Give all, none, or names")
-    if settings["scale"] is not None and settings["size"] is not None:
+        raise InvalidInput(f"--peers {settings.peers} contradicts itself", hint="Give all, none, or names")
+    if settings.scale is not None and settings.size is not None:
         raise InvalidInput("--size has no effect beside --scale", hint="Give one of them")
 
     def possible(name: str) -> bool:
-        return name != "gpu" and (name != "tier" or is_disk(settings["to"]))
+        return name != "gpu" and (name != "tier" or is_disk(settings.to))
 
     return Options(
         workloads=tuple(name for name in _WORKLOADS if what == name or (what == "all" and possible(name))),
-        to=settings["to"],
-        size_bytes=_SIZE_BYTES if settings["size"] is None else settings["size"],
-        scale=settings["scale"],
-        ranks=settings["ranks"],
-        shape=settings["shape"],
-        tensor_bytes=settings["tensor_size"],
+        to=settings.to,
+        size_bytes=_SIZE_BYTES if settings.size is None else settings.size,
+        **picked(settings, "scale", "ranks", "shape", "repeat", "durable", "drop_caches", "pause_seconds", "max_ranks"),
+        tensor_bytes=settings.tensor_size,
         peers=peers,
-        repeat=settings["repeat"],
-        durable=settings["durable"],
-        drop_caches=settings["drop_caches"],
-        pause_seconds=settings["pause_seconds"],
-        max_ranks=settings["max_ranks"],
-        device="cuda" if settings["device"] is None and what == "gpu" else settings["device"],
-        latency_seconds=None if settings["latency_ms"] is None else settings["latency_ms"] / 1000,
-        bytes_per_second=None if settings["bandwidth_mb"] is None else settings["bandwidth_mb"] * 1e6,
+        device="cuda" if settings.device is None and what == "gpu" else settings.device,
+        latency_seconds=None if settings.latency_ms is None else settings.latency_ms / 1000,
+        bytes_per_second=None if settings.bandwidth_mb is None else settings.bandwidth_mb * 1e6,
     )
 
 
@@ -250,18 +188,15 @@ def _echo(report: Report) -> None:
     if report.asked.get("device"):
         click.echo(text.markdown(report), nl=False)
         return
-    for line in text.report_lines(report):
-        click.echo(line)
+    click.echo("\n".join(text.report_lines(report)))
     for workload in report.workloads:
         echo_workload(workload)
     if "claims" in report.asked:
-        click.echo("\nThe lines of the README")
-        echo_table(text.CLAIM_HEADERS, [text.claim(workload) for workload in report.workloads])
+        claims = aligned(text.CLAIM_HEADERS, [text.claim(workload) for workload in report.workloads])
+        click.echo("\n".join(["\nThe lines of the README", *claims]))
     lines = text.scaling_lines(report.scaling)
     if lines:
-        click.echo("\nGrowth")
-    for line in lines:
-        click.echo(f"  {line}")
+        click.echo("\n  ".join(["\nGrowth", *lines]))
     click.echo(f"\n{text.LEGEND}")
 
 
@@ -269,29 +204,14 @@ def echo_workload(workload: Workload) -> None:
     """Its table, its facts, and who is not in it."""
     from ckptstore.tools.bench.figures import text
 
-    click.echo(f"\n{text.heading(workload)}")
-    found = text.rows(workload)
-    if found:
-        echo_table(text.HEADERS, found)
-    for line in [*text.facts(workload), *text.absent(workload)]:
-        click.echo(f"  {line}")
-
-
-def _write(report: Report, json_path: str | None, html: Path | None) -> None:
-    if json_path is not None:
-        _write_json(report.to_json(), json_path)
-    if html is not None:
-        from ckptstore.tools.bench.figures.page import page
-
-        html.write_text(page(report))
+    facts = [f"  {line}" for line in [*text.facts(workload), *text.absent(workload)]]
+    rows = aligned(text.HEADERS, text.rows(workload))
+    click.echo("\n".join([f"\n{text.heading(workload)}", *rows, *facts]))
 
 
 def _write_json(value: dict[str, Any], path: str) -> None:
-    text = json.dumps(value, indent=1)
-    if path == "-":
-        click.echo(text)
-    else:
-        Path(path).write_text(text + "\n")
+    with click.open_file(path, "w") as file:  # "-" is stdout
+        file.write(json.dumps(value, indent=1) + "\n")
 
 
 def _wanted(path: Path) -> list[dict[str, Any]]:
@@ -338,19 +258,8 @@ def _compare(files: tuple[Path, ...], json_path: str | None) -> None:
             return
     for line in found.differences:
         click.echo(f"differs: {line}")
-    shown = [
-        [
-            change.workload,
-            change.contender,
-            f"{change.before_seconds:.4f}",
-            f"{change.after_seconds:.4f}",
-            f"{change.speedup:.2f}",
-            f"{change.p_value:.3f}",
-            change.verdict,
-        ]
-        for change in found.changes
-    ]
-    if shown:
-        echo_table(("workload", "contender", "before", "after", "speed-up", "p", "verdict"), shown)
-    else:
-        click.echo("the reports have nothing in common that was measured in both, of the same size and ranks")
+    columns: list[Column] = ["workload", "contender", ("before", lambda change: f"{change.before_seconds:.4f}")]
+    columns += [("after", lambda change: f"{change.after_seconds:.4f}")]
+    columns += [("speed-up", lambda change: f"{change.speedup:.2f}"), ("p", lambda change: f"{change.p_value:.3f}")]
+    nothing = ["the reports have nothing in common that was measured in both, of the same size and ranks"]
+    click.echo("\n".join(table(found.changes, *columns, "verdict") or nothing))

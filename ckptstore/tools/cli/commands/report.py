@@ -1,130 +1,124 @@
-"""`ckptstore report`: what is in stores, as a page or as JSON."""
+"""Commands about what is in stores: `report`, a page or JSON, and `serve`, a page that keeps up with them."""
 
 from __future__ import annotations
 
 import json
 import os
 import uuid
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ckptstore.errors import InvalidInput, StorageError
 from ckptstore.opening import open_store
+from ckptstore.runtime.extras import needs
 from ckptstore.runtime.shown import printable
 from ckptstore.storage.uri import parse_uri
-from ckptstore.tools.cli.kinds import STORE
-from ckptstore.tools.cli.options import (
-    as_json,
-    fast_option,
-    options_by_place,
-    price_option,
-    prices_of,
-    storage_option,
-    tier_at,
-)
+from ckptstore.tools.cli.command import Answer, Call, command
+from ckptstore.tools.cli.options import FAST, PRICE, STORAGE_OPTION, STORES, option, prices_of
 from ckptstore.tools.cli.output import redacted_command_line
+from ckptstore.tools.cli.terminal import sigterm
 from ckptstore.tools.report.document import Document
 from ckptstore.tools.report.gather import NUM_TREES, Sighting
 from ckptstore.tools.report.overview import Overview
 from ckptstore.tools.report.page import page
 
-trees_option = click.option(
-    "--trees",
-    "num_trees",
+TREES = option(
+    "--trees N",
+    "Number of checkpoints whose tensors are listed: latest, best, pinned, then newest.",
     type=click.IntRange(0, 1000),
     default=NUM_TREES,
-    show_default=True,
-    metavar="N",
-    help="Number of checkpoints whose tensors are listed: latest, best, pinned, then newest.",
 )
 
 
-@click.command()
-@click.argument("stores", type=STORE, nargs=-1, required=True, metavar="STORE...")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the page to FILE.")
-@trees_option
-@price_option
-@fast_option
-@storage_option
-@as_json
-def command(
-    stores: tuple[str, ...],
-    html: Path | None,
-    num_trees: int,
-    prices: dict[str, float],
-    fast_path: str | None,
-    storage_options: dict[str, Any],
-    as_json: bool,
-) -> None:
+@command(
+    STORES,
+    option("--html FILE", "Write the page to FILE.", type=click.Path(dir_okay=False, path_type=Path)),
+    TREES,
+    PRICE,
+    FAST,
+)
+def report(call: Call) -> Answer:
     """Write an HTML page, or JSON, about one or more stores.
 
     The page is one file that needs no network, and its path is printed. It is made from the logs, the newest manifests
     and the tensor indexes of a few checkpoints; nothing is written to a store. An existing FILE is replaced as a whole.
     If a store cannot be read, the page says so, and the exit code is that of the first such error.
     """
-    if html is None and not as_json:
+    if call.html is None and not call.as_json:
         raise click.UsageError("Ask for --html FILE, for --json, or for both")
-    with ExitStack() as stack:
-        overview = opened_overview(
-            stack, stores, storage_options, num_trees=num_trees, prices=prices, fast_path=fast_path
-        )
-        document = overview.look()
-    if len(overview.errors) == len(overview.sightings):
-        raise next(iter(overview.errors.values()))
+    overview, document = _looked_at(call)
     value = document.to_json()
-    if html is not None:
-        write_whole(html, page(value))
-        if html.is_file() and not as_json:
-            click.echo(os.path.abspath(html))
-    if as_json:
+    if call.html is not None:
+        write_whole(call.html, page(value))
+        if call.html.is_file():
+            yield [os.path.abspath(call.html)]
+    if call.as_json:
         click.echo(json.dumps(value, allow_nan=False))
-    tell_trouble(document)
-    for error in overview.errors.values():
-        raise click.exceptions.Exit(error.exit_code)
+    _tell_trouble(document)
+    call.exit_code = next((error.exit_code for error in overview.errors.values()), 0)
 
 
-def tell_trouble(document: Document) -> None:
+@command(
+    STORES,
+    option("--port PORT", "Port to serve on; 0 picks a free one.", type=click.IntRange(0, 65535), default=0),
+    TREES,
+    PRICE,
+    FAST,
+    common=[STORAGE_OPTION],
+)
+def serve(call: Call) -> None:
+    """Serve the page of `report` on this machine, kept up to date.
+
+    The first line on stdout is its address at 127.0.0.1, with a random token: whoever has the address can read the
+    page, and nobody can change anything. Ctrl-C ends it. Needs the extra "serve".
+    """
+    needs("serve", what="ckptstore serve")
+    from ckptstore.tools.report import serving
+
+    call.open(sigterm())
+    overview, document = _looked_at(call, rest_seconds=serving.LISTING_REST_SECONDS)
+    _tell_trouble(document)
+    serving.serve(serving.Served(overview), call.port, tell=click.echo)
+
+
+def _tell_trouble(document: Document) -> None:
     """Print what is wrong with the stores to stderr; what a terminal would obey is shown as an escape."""
     for store in document.stores:
         for text in (*store.health.gaps, *store.health.trouble):
             click.echo(printable(f"trouble: {store.uri}: {text}"), err=True)
 
 
-def opened_overview(
-    stack: ExitStack,
-    stores: tuple[str, ...],
-    storage_options: dict[str, Any],
-    *,
-    num_trees: int,
-    prices: dict[str, float],
-    fast_path: str | None,
-    is_live: bool = False,
-    rest_seconds: float = 0.0,
-) -> Overview:
-    """Return the stores, open until the stack is left. Raises InvalidInput for one that is named twice, for a price
-    that is for none of them, and where there is no directory of fast checkpoints at the path."""
-    places = [parse_uri(store).uri for store in stores]
+def _looked_at(call: Call, rest_seconds: float | None = None) -> tuple[Overview, Document]:
+    """Return the stores, and a first look at them; with a time to rest between two
+    listings they are looked at again and again.
+
+    Raises InvalidInput for one that is named twice and for a price that is for none of them, and the first error where
+    no store can be read.
+    """
+    places = [parse_uri(store).uri for store in call.stores]
     twice = next((place for place in places if places.count(place) > 1), None)
     if twice is not None:
         raise InvalidInput(f"{twice} is named twice", hint="Name each store once")
-    tier = tier_at(fast_path)
+    of_stores = zip(call.stores, call.options_by_place(*call.stores), prices_of(call.prices, *places), strict=True)
+    tier = call.fast_tier()
     sightings = [
         Sighting(
-            stack.enter_context(open_store(store, storage_options=options, group="solo")),
-            num_trees=num_trees,
+            call.open(open_store(store, storage_options=options, group="solo")),
+            num_trees=call.trees,
             price=price,
             needs_options=sorted(options),
             fast_directory="" if tier is None else os.path.abspath(tier.path),
-            rest_seconds=rest_seconds,
+            rest_seconds=rest_seconds or 0.0,
         )
-        for store, options, price in zip(
-            stores, options_by_place(storage_options, *stores), prices_of(prices, *places), strict=True
-        )
+        for store, options, price in of_stores
     ]
-    return Overview(sightings, command=redacted_command_line(), is_live=is_live)
+    overview = Overview(sightings, command=redacted_command_line(), is_live=rest_seconds is not None)
+    document = overview.look()
+    if len(overview.errors) == len(overview.sightings):
+        raise next(iter(overview.errors.values()))
+    return overview, document
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -6,27 +6,25 @@ import errno
 import os
 import queue
 import select
-import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import click
 
 from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
 from ckptstore.opening import open_store
-from ckptstore.runtime.shown import printable
+from ckptstore.runtime.shown import printable, show_duration, show_size, show_speed
 from ckptstore.storage.base import Disk
 from ckptstore.tools.cli import INTERRUPTED
-from ckptstore.tools.cli.kinds import DURATION, STORE
-from ckptstore.tools.cli.options import fast_option, storage_option, tier_at
-from ckptstore.tools.cli.targets import parse_target
-from ckptstore.tools.cli.terminal import can_redraw, print_rows, redrawn
-from ckptstore.tools.cli.watch_shown import Picture, look_rows, print_look
-from ckptstore.tools.watching.look import Look
+from ckptstore.tools.cli.command import Call, command, parse_target
+from ckptstore.tools.cli.options import DURATION, FAST, STORAGE_OPTION, STORE, option
+from ckptstore.tools.cli.output import counted, json_text, show_age, show_some_metrics
+from ckptstore.tools.cli.terminal import Row, can_redraw, print_rows, redrawn, sigterm
+from ckptstore.tools.watching.look import Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 from ckptstore.tools.watching.store_watcher import StoreWatcher
 
 _DISK_SECONDS, _SERVER_SECONDS = 2.0, 5.0
@@ -35,25 +33,21 @@ _TICK_SECONDS = 0.25
 """The longest time until it ends after nobody reads any more."""
 _PATIENCE_SECONDS = 2.0
 """The longest wait at the end for a look that goes on."""
+_MOST_ATTEMPTS = 8
+"""More attempts are only counted in a picture."""
+_BAR_COLUMNS = 24
 
 
-@click.command()
-@click.argument("store", type=STORE)
-@click.option(
-    "--interval", type=DURATION, metavar="TIME", show_default="2s on a disk, else 5s", help="Time between two looks."
+@command(
+    STORE,
+    option("--interval TIME", "Time between two looks.", type=DURATION, show_default="2s on a disk, else 5s"),
+    option("--once", "Look once, and exit."),
+    FAST,
+    STORAGE_OPTION,
+    option("--json", "Print each look as a line of JSON; the default in a pipe.", "as_json"),
+    common=(),
 )
-@click.option("--once", is_flag=True, help="Look once, and exit.")
-@fast_option
-@storage_option
-@click.option("--json", "as_json", is_flag=True, help="Print each look as a line of JSON; the default in a pipe.")
-def command(
-    store: str,
-    interval: float | None,
-    once: bool,
-    fast_path: str | None,
-    storage_options: dict[str, Any],
-    as_json: bool,
-) -> None:
+def watch(call: Call) -> None:
     """Follow the saves into STORE as they happen.
 
     Shows the latest checkpoint, each save in progress with its speed and an estimate of the time left, and the last
@@ -64,50 +58,33 @@ def command(
     job notices. With --fast, the newest checkpoint on this node is shown too, and how long the store has been behind
     it.
     """
-    if interval is not None and once:
+    if call.interval is not None and call.once:
         raise InvalidInput("--interval means nothing with --once", hint="Leave one of them out")
-    if interval is not None and interval < _SHORTEST_SECONDS:
-        raise InvalidInput(f"--interval is {interval:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
-    with open_store(store, storage_options=storage_options):
+    if call.interval is not None and call.interval < _SHORTEST_SECONDS:
+        raise InvalidInput(f"--interval is {call.interval:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
+    with open_store(call.store, storage_options=call.storage_options):
         pass  # it refuses what can never become a store
-    tier = tier_at(fast_path)
-    watcher = StoreWatcher.at(store, storage_options, fast_directory="" if tier is None else os.fspath(tier.path))
-    seconds = interval or (_DISK_SECONDS if isinstance(watcher.storage, Disk) else _SERVER_SECONDS)
+    tier = call.fast_tier()
+    fast_directory = "" if tier is None else os.fspath(tier.path)
+    watcher = StoreWatcher.at(call.store, call.storage_options, fast_directory=fast_directory)
+    seconds = call.interval or (_DISK_SECONDS if isinstance(watcher.storage, Disk) else _SERVER_SECONDS)
     try:
-        with _ended_by_sigterm(), _Looks(watcher, seconds) as looks:
-            first = looks.first(waits=not once and parse_target(store).step is None)
-            if once and not as_json:
+        with sigterm(lambda number, _frame: sys.exit(128 + number)), _Looks(watcher, seconds) as looks:
+            first = looks.first(waits=not call.once and parse_target(call.store).step is None)
+            if call.once and not call.as_json:
                 print_rows(look_rows(first, now=time.time()))
-            elif as_json or not can_redraw():
-                _print_all(looks, first, once=once)
+            elif call.as_json or not can_redraw():
+                for look, error in [(first, None)] if call.once else looks.after(first):
+                    print_look(look, error)
             else:
-                _draw_all(looks, first, seconds)
+                seen: tuple[Look, CkptstoreError | None] = first, None
+                end = f"every {seconds:g} s; Ctrl-C ends"
+                with redrawn(lambda: look_rows(*seen, now=time.time(), end=end)) as draw:
+                    for latest in looks.after(first):
+                        seen = latest
+                        draw()
     except KeyboardInterrupt:  # how one ends it; nothing was interrupted
-        click.get_current_context().exit(INTERRUPTED)
-
-
-def _print_all(looks: _Looks, look: Look, *, once: bool) -> None:
-    print_look(look)
-    while not once:
-        result = looks.next()
-        if isinstance(result, Look):
-            look = result
-            print_look(look)
-        elif result is not None:
-            print_look(look, result)
-
-
-def _draw_all(looks: _Looks, first: Look, interval_seconds: float) -> None:
-    picture = Picture(first, interval_seconds)
-    with redrawn(picture.rows) as draw:
-        while True:
-            result = looks.next()
-            if isinstance(result, Look):
-                picture.seen = result, None
-            elif result is not None:
-                picture.seen = picture.seen[0], result
-            if result is not None:
-                draw()
+        call.exit_code = INTERRUPTED
 
 
 def _check_read() -> None:
@@ -154,6 +131,17 @@ class _Looks:
                 raise result
         return result
 
+    def after(self, look: Look) -> Iterator[tuple[Look, CkptstoreError | None]]:
+        """Yield a look and those that follow, each with the error of a later one that failed, for ever."""
+        result: Look | CkptstoreError | None = look
+        while True:
+            if isinstance(result, Look):
+                look = result
+                yield look, None
+            elif result is not None:
+                yield look, result
+            result = self.next()
+
     def next(self) -> Look | CkptstoreError | None:
         """Return the next look or its error, None when there is none soon. Raises BrokenPipeError when nobody reads."""
         _check_read()
@@ -180,15 +168,110 @@ class _Looks:
             self._ended.wait(self._interval_seconds)
 
 
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind, so that connections are closed; the exit code is the one of shells for it."""
+def print_look(look: Look, error: CkptstoreError | None = None) -> None:
+    """Print a look as one line of JSON; with the error of a later one that failed, as its trouble."""
+    fields = asdict(look)
+    fields["durable"] = None if look.durable is None else _commit_json(look.durable, look.at)
+    if look.on_node is not None:
+        ages = {"age_seconds": look.on_node.created_at, "not_durable_seconds": look.on_node.not_durable_since}
+        fields["on_node"] |= {name: None if at is None else max(0.0, look.at - at) for name, at in ages.items()}
+    fields["commits"] = [_commit_json(commit, look.at) for commit in look.commits]
+    if error is not None:
+        fields["changes"] = []
+    click.echo(json_text({**fields, "trouble": None if error is None else error.message}))
 
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _commit_json(commit: SeenCommit, now: float) -> dict[str, Any]:
+    return {**asdict(commit), "age_seconds": max(0.0, now - commit.created_at)}
+
+
+def look_rows(look: Look, error: CkptstoreError | None = None, *, now: float, end: str = "") -> Iterator[Row]:
+    """Yield the rows of a look, as it is `now`: seconds since the epoch by the clock of whoever watches. A terminal
+    that is too low shows the first ones: the error of a later look that failed, and how it `end`s."""
+    if error is not None:
+        words = f"the last look that succeeded was {show_age(look.at, now)}, it is tried again"
+        yield "red", "trouble", f"{words}: {printable(error.message)}"
+    if end:
+        yield "dim", "", end
+    later_seconds = max(0.0, now - look.at)
+    yield "bold", "store", printable(look.uri)
+    words = "no checkpoint yet"
+    if look.durable is not None:
+        words = f"step {look.durable.step}, {show_age(look.durable.created_at, now)}, number {look.durable.number}"
+    yield "", "durable", words
+    if look.on_node is not None:
+        yield "", "this node", _node_words(look.on_node, now)
+    for attempt in look.attempts[:_MOST_ATTEMPTS]:
+        style, label = ("red", "silent") if attempt.status == "silent" else ("green", "in flight")
+        yield style, label, f"step {attempt.step}{_progress(attempt)}"
+        yield from (("", "", line) for line in _attempt_lines(attempt, later_seconds))
+    if len(look.attempts) > _MOST_ATTEMPTS:
+        yield "", "", f"{len(look.attempts) - _MOST_ATTEMPTS} more attempts"
+    if not look.attempts:
+        yield "", "in flight", "nothing"
+    if look.signs is not None:
+        yield "", "signs", _sign_words(look.signs, later_seconds)
+    commits = [_commit_facts(commit, now) for commit in look.commits]
+    widths = [max(map(len, column)) for column in zip(*commits, strict=True)]
+    for index, facts in enumerate(commits):
+        line = "  ".join(fact.ljust(width) for fact, width in zip(facts, widths, strict=True)).rstrip()
+        yield "", "" if index else "commits", line
+    for note in look.notes:
+        yield "dim", "note", printable(note)
+
+
+def _progress(attempt: SeenAttempt) -> str:
+    if not attempt.expected_bytes or attempt.status != "writing":
+        return ""
+    share = min(1.0, attempt.size_bytes / attempt.expected_bytes)
+    return f"  [{'#' * int(share * _BAR_COLUMNS):-<{_BAR_COLUMNS}}] {share:4.0%}"
+
+
+def _attempt_lines(attempt: SeenAttempt, later_seconds: float) -> Iterator[str]:
+    size = show_size(attempt.size_bytes)
+    files = [counted(attempt.num_files, "file")]
+    if attempt.num_uploads:
+        files.append(f"{counted(attempt.num_uploads, 'upload')} begun")
+    if attempt.status != "writing":
+        silent = f"no sign of life for {show_duration(attempt.silent_seconds + later_seconds)}"
+        first = silent if attempt.status == "silent" else "all is stored, the commit comes next"
+        yield ", ".join([first, size, *files])
+        return
+    if attempt.expected_bytes is not None:
+        size += f" of about {show_size(attempt.expected_bytes)}"
+        files.append(f"the size of step {attempt.expected_as_step} is expected")
+    facts = [size]
+    if attempt.bytes_per_second is not None:
+        facts.append(show_speed(attempt.bytes_per_second, 1.0))
+    if attempt.left_seconds is not None:
+        facts.append(f"about {show_duration(attempt.left_seconds)} left")
+    yield ", ".join(facts)
+    yield ", ".join(files)
+
+
+def _commit_facts(commit: SeenCommit, now: float) -> list[str]:
+    size, ranks = show_size(commit.size_bytes), counted(commit.world_size, "rank")
+    lacks = f"  without {printable(', '.join(commit.dropped))}" if commit.dropped else ""
+    return [
+        f"step {commit.step}",
+        show_age(commit.created_at, now),
+        size,
+        ranks,
+        show_some_metrics(commit.metrics) + lacks,
+    ]
+
+
+def _node_words(seen: SeenOnNode, now: float) -> str:
+    if seen.step is None or seen.created_at is None:
+        return "no fast checkpoint"
+    words = f"step {seen.step}, {show_age(seen.created_at, now)}"
+    if seen.not_durable_since is None:
+        return f"{words}, and the store is not behind"
+    return f"{words}; the store has been behind for {show_duration(max(0.0, now - seen.not_durable_since))}"
+
+
+def _sign_words(signs: SeenSigns, later_seconds: float) -> str:
+    words = f"{counted(signs.num_ranks, 'rank')}, last {show_duration(signs.last_seconds + later_seconds)} ago"
+    if signs.num_ranks > 1:
+        words += f", rank {signs.oldest_rank} {show_duration(signs.oldest_seconds + later_seconds)} ago"
+    return words
