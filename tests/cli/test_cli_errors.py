@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from click.testing import CliRunner
 from ckptstore import open_store
 from ckptstore.errors import CkptstoreError, all_errors
 from ckptstore.tools.cli import COMMANDS, GROUPS, main
+from ckptstore.tools.cli import command as shared
 
 pytestmark = pytest.mark.slow
 
@@ -35,12 +39,6 @@ def test_a_place_without_a_store_is_told_and_left_alone(run: Any, tmp_path: Path
         assert result.stderr.startswith("error: There is no store at ")
         assert result.stdout == ""
     assert not (tmp_path / "nothing").exists()
-
-
-def test_an_error_in_json_is_one_object_on_stdout(run: Any, run_json: Any, tmp_path: Path, store: Path) -> None:
-    found = run_json("ls", tmp_path / "nothing", code=10)
-    assert found["error"]["code"] == "store-missing"
-    assert run_json("show", f"{store}@99", code=4)["error"]["step"] == 99
 
 
 @pytest.mark.parametrize(
@@ -116,34 +114,43 @@ def test_a_storage_option_is_never_shown(run: Any, store: Path, tmp_path: Path) 
         assert "hunter2" not in result.output
 
 
-def test_every_command_has_help_and_json(run: Any) -> None:
-    listed = run("--help").stdout
-    for name in COMMANDS:
-        assert f"\n  {name} " in listed
-        text = run(name, "--help").stdout
+def each() -> dict[str, click.Command]:
+    """Every command, those inside of `fast` too."""
+    found: dict[str, Any] = {name: main.get_command(click.Context(main), name) for name in COMMANDS}
+    return {**found, **{f"fast {name}": inner for name, inner in found["fast"].commands.items()}}
+
+
+def test_every_command_has_help_and_json_in_whole_sentences(run: Any) -> None:
+    for name, command in each().items():
+        text = run(*name.split(), "--help").stdout
         assert text.startswith("Usage: main " + name)
         assert name in ("demo", "fast", "s3-test", "serve") or "--json" in text
-    for inner in ("ls", "clear"):
-        assert "--json" in run("fast", inner, "--help").stdout
+        for option in command.params:
+            if isinstance(option, click.Option):
+                assert re.fullmatch(r"[A-Z].*\.", option.help or "", re.DOTALL), f"{name} {option.name}: {option.help}"
 
 
-def test_a_help_text_is_whole_sentences_and_a_command_one_line_of_80_columns(run: Any) -> None:
+def test_the_help_has_a_line_of_80_columns_for_each_command(run: Any) -> None:
     lines = run("--help").stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if line.endswith(":")] == ["Options:", *(f"{group}:" for group in GROUPS)]
-    first = lines.index("Look:")
-    assert [line for line in lines[first:] if line.startswith("  ") and not line.endswith(".")] == []
-    context = click.Context(main)
-    commands = [main.get_command(context, name) for name in COMMANDS]
-    commands += [
-        inner for command in commands if isinstance(command, click.Group) for inner in command.commands.values()
-    ]
-    for command in commands:
-        for option in command.params:
-            if isinstance(option, click.Option):
-                text = option.help or ""
-                assert text[:1].isupper(), f"{command.name} {option.name}: {text}"
-                assert text.endswith("."), f"{command.name} {option.name}: {text}"
+    listed = [line for line in lines[lines.index("Look:") :] if line.startswith("  ")]
+    assert [line.split()[0] for line in listed] == [*COMMANDS]
+    assert [line for line in listed if not line.endswith(".")] == []
+
+
+def test_a_command_reads_its_options_and_no_other_name() -> None:
+    """As a signature for each would hold it."""
+    of_all = set(re.findall(r"self\.(\w+)", inspect.getsource(shared)))
+    for module in {module for module, *_ in COMMANDS.values()}:
+        text = inspect.getsource(import_module(f"ckptstore.tools.cli.commands.{module}"))
+        read = {*re.findall(r"\b(?:call|given|settings)\.(\w+)", text)}
+        for names in re.findall(r"picked\((?:call|settings), ([^)]*)\)", text):
+            read |= {*re.findall(r'"(\w+)"', names)}
+        commands = [command for name, command in each().items() if COMMANDS[name.split()[0]][0] == module]
+        options = {item.name for command in commands for item in command.params}
+        assert options - read <= of_all
+        assert read - options <= {*dir(shared.Call)}
 
 
 @pytest.mark.parametrize(

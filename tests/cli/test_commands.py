@@ -260,14 +260,8 @@ def test_no_name_in_a_store_controls_the_terminal(run: Any, tmp_path: Path) -> N
         for step in (1, 2):
             state = {evil: torch.full((3,), float(step)), "list": [step]}
             opened.save(step, state, metrics={evil: step}, metadata={evil: evil, "nested": {evil: step}})
-    commands: list[tuple[object, ...]] = [
-        ("ls", root),
-        ("ls", tmp_path),
-        ("ls", root, "--metric", evil),
-        ("show", root),
-    ]
-    commands += [("show", root, "--tensors"), ("show", root, "--timings"), ("verify", root)]
-    commands += [("diff", "--values", f"{root}@1", f"{root}@2"), ("prune", root, "--keep", "latest=1", "--dry-run")]
+    commands: list[tuple[object, ...]] = [("ls", tmp_path), ("ls", root, "--metric", evil), ("show", root, "--tensors")]
+    commands += [("verify", root), ("diff", "--values", f"{root}@1", f"{root}@2")]
     for command in commands:
         text = run(*command).stdout
         assert "\x1b" not in text, command

@@ -1,4 +1,4 @@
-"""The command line. A command is a module of this package, loaded when it is called; every error has its exit code."""
+"""The command line. The module of a command is loaded when it is called; every error has its exit code."""
 
 from __future__ import annotations
 

@@ -274,10 +274,8 @@ class _Lines(logging.Handler):
     option("--cursor NAME|./FILE", "Keep the place over restarts, in STORE or in a file."),
     option("--timeout TIME", "End after so long without a new checkpoint.", type=DURATION),
     option("--keep-going", "Go on with the next checkpoint after COMMAND has failed."),
-    STORAGE_OPTION,
-    option("--json", "Print a line of JSON for each checkpoint.", "as_json"),
     click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]"),
-    common=(),
+    common=(STORAGE_OPTION, option("--json", "Print a line of JSON for each checkpoint.", "as_json")),
     indent=None,
 )
 def follow(call: Call) -> Answer:

@@ -43,10 +43,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
         type=click.FloatRange(0, 1, min_open=True),
     ),
     option(
-        "--ranks N",
-        "Number of processes; of the workload tier, on each node.",
-        type=click.IntRange(1, 256),
-        default=1,
+        "--ranks N", "Number of processes; of the workload tier, on each node.", type=click.IntRange(1, 256), default=1
     ),
     option("--shape", "Tensors or files to save.", type=click.Choice(_SHAPES), default="llama-8b"),
     option("--tensor-size SIZE", "Size of each tensor of --shape tensors.", type=SIZE, show_default="16MiB"),

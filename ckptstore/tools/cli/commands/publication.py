@@ -30,11 +30,7 @@ _STDERR = 2
     option("--with DIR", "Add the other files in DIR: a model's config and tokenizer.", "config_from"),
     option("--anchor-every", "Most deltas on one full version.", type=int, default=20),
     option("--keep", "How many full versions, with their deltas, to keep.", type=int, default=2),
-    option(
-        "--checksum [strong|adler32]",
-        "The digests of tensors; adler32 for CoreWeave's readers.",
-        default="strong",
-    ),
+    option("--checksum [strong|adler32]", "The digests of tensors; adler32 for CoreWeave's readers.", default="strong"),
     option("--follow", "Go on, and publish each new checkpoint of STORE."),
 )
 def publish(call: Call) -> Answer:

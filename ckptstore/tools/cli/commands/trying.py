@@ -32,10 +32,7 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
         show_default="3, with --engine ray 6",
     ),
     option(
-        "--picture",
-        "File for the picture that --engine ray draws.",
-        type=_FILE,
-        default=Path("ckptstore-demo.png"),
+        "--picture", "File for the picture that --engine ray draws.", type=_FILE, default=Path("ckptstore-demo.png")
     ),
     option("--html FILE", "Write the page of the stores to FILE. Not with --engine ray.", type=_FILE),
     common=(),

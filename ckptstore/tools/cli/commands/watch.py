@@ -43,9 +43,7 @@ _BAR_COLUMNS = 24
     option("--interval TIME", "Time between two looks.", type=DURATION, show_default="2s on a disk, else 5s"),
     option("--once", "Look once, and exit."),
     FAST,
-    STORAGE_OPTION,
-    option("--json", "Print each look as a line of JSON; the default in a pipe.", "as_json"),
-    common=(),
+    common=(STORAGE_OPTION, option("--json", "Print each look as a line of JSON; the default in a pipe.", "as_json")),
 )
 def watch(call: Call) -> None:
     """Follow the saves into STORE as they happen.
