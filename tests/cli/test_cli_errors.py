@@ -144,7 +144,7 @@ def test_a_command_reads_its_options_and_no_other_name() -> None:
     of_all = set(re.findall(r"self\.(\w+)", inspect.getsource(shared)))
     for module in {module for module, *_ in COMMANDS.values()}:
         text = inspect.getsource(import_module(f"ckptstore.tools.cli.commands.{module}"))
-        read = {*re.findall(r"\b(?:call|given|settings)\.(\w+)", text)}
+        read = {*re.findall(r"\b(?:call|settings)\.(\w+)", text)}
         for names in re.findall(r"picked\((?:call|settings), ([^)]*)\)", text):
             read |= {*re.findall(r'"(\w+)"', names)}
         commands = [command for name, command in each().items() if COMMANDS[name.split()[0]][0] == module]

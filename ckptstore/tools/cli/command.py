@@ -153,7 +153,7 @@ def checkpoints_of_ray(
     """Return the checkpoints of a run of Ray Train whose files Ray keeps, oldest first: its directory has an identity,
     and no log. Return None for a store with a log of its own.
 
-    One that is not whole is left out: it is added to `damaged` by its URI, or else told on stderr.
+    One that is not whole is left out: it is added to `damaged` by its URI, or else named on stderr.
     """
     uris = uris_in_run(job_of(store).storage)
     if uris is None:

@@ -1,4 +1,4 @@
-"""Commands beside a trainer: `run`, `watch-folder` and `restore-folder` for the folder it writes to, and `follow`."""
+"""Commands that go with a training: `run`, `watch-folder`, `restore-folder` for its folder, `follow` for its store."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _check_writable(*paths: str | Path | None) -> None:
             raise InvalidInput(f"{path} cannot be written", hint="Give a file in a directory that exists")
 
 
-def _measure(what: str, given: Any) -> Report:
+def _measure(what: str, settings: Any) -> Report:
     try:
         from ckptstore.tools.bench import claims
         from ckptstore.tools.bench.run import run
@@ -137,10 +137,10 @@ def _measure(what: str, given: Any) -> Report:
 
     def measured(options: Options) -> Report:
         line = redacted_command_line()
-        return run(options, storage_options=given.storage_options, command=line, show=show)
+        return run(options, storage_options=settings.storage_options, command=line, show=show)
 
     with sigterm(), counting() as show:  # what was written is removed then too
-        return claims.measure(options_of, measured) if what == "readme" else measured(_options(what, given))
+        return claims.measure(options_of, measured) if what == "readme" else measured(_options(what, settings))
 
 
 def options_of(words: Sequence[str]) -> Options:

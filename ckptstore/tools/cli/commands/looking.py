@@ -154,8 +154,8 @@ def _stores(stores: Sequence[Row], is_all: bool, call: Call) -> Answer:
     trash = {"count": 0, "size_bytes": 0, "grace_seconds": 0.0}
     yield {"uri": call.store, "checkpoints": [], "trash": trash, "stores": stores, "is_all": is_all}
     for row in stores:
-        kept_by = "" if row["kept_by"] == KEPT_BY_CKPTSTORE else f"kept by {row['kept_by']}"
-        row["checkpoints"] = row["error"] or kept_by or row["num_checkpoints"]
+        keeper = "" if row["kept_by"] == KEPT_BY_CKPTSTORE else f"kept by {row['kept_by']}"
+        row["checkpoints"] = row["error"] or keeper or row["num_checkpoints"]
     latest = (("latest", "latest_step"), ("created", "latest_created_at"))
     yield table(stores, ("store", "uri"), "checkpoints", *latest)
     if not is_all and not call.as_json:
@@ -376,9 +376,9 @@ def show(call: Call) -> Answer:
             ("ranks", lambda it: numbers_of(it.ranks) + (", each its own" if it.is_per_rank else "")),
         )
     else:
-        here = [] if on_node is None else [("here", lambda receipt: "yes" if receipt in on_node else "no")]
+        last = [] if on_node is None else [("here", lambda receipt: "yes" if receipt in on_node else "no")]
         digest = ("digest", lambda receipt: receipt.digest or "none")
-        rows = table(checkpoint.files, ("file", "name"), "rank", ("size", "size_bytes"), digest, *here)
+        rows = table(checkpoint.files, ("file", "name"), "rank", ("size", "size_bytes"), digest, *last)
     yield ["", *rows] if rows else []
 
 
